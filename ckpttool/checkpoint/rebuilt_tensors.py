@@ -27,25 +27,20 @@ from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, extent,
 from .sparse_tensors import read_sparse
 from .special_tensors import SpecialTensor, attributes, shape_of, torch_dtype
 
+# The ends of the names of classes that are taken for tensors, though they are not known here.
 ENDINGS = ("Tensor", "Parameter", "Buffer")
-"""The ends of the names of classes that are taken for tensors, though they are not known here."""
 
+# The most calls nested in each other that are read, such as a Parameter of a subclass of a sparse tensor.
 LEVELS = 8
-"""The most calls nested in each other that are read, such as a Parameter of a subclass of a sparse tensor."""
 
+# The most values searched for tensors inside an object of an unknown class.
 MAX_INSIDE = 10_000
-"""The most values searched for tensors inside an object of an unknown class."""
 
 WRAPPER_SUBCLASS = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
 def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
-    """Return the description of a value that is a tensor but not a plain one; None for any other value.
-
-    Args:
-        value: a value of a file's tree. A plain tensor is none, in a Parameter or of a subclass neither.
-        levels: how deep calls may be nested in each other.
-    """
+    """Return the description of a value that is a tensor but not a plain one; None for any other value."""
     if not isinstance(value, Record) or tensor_of(value) is not None or not levels:
         return None
     args = value.args if isinstance(value.args, tuple) else ()
@@ -69,7 +64,7 @@ def require_sound(function: object, args: tuple[object, ...]) -> None:
     if function in READERS:
         READERS[function][1](args)
     elif function in FROM_TYPE:
-        if len(args) != 4 or type(args[2]) not in (tuple, list):
+        if len(args) != 4 or not isinstance(args[2], tuple | list):
             raise BadTensor("of a class, in a call whose arguments torch refuses")
         require_sound(args[0], tuple(args[2]))
     elif function in PARAMETER:
@@ -90,11 +85,7 @@ def _require_parameter(args: tuple[object, ...], has_state: bool) -> None:
 
 
 def plain_tensor(value: object) -> TensorRef | None:
-    """Return the plain tensor that has all values of a value; None when there is none.
-
-    Args:
-        value: a tensor, also in a Parameter or subclass; or a DTensor of which this file holds everything.
-    """
+    """Return the plain tensor that has all values of a value; None when there is none."""
     tensor = tensor_of(value)
     if tensor is not None or not isinstance(value, Record):
         return tensor
@@ -104,12 +95,7 @@ def plain_tensor(value: object) -> TensorRef | None:
 
 
 def with_plain_tensor(value: object, tensor: TensorRef) -> object:
-    """Return a value around another plain tensor: a Parameter stays one, a whole DTensor becomes plain.
-
-    Args:
-        value: a value for which `plain_tensor` returns a tensor.
-        tensor: the tensor to put in its place.
-    """
+    """Return a value around another plain tensor: a Parameter stays one, a whole DTensor becomes plain."""
     return with_tensor(value, tensor) if tensor_of(value) is not None else tensor
 
 
@@ -232,6 +218,7 @@ def _uninitialised(args: tuple[object, ...]) -> SpecialTensor:
     return SpecialTensor("uninitialised")
 
 
+# The functions and classes that make a tensor, with what it is called and how their arguments are read.
 READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | None]]] = {
     Global("torch._utils", "_rebuild_sparse_tensor"): ("sparse", read_sparse),
     Global("torch._utils", "_rebuild_sparse_csr_tensor"): ("sparse", read_sparse),
@@ -245,7 +232,6 @@ READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | 
     Global("torch.nn.parameter", "UninitializedParameter"): ("uninitialised", _uninitialised),
     Global("torch.nn.parameter", "UninitializedBuffer"): ("uninitialised", _uninitialised),
 }
-"""The functions and classes that make a tensor, with what it is called and how their arguments are read."""
 
 
 def _dtensor(args: tuple[object, ...], state: object) -> SpecialTensor | None:
@@ -298,10 +284,10 @@ def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     )
 
 
+# The classes of tensors that lie on several ranks, with how their state is read.
 SHARDED_TYPES: dict[object, Callable[[tuple[object, ...], object], SpecialTensor | None]] = {
     Global("torch.distributed.tensor", "DTensor"): _dtensor,
     Global("torch.distributed._tensor.api", "DTensor"): _dtensor,
     Global("torch.distributed.tensor._api", "DTensor"): _dtensor,
     Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _sharded,
 }
-"""The classes of tensors that lie on several ranks, with how their state is read."""

@@ -111,8 +111,7 @@ CASES = {
     ),
     "a size in a list": plain(shape=list_of(number(4))),
     "gradients of integers": call(
-        V2, integers("up", 2)[:0] + storage(2, kind="LongStorage", key="up"), number(0), *[tuple_of(number(1))] * 2,
-        TRUE, EMPTY,
+        V2, storage(2, kind="LongStorage", key="up"), number(0), *[tuple_of(number(1))] * 2, TRUE, EMPTY
     ),
     "a Parameter": parameter(plain(), TRUE, EMPTY),
     "a Parameter around a str": parameter(text("x"), TRUE, EMPTY),
@@ -154,8 +153,12 @@ CASES = {
     "COO, past the end": coo("past"),
     "COO, below 0": coo("below"),
     "COO of other sizes": sparse(COO, integers("up", 1, 2), dense(storage(4), (3,)), tuple_of(number(4))),
-    "COO of other axes": sparse(COO, integers("up", 1, 2), dense(storage(4), (2,)), tuple_of(number(4), number(4))),
-    "COO whose indices are a list": sparse(COO, integers("up", 2), dense(storage(4), (2,)), tuple_of(number(4))),
+    "COO of other axes": sparse(
+        COO, integers("up", 1, 2), dense(storage(4), (2,)), tuple_of(number(4), number(4))
+    ),
+    "COO whose indices are a list": sparse(
+        COO, integers("up", 2), dense(storage(4), (2,)), tuple_of(number(4))
+    ),
     "COO whose size is text": sparse(COO, integers("up", 1, 2), dense(storage(4), (2,)), text("x")),
     "COO of two parts": sparse(COO, integers("up", 1, 2), dense(storage(4), (2,))),
     "COO with an axis of values": sparse(
@@ -180,7 +183,7 @@ CASES = {
     "quantised by one number": quantised(real(0.1)),
     "quantised, symmetric": quantised(real(0.1), number(0), scheme="per_tensor_symmetric"),
     "quantised by no scheme": quantised(real(0.1), number(0), scheme="float32"),
-    "quantised floats": quantised(real(0.1), number(0), kind="FloatStorage")[:],
+    "quantised floats": quantised(real(0.1), number(0), kind="FloatStorage"),
     "quantised with gradients": quantised(real(0.1), number(0), grad=TRUE),
     "quantised by channel": quantised(
         list_of(real(0.1), real(0.2)), list_of(number(0), number(0)), number(0), scheme="per_channel_affine"
@@ -218,10 +221,9 @@ def test_what_torch_refuses_is_refused_or_has_a_problem(case: str, tmp_path: Pat
     path = saved(case, tmp_path)
     if torch_reads(path):
         pytest.skip("torch reads it")
-    with pytest.raises(Damaged):
-        with ckpttool.open(path) as checkpoint:
-            assert not verify(checkpoint).ok
-            ckpttool.save(checkpoint, tmp_path / "out.pt")
+    with pytest.raises(Damaged), ckpttool.open(path) as checkpoint:
+        assert not verify(checkpoint).ok
+        ckpttool.save(checkpoint, tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
 
 
@@ -232,9 +234,9 @@ def test_what_torch_reads_is_read_as_a_tensor_or_refused(case: str, tmp_path: Pa
         pytest.skip("torch refuses it")
     try:
         checkpoint = ckpttool.open(path)
+        ckpttool.save(checkpoint, tmp_path / "out.pt")
     except CkptToolError:
         return
     state = checkpoint.state()
     assert {*state.tensors, *state.likes} == {"w", "b"}
-    ckpttool.save(checkpoint, tmp_path / "out.pt")
     assert torch_reads(tmp_path / "out.pt")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ckpttool.checkpoint.full_decoding import BadJson, decode
+from ckpttool.checkpoint.full_json import BadJson, decode
 from ckpttool.inert_pickle.machine import BASE_PARTS, MAX_EQUAL_HASHES, BadKey, KeyGuard
 from ckpttool.inert_pickle.reader import PickleFault, read_pickle
 from ckpttool.inert_pickle.values import OrderedDict_, Set_
