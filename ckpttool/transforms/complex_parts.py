@@ -11,8 +11,7 @@ from ..checkpoint.rebuilt_tensors import plain_tensor
 from ..errors import Collision, NothingToDo
 from ..tensors.dtypes import DTYPES, REAL_TYPES
 from ..tensors.ref import Computed, Storage, TensorRef
-from ..tensors.strided import FORMATS
-from ..tensors.values import CHUNK, require_bounded, stream, stretches, swap
+from ..tensors.values import CHUNK, FORMATS, require_bounded, stream, stretches, swap
 from .selection import replace_state
 
 SPLIT = {name: part for name, part in REAL_TYPES.items() if name != "bcomplex32"}

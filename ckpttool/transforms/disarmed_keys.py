@@ -8,8 +8,7 @@ from typing import Any
 from ..checkpoint.dotted_names import Path
 from ..errors import Refused
 from ..inert_pickle.numpy_values import scalar_of
-from ..inert_pickle.object_texts import NoText, described
-from ..inert_pickle.plain_objects import text_of
+from ..inert_pickle.plain_objects import NoText, described, text_of
 from ..inert_pickle.values import FrozenSet_, Record, in_brief, tensor_of
 from ..inert_pickle.weights_only import is_value
 

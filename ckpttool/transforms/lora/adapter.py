@@ -13,6 +13,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Refused, Unreadable, Unsupported
+from ...files.failures import reason
 from ...formats.reading import open as open_any
 from ...tensors.ref import TensorRef
 from .name_pattern import UnknownPattern, fits
@@ -174,10 +175,8 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
         with open(config, encoding="utf-8") as file:
             said = json.load(file)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise Unreadable(
-            config, reason, hint="ADAPTER is the folder that PEFT's save_pretrained wrote"
-        ) from None
+        hint = "ADAPTER is the folder that PEFT's save_pretrained wrote"
+        raise Unreadable(config, reason(error), hint=hint) from None
     except (ValueError, RecursionError):
         raise Damaged(config, "is not JSON") from None
     if not isinstance(said, dict):
