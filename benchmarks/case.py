@@ -79,7 +79,6 @@ class Case:
         ways: in the order in which they take turns; the others are compared with the first.
         as_ratio: compare by ratio (long runs), or by seconds beyond the first way (short runs).
         memory: bytes that the largest way needs, output included; made ready on request.
-        summary: how many of the targets, from the first, also have a row in the summary.
     """
 
     title: str
@@ -87,7 +86,6 @@ class Case:
     targets: Sequence[Target] = ()
     as_ratio: bool = True
     memory: int = 0
-    summary: int = 1
 
 
 @dataclass(frozen=True)

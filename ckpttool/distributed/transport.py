@@ -37,6 +37,10 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+# torch 2.14 renamed it, and warns of the older name.
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 # ---- sending -------------------------------------------------------------------------------------------
 
 
@@ -46,7 +50,7 @@ def gather_bytes(message: bytes) -> list[bytes]:
         return [message]
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device())
     received = torch.empty(world_size() * len(message), dtype=torch.uint8, device=own.device)
-    dist.all_gather_into_tensor(received, own)
+    all_gather_tensor(received, own)
     whole, length = to_bytes(received), len(message)
     return [whole[start : start + length] for start in range(0, len(whole), length)]
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageFault
-from ..formats.opened import File, opened
+from ..formats.reading import File, opened
 from . import factory
 from .diagnosis import Diagnosis, diagnose
 from .diagnosis.fit import Blueprint, Case, Fit, Respec, compare

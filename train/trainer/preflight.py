@@ -28,7 +28,7 @@ from train.model import optimizer as optimizers
 from train.model import precision, wrapping
 from train.run.limits import total_steps
 from train.tasks.loss_pair import PAIR
-from train.tasks.task import Classification, UserTask, Task
+from train.tasks.task import Classification, Task, UserTask
 from train.trainer import virtual_ranks
 
 

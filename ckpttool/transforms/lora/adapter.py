@@ -106,7 +106,7 @@ class Adapter:
         return chosen  # type: ignore[return-value]
 
     def parts(self) -> tuple[dict[str, dict[str, TensorRef]], dict[str, TensorRef]]:
-        """Return the factors of each layer, and by their names in the model the tensors that it holds whole."""
+        """Return the factors of each layer, and its whole tensors under their names in the model."""
         whole: dict[str, TensorRef] = {}
         factors: dict[str, dict[str, TensorRef]] = {}
         keys: dict[tuple[str, str], str] = {}
