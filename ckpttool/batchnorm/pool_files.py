@@ -15,10 +15,10 @@ from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
 from ..files.digest import tensor_digests
 from ..inert_pickle.values import tensor_of
-from ..tensors.cast import TARGETS, carrier, reader
-from ..tensors.dtypes import DType
+from ..tensors.cast import TARGETS
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import require_bounded, stream
+from ..transforms.mean import in_float64, nearest
 from ..transforms.selection import replace_state
 from .convert_states import find, fits, key
 from .pooling import Counts, pool
@@ -198,21 +198,19 @@ def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
     import numpy as np
 
     require_bounded(name, tensor)
-    raw = b"".join(bytes(piece) for piece in stream(tensor))
     if tensor.dtype.name == "int64":
-        return np.frombuffer(raw, dtype="<i8").reshape(tensor.shape)
+        return np.frombuffer(b"".join(map(bytes, stream(tensor))), dtype="<i8").reshape(tensor.shape)
     if tensor.dtype.name not in TARGETS:
         raise Refused(path, f"'{name}' is {tensor.dtype.name}, which can't be pooled")
-    return (
-        reader(tensor.dtype)(np.frombuffer(raw, dtype=carrier(tensor.dtype)))
-        .astype("f8")
-        .reshape(tensor.shape)
-    )
+    return in_float64(tensor)
 
 
 def _tensor(old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]) -> TensorRef:
     """Return a tensor like `old`, with these values in its own storage."""
-    raw = _rounded(values, old.dtype)
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        raw = values.astype("<i8") if old.dtype.name == "int64" else nearest(values, old.dtype)
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
     make = partial(_stretch, raw.tobytes())
@@ -223,22 +221,6 @@ def _tensor(old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]) 
 
 def _stretch(raw: bytes, start: int, nbytes: int) -> Iterator[memoryview]:
     yield memoryview(raw)[start : start + nbytes]
-
-
-def _rounded(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Return float64 values in another dtype, rounded once, to nearest, ties to even."""
-    import numpy as np
-
-    with np.errstate(over="ignore"):
-        if dtype.name != "bfloat16":
-            return values.astype("<i8" if dtype.name == "int64" else f"<f{dtype.itemsize}")
-        single = values.astype("<f4")
-        # Round to odd in float32, so that only the rounding to bfloat16 counts (Boldo and Melquiond 2008).
-        single = np.where(np.abs(single) > np.abs(values), np.nextafter(single, np.float32(0)), single)
-        bits = single.view("<u4") | (single != values).astype("<u4")
-        nan = np.isnan(values)
-        bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        return np.where(nan, 0x7FC0, bits >> np.uint32(16)).astype("<u2")
 
 
 def _replaced(old: Mapping[object, object], new: Mapping[str, TensorRef]) -> Iterator[tuple[object, object]]:

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..tensors.cast import INFINITY, carrier, reader
 from ..tensors.dtypes import DType
+from ..tensors.ref import TensorRef
+from ..tensors.values import stream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -255,6 +257,15 @@ def _round(values: NDArray[Any], dtype: DType, out: NDArray[Any]) -> None:
     import numpy as np
 
     np.copyto(out, nearest(values, dtype) if dtype.name == "bfloat16" else values, casting="same_kind")
+
+
+def in_float64(tensor: TensorRef) -> NDArray[Any]:
+    """Return all values of a float tensor in float64, in its shape."""
+    import numpy as np
+
+    raw = b"".join(map(bytes, stream(tensor)))
+    values: NDArray[Any] = reader(tensor.dtype)(np.frombuffer(raw, dtype=carrier(tensor.dtype)))
+    return values.astype("<f8").reshape(tensor.shape)
 
 
 def nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:

@@ -21,11 +21,11 @@ from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
 from ...errors import Damaged, Refused, Unsupported
 from ...inert_pickle.values import remade
-from ...tensors.cast import Caster, carrier, reader
+from ...tensors.cast import Caster
 from ...tensors.dtypes import DType
 from ...tensors.ref import Computed, Storage, TensorRef
-from ...tensors.values import CHUNK, stream
-from ..mean import nearest
+from ...tensors.values import CHUNK
+from ..mean import in_float64, nearest
 from ..selection import replace_state
 from .adapter import CONFIG, IN_PYTHON, Adapter
 
@@ -255,8 +255,8 @@ class Update:
 
     def factors(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return both matrices in float64, in the order in which they are multiplied. Imports numpy."""
-        a = _values(self.a).reshape(self.rank, -1)
-        b = _values(self.b).reshape(-1, self.rank)
+        a = in_float64(self.a).reshape(self.rank, -1)
+        b = in_float64(self.b).reshape(-1, self.rank)
         return (a.T.copy(), b.T.copy()) if self.turned else (b, a)
 
 
@@ -293,17 +293,8 @@ def _rows(
 
     shape = (end - begin, *weight.shape[1:])
     part = replace(weight, shape=shape, offset=weight.offset + begin * weight.stride[0])
-    values = _values(part).reshape(end - begin, -1)
+    values = in_float64(part).reshape(end - begin, -1)
     with np.errstate(all="ignore"):
         values += scale * (left[begin:end] @ right)
         rounded = nearest(values.reshape(-1), to)
     return memoryview(np.ascontiguousarray(rounded).view("u1"))  # type: ignore[arg-type]
-
-
-def _values(tensor: TensorRef) -> NDArray[Any]:
-    """Return all values in float64."""
-    import numpy as np
-
-    raw = b"".join(map(bytes, stream(tensor)))
-    values: NDArray[Any] = reader(tensor.dtype)(np.frombuffer(raw, dtype=carrier(tensor.dtype))).astype("<f8")
-    return values
