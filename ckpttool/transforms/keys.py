@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..checkpoint.argument import takes_checkpoint
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.state import State
 from ..checkpoint.states import follow, is_optimizer
 from ..errors import CkptToolError, NothingToDo

@@ -12,8 +12,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from math import prod
 
-from ..checkpoint.argument import takes_checkpoint
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.state import State
 from ..errors import Collision, NothingToDo, UsageFault

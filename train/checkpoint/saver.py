@@ -236,7 +236,7 @@ class Saver:
             CheckFailed, RanksDiffer: as `save`.
         """
         self.finish_save()
-        collectives.alike(self._raise_failure)
+        collectives.report_once(self._raise_failure)
 
     def _raise_failure(self) -> None:
         for failure in self._failed.values():

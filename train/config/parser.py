@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ckpttool.distributed.place import given_world_size
+from ckpttool.distributed.group import given_world_size
 from ckpttool.errors import UsageFault
 from train import console
 from train.config.plan import check_plan

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils import signal_handling
 
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.errors import CkptToolError
 from train.data.samples import Samples, count
 from train.launch.spawn import PR_SET_PDEATHSIG

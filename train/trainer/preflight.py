@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.metrics.evaluating import measures, update

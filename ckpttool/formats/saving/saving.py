@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 
-from ...checkpoint.argument import takes_checkpoint
-from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Damaged, FileError, Refused

@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...checkpoint.argument import takes_checkpoint
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...errors import OutputExists, UsageFault
 from ...files.commit import require_folder, writing_into

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.argument import takes_checkpoint
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
