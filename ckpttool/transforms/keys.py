@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ..checkpoint.dotted_names import follow
 from ..checkpoint.state import State
-from ..checkpoint.states import follow, is_optimizer
+from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
 from .optimizer.renaming import rename_parameters
