@@ -1,4 +1,4 @@
-"""What a save costs a training: train/main.py against torch.save and torch.distributed.checkpoint.async_save.
+"""The cost of a save: train/main.py against torch.save and torch.distributed.checkpoint.async_save.
 
     python -m benchmarks.saving
 

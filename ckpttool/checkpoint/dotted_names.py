@@ -98,7 +98,7 @@ Container = dict[object, object]
 # The end of the name under which a module keeps what it likes: one entry, even when it is a dict.
 EXTRA_STATE = "_extra_state"
 
-# Characters that each name counts beside its own, as shared dicts can have very many short names.
+# Characters that each name counts on top of its own, as shared dicts can have very many short names.
 PER_NAME = 100
 
 
