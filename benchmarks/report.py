@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from .case import Case, Results, Run, Target
+from .markdown import table
 from .process import smallest_peak
 from .targets import beyond, peak, ratio
 
@@ -19,8 +20,7 @@ def as_text(case: Case, results: Results) -> str:
 
 
 def as_markdown(case: Case, results: Results) -> str:
-    tables = ["\n".join(_piped(rows)) for rows in _tables(case, results)]
-    return "\n\n".join([f"**{_title(case, results)}**", *tables])
+    return "\n\n".join([f"**{_title(case, results)}**", *map(table, _tables(case, results))])
 
 
 def as_summary(measured: Sequence[tuple[Case, Results]]) -> str:
@@ -32,7 +32,7 @@ def as_summary(measured: Sequence[tuple[Case, Results]]) -> str:
             memory = _memory(peak(results, target.way))
             value = target.show(target.measure(results))
             rows.append((case.title, target.text, value, f"{_limit(target)}{missed}", memory))
-    return "\n".join(_piped(rows, left=2))
+    return table(rows, left=2)
 
 
 def _tables(case: Case, results: Results) -> list[list[Row]]:
@@ -118,9 +118,3 @@ def _columns(rows: Sequence[Row]) -> list[str]:
 
 def _ruled(lines: list[str]) -> list[str]:
     return [lines[0].rstrip(), "-" * len(lines[0]), *lines[1:]]
-
-
-def _piped(rows: Sequence[Row], left: int = 1) -> list[str]:
-    """The lines of a Markdown table whose first `left` columns are left-aligned."""
-    alignment = ("---" if column < left else "---:" for column in range(len(rows[0])))
-    return ["| " + " | ".join(row) + " |" for row in [rows[0], alignment, *rows[1:]]]
