@@ -27,7 +27,6 @@ def set_up(folder: Path, size: int) -> Case:
             Target(f"part of {SYNC} in its step", partial(_part, SYNC), PART, "{:.0%}".format, SYNC),
         ],
         as_ratio=False,
-        summary=0,
     )
 
 

@@ -57,7 +57,6 @@ class Case:
     targets: Sequence[Target] = ()
     as_ratio: bool = True  # compare by ratio (long runs), or by seconds beyond the first way (short runs)
     memory: int = 0  # bytes that the largest way needs, output included; made ready on request
-    summary: int = 1  # how many of the targets, from the first, also have a row in the summary
 
 
 @dataclass(frozen=True)

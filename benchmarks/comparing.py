@@ -25,7 +25,6 @@ def set_up_diff(folder: Path, size: int) -> Case:
             Way(DIFF, tool("diff", folder / "a.pt", folder / "b.pt")),
         ],
         [at_most_times(DIFF, CMP, 1.3), peak_at_most(DIFF, 64_000_000)],
-        summary=0,
     )
 
 

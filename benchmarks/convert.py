@@ -84,8 +84,7 @@ def set_up(
     targets = [at_most_times(name, "cp", c.limit) for name, c in conversions.items()]
     targets += [floor(name, "cp") for name in floors]
     targets += [peak_at_most(name, PEAK) for name in conversions]
-    in_summary = int(make_source is from_torch)  # the others are as fast
-    return Case(f"{title}, {show_size(size)}", ways, targets, memory=2 * size, summary=in_summary)
+    return Case(f"{title}, {show_size(size)}", ways, targets, memory=2 * size)
 
 
 IN_PLACE = "strip-prefix in place"
@@ -110,7 +109,6 @@ def set_up_in_place(folder: Path, size: int) -> Case:
         ],
         [at_most_times(IN_PLACE, "cp", 1.15), peak_at_most(IN_PLACE, PEAK)],
         memory=2 * size,
-        summary=0,
     )
 
 

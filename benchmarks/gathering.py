@@ -40,7 +40,6 @@ def set_up_many(folder: Path, size: int) -> Case:
         ways,
         [Target(text, times, 10.0, "{:.1f} ×".format, GATHER, at_least=True)],
         as_ratio=False,
-        summary=0,
     )
 
 
@@ -57,7 +56,6 @@ def set_up_few(folder: Path, size: int) -> Case:
         ways,
         [Target(text, share, 0.01, "{:.2%}".format, SMALL)],
         as_ratio=False,
-        summary=0,
     )
 
 

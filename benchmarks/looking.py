@@ -42,7 +42,6 @@ def set_up_digest(folder: Path, size: int) -> Case:
             Way(DIGEST, tool("digest", source)),
         ],
         [at_least_times_faster(DIGEST, SHA, 0.8), peak_at_most(DIGEST, 64_000_000)],
-        summary=0,
     )
 
 

@@ -11,9 +11,7 @@ from .sizes import parse_size
 
 SIZES = [2_000_000_000, 4_000_000_000]
 ROOT = Path(__file__).parents[1]
-TABLES, SUMMARY = Path("docs", "benchmarks.md"), Path("README.md")
-# What `--markdown` updates: all tables in the one, a summary in the other.
-PAGES = (TABLES, SUMMARY)
+TABLES = Path("docs", "benchmarks.md")
 
 
 def parse(arguments: Sequence[str] | None, names: Iterable[str]) -> argparse.Namespace:
@@ -24,8 +22,7 @@ def parse(arguments: Sequence[str] | None, names: Iterable[str]) -> argparse.Nam
         parser.error(f"--folder {options.folder}: no such folder")
     if options.markdown:
         try:
-            for page in PAGES:
-                check_marks(options.markdown / page)
+            check_marks(options.markdown / TABLES)
         except ValueError as error:
             parser.error(f"--markdown {error}")
     # Not as argparse's defaults, because it would append to those.
@@ -55,7 +52,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         nargs="?",
         const=ROOT,
         metavar="DIR",
-        help=f"also write the tables to {TABLES} and a summary to {SUMMARY} (in this repository)",
+        help=f"also write the tables to {TABLES} (in this repository)",
     )
     return parser
 

@@ -15,9 +15,9 @@ from . import machine
 from .case import Benchmark, Case, Results
 from .disk_space import choose_folder, in_memory, shortage
 from .markdown import put_between_marks
-from .options import SUMMARY, TABLES, parse
+from .options import TABLES, parse
 from .process import CommandFailed
-from .report import as_markdown, as_summary, as_text
+from .report import as_text
 from .sizes import show_size
 from .turns import Say, in_turns
 
@@ -40,31 +40,24 @@ def main(benchmarks: Iterable[Benchmark], arguments: Sequence[str] | None = None
 
 
 def _run(chosen: Sequence[Benchmark], options: argparse.Namespace) -> None:
-    """Run benchmarks, print each table when it is ready, then all of them as Markdown."""
+    """Run benchmarks, print each table when it is ready, and put all into the page."""
     # Space for each benchmark at its smallest size is enough: a larger size can be skipped.
     files = max(benchmark.need(min(options.size)).files for benchmark in chosen)
     folder, remark = (options.folder, "") if options.folder else choose_folder(files)
     about = _about(folder, options.ready_memory)
     _say_80(f"{about}; {machine.load()}", remark)
-    measured: list[tuple[Case, Results]] = []
-    largest: dict[str, tuple[Case, Results]] = {}
+    measured: list[str] = []
     for benchmark, size in [(b, size) for b in chosen for size in (sorted(options.size) if b.sized else [0])]:
         lack = shortage(benchmark.need(size), folder)
         if lack:
             _say_80(f"{benchmark.name}, {show_size(size)}: left out, {lack}")
             continue
         case, results = _measure(benchmark, size, folder, options)
-        print(f"\n{as_text(case, results)}", flush=True)
-        measured.append((case, results))
-        largest[benchmark.name] = case, results
-    if not measured:
-        return
-    tables = "\n\n".join([*(as_markdown(*one) for one in measured), f"Measured {about}."])
-    summary = f"{as_summary(list(largest.values()))}\n\nMeasured {about}."
-    print(f"\nThe same in Markdown:\n\n{tables}\n\nIn brief:\n\n{summary}")
-    if options.markdown:
-        put_between_marks(options.markdown / TABLES, tables)
-        put_between_marks(options.markdown / SUMMARY, summary)
+        measured.append(as_text(case, results))
+        print(f"\n{measured[-1]}", flush=True)
+    if measured and options.markdown:
+        tables = "\n\n".join(f"```text\n{table}\n```" for table in measured)
+        put_between_marks(options.markdown / TABLES, f"{tables}\n\nMeasured {about}.")
 
 
 def _about(folder: Path, ready_memory: bool) -> str:

@@ -1,4 +1,4 @@
-"""The results as tables: for a terminal of 80 columns, in Markdown, and as one summary of all cases."""
+"""The results as tables for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from statistics import median
 
 from .case import Case, Results, Run, Target
-from .markdown import table
 from .process import smallest_peak
 from .targets import beyond, peak, ratio
 
@@ -17,22 +16,6 @@ Row = tuple[str, ...]
 def as_text(case: Case, results: Results) -> str:
     tables = ["\n".join(_ruled(_columns(rows))) for rows in _tables(case, results)]
     return "\n".join([_title(case, results), "\n\n".join(tables)])
-
-
-def as_markdown(case: Case, results: Results) -> str:
-    return "\n\n".join([f"**{_title(case, results)}**", *map(table, _tables(case, results))])
-
-
-def as_summary(measured: Sequence[tuple[Case, Results]]) -> str:
-    """Return one Markdown table with the first targets of each case, as `Case.summary` says how many."""
-    rows: list[Row] = [("job", "compared", "measured", "limit", "memory")]
-    for case, results in measured:
-        for target in case.targets[: case.summary]:
-            missed = "" if target.met(results) else ", MISSED"
-            memory = _memory(peak(results, target.way))
-            value = target.show(target.measure(results))
-            rows.append((case.title, target.text, value, f"{_limit(target)}{missed}", memory))
-    return table(rows, left=2)
 
 
 def _tables(case: Case, results: Results) -> list[list[Row]]:
@@ -117,4 +100,4 @@ def _columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _ruled(lines: list[str]) -> list[str]:
-    return [lines[0].rstrip(), "-" * len(lines[0]), *lines[1:]]
+    return [line.rstrip() for line in (lines[0], "-" * len(lines[0]), *lines[1:])]

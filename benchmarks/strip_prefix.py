@@ -40,7 +40,6 @@ def set_up(folder: Path, size: int) -> Case:
             peak_at_most(TOOL, 40_000_000),
         ],
         memory=2 * size,
-        summary=4,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.architecture_page import BEGIN, END, FOLDERS, PAGE, tables, write
+from tests.support.architecture_page import BEGIN, END, FOLDERS, PAGE, files, tables, write
 from tests.support.generated_page import generated
 from tests.support.imports import FILES, PACKAGE, calls, first_line, imports_of, levels, own_imports, tree_of
 from tests.support.running import ROOT
@@ -136,6 +136,19 @@ def test_the_tables_of_the_page_are_those_of_the_modules() -> None:
     assert made == tables(), "docs/architecture.md is stale: run `make docs` and commit it"
 
 
+def test_the_map_shows_every_file_of_the_package() -> None:
+    shown_files = [line.partition(":")[0] for line in files()]
+    assert sorted(shown_files) == shown([path for path in FILES if not path.name.startswith("__")])
+
+
+def test_the_page_names_every_room_of_the_trainer() -> None:
+    rooms = {path.parent.name for path in (ROOT / "train").glob("*/*.py")}
+    named = re.findall(
+        r"^\| `(\w+)/` \|", PAGE.read_text(encoding="utf-8").partition("## The trainer")[2], re.M
+    )
+    assert set(named) == rooms
+
+
 def test_every_module_says_in_its_first_line_what_it_is_for() -> None:
     offenders = [path for path in FILES if not first_line(path) and path.name != "__main__.py"]
     assert shown(offenders) == []
@@ -172,4 +185,7 @@ def test_a_circle_would_be_found() -> None:
 
 
 if __name__ == "__main__":
-    write()
+    if "--map" in sys.argv:
+        print(*files(), sep="\n")
+    else:
+        write()

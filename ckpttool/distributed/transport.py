@@ -36,6 +36,10 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+# torch 2.14 renamed it, and warns of the older name.
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 # ---- sending -------------------------------------------------------------------------------------------
 
 
@@ -45,16 +49,9 @@ def gather_bytes(message: bytes) -> list[bytes]:
         return [message]
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device())
     received = torch.empty(world_size() * len(message), dtype=torch.uint8, device=own.device)
-    all_gather(received, own)
+    all_gather_tensor(received, own)
     joined, length = to_bytes(received), len(message)
     return [joined[start : start + length] for start in range(0, len(joined), length)]
-
-
-def all_gather(received: torch.Tensor, own: torch.Tensor) -> None:
-    """Write the tensors of all ranks, one after another, into `received`."""
-    # torch 2.14 renamed it, and prints a FutureWarning for the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(received, own)
 
 
 def broadcast_bytes(payload: bytes, source: int) -> bytes:

@@ -1,8 +1,13 @@
-"""docs/cli.md: what `--help` says, on one page. `make docs` writes it; a test fails when it is stale."""
+"""docs/cli.md: what `--help` says, on one page. `make docs` writes it; a test fails when it is stale.
+
+Options that several commands have with the same help stand once, under "Shared options"; what all
+commands have is not named again.
+"""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,19 +59,72 @@ def _lines() -> Iterator[str]:
     for modules in SECTIONS.values():
         for module, line in modules.items():
             yield f"| [`{module.command.name}`](#{module.command.name}) | {line} |"
+    shared = shared_options()
+    yield from ("", "## Shared options", "", "```text", _printed(shared), "```")
     for title, modules in SECTIONS.items():
         yield from ("", f"## {title}")
         for module in modules:
-            yield from ("", f"### {module.command.name}", "", "```text", help_of(module.command), "```")
+            yield from (
+                "",
+                f"### {module.command.name}",
+                "",
+                "```text",
+                *_own_help(module.command, shared),
+                "```",
+            )
     yield "\n"
+
+
+Option = tuple[str, str]  # its flags, and what they do
+
+
+def _options(command: click.Command) -> list[Option]:
+    context = _context(command)
+    options = (each for each in command.get_params(context) if isinstance(each, click.Option))
+    return [record for option in options if (record := option.get_help_record(context))]
+
+
+def shared_options() -> list[Option]:
+    """Return the options that several commands have with the same help; those of all commands come last."""
+    every = [option for command in group.commands.values() for option in _options(command)]
+    return sorted({option for option in every if every.count(option) > 1}, key=lambda o: (every.count(o), o))
+
+
+def universal() -> set[str]:
+    """Return the options that all commands have, as `--help` names them."""
+    return set.intersection(*({flags for flags, _ in _options(one)} for one in group.commands.values()))
+
+
+def _printed(options: list[Option]) -> str:
+    formatter = click.HelpFormatter(width=WIDTH)
+    formatter.indent()
+    formatter.write_dl(options)
+    return formatter.getvalue().rstrip()
+
+
+def _own_help(command: click.Command, shared: list[Option]) -> Iterator[str]:
+    """Yield the help of a command, with only the names of the options that it shares."""
+    options = _options(command)
+    own = [option for option in options if option not in shared]
+    others = [flags for flags, text in options if (flags, text) in shared and flags not in universal()]
+    names = ", ".join(flags.split()[0].rstrip(",") for flags in others)
+    yield help_of(command).partition("\nOptions:\n")[0].rstrip()
+    yield from ("", "Options:") if own or names else ()
+    if own:
+        yield _printed(own)
+    if names:
+        yield textwrap.fill(f"Shared: {names}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _context(command: click.Command) -> click.Context:
+    settings = {**group.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    parent = click.Context(group, info_name="ckpttool", **settings)
+    return click.Context(command, info_name=command.name, parent=parent, **settings)
 
 
 def help_of(command: click.Command) -> str:
     """What `--help` prints on a terminal of so many columns."""
-    settings = {**group.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
-    parent = click.Context(group, info_name="ckpttool", **settings)
-    text = command.get_help(click.Context(command, info_name=command.name, parent=parent, **settings))
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    return "\n".join(line.rstrip() for line in command.get_help(_context(command)).splitlines())
 
 
 def write(page: Path = PAGE) -> None:
@@ -87,7 +145,9 @@ def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", group.commands)
 def test_every_command_and_flag_is_documented(name: str) -> None:
-    part = PAGE.read_text(encoding="utf-8").partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    page = PAGE.read_text(encoding="utf-8")
+    part = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    part += page.partition("## Shared options\n")[2].partition("\n## ")[0]
     assert f"Usage: ckpttool {name}" in part, f"{name} is not in docs/cli.md: run `make docs`"
     for parameter in group.commands[name].params:
         for flag in (*parameter.opts, *parameter.secondary_opts):
@@ -98,11 +158,9 @@ def test_every_command_and_flag_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", group.commands)
-def test_the_readme_names_every_command(name: str) -> None:
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Commands")[2].partition("\n## ")[0]
-    assert re.search(rf"^\| `{name}\b", table, re.MULTILINE), (
-        f"a line for {name} in README.md, under Commands"
-    )
+def test_the_page_of_tasks_has_every_command(name: str) -> None:
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    assert re.search(rf"ckpttool {name} ", page), f"a task for {name} in docs/tasks.md"
 
 
 @pytest.mark.parametrize("name", CONTRACT)

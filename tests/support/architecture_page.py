@@ -1,4 +1,4 @@
-"""The tables of docs/architecture.md, generated from the first lines of the modules."""
+"""What each folder and file is for, from the first lines of the modules: docs/architecture.md, `make map`."""
 
 from __future__ import annotations
 
@@ -31,31 +31,30 @@ FOLDERS = (
 
 
 def tables() -> str:
-    """Return the generated part of the page: the folders, then the files of each."""
+    """Return the generated part of the page: the folders, each with the names of its files."""
     return "\n".join(_lines())
 
 
 def _lines() -> Iterator[str]:
     yield from ("", "| folder | purpose |", "|---|---|")
     for name in FOLDERS:
-        yield f"| [`{name}/`](#{name}) | {_sentence(PACKAGE / name / '__init__.py')} |"
-    yield from ("", "Beside the folders:", "", *_files(PACKAGE))
+        yield f"| `{name}/` | {_sentence(PACKAGE / name / '__init__.py')} |"
     for name in FOLDERS:
-        yield from ("", f"### {name}", "")
-        yield from _files(PACKAGE / name)
-        for inner in sorted(path.parent for path in (PACKAGE / name).glob("*/__init__.py")):
-            yield from ("", f"`{inner.relative_to(PACKAGE)}/`: {_sentence(inner / '__init__.py')}", "")
-            yield from _files(inner)
+        rooms = sorted(path.parent for path in (PACKAGE / name).glob("*/__init__.py"))
+        if rooms:
+            yield from ("", f"| in `{name}/` | purpose |", "|---|---|")
+            yield from (f"| `{room.name}/` | {_sentence(room / '__init__.py')} |" for room in rooms)
     yield "\n"
 
 
-def _files(folder: Path) -> Iterator[str]:
-    """Yield a table of the files of a folder, from the ground up."""
+def files() -> Iterator[str]:
+    """Yield what each file of the package is for, in each folder from the ground up: `make map`."""
     heights = levels()
-    paths = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
-    yield from ("| file | purpose |", "|---|---|")
-    for path in sorted(paths, key=lambda path: (heights[name_of(path)], path.name)):
-        yield f"| `{path.name}` | {_sentence(path)} |"
+    for folder in ("", *FOLDERS):
+        paths = (PACKAGE / folder).rglob("*.py") if folder else PACKAGE.glob("*.py")
+        for path in sorted(paths, key=lambda path: (heights[name_of(path)], str(path))):
+            if path.name not in ("__init__.py", "__main__.py"):
+                yield f"{path.relative_to(PACKAGE.parent)}: {_sentence(path)}"
 
 
 def _sentence(path: Path) -> str:

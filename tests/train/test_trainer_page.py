@@ -32,25 +32,24 @@ BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def reference() -> str:
-    """Return the generated part: a table of flags for each heading of the help."""
+    """Return the generated part: a list of flags for each heading of the help."""
     return "\n".join(_lines())
 
 
 def _lines() -> Iterator[str]:
     fields = [field for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
     for group in flags.GROUPS:
-        yield from ("", f"### {group.capitalize()}", "", "| flag | |", "|---|---|")
+        yield from ("", f"### {group.capitalize()}", "")
         for field in fields:
             if field.metadata["group"] == group:
-                yield f"| `{_usage(field)}` | {field.metadata['help'].replace('|', chr(92) + '|')} |"
+                yield f"- `{_usage(field)}`: {field.metadata['help']}"
     yield "\n"
 
 
 def _usage(field: dataclasses.Field[Any]) -> str:
-    """Return a flag with the value that it takes, in a form that fits into a cell of a table."""
+    """Return a flag with the value that it takes."""
     options = field.metadata
-    values = "\\|".join(options["choices"]) if "choices" in options else options.get("metavar", "")
-    values = values.replace("|", "\\|") if "choices" not in options else values
+    values = "|".join(options["choices"]) if "choices" in options else options.get("metavar", "")
     values = f"[{values}]" if options.get("nargs") == "?" else values
     return f"{flags.name_of(field)} {values}".strip()
 
@@ -64,7 +63,7 @@ def test_the_page_says_what_the_program_says() -> None:
 
 
 def test_every_flag_of_the_program_is_on_the_page() -> None:
-    shown = re.findall(r"^\| `(--[a-z-]+)", reference(), re.MULTILINE)
+    shown = re.findall(r"^- `(--[a-z-]+)", reference(), re.MULTILINE)
     taken = [flag for flag in flags.train_parser()._option_string_actions if flag.startswith("--")]
     assert sorted(shown) == sorted(set(taken) - {"--help"})
 

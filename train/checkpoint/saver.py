@@ -51,7 +51,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     is rank 0's alone, and None on the others.
     """
     trainer.share_buffers()
-    state = {
+    state: dict[str, Any] = {
         "model": trainer.ddp.state_dict(),
         "optimizer": consolidated(trainer.optimizer),
         "scheduler": trainer.scheduler.state_dict(),

@@ -52,7 +52,7 @@ def _end(loaders: list[Any]) -> None:
     """
     for one in loaders:
         if one._worker_pids_set:  # else the kill below would be raised as the failure of a loading process
-            signal_handling._remove_worker_pids(id(one))
+            signal_handling._remove_worker_pids(id(one))  # type: ignore[attr-defined]
             one._worker_pids_set = False
     ends = [threading.Thread(target=one._shutdown_workers, daemon=True) for one in loaders]
     for end in ends:
