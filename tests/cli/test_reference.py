@@ -50,15 +50,15 @@ CONTRACT = {
 
 
 def reference() -> str:
-    """The generated part: a table of all commands, then the help of each."""
+    """The generated part: a list of all commands, then the help of each."""
     return "\n".join(_lines())
 
 
 def _lines() -> Iterator[str]:
-    yield from ("", "## All commands", "", "| command | |", "|---|---|")
+    yield from ("", "## All commands", "")
     for modules in SECTIONS.values():
         for module, line in modules.items():
-            yield f"| [`{module.command.name}`](#{module.command.name}) | {line} |"
+            yield f"- [`{module.command.name}`](#{module.command.name}): {line}"
     shared = shared_options()
     yield from ("", "## Shared options", "", "```text", _printed(shared), "```")
     for title, modules in SECTIONS.items():

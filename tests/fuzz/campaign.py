@@ -23,7 +23,7 @@ from tests.fuzz.worker import Worker
 from tests.support.attacks import ATTACKS
 
 SIZES = (4 << 10, 64 << 10, 4 << 20)
-"""The largest files of each column of the table of bounds, in bytes."""
+"""Costs are told apart by the size of the file, up to these many bytes."""
 
 MEMORY, MEMORY_PER_BYTE = 128 << 20, 100
 SECONDS, SECONDS_PER_BYTE = 5.0, 20e-6
