@@ -8,11 +8,7 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 
 def check_marks(file: Path) -> None:
-    """Check that a page can be updated, before an hour is spent measuring.
-
-    Raises:
-        ValueError: the file can't be read, or lacks one of the marks.
-    """
+    """Check that a page can be updated, before an hour is spent measuring."""
     try:
         _split(file)
     except OSError as error:
@@ -20,11 +16,7 @@ def check_marks(file: Path) -> None:
 
 
 def put_between_marks(file: Path, markdown: str) -> None:
-    """Replace what lies between the marks of a page.
-
-    Raises:
-        ValueError: the file lacks one of the marks.
-    """
+    """Replace what lies between the marks of a page."""
     before, after = _split(file)
     file.write_text(f"{before}{BEGIN}\n{markdown}\n{END}{after}", encoding="utf-8")
 

@@ -9,13 +9,7 @@ from .markdown import check_marks, put_between_marks
 
 
 def parser_of(name: str, about: str | None, **usual: int) -> argparse.ArgumentParser:
-    """Return a parser with a flag for each number, and `--markdown`.
-
-    Args:
-        name: of the module, behind `benchmarks.`.
-        about: its docstring.
-        usual: the numbers' names and defaults.
-    """
+    """Return a parser with a flag for each number, and `--markdown`."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for flag, number in usual.items():

@@ -34,42 +34,24 @@ Train = Callable[[Sequence[str], int, Path], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """Accuracies on the test set, between 0 and 1.
+    """Accuracies on the test set, between 0 and 1."""
 
-    Attributes:
-        plain, pooled: of the two trainings, after each epoch.
-        ranks: at the end, with each rank's statistics.
-        offline: at the end, with the statistics pooled by `convert-batchnorm`.
-        same_weights: whether both trainings ended with the same parameters, bit for bit.
-    """
-
-    plain: list[float]
+    plain: list[float]  # plain, pooled: of the two trainings, after each epoch
     pooled: list[float]
-    ranks: list[float]
-    offline: float
-    same_weights: bool
+    ranks: list[float]  # at the end, with each rank's statistics
+    offline: float  # at the end, with the statistics pooled by `convert-batchnorm`
+    same_weights: bool  # whether both trainings ended with the same parameters, bit for bit
 
 
 def train(arguments: Sequence[str], ranks: int, statistics: Path) -> None:
-    """Run `train/main.py` on several ranks, which leave their statistics in the folder `statistics`.
-
-    Raises:
-        subprocess.CalledProcessError: it failed; its output is on stderr.
-    """
+    """Run `train/main.py` on several ranks, which leave their statistics in the folder `statistics`."""
     _run(PYTHON, ROOT / "train/main.py", "--spawn", ranks, *arguments, STATISTICS=str(statistics))
 
 
 def measure(
     folder: Path, *, ranks: int = 4, epochs: int = 4, seed: int = 0, train: Train = train
 ) -> Measured:
-    """Run the whole example in an empty folder; about 40 seconds on two cores.
-
-    Args:
-        train: called as `train(arguments, ranks, folder)`, for ranks that run already.
-
-    Raises:
-        subprocess.CalledProcessError: one of its commands failed; its output is on stderr.
-    """
+    """Run the whole example in an empty folder; about 40 seconds on two cores."""
     for kind in ("plain", "pooled"):
         arguments = ["--batchnorm", kind, "--out", folder / kind, "--drop-last", "--lr", 0.05]
         arguments += ["--data", f"{EXAMPLE}:shards", "--model", f"{EXAMPLE}:network"]

@@ -34,18 +34,14 @@ NAMES = {
 }
 Found = dict[str, Any]
 
+# Targets: blocked at most so many copies; torch.save blocks so much longer; at most this part of a run.
 OF_COPY, OF_TORCH, OVERHEAD = 1.2, 5.0, 0.03
-"""Targets: blocked at most so many copies; torch.save blocks so much longer; at most this part of a run."""
 
 
 def measure(
     folder: Path, *, megabytes: int = 500, rounds: int = 5, steps: int = 50, batch: int = 512
 ) -> Found:
-    """Return the seconds of each way in each round, as `children/saving_turns.py` writes them.
-
-    Raises:
-        subprocess.CalledProcessError: it failed; its output is on stderr.
-    """
+    """Return the seconds of each way in each round, as `children/saving_turns.py` writes them."""
     command = [PYTHON, CHILD, folder, megabytes, rounds, steps, batch]
     subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
     found: Found = json.loads((folder / "seconds.json").read_text())

@@ -50,20 +50,7 @@ def measure(
     steps: int = 2,
     batch: int = 64,
 ) -> Seconds:
-    """Return the seconds, and the CPU seconds of rank 0, of each way's steps in each round.
-
-    Args:
-        folder: for the ranks' files.
-        ways: names of `NAMES`.
-        ranks: processes, each with one thread.
-        launches: process groups, one after another; each sets up the ways in another order.
-        rounds: of each launch; every way has one turn in each.
-        steps: optimizer steps of a turn.
-        batch: samples of a step, on all ranks together.
-
-    Raises:
-        subprocess.CalledProcessError: a rank failed; its output is on stderr.
-    """
+    """Return the seconds, and the CPU seconds of rank 0, of each way's steps in each round."""
     seconds: Seconds = {way: [] for way in ways}
     for launch in range(launches):
         shift = launch % len(ways)

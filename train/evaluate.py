@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.distributed.place import started_by_launcher
+from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import CkptToolError, UsageFault
 from train import console
 from train.config import parser as flags
@@ -38,7 +38,7 @@ from train.launch import spawn as spawning
 if TYPE_CHECKING:
     from torch import nn
 
-    from ckpttool.distributed.place import Place
+    from ckpttool.distributed.group import Place
     from ckpttool.metrics.predictions import Predictions
     from train.data.data_set import Data
     from train.tasks.task import Task
@@ -140,7 +140,7 @@ def prepare(config: EvaluateConfig) -> Job:
     """
     import torch
 
-    from ckpttool.distributed.place import find_place
+    from ckpttool.distributed.group import find_place
     from train.data import data_set as data
     from train.model import builtin as models
     from train.tasks import task as tasks

@@ -43,7 +43,7 @@ from train.launch.stopping import Starting
 if TYPE_CHECKING:
     from torch import nn
 
-    from ckpttool.distributed.place import Place
+    from ckpttool.distributed.group import Place
     from ckpttool.distributed.plan import Step
     from train.data.data_set import Data
     from train.run.run import Run
@@ -90,7 +90,7 @@ def prepare(config: TrainConfig) -> Job:
     import torch._dynamo  # as DDP does; inside a process group, it would keep the group alive
 
     from ckpttool.distributed import randomness
-    from ckpttool.distributed.place import find_place
+    from ckpttool.distributed.group import find_place
     from train.checkpoint import init_from
     from train.data import data_set as data
     from train.log import trackers

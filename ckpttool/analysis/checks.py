@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..checkpoint.checksums import Checksums
 from ..errors import UsageFault
 from ..files.copying import Progress
-from ..formats.opened import File, opened
+from ..formats.reading import File, opened
 from . import compare as comparing
 from .compare import Comparison
 from .equality import Tolerance

@@ -10,8 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint, Remark
-from ..checkpoint.dotted_names import Entry, Path, contents, dotted
-from ..checkpoint.nested_states import is_tensor
+from ..checkpoint.dotted_names import Entry, Path, contents, dotted, is_tensor
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ..checkpoint.special_tensors import SpecialTensor

@@ -16,10 +16,9 @@ from ..checkpoint.state import State
 from ..files.copying import Buffers, Progress
 from ..files.threads import cores, cut, map_pieces
 from ..formats.dcp import reading as dcp
-from ..formats.opened import File, opened
-from ..formats.pytorch import torchscript
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.archive import is_intact
+from ..formats.reading import File, opened
 from ..formats.shards.writing import TORCH
 from ..formats.zip.reader import Record, read_directory
 from ..inert_pickle.known_names import names_in, names_that_run
@@ -32,7 +31,7 @@ from .compare import Change, both_states, compare
 from .rank_differences import tensors_that_differ
 from .zip_structure import zip_frame
 
-ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
+ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)
 """The formats that are zips, or folders of zips."""
 
 OWN_RECORDS = {
@@ -164,7 +163,9 @@ def _verify(
         read.check_rest(source, is_zip=is_zip, is_of_rank=is_zip and ranks is not None)
     problems: list[Problem] = []
     if no_code:
-        problems += read.strays if checkpoint.format != torchscript.NAME else ()  # it has its code in records
+        problems += (
+            read.strays if checkpoint.format != torch_zip.TORCHSCRIPT else ()
+        )  # it has its code in records
         running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
         problems += [Problem("code", name, "could run, when loaded without weights_only") for name in running]
     problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]

@@ -17,18 +17,14 @@ from .checkpoint import Checkpoint
 
 Named = tuple[str, Storage]
 
+# Bytes summed as one piece where they are read for their checksum alone.
 PIECE = 4 << 20
-"""Bytes summed as one piece where they are read for their checksum alone."""
 
 WORKERS = 8
 
 
 def each_once(storages: Iterable[Named]) -> Iterator[Named]:
-    """Yield storages and those that they come from, each once.
-
-    Args:
-        storages: with the name of a tensor that uses each; some repeatedly.
-    """
+    """Yield storages and those that they come from, each once."""
     seen: set[int] = set()
     for name, storage in storages:
         below = [storage]
@@ -41,23 +37,10 @@ def each_once(storages: Iterable[Named]) -> Iterator[Named]:
 
 
 class Checksums:
-    """Sums bytes while they are read for another purpose, and compares the sums. Use it as a context manager.
-
-    While the block runs, every stretch that is read of a storage is summed in the thread that reads it.
-    `finish` puts the sums together, and reads what was not read: the bytes between views, and all of a
-    storage that was mapped.
-    """
+    """Sums bytes while they are read for another purpose, and compares the sums."""
 
     def __init__(self, checkpoint: Checkpoint, storages: Iterable[Named], *, every: bool = False) -> None:
-        """Prepare the comparison of storages.
-
-        Args:
-            checkpoint: what is being read; for the hint of the error.
-            storages: those that are used, with the name of a tensor that uses each. Those that they come from
-                are compared too.
-            every: read the storages without a checksum too, as far as nothing else reads them; of one that
-                is put together from others, those.
-        """
+        """Prepare the comparison of storages."""
         self._checkpoint = checkpoint
         self._sums = [
             _Sums(name, storage, {})
@@ -82,24 +65,12 @@ class Checksums:
             source.observers.remove(watch.see)
 
     def finish(self) -> None:
-        """Compare all checksums; call it when everything was read.
-
-        Raises:
-            Damaged: bytes do not match their checksum, the first in the order of the storages; or a file
-                ends early.
-        """
+        """Compare all checksums; call it when everything was read."""
         for each in self._differing(None):
             raise self._damaged(each)
 
     def damaged(self, progress: Progress | None = None) -> list[Named]:
-        """Return the storages whose bytes do not match their checksum; call it when everything was read.
-
-        Args:
-            progress: called with numbers of bytes that nothing had read, or that must be read again.
-
-        Raises:
-            Damaged: a file ends early.
-        """
+        """Return the storages whose bytes do not match their checksum; call it when everything was read."""
         return [(each.name, each.storage) for each in self._differing(progress)]
 
     def _differing(self, progress: Progress | None) -> Iterator[_Sums]:

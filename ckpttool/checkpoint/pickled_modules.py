@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from ..inert_pickle.values import FROM_TYPE, MAX_DEPTH, Global, Record, in_brief, tensor_of
 
+# torch.fx pickles a model as a call on its attributes, not as an object with attributes.
 GRAPH_MODULES = {
     Global("torch.fx.graph_module", "reduce_graph_module"),
     Global("torch.fx.graph_module", "reduce_package_graph_module"),
 }
-"""torch.fx pickles a model as a call on its attributes, not as an object with attributes."""
 
 PLAIN_CLASSES = {
     Global("torch", "Tensor"),
@@ -27,16 +27,16 @@ PLAIN_CLASSES = {
     Global("torch.nn.parameter", "Parameter"),
 }
 
+# The wrapper of torch.compile is pickled as a call on the model inside.
 COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")
-"""The wrapper of torch.compile is pickled as a call on the model inside."""
 
 GROUPS = ("_parameters", "_buffers", "_modules")
 
 MAX_TEXT = 2_000_000
+# The limit on the names of a model: MAX_TEXT characters, or MAX_REPEATS times those it has when each module
+# is named once; each name counts 100 characters more. A shared module has a name for every way to it, and
+# ways can multiply.
 MAX_REPEATS = 64
-"""The limit on the names of a model: MAX_TEXT characters, or MAX_REPEATS times those it has when each module
-is named once; each name counts 100 characters more. A shared module has a name for every way to it, and
-ways can multiply."""
 
 
 class BadModules(ValueError):
@@ -88,11 +88,7 @@ def _present(items: object) -> dict[str, object]:
 
 
 def own_attributes(module: object) -> Iterator[tuple[str, object]]:
-    """Yield what an author put into a pickled model, such as `class_names`, by dotted name.
-
-    It is in no state dict. Parameters, buffers, modules and what torch keeps in each module are left out, so
-    are numbers and texts in torch's own classes, which are settings of a layer. Wrappers are looked through.
-    """
+    """Yield what an author put into a pickled model, such as `class_names`, by dotted name."""
     prefix = ""
     for _ in range(MAX_DEPTH):  # a crafted wrapper may hold itself
         if not _is_wrapper(module) or not (inner := parts(module).modules):
@@ -134,18 +130,7 @@ def _is_subclass(value: Record) -> bool:
 
 
 def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tuple[str, object]]:
-    """Yield the entries of a model's state dict in its order, a module's own before those of its children.
-
-    A module that appears in several places is named in each, as torch does.
-
-    Args:
-        root: the outermost module.
-        parts: returns the parts of a module.
-
-    Raises:
-        BadModules: a module contains itself, is nested deeper than MAX_DEPTH, or is shared in more ways than
-            can be named.
-    """
+    """Yield the entries of a model's state dict in its order, a module's own before those of its children."""
     kept: dict[int, Parts] = {}
     text, once = 0, 0
     above: list[int] = []  # the modules around the current one, outermost first

@@ -15,25 +15,20 @@ from ..tensors.dtypes import STORAGE_DTYPES
 from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor
 from .special_tensors import SpecialTensor, attributes, shape_of, torch_dtype
 
+# The ends of the names of classes that are taken for tensors, though they are not known here.
 ENDINGS = ("Tensor", "Parameter", "Buffer")
-"""The ends of the names of classes that are taken for tensors, though they are not known here."""
 
+# The most calls nested in each other that are read, such as a Parameter of a subclass of a sparse tensor.
 LEVELS = 8
-"""The most calls nested in each other that are read, such as a Parameter of a subclass of a sparse tensor."""
 
+# The most values searched for tensors inside an object of an unknown class.
 MAX_INSIDE = 10_000
-"""The most values searched for tensors inside an object of an unknown class."""
 
 WRAPPER_SUBCLASS = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
 def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
-    """Return the description of a value that is a tensor but not a plain one; None for any other value.
-
-    Args:
-        value: a value of a file's tree. A plain tensor is none, in a Parameter or of a subclass neither.
-        levels: how deep calls may be nested in each other.
-    """
+    """Return the description of a value that is a tensor but not a plain one; None for any other value."""
     if not isinstance(value, Record) or tensor_of(value) is not None or not levels:
         return None
     args = value.args if isinstance(value.args, tuple) else ()
@@ -50,11 +45,7 @@ def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
 
 
 def plain_tensor(value: object) -> TensorRef | None:
-    """Return the plain tensor that has all values of a value; None when there is none.
-
-    Args:
-        value: a tensor, also in a Parameter or subclass; or a DTensor of which this file holds everything.
-    """
+    """Return the plain tensor that has all values of a value; None when there is none."""
     tensor = tensor_of(value)
     if tensor is not None or not isinstance(value, Record):
         return tensor
@@ -64,12 +55,7 @@ def plain_tensor(value: object) -> TensorRef | None:
 
 
 def with_plain_tensor(value: object, tensor: TensorRef) -> object:
-    """Return a value around another plain tensor: a Parameter stays one, a whole DTensor becomes plain.
-
-    Args:
-        value: a value for which `plain_tensor` returns a tensor.
-        tensor: the tensor to put in its place.
-    """
+    """Return a value around another plain tensor: a Parameter stays one, a whole DTensor becomes plain."""
     return with_tensor(value, tensor) if tensor_of(value) is not None else tensor
 
 
@@ -174,6 +160,7 @@ def _uninitialised(args: tuple[object, ...]) -> SpecialTensor:
     return SpecialTensor("uninitialised")
 
 
+# The functions and classes that make a tensor, with what it is called and how their arguments are read.
 READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | None]]] = {
     Global("torch._utils", "_rebuild_sparse_tensor"): ("sparse", _sparse),
     Global("torch._utils", "_rebuild_sparse_csr_tensor"): ("sparse", _sparse),
@@ -187,7 +174,6 @@ READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | 
     Global("torch.nn.parameter", "UninitializedParameter"): ("uninitialised", _uninitialised),
     Global("torch.nn.parameter", "UninitializedBuffer"): ("uninitialised", _uninitialised),
 }
-"""The functions and classes that make a tensor, with what it is called and how their arguments are read."""
 
 
 def _dtensor(args: tuple[object, ...], state: object) -> SpecialTensor | None:
@@ -240,10 +226,10 @@ def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     )
 
 
+# The classes of tensors that lie on several ranks, with how their state is read.
 SHARDED_TYPES: dict[object, Callable[[tuple[object, ...], object], SpecialTensor | None]] = {
     Global("torch.distributed.tensor", "DTensor"): _dtensor,
     Global("torch.distributed._tensor.api", "DTensor"): _dtensor,
     Global("torch.distributed.tensor._api", "DTensor"): _dtensor,
     Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _sharded,
 }
-"""The classes of tensors that lie on several ranks, with how their state is read."""

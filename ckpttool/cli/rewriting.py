@@ -94,6 +94,7 @@ def rewrite(
         CkptToolError: as `formats.open`, `transform` and `formats.save` raise.
     """
     from .. import formats
+    from ..formats.saving.destination import destination
 
     started = time.perf_counter()
     console = console_of(options)
@@ -105,7 +106,7 @@ def rewrite(
         if new.opened != checkpoint.opened:
             _name_attributes(checkpoint.state(options["state"]), outcome)
         if "to" not in choices:
-            choices["to"] = _format_of_new_folder(checkpoint, options["output"])
+            choices["to"] = destination(options["output"], checkpoint, None, keep=True).format
         if _keeps_everything(options, outcome, new, choices):
             _refuse_state(options)
         elif not choices.get("full"):
@@ -140,24 +141,15 @@ def _name_attributes(state: State, outcome: Outcome) -> None:
     outcome.left_out += tuple(name for name in names if name not in outcome.left_out)
 
 
-def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
-    """Return INPUT's format if both INPUT and OUTPUT are folders, unless OUTPUT tells its own."""
-    from ..formats import folders
-
-    if checkpoint.format not in folders.NAMES or folders.kind_of(output):
-        return None
-    return checkpoint.format if output.endswith("/") or os.path.isdir(output) else None
-
-
 def _keeps_everything(
     options: Mapping[str, Any], outcome: Outcome, new: Checkpoint, choices: Mapping[str, Any]
 ) -> bool:
     """Whether the choice of a state has no effect: none was changed, and the output takes the whole file."""
-    from ..formats.saving import destination
+    from ..formats.saving.destination import destination
 
     if outcome.of_state or choices.get("full"):
         return False
-    return destination.format_of_output(options["output"], new, choices["to"]) in destination.WHOLE
+    return destination(options["output"], new, choices["to"], full=False).holds_all
 
 
 def _refuse_state(options: Mapping[str, Any]) -> None:

@@ -30,19 +30,13 @@ SAMPLERS = ("exact", "torch", "none")
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's part of one optimizer step.
+    """One rank's part of one optimizer step."""
 
-    Attributes:
-        index: number of the step in its epoch.
-        global_size: samples that all ranks together take in this step; repeats count.
-        micro_batches: sample indices, one list per forward pass; none if this rank's share is empty.
-        passes: forward passes of the rank that has the most; at least 1.
-    """
-
-    index: int
-    global_size: int
+    index: int  # number of the step in its epoch
+    global_size: int  # samples that all ranks together take in this step; repeats count
+    # sample indices, one list per forward pass; none if this rank's share is empty
     micro_batches: tuple[list[int], ...]
-    passes: int
+    passes: int  # forward passes of the rank that has the most; at least 1
 
 
 @dataclass(frozen=True)
@@ -169,20 +163,7 @@ class Plan:
 
 
 def check(plan: Plan, world_size: int, called: Callable[[str], str] = str) -> None:
-    """Check that a plan can be dealt to this many ranks. Its number of samples does not matter.
-
-    Args:
-        plan: what to check.
-        world_size: the number of ranks.
-        called: maps a field's name to how the user knows it, for the message.
-
-    Raises:
-        UsageFault: `batch_size` or `accumulate` is below 1, or `sampler` is none of `SAMPLERS`; `rank_batch`
-            and `rank_share` are both given, or one of them with another sampler than `exact`; their count is
-            not that of the ranks, or a number is below 1; `rank_batch` does not sum to `batch_size`;
-            `batch_size` does not divide by the ranks for another sampler than `exact`; or a full batch
-            leaves a rank without a sample.
-    """
+    """Check that a plan can be dealt to this many ranks. Its number of samples does not matter."""
     for field in ("batch_size", "accumulate"):
         if getattr(plan, field) < 1:
             raise UsageFault(f"{called(field)} {getattr(plan, field)}: must be 1 or more")
@@ -258,19 +239,7 @@ def dealt_sizes(size: int, weights: Sequence[int]) -> list[int]:
 
 
 def deal(items: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:
-    """Deal items like cards, each to the part that is furthest behind its share.
-
-    The k-th card of a part with weight w is due at (k - ½) / w (the divisor method of Webster and
-    Sainte-Laguë). So equal weights take turns; a total of the weights gives each part exactly its weight;
-    and with more items no part gets fewer.
-
-    Args:
-        items: what is dealt.
-        weights: a positive number for each part; none for no parts, if there are no items.
-
-    Returns:
-        The items of each part, in their order.
-    """
+    """Deal items like cards, each to the part that is furthest behind its share."""
     return [[items[place] for place in places] for places in _places(len(items), tuple(weights))]
 
 
@@ -291,11 +260,7 @@ def _places(size: int, weights: tuple[int, ...]) -> tuple[Sequence[int], ...]:
 
 
 def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> dict[int, range]:
-    """Return this rank's batches of a test set, by their number.
-
-    The set is cut into batches before whole batches are dealt, so a sample is in the same batch on any number
-    of ranks, and gets the same numbers.
-    """
+    """Return this rank's batches of a test set, by their number."""
     count = -(-samples // batch_size)
     return {
         number: range(number * batch_size, min((number + 1) * batch_size, samples))

@@ -1,4 +1,4 @@
-"""What Linux tells of a process: its state, and how much it works. Other systems tell nothing."""
+"""What Linux tells about a process: its state, and how much it works. Other systems tell nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def machine() -> str:
-    """Return what processes share whose ids mean the same: the boot of a machine and the space of ids."""
+    """Return what processes with comparable ids share: the boot of a machine, and the namespace of ids."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""

@@ -12,24 +12,16 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from ..errors import UsageFault
 from . import collectives
-from .place import given_world_size
+from .group import given_world_size
 from .plan import Plan, check, deal
 from .randomness import seed_from, seeded
 
+# The indices of each global batch, by rank.
 Drawn = list[list[list[Any]]]
-"""The indices of each global batch, by rank."""
 
 
 class DealtBatches(Sampler[list[int]]):
-    """This rank's part of each global batch of an epoch; a `batch_sampler` for DataLoader.
-
-    All ranks take the same number of steps, unless a global batch has fewer samples than there are ranks:
-    such a step is refused, or with `uneven` left out on the ranks without a sample. `Uneven` then waits for
-    them.
-
-    Attributes:
-        rank, world_size: of this process.
-    """
+    """This rank's part of each global batch of an epoch; a `batch_sampler` for DataLoader."""
 
     def __init__(
         self,
@@ -209,11 +201,7 @@ def distribute(
 
 
 def _drawn_alike(sampler: Iterable[Any], generators: list[Any], seed: int, epoch: int) -> list[Any]:
-    """Return what a sampler draws in an epoch, from a seed of its own.
-
-    Raises:
-        UsageFault: it draws other samples the second time.
-    """
+    """Return what a sampler draws in an epoch, from a seed of its own."""
     found = []
     for _ in range(2):
         with seeded(seed, "sampler", epoch), _reseeded(generators, seed, epoch):

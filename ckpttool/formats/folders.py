@@ -12,26 +12,26 @@ from ..files.commit_folder import Replaced, others_in
 from ..files.open_source import open_source_descriptor
 from ..files.suggestions import names_in
 from ..tensors.ref import ByteRange, Source
-from .dcp import beside as dcp_beside
+from .dcp import extras
 from .dcp import reading as dcp
 from .shards import reading as sharded
 from .shards import writing as sharding
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
 
+# Name endings that tell the format of a folder, in the order in which reading prefers them.
 TELLING = (
     (dcp.METADATA, dcp.NAME),
     (dcp.ENDING, dcp.NAME),
     (f".safetensors{sharding.INDEX}", sharding.SAFETENSORS),
     (f".bin{sharding.INDEX}", sharding.TORCH),
 )
-"""Name endings that tell the format of a folder, in the order in which reading prefers them."""
 
+# Name endings of files that an index may name as its own: it can't claim a `notes.txt`.
 OF_TENSORS = (".safetensors", ".bin", ".pt", ".pth", dcp.ENDING)
-"""Name endings of files that an index may name as its own: it can't claim a `notes.txt`."""
 
+# What the system says of a file that was removed meanwhile, and of a link that can't be followed.
 LEADS_NOWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES}
-"""What is said of a file that was removed meanwhile, and of a link that can't be followed."""
 
 
 def kind_of(path: str) -> str | None:
@@ -41,19 +41,8 @@ def kind_of(path: str) -> str | None:
 
 
 def files_of_checkpoints(folder: str) -> list[str]:
-    """Return the names of the files of all checkpoints in a folder.
-
-    A file belongs to one only if its index or metadata names it, whatever its own name looks like.
-
-    Args:
-        folder: its path.
-
-    Returns:
-        Names without repetition, those of indexes and metadata last; not each of them need exist.
-
-    Raises:
-        OSError: the folder can't be listed, or an index or metadata in it can't be read.
-    """
+    """Return the names of the files of all checkpoints in a folder."""
+    # A file belongs to one only if its index or metadata names it, whatever its own name looks like.
     telling = sorted(
         name for name in os.listdir(folder) if name == dcp.METADATA or name.endswith(sharding.INDEX)
     )
@@ -62,11 +51,7 @@ def files_of_checkpoints(folder: str) -> list[str]:
 
 
 def _named_by(path: str) -> list[str]:
-    """Return the files beside it that an index or DCP metadata names; none if it is damaged, or not one.
-
-    Raises:
-        OSError: it can't be read.
-    """
+    """Return the files that an index or DCP metadata names next to it; none if it is damaged."""
     names: list[str] = []
     try:
         source = Source(path, open_source_descriptor(path))
@@ -79,23 +64,17 @@ def _named_by(path: str) -> list[str]:
 
 
 def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
-    """Return what tells the files that a checkpoint replaces when it is written to a folder.
-
-    Args:
-        checkpoint: the one to write.
-        path: the folder to write it to, as it is before. If the checkpoint was read from there, it replaces
-            its own files, else those of all checkpoints in the folder.
-    """
+    """Return what tells the files that a checkpoint replaces when it is written to a folder."""
     if not is_in_place(checkpoint, path):
         return files_of_checkpoints
-    own = _identity(os.fstat(checkpoint.source.fd))
-    telling = [name for name in os.listdir(path) if _identity_of(os.path.join(path, name)) == own]
+    identity = _identity(os.fstat(checkpoint.source.fd))
+    telling = [name for name in os.listdir(path) if _identity_of(os.path.join(path, name)) == identity]
     read = _files_read(checkpoint)
 
     def replaced(folder: str) -> list[str]:
-        found = {name for name in os.listdir(folder) if _identity_of(os.path.join(folder, name)) in read}
+        files_read = {name for name in os.listdir(folder) if _identity_of(os.path.join(folder, name)) in read}
         named = {file for name in telling for file in _named_by(os.path.join(folder, name))}
-        return [*sorted((found | named).difference(telling)), *telling]
+        return [*sorted((files_read | named).difference(telling)), *telling]
 
     return replaced
 
@@ -106,13 +85,9 @@ def others(checkpoint: Checkpoint, path: str, kept: Collection[str]) -> list[str
 
 
 def companions(checkpoint: Checkpoint, path: str) -> list[str]:
-    """Return the names of the other files that stay when a checkpoint replaces the one in its own folder.
-
-    These are the files of a model on the Hugging Face Hub, such as its `config.json`, or another checkpoint.
-
-    Returns:
-        Names, sorted; none if the folder is another one. What is not a regular file can't be kept.
-    """
+    """Return the names of the other files that stay when a checkpoint replaces the one in its own folder."""
+    # These are the files of a model on the Hugging Face Hub, such as its `config.json`, or another
+    # checkpoint.
     if not is_in_place(checkpoint, path):
         return []
     read = _files_read(checkpoint)
@@ -121,28 +96,20 @@ def companions(checkpoint: Checkpoint, path: str) -> list[str]:
 
 
 def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
-    """Return whether replacing `path` would destroy a part of what is read.
-
-    Files are compared by device and inode, so other names of them (links) count too.
-
-    Args:
-        checkpoint: what is written. The files of other checkpoints that it was made of count too.
-        path: an existing output: one of a folder's files that are read, or a folder whose checkpoint would be
-            replaced and that holds a file that is read. A folder that is replaced as a whole by what was read
-            from it is none, and neither is a single file.
-    """
+    """Return whether replacing `path` would destroy a part of what is read."""
+    # Files are compared by device and inode, so other names of them (links) count too.
     if os.path.isdir(path):
         if is_in_place(checkpoint, path):
             return False
         replaced = {_identity_of(os.path.join(path, name)) for name in files_of_checkpoints(path)}
         return bool(replaced & _files_read(checkpoint))
-    own = _identity_of(path)
-    if own is None:
+    identity = _identity_of(path)
+    if identity is None:
         return False
-    if (checkpoint.format in NAMES or checkpoint.ranks) and own in _files_read(checkpoint):
+    if (checkpoint.format in NAMES or checkpoint.ranks) and identity in _files_read(checkpoint):
         return True
     folder, name = os.path.split(os.path.realpath(path))
-    return own in _files_referred(checkpoint) and name in files_of_checkpoints(folder)
+    return identity in _files_referred(checkpoint) and name in files_of_checkpoints(folder)
 
 
 def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
@@ -152,33 +119,23 @@ def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
 
 
 def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
-    """Return the names of the other files of a folder, such as a `config.json`, that a new one won't have.
-
-    Args:
-        path: the output.
-        kind: its format; any but a folder's has no place for other files.
-    """
+    """Return the names of the other files of a folder, such as a `config.json`, that a new one won't have."""
     if kind not in NAMES or is_in_place(checkpoint, path):
         return ()
-    return tuple(beside(checkpoint, path))
+    return tuple(other_files(checkpoint, path))
 
 
-def beside(checkpoint: Checkpoint, path: str) -> list[str]:
-    """Return the names in the folder of a checkpoint that are no part of it, sorted.
-
-    Args:
-        checkpoint: read from a folder; for one from a file there are none.
-        path: the output, which is not listed. Neither are hidden files, nor those that `unread` names.
-    """
+def other_files(checkpoint: Checkpoint, path: str) -> list[str]:
+    """Return the names in the folder of a checkpoint that are no part of it, sorted."""
     source = folder_of(checkpoint)
     if source is None:
         return []
     read = _files_read(checkpoint)
     top = os.path.realpath(source)
     places = [path, *(shard.path for shard in checkpoint.shards)]  # in a folder below, as DeepSpeed has tags
-    own = {os.path.relpath(os.path.realpath(each), top).split(os.sep)[0] for each in places}
+    own = {os.path.relpath(os.path.realpath(place), top).split(os.sep)[0] for place in places}
     others = sorted(os.listdir(source))
-    told = {name for name in others if dcp_beside.not_read(name) in checkpoint.unread}
+    told = {name for name in others if extras.not_read(name) in checkpoint.unread}
     found = [name for name in others if not name.startswith(".") and name not in own | told]
     return [name for name in found if _identity_of(os.path.join(source, name)) not in read]
 
@@ -193,7 +150,7 @@ def folder_of(checkpoint: Checkpoint) -> str | None:
 
 def _files_referred(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
     """Return the files in which the bytes of a checkpoint lie, other than the one it was read from."""
-    found: dict[int, Source] = {}
+    sources: dict[int, Source] = {}
     seen: set[int] = set()
     storages = [storage for _, storage in checkpoint.storages()]
     while storages:
@@ -202,8 +159,8 @@ def _files_referred(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
             seen.add(id(storage))
             storages.extend(storage.origins)
             if isinstance(storage.data, ByteRange) and storage.data.source is not checkpoint.source:
-                found[id(storage.data.source)] = storage.data.source
-    return {_identity(os.fstat(source.fd)) for source in found.values()}
+                sources[id(storage.data.source)] = storage.data.source
+    return {_identity(os.fstat(source.fd)) for source in sources.values()}
 
 
 def _files_read(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,36 +13,32 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.ranks import HINT, Ranks
 from ..checkpoint.states import is_optimizer
 from ..errors import Damaged, UsageFault
+from ..files.open_source import open_source_descriptor
+from ..files.suggestions import names_in
+from ..tensors.ref import Source
 from .dcp import reading as dcp
-from .dcp.several import joined, read_own, read_together
+from .dcp.extras import not_read
 from .deepspeed import reading as deepspeed
 from .ranks import dtensor_files as rank_files
 from .ranks import hugging_face as hf_pieces
-from .ranks.framework import Framework, is_known, opened
+from .ranks.pieces import Framework, is_known, opened
 
 FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
 
+# Formats that store what ranks share only once: no rank's can be taken.
 SHARED_ONCE = (hf_pieces.NAME, dcp.NAME)
-"""Formats that store what ranks share only once: no rank's can be taken."""
 
+# Keys under which frameworks put a model: a checkpoint has one of them.
 OF_MODEL = {"model", "module", "state_dict"}
-"""Keys under which frameworks put a model: a checkpoint has one of them."""
 
+# Keys under which they put its optimizer.
 OF_OPTIMIZER = {"optimizer", "optimizer_states"}
-"""Keys under which they put its optimizer."""
 
 
 def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
-    """Return what ranks wrote into a folder as one checkpoint; None if no framework knows the files.
-
-    Model and optimizer may be files of two kinds: DTensors beside a DCP folder's own, or beside pieces as
-    safetensors. A DCP folder alone is not meant: one process may have written it.
-
-    Raises:
-        Unreadable, Damaged, Unsupported: as `Framework.read`, and as a file can't be read; or files of two
-            kinds hold the same.
-        UsageFault: there is no rank to take.
-    """
+    """Return what ranks wrote into a folder as one checkpoint; None if no framework knows the files."""
+    # Model and optimizer may be files of two kinds: DTensors next to a DCP folder's own, or to pieces as
+    # safetensors. A DCP folder alone is not meant: one process may have written it.
     parts = [*_by_ranks(folder, take_rank)]
     if together := read_together(folder):
         parts.append(together)
@@ -60,27 +57,22 @@ def _by_ranks(folder: str, take_rank: int | None) -> Iterator[Checkpoint]:
     for framework in FRAMEWORKS:
         named, telling = framework.candidates(folder)
         paths = [path for path in named if path not in taken and (not is_dcp or is_known(path))]
-        found = framework.read(folder, opened(paths), take_rank) if paths else None
-        if found is not None:
+        checkpoint = framework.read(folder, opened(paths), take_rank) if paths else None
+        if checkpoint is not None:
             taken.update(paths)
-            yield replace(found, shards=(*found.shards, *telling))
+            yield replace(checkpoint, shards=(*checkpoint.shards, *telling))
 
 
 def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint:
-    """Return files that ranks wrote as one checkpoint.
-
-    Raises:
-        UsageFault: they are not the files of ranks that a framework wrote, or there is no rank to take.
-        Unreadable, Damaged, Unsupported: as `read_folder`.
-    """
+    """Return files that ranks wrote as one checkpoint."""
     folders = {os.path.dirname(path) or "." for path in paths}
     name = folders.pop() if len(folders) == 1 else paths[0]
     files = opened(paths)
     for framework in FRAMEWORKS:
-        found = framework.read(name, files, take_rank)
-        if found is not None:
-            _require_to_compare(name, [found], take_rank)
-            return found
+        checkpoint = framework.read(name, files, take_rank)
+        if checkpoint is not None:
+            _require_to_compare(name, [checkpoint], take_rank)
+            return checkpoint
     raise UsageFault(
         f"{paths[0]}: holds no piece of a tensor that one rank of several wrote",
         hint="for the mean of checkpoints: ckpttool average; for shards, name their index or folder",
@@ -97,11 +89,7 @@ def _require_to_compare(path: str, parts: Sequence[Checkpoint], take_rank: int |
 
 
 def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
-    """Return what lies in a folder in files of several kinds as one checkpoint.
-
-    Raises:
-        Damaged: two kinds hold the same, or are of different runs.
-    """
+    """Return what lies in a folder in files of several kinds as one checkpoint."""
     run = _of_one_run(folder, parts)
     first, *others = parts
     tree, replicated = dict[object, object](), list[str]()
@@ -153,10 +141,10 @@ def _framework(part: Checkpoint) -> str:
 def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
     """Return what is known of the run of all parts."""
     known = [part.ranks for part in parts if part.ranks]
-    held: dict[int, int] = {}
+    nbytes_of: dict[int, int] = {}
     for ranks in known:
         for rank, nbytes in ranks.held.items():
-            held[rank] = held.get(rank, 0) + nbytes
+            nbytes_of[rank] = nbytes_of.get(rank, 0) + nbytes
     for words, stated in (
         ("ranks", {ranks.world_size for ranks in known}),
         ("training steps", {ranks.step for ranks in known}),
@@ -169,7 +157,7 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
         next((ranks.world_size for ranks in known if ranks.world_size is not None), None),
         next((ranks.mesh for ranks in known if ranks.mesh), ""),
         next((ranks.step for ranks in known if ranks.step is not None), None),
-        dict(sorted(held.items())),
+        dict(sorted(nbytes_of.items())),
         missing=tuple(sorted({rank for ranks in known for rank in ranks.missing})),
         lacking=tuple(name for ranks in known for name in ranks.lacking),
     )
@@ -177,7 +165,7 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
 
 def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     """Return the command that merges each part by itself."""
-    found, here = [], os.path.dirname(os.path.join(folder, ""))
+    commands, here = [], os.path.dirname(os.path.join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
         inside = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})
@@ -187,5 +175,52 @@ def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
             inputs = [shlex.quote(each) for each in below]
         else:
             inputs = [shlex.join(paths[:4]) + " …" * bool(paths[4:])]
-        found += [f"ckpttool merge {each} OUTPUT" for each in inputs]
-    return "; ".join(found)
+        commands += [f"ckpttool merge {each} OUTPUT" for each in inputs]
+    return "; ".join(commands)
+
+
+# Names of DCP folders that are parts of one checkpoint.
+TOGETHER = re.compile(r"(?:pytorch_model|model|optimizer)(?:_fsdp)?(?:_\d+)?")
+
+# What else of a run lies next to them, and is left out.
+BESIDE = re.compile(r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl")
+
+
+def read_together(folder: str) -> Checkpoint | None:
+    """Return the DCP folders in a folder as one checkpoint; None if there are none that belong together."""
+    inside = names_in(folder)
+    names = [name for name in inside if os.path.exists(os.path.join(folder, name, dcp.METADATA))]
+    if not names or not all(map(TOGETHER.fullmatch, names)):
+        return None
+    parts = [_read(os.path.join(folder, name)) for name in names]
+    tree: dict[object, object] = {}
+    for part in parts:
+        assert isinstance(part.tree, dict)
+        if twice := tree.keys() & part.tree.keys():
+            raise Damaged(part.path, f"has '{str(twice.pop())[:80]}', and so has another folder next to it")
+        tree = joined(tree, part.tree)
+    telling = Source(folder, os.dup(parts[0].source.fd))
+    telling.size = 0  # its bytes are those of the first folder's metadata, which counts itself
+    return replace(
+        parts[0],
+        source=telling,
+        tree=tree,
+        shards=tuple(source for part in parts for source in (part.source, *part.shards)),
+        unread=tuple(not_read(name) for name in inside if BESIDE.fullmatch(name)),
+        names=frozenset().union(*(part.names for part in parts)),
+    )
+
+
+def read_own(folder: str) -> Checkpoint | None:
+    """Return what a folder holds as DCP itself; None if it has no metadata."""
+    return _read(folder) if os.path.exists(os.path.join(folder, dcp.METADATA)) else None
+
+
+def joined(tree: Mapping[object, object], more: Mapping[object, object]) -> dict[object, object]:
+    """Return two trees without a key in common as one, the model first."""
+    both = {**tree, **more}
+    return {key: both[key] for key in sorted(both, key=lambda key: key != "model")}
+
+
+def _read(folder: str) -> Checkpoint:
+    return dcp.read(Source(folder, open_source_descriptor(os.path.join(folder, dcp.METADATA))))

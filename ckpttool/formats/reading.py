@@ -38,17 +38,17 @@ READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, 
 # Files that say what is in a folder, in the order of preference; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
 
+# Names that transformers gives the file of a model that is not sharded.
 ALONE = ("model.safetensors", "pytorch_model.bin")
-"""Names that transformers gives the file of a model that is not sharded."""
 
+# What the trainer writes next to the checkpoints of a run.
 RECORDS = {"log.jsonl", "run.jsonl"}
-"""What the trainer writes beside the checkpoints of a run."""
 
+# Names in a folder that are tried as folders, for a hint.
 MOST_BELOW = 100
-"""Names in a folder that are tried as folders, for a hint."""
 
+# Times that a folder is read again because another process replaced it meanwhile.
 MAX_REPLACED = 1000
-"""Times that a folder is read again because another process replaced it meanwhile."""
 
 # What is found in the place of a checkpoint, by its first bytes: what it is, and what to do.
 STRANGERS = (
@@ -85,12 +85,12 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         return _open_in(name, name) if only is None else open(only)
     if os.path.basename(name) == dcp.METADATA or name.endswith(INDEX):
         return _open_in(name, os.path.dirname(name) or ".")
-    kept = set_aside(name)
-    if kept:
+    old = set_aside(name)
+    if old:
         raise Unreadable(
             name,
-            "its replacement was interrupted, and its old contents are still beside it",
-            hint=f"put them back: mv {shlex.quote(kept)} {shlex.quote(name)}",
+            "its replacement was interrupted, and its old contents are still next to it",
+            hint=f"put them back: mv {shlex.quote(old)} {shlex.quote(name)}",
         )
     allow_open_files(1, name)
     source = Source(name, open_source_descriptor(name))
@@ -131,16 +131,16 @@ def open_ranks(
 
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
-        with _collector_paused():  # also where a model.safetensors of rounded weights lies beside
-            found = frameworks.read_folder(names[0], take_rank) if os.path.isdir(names[0]) else None
-        if found is None and take_rank is None:
+        with _collector_paused():  # also where a model.safetensors of rounded weights is there too
+            checkpoint = frameworks.read_folder(names[0], take_rank) if os.path.isdir(names[0]) else None
+        if checkpoint is None and take_rank is None:
             return open(names[0])
-        if found is None:
+        if checkpoint is None:
             raise UsageFault(
                 f"{names[0]}: stores what its ranks share only once, so there is no rank to take",
                 hint="leave out --take-rank",
             )
-        return found
+        return checkpoint
     folders = [name for name in names if os.path.isdir(name)]
     if folders:
         raise UsageFault(
@@ -158,9 +158,9 @@ def _is_part_of_dcp(name: str) -> bool:
 def _only_file(folder: str) -> str | None:
     """Return the model's file in a folder without an index, as transformers finds it; None in any other."""
     names = names_in(folder)
-    found = [name for name in names if name in ALONE]
+    alone = [name for name in names if name in ALONE]
     has_index = any(name.endswith((INDEX, dcp.METADATA)) for name in names)
-    return os.path.join(folder, found[0]) if len(found) == 1 and not has_index else None
+    return os.path.join(folder, alone[0]) if len(alone) == 1 and not has_index else None
 
 
 def _open_in(name: str, folder: str) -> Checkpoint:
@@ -183,17 +183,17 @@ def _read_folder(name: str) -> Checkpoint:
     """Read a folder by the file that says what is in it, and by what ranks wrote where that is not all."""
     names = _names(name)
     telling = _telling(name, names)
-    found = None
+    checkpoint = None
     if telling in (None, dcp.METADATA):
         from . import frameworks
 
         with _collector_paused():
-            found = frameworks.read_folder(name)
-    if found is None and telling is not None:
+            checkpoint = frameworks.read_folder(name)
+    if checkpoint is None and telling is not None:
         return _read_telling(name, os.path.join(name, telling))
-    if found is None:
+    if checkpoint is None:
         raise _nothing_known(name, names)
-    return found
+    return checkpoint
 
 
 def _read_telling(name: str, telling: str) -> Checkpoint:
@@ -248,12 +248,12 @@ def _nothing_known(folder: str, names: list[str]) -> Unreadable:
     files = [os.path.join(folder, name) for name in checkpoints_among(names)]
     if files and RECORDS & {*names}:
         files.sort(key=lambda path: os.path.basename(path) != "last.pt")
-        found = ", ".join(map(os.path.basename, files[:4])) + (
+        listed = ", ".join(map(os.path.basename, files[:4])) + (
             f" and {len(files) - 4} more" * bool(files[4:])
         )
         return Unreadable(
             folder,
-            f"is the folder of a training run, in which each checkpoint is a file: {found}",
+            f"is the folder of a training run, in which each checkpoint is a file: {listed}",
             hint=f"name one: ckpttool inspect {shlex.quote(files[0])}",
         )
     meant = f"; or name one file: {', '.join(files[:4])}" if files else ""
@@ -315,3 +315,19 @@ def _stranger(name: str, head: bytes) -> Unsupported:
         listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(name)}"
         return Unsupported(name, "is a pickle, but not one that torch.save wrote", hint=listed)
     return Unsupported(name, "is not a checkpoint in any format known here")
+
+
+# A checkpoint that `open` returned, or the path of one.
+File = Checkpoint | str | os.PathLike[str]
+
+
+@contextmanager
+def opened(file: File) -> Iterator[Checkpoint]:
+    """Give a checkpoint; one that was opened from a path is closed at the end."""
+    if isinstance(file, Checkpoint):
+        yield file
+        return
+    if not isinstance(file, str | os.PathLike):
+        raise TypeError(f"takes a path or an open checkpoint, not {type(file).__name__}")
+    with open(file) as checkpoint:
+        yield checkpoint

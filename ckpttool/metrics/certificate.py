@@ -145,16 +145,7 @@ def _basis(of: Certificate | LossCertificate) -> dict[str, Any]:
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
-    """Compute the certificate of predictions in which every sample is known to appear once.
-
-    Args:
-        joined: the rows of all ranks, each sample once.
-        evaluation: what was evaluated; without classes, they are numbered up to the largest label.
-        rank_samples: the number of samples that each rank scored.
-
-    Raises:
-        CheckFailed: a label is not one of the classes.
-    """
+    """Compute the certificate of predictions in which every sample is known to appear once."""
     labels = joined.label
     classes = evaluation.classes
     if classes is None:
@@ -179,17 +170,7 @@ def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[
 
 
 def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certificate:
-    """Compute the certificate of an evaluation from its prediction files.
-
-    Args:
-        files: one or more, in any order.
-        samples: the number of samples; None for what the files say.
-
-    Raises:
-        CheckFailed: a file is missing or belongs to another evaluation, or a sample is missing, repeated or
-            out of range; names the files and the samples.
-        UsageFault: neither the files nor `samples` say how many samples there are.
-    """
+    """Compute the certificate of an evaluation from its prediction files."""
     import numpy as np
 
     ordered = sorted(files, key=lambda file: math.inf if file.rank is None else file.rank)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Metric, share
-from .inputs import as_labels, as_predictions, as_scores, same_length
+from .base import Metric, as_labels, as_predictions, as_scores, same_length, share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -24,30 +24,29 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ..distributed import collectives, heartbeat, nested
+from ..distributed.dummy_pass import modes_kept
 from ..distributed.exactly_once import index_digest
 from ..distributed.gather_rows import gather
-from ..distributed.modes import modes_kept
 from ..distributed.plan import evaluation_batches
 from ..errors import CheckFailed
-from .base import Metric
+from .base import Metric, reduce
 from .certificate import Certificate, LossCertificate, certify
 from .exact_sum import ExactSum
 from .predictions import COLUMNS, Evaluation, Predictions
-from .reducing import reduce
 
 T = TypeVar("T")
 
+# Samples in one forward pass, by default.
 BATCH = 128
-"""Samples in one forward pass, by default."""
 
+# Returns a model's outputs for a batch on the model's device.
 Forward = Callable[[nn.Module, Any], Any]
-"""Returns a model's outputs for a batch on the model's device."""
 
+# Returns, of a model's outputs and a batch, the sum of the losses and the number of what was summed.
 Loss = Callable[[Any, Any], tuple[Any, Any]]
-"""Returns, of a model's outputs and a batch, the sum of the losses and the number of what was summed."""
 
+# Returns the batches of these samples, in order, each time it is iterated.
 Load = Callable[[list[list[int]]], Iterable[Any]]
-"""Returns the batches of these samples, in order, each time it is iterated."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +130,7 @@ def evaluate_classes(
 
 
 def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
-    """Return metrics in one form.
-
-    Args:
-        metrics: name -> a class of `ckpttool.metrics`, a function that makes one, or one itself, which is
-            left as it is; its `update` gets (outputs, target), where the target is the last of a batch's
-            parts. Or a pair of that and a function (outputs, batch) -> what `update` gets.
-
-    Raises:
-        TypeError: it is no mapping, or one of its values is something else; names it.
-    """
+    """Return metrics in one form."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is a {type(metrics).__name__}, not a mapping of names to metrics")
     found = {}
@@ -160,12 +150,7 @@ def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
 
 
 class Evaluator:
-    """Evaluates models on one data set. Keeps what loads its batches from one evaluation to the next.
-
-    Attributes:
-        batches: the indices of the samples of each of this rank's batches.
-        rank_samples: the number of samples that each rank scores.
-    """
+    """Evaluates models on one data set. Keeps what loads its batches from one evaluation to the next."""
 
     def __init__(
         self,
@@ -199,25 +184,14 @@ class Evaluator:
         check: Callable[[Any, Sequence[int]], None] | None = None,
         forward: Forward | None = None,
     ) -> Evaluated:
-        """Score the class of each sample, and join the results of all ranks. A collective.
-
-        Args:
-            model: on this rank's device; its mode is restored afterwards.
-            about: what is evaluated; the rest of it is filled in.
-            check: called with each batch and the indices of its samples; raises what ends the evaluation.
-            forward: as for `evaluate`; must return scores [n, classes or more].
-
-        Raises:
-            CheckFailed: a label is not one of the classes.
-            Exception: what `check`, loading or the model raised; RankFailed on the other ranks.
-        """
+        """Score the class of each sample, and join the results of all ranks. A collective."""
         own = self.rows(model, check=check, forward=forward or _forward)
         columns = {name: column for name, column in own.items() if name != "index"}
         joined = gather(own["index"], columns, samples=self.samples)
         whole = _predictions({"index": torch.arange(self.samples), **joined})
         said = self.described(about)
         return Evaluated(
-            _predictions(own), collectives.alike(lambda: certify(whole, said, self.rank_samples))
+            _predictions(own), collectives.report_once(lambda: certify(whole, said, self.rank_samples))
         )
 
     def rows(
@@ -227,13 +201,7 @@ class Evaluator:
         check: Callable[[Any, Sequence[int]], None] | None = None,
         forward: Forward | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return this rank's rows, by column. A collective, in which nothing is joined.
-
-        Args and Raises are those of `classes`.
-
-        Returns:
-            `index`, `prediction`, `label` (int64) and `loss` (float64), each with one value per sample.
-        """
+        """Return this rank's rows, by column. A collective, in which nothing is joined."""
 
         def score(indices: list[int], batch: Any) -> tuple[torch.Tensor, ...]:
             if check is not None:
@@ -258,20 +226,7 @@ class Evaluator:
         forward: Forward | None = None,
         move: Callable[[Any, torch.device], Any] = nested.moved,
     ) -> LossCertificate:
-        """Sum the losses of all samples and compute metrics, over all ranks. A collective.
-
-        Args:
-            model, loss, forward: as for `evaluate`.
-            measured: as `measures` returns them.
-            about: what is evaluated; the rest of it is filled in.
-            check: as for `classes`.
-            move: (batch, device) -> the batch there.
-
-        Raises:
-            TypeError: `loss` does not return (sum, count).
-            CheckFailed: a metric does not take the outputs; names it.
-            Exception: what `check`, loading, the model or `loss` raised; RankFailed on the other ranks.
-        """
+        """Sum the losses of all samples and compute metrics, over all ranks. A collective."""
         own = {name: measure.make() for name, measure in measured.items()}
 
         def score(indices: list[int], batch: Any) -> tuple[list[int], float, int]:
@@ -321,10 +276,7 @@ class Evaluator:
         )
 
     def _each(self, model: nn.Module, score: Callable[[list[int], Any], T]) -> list[T]:
-        """Return what `score` returns for each of this rank's batches. A collective.
-
-        All ranks advance batch by batch together, so none waits for one that has failed.
-        """
+        """Return what `score` returns for each of this rank's batches. A collective."""
         found: list[T] = []
         # Not inference_mode: a tensor that a model caches, as a mask by length, could not be trained with.
         with modes_kept(model), torch.no_grad():
@@ -346,11 +298,7 @@ def update(
     outputs: Any,
     batch: Any,
 ) -> None:
-    """Update a metric with a batch.
-
-    Raises:
-        CheckFailed: its arguments can't be computed, or it does not take them; names the metric.
-    """
+    """Update a metric with a batch."""
     try:
         metric.update(*arguments(outputs, batch))  # type: ignore[attr-defined]
     except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:

@@ -16,23 +16,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Binary places after the point of a float64 written as a 53-bit integer times a power of two.
 SMALLEST = 1126
-"""Binary places after the point of a float64 written as a 53-bit integer times a power of two."""
 
+# Binary places after the point of a sum, which may be one of squares.
 POINT = 2 * SMALLEST
-"""Binary places after the point of a sum, which may be one of squares."""
 
+# Numbers added in float64 at a time: integers below 2^32, so their sum stays below 2^53 and is exact.
 PIECE = 1 << 20
-"""Numbers added in float64 at a time: integers below 2^32, so their sum stays below 2^53 and is exact."""
 
 
 class ExactSum:
-    """The sum of float64 numbers, or of their squares.
-
-    Attributes:
-        units: the sum of the finite numbers, in units of 2^-POINT.
-        nans, ups, downs: the number of NaN, +inf and -inf.
-    """
+    """The sum of float64 numbers, or of their squares."""
 
     def __init__(self, units: int = 0, nans: int = 0, ups: int = 0, downs: int = 0) -> None:
         self.units, self.nans, self.ups, self.downs = units, nans, ups, downs

@@ -6,9 +6,8 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from .base import Metric
+from .base import Metric, as_floats
 from .exact_sum import rounded
-from .inputs import as_floats
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from .base import Metric, share
+from .base import Metric, as_floats, as_labels, same_length, share
 from .exact_sum import rounded
-from .inputs import as_floats, as_labels, same_length
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

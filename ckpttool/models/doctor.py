@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..formats.opened import File, opened
+from ..formats.reading import File, opened
 from .diagnosis import Diagnosis, diagnose
 from .diagnosis.fit import Blueprint
 from .diagnosis.resize import resized

@@ -16,7 +16,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.state import State
 from ..errors import Mismatch, NothingToDo, Refused, UsageFault
-from ..formats.opened import File, opened
+from ..formats.reading import File, opened
 from ..inert_pickle.values import is_plain
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import TensorRef

@@ -18,7 +18,7 @@ from ..analysis.verify import verify
 from ..errors import CkptToolError, Damaged
 from ..files import chain
 from ..files.chain import Link
-from ..formats.opened import opened
+from ..formats.reading import opened
 from ..tensors.ref import TensorRef
 from ..tensors.values import stream
 from .replay import Replay, command_of, differing, segment

@@ -15,7 +15,7 @@ from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.state import State
 from ..checkpoint.states import MEAN, VARIANCE
 from ..errors import Refused, UsageFault
-from ..formats.opened import File
+from ..formats.reading import File
 from ..formats.reading import open as open_checkpoint
 from ..inert_pickle.values import remade
 from ..tensors.dtypes import DType, real_dtype

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from ..checkpoint.argument import takes_checkpoint
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.rebuilt_tensors import plain_tensor
 from ..errors import Collision, NothingToDo
 from ..tensors.dtypes import DTYPES, REAL_TYPES

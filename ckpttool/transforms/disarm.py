@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..checkpoint.argument import takes_checkpoint
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.dotted_names import MAX_NAMES, Path, dotted
 from ..checkpoint.pickled_modules import BadModules, is_module, named, own_attributes
 from ..checkpoint.rebuilt_tensors import special_tensor

@@ -10,8 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..checkpoint.argument import takes_checkpoint
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.state import State
 from ..checkpoint.states import follow, is_optimizer
 from ..errors import CkptToolError, NothingToDo

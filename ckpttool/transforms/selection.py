@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 
 from ..checkpoint import full_json
-from ..checkpoint.argument import takes_checkpoint
-from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.special_tensors import PLACEHOLDER, require_plain
 from ..checkpoint.state import State

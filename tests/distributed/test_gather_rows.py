@@ -129,7 +129,7 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
         (
             "dtype",
             ["RanksDiffer", "RanksDiffer"],
-            "rank 1 holds another kind of column 'x' than rank 0, in gather",
+            "rank 1 has a different kind of column 'x' than rank 0, in gather",
         ),
         ("name", ["RanksDiffer", "RanksDiffer"], "another kind of column 'x' than rank 0, in gather"),
         (
@@ -142,7 +142,7 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
             ["RanksDiffer", "RanksDiffer"],
             "another kind of column 'size of a piece'",
         ),
-        ("samples", ["RanksDiffer", "RanksDiffer"], "rank 1 holds another number of samples than rank 0"),
+        ("samples", ["RanksDiffer", "RanksDiffer"], "rank 1 has a different number of samples than rank 0"),
         ("rows", ["RankFailed", "ValueError"], "'x' is [7], and index has 5 rows"),
         ("float index", ["TypeError", "RankFailed"], "index is int64 [n], not torch.float32"),
         ("array", ["RankFailed", "TypeError"], "'x' is a ndarray, not a tensor"),

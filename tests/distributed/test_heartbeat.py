@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpttool import distributed
 from ckpttool.distributed import heartbeat
 from ckpttool.distributed.hangs import Seen
+from ckpttool.distributed.heartbeat import Pulse
 from ckpttool.distributed.observer import Observer
-from ckpttool.distributed.pulse import Pulse
 from tests.ranks import mortal
 from tests.ranks.mortal import Ended
 
@@ -309,7 +309,7 @@ def test_a_rank_that_hangs_is_named_by_all_with_its_phase_and_its_stack(
         assert end.code == 1, end.said
         assert re.search(rf"error: rank {rank}: rank 1 hangs: in {where} for \d s ", end.said), end.said
         assert "stack of rank 1" in end.said and "time.sleep(1000)" in end.said
-        assert "it is waited for by rank 0 in" in end.said
+        assert "waiting for it: rank 0 in" in end.said
 
 
 def test_all_of_three_ranks_say_the_same(cases: Cases) -> None:
@@ -333,7 +333,7 @@ def test_a_killed_rank_is_named_at_once(cases: Cases) -> None:
     assert ends[0].at - mortal.noted(cases.folder_of(is_killed)) < TIMEOUT
     assert ends[BAD].code == -signal.SIGKILL
     assert "error: rank 0: rank 1 is gone: process " in ends[0].said
-    assert "has ended without a word, as if killed" in ends[0].said
+    assert "exited without reporting, probably killed" in ends[0].said
     assert "memory ran out" not in ends[0].said
 
 
@@ -356,7 +356,7 @@ def test_a_rank_that_raises_is_named_with_its_error(cases: Cases) -> None:
 
 def test_a_rank_that_was_told_to_end_is_named_and_excuses_the_others(cases: Cases) -> None:
     ends = cases.in_time(is_told_to_end)
-    said = "error: rank 0: rank 1 has ended in 'forward' of step 3, as SIGTERM had told it to\n"
+    said = "error: rank 0: rank 1 was ended by SIGTERM in 'forward' of step 3\n"
     assert ends[0].said.startswith(said) and (ends[BAD].code, ends[BAD].said) == (7, "")
     assert [path.name for path in cases.folder_of(is_told_to_end).glob("excused-*")] == ["excused-0"]
 

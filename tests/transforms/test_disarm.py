@@ -381,12 +381,18 @@ def test_every_property_of_torch_s_tensors_is_known() -> None:
     assert {each for each in found if not each.startswith("__")} <= PROPERTIES
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_special_tensors_are_kept_or_refused_by_name(kind: str, tmp_path: Path) -> None:
-    path = save_kind(kind, tmp_path / "in.pt")
+def loads_weights_only(path: Path) -> bool:
     try:
         torch.load(path, weights_only=True)
     except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tensors_are_kept_or_refused_by_name(kind: str, tmp_path: Path) -> None:
+    path = save_kind(kind, tmp_path / "in.pt")
+    if kind.startswith("nested") or not loads_weights_only(path):  # torch 2.14 takes nested ones
         with pytest.raises(Refused, match=r"'x' \(.*weights_only=True"):
             disarmed(path)
     else:

@@ -232,9 +232,6 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     progress = dict(state["progress"])
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
-    if trainer.progress.unscored:  # its line of the log has the learning rate of the step that was taken
-        schedule = trainer.scheduler
-        trainer.lr = schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch - 1)
     if len(states) == trainer.place.world_size:
         trainer.sums.restore(sums[rank])
         randomness.put_back(states[rank])

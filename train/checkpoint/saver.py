@@ -51,7 +51,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     is rank 0's alone, and None on the others.
     """
     trainer.share_buffers()
-    state = {
+    state: dict[str, Any] = {
         "model": trainer.ddp.state_dict(),
         "optimizer": consolidated(trainer.optimizer),
         "scheduler": trainer.scheduler.state_dict(),
@@ -236,7 +236,7 @@ class Saver:
             CheckFailed, RanksDiffer: as `save`.
         """
         self.finish_save()
-        collectives.alike(self._raise_failure)
+        collectives.report_once(self._raise_failure)
 
     def _raise_failure(self) -> None:
         for failure in self._failed.values():

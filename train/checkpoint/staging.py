@@ -70,7 +70,7 @@ def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the bytes of a storage as a tensor that shares its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def is_on_cpu(state: Any) -> bool:
@@ -91,7 +91,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def _as(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a tensor that lies in a storage as `tensor` lies in its own."""
     found = torch.empty(0, dtype=tensor.dtype)
-    found = found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+    found = found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     found = found.requires_grad_(tensor.requires_grad)
     found = found.conj() if tensor.is_conj() else found
     return found._neg_view() if tensor.is_neg() else found

@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
-from ckpttool.distributed.place import given_world_size
+from ckpttool.distributed.group import given_world_size
 from ckpttool.errors import UsageFault
 from train import console
 from train.config.plan import check_plan
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageFault(message, hint=f"{self.prog} --help lists the flags")
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: object = None) -> None:
         if launch.rank() == 0:
             console.say(message.rstrip())
 
@@ -98,7 +98,8 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
             values[name] = usual
     if values["batch_size"] is None:
         values["batch_size"] = sum(values["rank_batch"] or [TrainConfig.batch_size])
-    config = TrainConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    config = TrainConfig(**settings)
     check(config)
     check_plan(config, config.spawn or given_world_size())
     return config
@@ -188,5 +189,7 @@ def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
     if isinstance(field.default, bool):
         return {**options, "dest": field.name, "action": f"store_{str(not field.default).lower()}"}
     # argparse appends to the default itself.
-    default = list(field.default) if options.get("action") == "append" else field.default
+    default: Any = field.default
+    if options.get("action") == "append":
+        default = list(default)
     return {**options, "dest": field.name, "default": default}

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.distributed.place import started_by_launcher
+from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
 from train.checkpoint import changing
 from train.config.shared import DataConfig, RanksConfig, check_pictures, flag

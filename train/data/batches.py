@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils import signal_handling
 
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.errors import CkptToolError
 from train.data.samples import Samples, count
 from train.launch.spawn import PR_SET_PDEATHSIG
@@ -52,7 +52,7 @@ def _end(loaders: list[Any]) -> None:
     """
     for one in loaders:
         if one._worker_pids_set:  # else the kill below would be raised as the failure of a loading process
-            signal_handling._remove_worker_pids(id(one))
+            signal_handling._remove_worker_pids(id(one))  # type: ignore[attr-defined]
             one._worker_pids_set = False
     ends = [threading.Thread(target=one._shutdown_workers, daemon=True) for one in loaders]
     for end in ends:

@@ -33,8 +33,12 @@ def load(config: DataConfig, seed: int) -> Parts:
     train, test = made
     for samples in made:
         count(samples)
-    parts = [Named(each, seed, name, config.data) for name, each in (("training", train), ("test", test))]
-    return Parts(*parts, _classes(train, config), config.data)
+    return Parts(
+        Named(train, seed, "training", config.data),
+        Named(test, seed, "test", config.data),
+        _classes(train, config),
+        config.data,
+    )
 
 
 class Named(Keyed):

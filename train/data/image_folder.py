@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -165,7 +166,7 @@ def _unreadable(path: str, error: Exception) -> FileError:
     return Damaged(path, "is not a readable image")
 
 
-def _pillow():  # type: ignore[no-untyped-def]
+def _pillow() -> Any:
     """Return Pillow's Image, imported when an image is needed."""
     try:
         from PIL import Image

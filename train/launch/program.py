@@ -13,14 +13,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from ckpttool.distributed.lost_rank import is_lost_rank, is_timeout
-from ckpttool.distributed.place import given_rank, given_world_size, started_by_launcher
+from ckpttool.distributed.group import given_rank, given_world_size, started_by_launcher
+from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
 from train import console
 from train.launch import spawn as spawning
 
 if TYPE_CHECKING:
-    from ckpttool.distributed.place import Place
+    from ckpttool.distributed.group import Place
     from train.config.shared import RanksConfig
 
 Job = TypeVar("Job")

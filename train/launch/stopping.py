@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ckpttool.distributed.place import started_by_launcher
+from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import CkptToolError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -72,7 +72,7 @@ class StepLog:
         self._clock: Any = _DeviceClock() if device.type == "cuda" else _HostClock()
         self._phases = {name: _Phase(self, name) for name in PHASES}
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._count: int | torch.Tensor = 0
+        self._count: float | torch.Tensor = 0
         self._steps = self._samples = 0
         self._seconds = dict.fromkeys(("step", *PHASES), 0.0)
         self._begun: Any = None
@@ -96,7 +96,7 @@ class StepLog:
         """Return whether the interval ends with this step, so that its gradient norm will be written."""
         return number % self.every == 0 or number == self.last
 
-    def add(self, loss_sum: torch.Tensor, count: int | torch.Tensor) -> None:
+    def add(self, loss_sum: torch.Tensor, count: float | torch.Tensor) -> None:
         """Count the losses of one forward pass.
 
         Args:
@@ -227,7 +227,7 @@ class _Phase:
 
     def __enter__(self) -> None:
         if self.loss is not None and self.loss.requires_grad:
-            self.loss.register_hook(self._at_begin_of_backward)  # type: ignore[no-untyped-call]
+            self.loss.register_hook(self._at_begin_of_backward)
         heartbeat.phase(self.name)
         self.start = self.log._enter()
 
@@ -270,7 +270,7 @@ class _DeviceClock:
         self._spans: collections.deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = collections.deque()
 
     def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -285,7 +285,7 @@ class _DeviceClock:
             name, start, end = self._spans[0]
             if wait:
                 end.synchronize()
-            elif not end.query():  # type: ignore[no-untyped-call]
+            elif not end.query():
                 return
             seconds[name] += start.elapsed_time(end) / 1e3
             self._spans.popleft()

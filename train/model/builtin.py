@@ -89,7 +89,8 @@ class ResNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
-        return self.linear(x.mean(dim=(2, 3)))
+        scores: torch.Tensor = self.linear(x.mean(dim=(2, 3)))
+        return scores
 
 
 class Block(nn.Module):

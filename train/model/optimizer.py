@@ -89,7 +89,8 @@ def consolidated(optimizer: Optimizer) -> dict[str, Any] | None:
         return optimizer.state_dict()
     optimizer.consolidate_state_dict(to=0)
     whole = optimizer.state_dict() if optimizer.rank == 0 else None
-    optimizer._all_state_dicts.clear()  # or rank 0 would keep all of it until the next time
+    # Or rank 0 would keep all of it until the next time.
+    optimizer._all_state_dicts.clear()  # type: ignore[attr-defined]
     return whole
 
 
@@ -229,8 +230,9 @@ def _check_one_dtype(groups: list[dict[str, Any]]) -> None:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
-        (one, name), (other, second) = list(dtypes.items())[:2]
-        one, other = (str(dtype).removeprefix("torch.") for dtype in (one, other))
+        (one, name), (other, second) = (
+            (str(dtype).removeprefix("torch."), name) for dtype, name in list(dtypes.items())[:2]
+        )
         raise UsageFault(
             f"--zero: needs parameters of one dtype, but {name} is {one} and {second} {other}",
             hint="leave it out",

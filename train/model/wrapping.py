@@ -42,7 +42,8 @@ def not_compiled() -> contextlib.AbstractContextManager[Any]:
     For evaluation, whose score is then that of the saved file in anyone's hands, and for passes that are not
     worth compiling.
     """
-    return torch.compiler.set_stance("force_eager")
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> list[str]:
@@ -71,7 +72,7 @@ def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> list[str]:
     for path, module in model.named_modules():
         if _is_block(model, path) and not any(path.startswith(f"{outer}.") for outer in paths):
             forward = torch.compile(module.forward, dynamic=False) if compiled else module.forward
-            module.forward = functools.partial(_checkpointed, module, forward)  # type: ignore[method-assign]
+            module.forward = functools.partial(_checkpointed, module, forward)
             paths.append(path)
     if not paths:
         raise UsageFault(

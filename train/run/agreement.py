@@ -49,7 +49,9 @@ class Agreement:
         self._is_alone = collectives.world_size() == 1
         self._group: dist.ProcessGroup | None = None
         if not self._is_alone and dist.get_backend() != "gloo":
-            self._group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)  # of all ranks, and this is one
+            self._group = group
         self._sent: deque[_Message] = deque()
         self._step = self._sent_in = 0
         self._spacing, self._waits = 1, True

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckpttool.distributed.place import given_rank, given_world_size
+from ckpttool.distributed.group import given_rank, given_world_size
 from ckpttool.distributed.plan import Plan
 from train import console
 from train.config.plan import make_plan

@@ -184,7 +184,7 @@ class Report:
             score.pop(only_in_an_evaluation, None)
         if trained is None:
             epochs = round(self.trainer.epochs_done(), 6)
-            entry = {"step": self.trainer.progress.global_step, "epochs": epochs}
+            entry: dict[str, Any] = {"step": self.trainer.progress.global_step, "epochs": epochs}
             return entry | {f"test_{name}": value for name, value in score.items()}
         entry = {"epoch": self.trainer.progress.epoch, **score, "seconds": round(seconds, 3)}
         entry |= {"train_loss": trained.loss, "train_samples": trained.samples}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.distributed import collectives, heartbeat
-from ckpttool.distributed.lost_rank import is_lost_rank, is_timeout
+from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from train.checkpoint import resume as resuming
 from train.checkpoint.saver import Saver
 from train.launch.stopping import Stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy
 import torch
@@ -27,6 +27,7 @@ def numbers_of(target: Any) -> int:
 
 def loss_in(outputs: Any) -> tuple[torch.Tensor, Any]:
     """Return the loss in what a model returned, and its count if there is one."""
+    found: Any = None
     count = None
     if isinstance(outputs, Mapping):
         found, count = outputs.get("loss"), outputs.get("count")
@@ -44,7 +45,7 @@ def loss_in(outputs: Any) -> tuple[torch.Tensor, Any]:
     return found, count
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 

@@ -125,7 +125,8 @@ class Classification(Task):
 
     def correct(self, outputs: Any, batch: Any) -> torch.Tensor | None:
         labels = batch[-1].argmax(dim=1) if batch[-1].is_floating_point() else batch[-1]
-        return (outputs.detach().argmax(dim=1) == labels).sum()
+        right: torch.Tensor = outputs.detach().argmax(dim=1) == labels
+        return right.sum()
 
 
 class Regression(Task):

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.metrics.evaluating import measures, update
@@ -28,7 +28,7 @@ from train.model import optimizer as optimizers
 from train.model import precision, wrapping
 from train.run.limits import total_steps
 from train.tasks.loss_pair import PAIR
-from train.tasks.task import Classification, UserTask, Task
+from train.tasks.task import Classification, Task, UserTask
 from train.trainer import virtual_ranks
 
 

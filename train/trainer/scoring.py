@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from ckpttool.metrics.evaluating import Evaluated, Evaluator, measures
 from ckpttool.metrics.predictions import Evaluation

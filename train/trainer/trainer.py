@@ -19,9 +19,8 @@ from torch.utils.data import default_collate
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
-from ckpttool.distributed.buckets import settle_buckets
-from ckpttool.distributed.dummy_pass import run_dummy_pass
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.dummy_pass import run_dummy_pass, settle_buckets
+from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Step
 from ckpttool.errors import CheckFailed
 from train.config import plan as planning
@@ -217,7 +216,7 @@ class Trainer:
             return
         total = float(collectives.total(torch.tensor(float(sums.count), dtype=torch.float64)))
         if not total > 0:
-            collectives.alike(self._refuse_to_count_nothing)
+            collectives.report_once(self._refuse_to_count_nothing)
         if total != step.global_size:
             gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, step.global_size / total)
@@ -263,7 +262,7 @@ class Trainer:
         )
         may_overflow = self.config.amp == "fp16"  # the scaler then leaves the step out
         if loss is not None and math.isnan(loss) and not may_overflow:
-            collectives.alike(self._refuse_nan)
+            collectives.report_once(self._refuse_nan)
         if self.proof:
             self.proof.step(progress.global_step)
 

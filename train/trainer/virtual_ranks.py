@@ -171,7 +171,7 @@ def _gathered(rows: torch.Tensor) -> torch.Tensor:
     if collectives.world_size() == 1:
         return rows
     all_rows = rows.new_empty((len(rows) * collectives.world_size(), *rows.shape[1:]))
-    dist.all_gather_into_tensor(all_rows.view(torch.uint8), rows.view(torch.uint8))  # any dtype
+    transport.all_gather_tensor(all_rows.view(torch.uint8), rows.view(torch.uint8))  # any dtype
     return all_rows
 
 

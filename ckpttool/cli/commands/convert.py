@@ -156,12 +156,14 @@ def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> 
 
 def _described(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
     from ...errors import UsageFault
-    from ...formats.saving.destination import SAFETENSORS, format_of_output
+    from ...formats.saving.destination import destination
     from ...transforms.selection import with_metadata
 
     if not options["metadata"]:
         return checkpoint
-    kind = format_of_output(options["output"], checkpoint, options["to"])
-    if kind not in SAFETENSORS:
-        raise UsageFault(f"--metadata: {kind} has no place for it", hint="write safetensors, or leave it out")
+    target = destination(options["output"], checkpoint, options["to"])
+    if not target.has_metadata:
+        raise UsageFault(
+            f"--metadata: {target.format} has no place for it", hint="write safetensors, or leave it out"
+        )
     return with_metadata(checkpoint, dict(options["metadata"]), state=options["state"])

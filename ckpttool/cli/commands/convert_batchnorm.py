@@ -125,13 +125,11 @@ def _converted(
     """Convert a state; None for the report where it was pooled and there is nothing to convert."""
     from ...batchnorm.convert_states import convert
     from ...errors import NothingToDo
-    from ...formats.saving.destination import format_of_output
+    from ...formats.saving.destination import destination
 
-    written = format_of_output(output, checkpoint, None)
+    written = destination(output, checkpoint, None, keep=True)
     try:
-        return convert(
-            checkpoint, to, as_text=written.startswith("safetensors") and not checkpoint.full, **choices
-        )
+        return convert(checkpoint, to, as_text=written.has_metadata and not written.full, **choices)
     except NothingToDo:
         if not pooled:
             raise

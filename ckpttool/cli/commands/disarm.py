@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +40,11 @@ def command(**given: Any) -> None:
     """
     from ...errors import UsageFault
     from ...formats.pytorch import zip as torch_zip
+    from ...formats.saving.destination import format_of_name
     from ...transforms.disarm import disarm
 
     output, console = given["output"], options.console(given)
-    ending = os.path.splitext(output)[1].lower()
-    if output.endswith("/") or os.path.isdir(output) or ending == ".safetensors":
+    if format_of_name(output) not in (torch_zip.NAME, None):
         raise UsageFault(
             f"{output}: disarm writes a .pt file",
             hint="safetensors and folders of it hold no objects: ckpttool convert writes them",

@@ -60,7 +60,8 @@ def command(
       ckpttool merge rank0.pt rank1.pt model.safetensors
     """
     from ... import formats
-    from ...formats import companions as beside
+    from ...formats import companions as of_model
+    from ...formats.saving.destination import destination
 
     console = options.console(given)
     options.require_new_output(inputs, given["output"], given["force"], alone=False)
@@ -68,12 +69,12 @@ def command(
     kept: list[str] = []  # in a folder that is replaced, until the new ones are copied
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        named = shlex.quote(given["output"]) if full or _holds_all(checkpoint, given, to) else None
+        target = destination(given["output"], checkpoint, to, full=full or None)
+        named = shlex.quote(given["output"]) if target.holds_all else None
         new, outcome = _merged(checkpoint, dtype, given["state"], named)
-        found, others = beside.beside(checkpoint, given["output"])
+        found, others = of_model.listed(checkpoint, given["output"])
         if companions:
-            is_folder = _is_folder(checkpoint, given["output"], to)
-            places = beside.targets(found, given["output"], is_folder=is_folder, force=given["force"])
+            places = of_model.targets(found, target.path, is_folder=target.is_folder, force=given["force"])
             copied.extend(zip(found, places, strict=True))
             kept.extend(map(os.path.basename, places))
             outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
@@ -93,7 +94,7 @@ def command(
         with opening() as checkpoint:
             raise _all_that_differ(console, checkpoint) from None
     if copied and not given["dry_run"]:
-        beside.copy([path for path, _ in copied], [place for _, place in copied])
+        of_model.copy([path for path, _ in copied], [place for _, place in copied])
         console.note(f"copied along: {console.names([place for _, place in copied])}")
 
 
@@ -161,20 +162,6 @@ def _in_words(checkpoint: Checkpoint) -> str:
     ranks = checkpoint.ranks
     count = f"{counted(ranks.world_size, 'rank', 'ranks')} of " if ranks.world_size is not None else ""
     return f"{count}{ranks.framework}{f', {ranks.axes}' if ranks.axes else ''}"
-
-
-def _holds_all(checkpoint: Checkpoint, given: dict[str, Any], to: str | None) -> bool:
-    """Whether the output's format holds the optimizer too."""
-    from ...formats.saving.destination import WHOLE, format_of_output
-
-    return format_of_output(given["output"], checkpoint, to) in WHOLE
-
-
-def _is_folder(checkpoint: Checkpoint, output: str, to: str | None) -> bool:
-    from ...formats import folders
-    from ...formats.saving.destination import format_of_output
-
-    return format_of_output(output, checkpoint, to) in folders.NAMES
 
 
 def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:

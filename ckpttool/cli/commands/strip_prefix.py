@@ -72,13 +72,13 @@ def _keep_alone(
     """
     from ...checkpoint.pickled_modules import own_attributes
     from ...errors import NothingToDo, UsageFault
-    from ...formats.saving.destination import WHOLE, format_of_output
+    from ...formats.saving.destination import destination
     from ...transforms.selection import drop
 
-    kind = format_of_output(given["output"], checkpoint, None)
-    if kind not in WHOLE:
+    target = destination(given["output"], checkpoint, None, full=False, keep=True)
+    if not target.holds_all:
         raise UsageFault(
-            f"--keep: {kind} holds only the tensors of the state",
+            f"--keep: {target.format} holds only the tensors of the state",
             hint="name a .pt file, which holds what --keep names",
         )
     state = checkpoint.state(given["state"])

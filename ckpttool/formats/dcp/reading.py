@@ -32,21 +32,21 @@ from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import MAX_AXES, BadTensor, ByteRange, Source, TensorRef, is_count
 from ..pytorch.archive import Archive
-from .beside import with_beside
+from .extras import with_extras
 
 NAME = "dcp"
 METADATA = ".metadata"
+# How the names of the other files end.
 ENDING = ".distcp"
-"""How the names of the other files end."""
 
 FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
 
 MODULE = "torch.distributed.checkpoint"
+# Places of lists that may stay empty, besides 100 for each entry: DCP drops empty items.
 SPARE = 1000
-"""Places of lists that may stay empty, besides 100 for each entry: DCP drops empty items."""
 
+# The most bytes of `.metadata`; a million chunks take a third of it.
 MAX_METADATA = 1 << 30
-"""The most bytes of `.metadata`; a million chunks take a third of it."""
 
 Path = tuple[str | int, ...]
 
@@ -57,46 +57,37 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the metadata and the headers of all chunks, and no element of a tensor.
-
-    Args:
-        source: the file `.metadata`; the others are in the same folder.
-
-    Raises:
-        Damaged: the metadata is malformed, a file is missing or cut short, or chunks overlap or leave gaps.
-        Unsupported: it was written through an extension (compression), or its metadata has more than 1 GB.
-    """
+    """Read the metadata and the headers of all chunks, and no element of a tensor."""
     try:
         metadata, names = _metadata(source)
         items = _Items(source, metadata.get("storage_data"))
-        flat = {name: items.value(name, found) for name, found in _names(metadata).items()}
+        flat = {name: items.value(name, checkpoint) for name, checkpoint in _names(metadata).items()}
         tree = _nest(flat, metadata.get("planner_data"))
     except (PickleFault, BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
     text = tree.get(full_json.ENTRY)
     is_full = isinstance(text, str)
-    whole, protocol = full_json.decode_entry(source.path, tree, text) if isinstance(text, str) else (tree, 2)
+    content, protocol = (
+        full_json.decode_entry(source.path, tree, text) if isinstance(text, str) else (tree, 2)
+    )
     shards = tuple(items.files.values())
-    found = Checkpoint(source, NAME, whole, protocol, shards=shards, full=is_full, names=names | items.names)
-    return with_beside(replace(found, ranks=_ranks(shards)), items.folder)
+    checkpoint = Checkpoint(
+        source, NAME, content, protocol, shards=shards, full=is_full, names=names | items.names
+    )
+    return with_extras(replace(checkpoint, ranks=_ranks(shards)), items.folder)
 
 
 def _ranks(shards: Sequence[Source]) -> Ranks | None:
     """Return the ranks that wrote the files, as their names `__{rank}_{n}.distcp` say; None if it was one."""
-    held: dict[int, int] = {}
+    nbytes: dict[int, int] = {}
     for source in shards:
         if named := FILE.fullmatch(os.path.basename(source.path)):
-            held[int(named[1])] = held.get(int(named[1]), 0) + source.size
-    return Ranks("DCP", held=dict(sorted(held.items()))) if len(held) > 1 else None
+            nbytes[int(named[1])] = nbytes.get(int(named[1]), 0) + source.size
+    return Ranks("DCP", held=dict(sorted(nbytes.items()))) if len(nbytes) > 1 else None
 
 
 def file_names(source: Source) -> list[str]:
-    """Return the names of the files that `.metadata` names, without opening them.
-
-    Raises:
-        Damaged: the metadata is malformed.
-        Unsupported: it has more than 1 GB.
-    """
+    """Return the names of the files that `.metadata` names, without opening them."""
     try:
         return sorted(_file_names(_metadata(source)[0].get("storage_data")))
     except PickleFault as fault:
@@ -130,18 +121,14 @@ def _fields(value: object, name: str) -> dict[Any, Any]:
 
 
 def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
-    found = metadata.get("state_dict_metadata")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    names = metadata.get("state_dict_metadata")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
         raise PickleFault("its metadata is malformed: it has no names")
-    return found
+    return names
 
 
 def torch_size(value: object) -> tuple[int, ...]:
-    """Return what a `torch.Size` holds.
-
-    Raises:
-        PickleFault: the value is something else, or has too many axes.
-    """
+    """Return what a `torch.Size` holds."""
     if isinstance(value, Record) and value.callable == Global("torch", "Size"):
         value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
     if not isinstance(value, tuple) or not all(map(is_count, value)):
@@ -235,8 +222,8 @@ class _Items:
             raise PickleFault(f"its metadata does not say in which chunks '{name}' is stored")
         chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in listed]
         parts = [
-            self.part(name, torch_size(each.get("offsets")), torch_size(each.get("sizes")), dtype)
-            for each in chunks
+            self.part(name, torch_size(chunk.get("offsets")), torch_size(chunk.get("sizes")), dtype)
+            for chunk in chunks
         ]
         if len(parts) == 1 and parts[0].tensor.shape == size and not any(parts[0].begin):
             return parts[0].tensor
@@ -296,11 +283,11 @@ class _Nest:
     def set(self, path: Path, value: object) -> None:
         holder: Any = self.root
         for step, next_step in pairwise(path):
-            found = self.get(holder, step)
-            if found is None:
-                found = {} if isinstance(next_step, str) else []
-                self.put(holder, step, found)
-            holder = found
+            inner = self.get(holder, step)
+            if inner is None:
+                inner = {} if isinstance(next_step, str) else []
+                self.put(holder, step, inner)
+            holder = inner
         if self.get(holder, path[-1]) is not None:
             raise PickleFault(f"its metadata has two values for '{'.'.join(map(str, path))[:80]}'")
         self.put(holder, path[-1], value)

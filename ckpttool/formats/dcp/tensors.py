@@ -26,11 +26,7 @@ class TensorsRead(DefaultSavePlanner):
         self._tensors: dict[int, tuple[str, TensorRef]] = {}
 
     def placeholder(self, name: str, tensor: TensorRef) -> torch.Tensor:
-        """Return a tensor without values, to be saved in the place of this one.
-
-        Raises:
-            Unsupported: an element type that this torch does not have.
-        """
+        """Return a tensor without values, to be saved in the place of this one."""
         dtype = torch_dtype(name, tensor)
         made = has_to_be_made(tensor) or not tensor.numel
         stride = contiguous_stride(tensor.shape) if made else tensor.stride
@@ -39,11 +35,7 @@ class TensorsRead(DefaultSavePlanner):
         return empty
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return an object that is saved; a tensor with its values.
-
-        Raises:
-            Refused, Damaged: as `loaded_tensor` does.
-        """
+        """Return an object that is saved; a tensor with its values."""
         found = super().lookup_object(index)
         known = self._tensors.get(id(found))
         return found if known is None else loaded_tensor(*known)
@@ -91,10 +83,10 @@ class _KeepsError:
 
 def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
     """Save a tensor; raise the full disk or the signal of which torch's C++ writer says nothing."""
-    kept = _KeepsError(file)
+    target = _KeepsError(file)
     try:
-        torch.save(tensor, kept)  # type: ignore[arg-type]
+        torch.save(tensor, target)  # type: ignore[arg-type]
     except RuntimeError:
-        if kept.error is None:
+        if target.error is None:
             raise
-        raise kept.error from None
+        raise target.error from None

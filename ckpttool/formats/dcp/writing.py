@@ -21,32 +21,21 @@ from ...tensors.ref import Storage, TensorRef
 from ...tensors.to_torch import live_tensors
 from .reading import torch_size
 
+# What messages call the outermost dict, which has no name.
 TOP = "the dict at the top"
-"""What messages call the outermost dict, which has no name."""
 
 SIZE = Global("torch", "Size")
 
 WITH_FULL = "keep everything with convert --full"
+# How many objects an error names one by one.
 MOST_TOLD = 4
-"""How many objects an error names one by one."""
 
+# The most values that are written: what appears in several places is written in each.
 MAX_VALUES = 10_000_000
-"""The most values that are written: what appears in several places is written in each."""
 
 
 def write(checkpoint: Checkpoint, folder: str) -> None:
-    """Write the whole tree with torch's own library. Imports torch.
-
-    Args:
-        checkpoint: what to write; memory holds one of its tensors at a time, and those in tuples.
-        folder: an empty folder.
-
-    Raises:
-        Damaged: a file that the tensors come from became shorter.
-        Refused: the tree is no dict, holds objects that only their own code could make, has two paths that
-            are one when joined with dots, or is nested too deeply; or torch's writer failed.
-        Unsupported: an element type that this torch does not have.
-    """
+    """Write the whole tree with torch's own library. Imports torch."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -73,12 +62,7 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
 
 
 def check(checkpoint: Checkpoint) -> None:
-    """Check that DCP can hold a checkpoint. Needs no torch, unlike `write`.
-
-    Raises:
-        Refused: it is no dict, holds objects, has a key that is another one's text, or a tensor of a type
-            that torch's writer does not take.
-    """
+    """Check that DCP can hold a checkpoint. Needs no torch, unlike `write`."""
     tree = checkpoint.tree
     if not isinstance(tree, dict):
         raise Refused(
@@ -163,17 +147,15 @@ def without_models(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def lost(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the dotted names of what DCP does not keep.
-
-    These are empty dicts, the module versions of a state dict, and of a pickled model its class.
-    """
-    whole = without_models(checkpoint)
+    """Return the dotted names of what DCP does not keep."""
+    # These are empty dicts, the module versions of a state dict, and of a pickled model its class.
+    plain = without_models(checkpoint)
     names: list[str] = []
-    for name, value in _dicts(whole.tree):
+    for name, value in _dicts(plain.tree):
         names += [] if value else [name]
         if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
             names += [f"{name}.{attribute}" if name else attribute for attribute in value.attributes]
-    return (*names, *whole.opened)
+    return (*names, *plain.opened)
 
 
 def with_keys_made_text(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -207,7 +189,7 @@ def _is_taken_apart(value: list[object]) -> bool:
 
 def _in_tuples(tree: object) -> list[TensorRef]:
     """Return the tensors in tuples and sets, which DCP pickles whole."""
-    found: dict[int, TensorRef] = {}
+    tensors: dict[int, TensorRef] = {}
     seen: set[int] = set()
     stack = [tree]
     while stack:
@@ -219,8 +201,8 @@ def _in_tuples(tree: object) -> list[TensorRef]:
             stack.extend(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, tuple | set | frozenset):
             inside = (tensor_of(inner) for inner in walk(value))
-            found.update((id(tensor), tensor) for tensor in inside if tensor is not None)
-    return list(found.values())
+            tensors.update((id(tensor), tensor) for tensor in inside if tensor is not None)
+    return list(tensors.values())
 
 
 class _Live:

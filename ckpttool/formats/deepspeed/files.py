@@ -17,8 +17,7 @@ from ...inert_pickle.values import Record
 from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
-from ..ranks.framework import Candidates
-from ..ranks.pieces import RankFile, in_order
+from ..ranks.pieces import Candidates, RankFile, in_order
 
 LATEST = "latest"
 
@@ -33,25 +32,16 @@ OF_STAGE_3, OF_STAGES_1_AND_2 = "fp32_flat_groups", "single_partition_of_fp32_gr
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of one checkpoint of one run.
+    """The files of one checkpoint of one run."""
 
-    Attributes:
-        path: the folder.
-        stage: of ZeRO, 0 to 3.
-        world_size: how many ranks there were.
-        models, optims: rank -> its file with model states, and with optimizer states, in the order of the
-            ranks.
-        missing: ranks of which a file is not there.
-        lacking: the names of these files, where those of the others tell them.
-    """
-
-    path: str
-    stage: int
-    world_size: int
+    path: str  # the folder
+    stage: int  # of ZeRO, 0 to 3
+    world_size: int  # how many ranks there were
+    # rank -> its file with model states, and with optimizer states, in the order of the ranks.
     models: Mapping[int, RankFile]
     optims: Mapping[int, RankFile]
-    missing: tuple[int, ...]
-    lacking: tuple[str, ...]
+    missing: tuple[int, ...]  # ranks of which a file is not there
+    lacking: tuple[str, ...]  # the names of these files, where those of the others tell them
 
     @property
     def first(self) -> RankFile:
@@ -60,29 +50,24 @@ class Files:
 
 
 def candidates(folder: str) -> Candidates:
-    """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there.
-
-    Raises:
-        Damaged: `latest` names a folder that is not there, though others are.
-        Unreadable: `latest` can't be read, or is missing though there are several checkpoints.
-    """
+    """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there."""
     here = _states_in(folder)
     if here:
         return Candidates(here)
-    found = {name: states for name in _folders(folder) if (states := _states_in(os.path.join(folder, name)))}
-    if not found:
+    tags = {name: states for name in _folders(folder) if (states := _states_in(os.path.join(folder, name)))}
+    if not tags:
         return Candidates([])
     latest = os.path.join(folder, LATEST)
-    hint = f"name one: {', '.join(shlex.quote(os.path.join(folder, tag)) for tag in [*found][:4])}"
+    hint = f"name one: {', '.join(shlex.quote(os.path.join(folder, tag)) for tag in [*tags][:4])}"
     if not os.path.lexists(latest):
-        if len(found) > 1:
+        if len(tags) > 1:
             raise Unreadable(folder, f"has no file '{LATEST}' that names one of its checkpoints", hint=hint)
-        return Candidates(found.popitem()[1])
+        return Candidates(tags.popitem()[1])
     source = Source(latest, open_source_descriptor(latest))
     tag = source.read(0, min(source.size, 4096)).decode(errors="replace").strip()
-    if tag not in found:
-        raise Damaged(latest, f"names the checkpoint {tag[:80]!r}, which is not beside it", hint=hint)
-    return Candidates(found[tag], (source,))
+    if tag not in tags:
+        raise Damaged(latest, f"names the checkpoint {tag[:80]!r}, which is not next to it", hint=hint)
+    return Candidates(tags[tag], (source,))
 
 
 def _states_in(folder: str) -> list[str]:
@@ -94,8 +79,8 @@ def _states_in(folder: str) -> list[str]:
 
 def _folders(folder: str) -> list[str]:
     try:
-        with os.scandir(folder) as found:
-            return sorted(entry.name for entry in found if os.path.isdir(entry.path))  # links lead anywhere
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries if os.path.isdir(entry.path))  # links lead anywhere
     except OSError:
         return []
 
@@ -106,28 +91,18 @@ def is_ours(path: str) -> bool:
 
 
 def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
-    """Return the files of a run, told apart by their names and checked against each other.
-
-    Args:
-        path: the folder, for messages.
-        files: all of them, in any order.
-
-    Raises:
-        Damaged: a file is of another run, world size or stage, was renamed, or is there twice; or there are
-            no model states.
-        Unsupported: the model itself was cut (tensor or pipeline parallelism, experts).
-    """
+    """Return the files of a run, told apart by their names and checked against each other."""
     models: list[RankFile] = []
     optims: list[RankFile] = []
     ranked: set[bool] = set()
     for file in files:
-        found, is_model = _named(file)
+        named, is_model = _named(file)
         tree = contents(file)
         (models if is_model else optims).append(
-            RankFile(file.source, tree, int(found["rank"] or 0), _world_size(file.path, tree, is_model))
+            RankFile(file.source, tree, int(named["rank"] or 0), _world_size(file.path, tree, is_model))
         )
         if is_model:
-            ranked.add(found["rank"] is not None)
+            ranked.add(named["rank"] is not None)
     if not models:
         raise Damaged(path, "has no file *_model_states.pt, which names the parameters", hint=HINT)
     of_models, of_optims = in_order(models), in_order(optims) if optims else None
@@ -138,7 +113,7 @@ def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
     stage = _stage(first, optims)
     if ranked != {stage == 3}:
         raise Damaged(
-            first.source.path, f"does not belong to the files beside it, of ZeRO stage {stage}", hint=HINT
+            first.source.path, f"does not belong to the other files here, of ZeRO stage {stage}", hint=HINT
         )
     without = set(of_models.missing) if stage == 3 else set()
     without |= set(() if not stage else range(world_size) if of_optims is None else of_optims.missing)
@@ -159,22 +134,20 @@ def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
         raise Damaged(file.path, "is no file of DeepSpeed's ranks, as the others are", hint="leave it out")
     name = os.path.basename(file.path).removesuffix(".pt")
     of_model = OF_MODEL.fullmatch(name)
-    found = of_model or OF_OPTIMIZER.fullmatch(name)
-    if found is None or int(found["mp"]) or contents(file).get("mp_world_size") not in (None, 1):
+    named = of_model or OF_OPTIMIZER.fullmatch(name)
+    if named is None or int(named["mp"]) or contents(file).get("mp_world_size") not in (None, 1):
         raise Unsupported(
             file.path,
             "is of a run that cut the model itself (tensor or pipeline parallel, experts): no file says how",
             hint="DeepSpeed's ds_to_universal.py merges such runs by the rules of the model",
         )
     _check_not_renamed(file, name)
-    return found, of_model is not None
+    return named, of_model is not None
 
 
 def _check_not_renamed(file: Checkpoint, name: str) -> None:
-    """Refuse a file that is another rank's under a new name: torch.save keeps the first name inside.
-
-    Only a file that was written through a buffer says nothing.
-    """
+    """Refuse a file that is another rank's under a new name: torch.save keeps the first name inside."""
+    # Only a file that was written through a buffer says nothing.
     if file.format == torch_zip.NAME:
         written = Archive(file.source).root
         if written != name and (OF_MODEL.fullmatch(written) or OF_OPTIMIZER.fullmatch(written)):
@@ -199,20 +172,20 @@ def of_optimizer(file: RankFile) -> dict[Any, Any]:
 
 def entry(file: RankFile, holder: Mapping[Any, Any], name: str) -> dict[Any, Any]:
     """Return a dict inside a file's contents. Raises Damaged when there is none of this name."""
-    found = holder.get(name)
-    if not isinstance(found, dict):
+    inner = holder.get(name)
+    if not isinstance(inner, dict):
         raise Damaged(file.source.path, f"has no dict '{name}'", hint=HINT)
-    return found
+    return inner
 
 
 def _world_size(path: str, tree: Mapping[Any, Any], is_model: bool) -> int:
     states = tree if is_model else tree.get("optimizer_state_dict")
     name = "dp_world_size" if is_model else "partition_count"
-    found = states.get(name) if isinstance(states, dict) else None
-    counts: list[Any] = found if isinstance(found, list) and found else [found]
-    if any(type(each) is not int or not 0 < each <= MAX_RANKS for each in counts):
+    stated = states.get(name) if isinstance(states, dict) else None
+    counts: list[Any] = stated if isinstance(stated, list) and stated else [stated]
+    if any(type(count) is not int or not 0 < count <= MAX_RANKS for count in counts):
         raise Damaged(path, f"does not say how many ranks there were ('{name}')")
-    if any(each != counts[0] for each in counts):
+    if any(count != counts[0] for count in counts):
         raise Unsupported(path, "cuts its parameter groups over different numbers of ranks, as experts are")
     return int(counts[0])
 

@@ -14,21 +14,20 @@ from ...checkpoint.ranks import HINT
 from ...errors import Damaged
 from ...inert_pickle.values import Record, in_brief, tensor_of
 from ...tensors.ref import TensorRef
+from ..ranks.agreement import Held, Numbers, require_one, same
 from ..ranks.pieces import RankFile, Wholes
-from ..ranks.same_values import same
-from ..ranks.steps import Held, Numbers, require_one
 from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, of_optimizer
 from .zero import Layout, given_order, joined
 
+# Where each stage keeps the state of the optimizer that it wraps.
 KEPT = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
-"""Where each stage keeps the state of the optimizer that it wraps."""
 
+# Other entries, that are read here or elsewhere, or say what the configuration says too.
 IN_USE = {
     *(*KEPT.values(), OF_STAGE_3, OF_STAGES_1_AND_2, "zero_stage", "partition_count", "param_slice_mappings"),
     *("group_paddings", "param_alignment_paddings", "loss_scaler", "ds_version", "ds_config", "clip_grad"),
     *("dynamic_loss_scale", "overflow"),
 }
-"""Entries beside it that are read here or elsewhere, or say what the configuration says too."""
 
 Names = Sequence[Sequence[str]]
 
@@ -36,71 +35,79 @@ Names = Sequence[Sequence[str]]
 def merged(
     files: Files, layout: Layout, names: Names, wholes: Wholes
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the optimizer's state by parameter name.
-
-    Args:
-        files: of the run, in stage 1, 2 or 3.
-        layout: where the parameters lie in the ranks' parts.
-        names: the parameters of each group of the layout, in the order of the vector.
-        wholes: puts the pieces together.
-
-    Returns:
-        `state` and `param_groups`, as torch's `state_dict()` has them but for the keys; None when the files
-        keep none. Then in words what the files hold beside it.
-
-    Raises:
-        Damaged: a rank's state is of another step or form than the others', or does not fit the parameters.
-    """
-    kept = {rank: of_optimizer(file).get(KEPT[files.stage]) for rank, file in files.optims.items()}
-    held, left = [*kept.values()], [*_beside(files)]
-    if not any(held):
-        return None, left
-    state: dict[str, dict[str, object]] = {name: {} for group in names for name in group}
-    numbers = Numbers()
-    lean = all(isinstance(each, list) for each in held)  # elastic_checkpoint: a list of states, no settings
+    """Return the optimizer's state by parameter name, and in words what it lacks of the files."""
+    by_rank = {rank: of_optimizer(file).get(KEPT[files.stage]) for rank, file in files.optims.items()}
+    if not any(by_rank.values()):
+        return None, [*_left_out(files)]
+    joining = _Joining(files, layout, wholes)
     for group, listed in enumerate(names):
-        entries = {rank: _entry(files.optims[rank], each, group) for rank, each in kept.items()}
-        slots = [slot for slot in layout.slots if slot.group == group]
-        for key in _common_keys(files, entries):
-            values = {rank: found[key] for rank, found in entries.items()}
+        entries = {rank: _entry(files.optims[rank], kept, group) for rank, kept in by_rank.items()}
+        joining.add(group, listed, entries)
+    state = {name: joining.state[name] for listed in names for name in listed if name in joining.state}
+    if all(isinstance(kept, list) for kept in by_rank.values()):  # elastic_checkpoint keeps states alone
+        missing = "the settings of the optimizer's parameter groups, which `elastic_checkpoint` leaves out"
+        groups = [{"params": list(listed)} for listed in names]
+        return {"state": state, "param_groups": groups}, [*_left_out(files), *joining.left, missing]
+    groups = _param_groups(files, by_rank, names)
+    return {"state": state, "param_groups": groups}, [*_left_out(files), *joining.left]
+
+
+class _Joining:
+    """Joins what the ranks keep of each group into `state`, by parameter name."""
+
+    def __init__(self, files: Files, layout: Layout, wholes: Wholes) -> None:
+        self.files, self.layout, self.wholes = files, layout, wholes
+        self.state: dict[str, dict[str, object]] = {}
+        self.left: list[str] = []
+        self._numbers = Numbers()
+
+    def add(self, group: int, names: Sequence[str], entries: Mapping[int, Mapping[str, Any]]) -> None:
+        """Add a group, of which each rank keeps an entry."""
+        for key in _common_keys(self.files, entries):
+            values = {rank: entry[key] for rank, entry in entries.items()}
             parts = {rank: part for rank, value in values.items() if (part := tensor_of(value)) is not None}
-            if key == "step" or not all(part.shape for part in parts.values()) or len(parts) < len(values):
-                counted = [Held(files.optims[rank], value) for rank, value in sorted(values.items())]
-                require_one(f"'{key[:80]}' of its optimizer", counted, numbers)
-                for name in listed:
-                    state[name][key] = _copied(values[min(values)])
-                continue
-            if not any(layout.fits(rank, group, part) for rank, part in parts.items()):
-                left.append(f"'{key[:80]}' of the optimizer's state, of other sizes than the parameters")
-                continue
-            for rank, part in parts.items():
-                layout.check(rank, group, part, f"momentum '{key[:80]}'")
-            for slot in slots:
-                state[slot.name][key] = joined(wholes, slot, parts, f"{slot.name}.{key}")
-    if lean:
-        left.append("the settings of the optimizer's parameter groups, which `elastic_checkpoint` leaves out")
-    groups = [{"params": list(group)} for group in names] if lean else _param_groups(files, kept, names)
-    return {"state": {name: entry for name, entry in state.items() if entry}, "param_groups": groups}, left
+            if key == "step" or len(parts) < len(values) or not all(part.shape for part in parts.values()):
+                self._add_common(key, names, values)
+            elif any(self.layout.fits(rank, group, part) for rank, part in parts.items()):
+                self._add_momentum(key, group, parts)
+            else:
+                self.left.append(f"'{key[:80]}' of the optimizer's state, of other sizes than the parameters")
+
+    def _add_common(self, key: str, names: Sequence[str], values: Mapping[int, object]) -> None:
+        """Add what is one value for the group on all ranks, such as the step."""
+        held = [Held(self.files.optims[rank], value) for rank, value in sorted(values.items())]
+        require_one(f"'{key[:80]}' of its optimizer", held, self._numbers)
+        for name in names:
+            self.state.setdefault(name, {})[key] = _copied(held[0].value)
+
+    def _add_momentum(self, key: str, group: int, parts: Mapping[int, TensorRef]) -> None:
+        """Add what is cut as the parameters are."""
+        for rank, part in parts.items():
+            self.layout.check(rank, group, part, f"momentum '{key[:80]}'")
+        for slot in self.layout.slots:
+            if slot.group == group:
+                momentum = joined(self.wholes, slot, parts, f"{slot.name}.{key}")
+                self.state.setdefault(slot.name, {})[key] = momentum
 
 
-def _entry(file: RankFile, kept: object, group: int) -> dict[str, Any]:
+def _entry(file: RankFile, base: object, group: int) -> dict[str, Any]:
     """Return a rank's state of a group; {} when the optimizer never made a step."""
-    states = kept.get("state") if isinstance(kept, dict) else None
-    if isinstance(kept, list):
-        states = dict(enumerate(kept))
-    found = states.get(group, {}) if isinstance(states, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    states = base.get("state") if isinstance(base, dict) else None
+    if isinstance(base, list):
+        states = dict(enumerate(base))
+    entry = states.get(group, {}) if isinstance(states, dict) else None
+    if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
         raise Damaged(file.source.path, f"has a malformed optimizer state of group {group}", hint=HINT)
-    return found
+    return entry
 
 
 def _common_keys(files: Files, entries: Mapping[int, Mapping[str, Any]]) -> list[str]:
     first = min(entries)
-    for rank, found in entries.items():
-        if found.keys() != entries[first].keys():
+    for rank, entry in entries.items():
+        if entry.keys() != entries[first].keys():
             raise Damaged(
                 files.optims[rank].source.path,
-                f"keeps {_listed(found)} of a parameter, and {files.optims[first].source.path} "
+                f"keeps {_listed(entry)} of a parameter, and {files.optims[first].source.path} "
                 f"{_listed(entries[first])}",
                 hint=HINT,
             )
@@ -118,11 +125,11 @@ def _copied(value: object) -> object:
     return value
 
 
-def _param_groups(files: Files, kept: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
+def _param_groups(files: Files, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
     """Return the settings of the parameter groups, which list their parameters by name."""
-    first = min(kept)
-    groups, file = _groups(kept[first]), files.optims[first]
-    for rank, each in kept.items():
+    first = min(bases)
+    groups, file = _groups(bases[first]), files.optims[first]
+    for rank, each in bases.items():
         if not same(_groups(each), groups):
             raise Damaged(
                 files.optims[rank].source.path,
@@ -134,16 +141,16 @@ def _param_groups(files: Files, kept: Mapping[int, Any], names: Names) -> list[d
     if numbers != [*range(len(names))]:
         reason = "has an optimizer of other parameter groups than its model"
         raise Damaged(file.source.path, reason, hint=HINT)
-    ordered = [given_order(each, files.world_size) if dealt_out(files) else list(each) for each in names]
+    ordered = [given_order(name, files.world_size) if dealt_out(files) else list(name) for name in names]
     return [
         {**group, "params": [name for number in group["params"] for name in ordered[number]]}
         for group in groups
     ]
 
 
-def _groups(kept: object) -> list[Any]:
-    found = kept.get("param_groups") if isinstance(kept, dict) else None
-    return found if isinstance(found, list) else []
+def _groups(base: object) -> list[Any]:
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    return groups if isinstance(groups, list) else []
 
 
 def dealt_out(files: Files) -> bool:
@@ -153,7 +160,7 @@ def dealt_out(files: Files) -> bool:
     return files.stage < 3 and isinstance(zero, dict) and zero.get("round_robin_gradients") is True
 
 
-def _beside(files: Files) -> Iterator[str]:
+def _left_out(files: Files) -> Iterator[str]:
     """Yield in words what the optimizer's files hold and a merged checkpoint does not."""
     states = next(map(of_optimizer, files.optims.values()), {})
     scaler = states.get("loss_scaler")

@@ -23,10 +23,9 @@ from ...inert_pickle.values import Record, remade, tensor_of, walk
 from ...tensors.cast import Caster
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
-from ..ranks.framework import whole_of
+from ..ranks.agreement import same
 from ..ranks.merge_trees import SideBySide
-from ..ranks.pieces import RankFile, Wholes, require_rank
-from ..ranks.same_values import same
+from ..ranks.pieces import RankFile, Wholes, require_rank, whole_of
 from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, entry, is_ours, of_optimizer, sorted_out
 from .files import candidates as candidates
 from .optimizer import dealt_out, merged
@@ -34,38 +33,28 @@ from .zero import Group, Layout, alone, given_order, joined, parameters_cut, vec
 
 NAME = "deepspeed-zero"
 
+# Entries of the model states that say how `module` was cut: it is whole now.
 OF_PIECES = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
-"""Entries of the model states that say how `module` was cut: it is whole now."""
 
 
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-    """Return the files of DeepSpeed's ranks as one checkpoint; None if none has a name that DeepSpeed gives.
-
-    Args:
-        path: the folder, for messages.
-        files: all of them, in any order.
-        take_rank: the rank whose buffers are taken without comparing them in stage 3; None compares.
-
-    Raises:
-        Damaged: as `sorted_out`; or a rank's part does not fit the parameters.
-        Unsupported: as `sorted_out`.
-        UsageFault: no file with model states is of `take_rank`.
-    """
+    """Return the files of DeepSpeed's ranks as one checkpoint."""
+    # None if none has a name that DeepSpeed gives.
     if not any(is_ours(file.path) for file in files):
         return None
-    found = sorted_out(path, files)
-    _require_states_of(path, take_rank, found)
-    facts = contents(found.first)
-    tree, left, replicated = _joined(found, take_rank) if found.stage else (facts, (), ())
+    run = sorted_out(path, files)
+    _require_states_of(path, take_rank, run)
+    facts = contents(run.first)
+    tree, left, replicated = _joined(run, take_rank) if run.stage else (facts, (), ())
     version, step = facts.get("ds_version"), facts.get("global_steps")
     ranks = Ranks(
-        f"DeepSpeed{f' {version}' if isinstance(version, str) else ''} ZeRO-{found.stage}",
-        found.world_size,
+        f"DeepSpeed{f' {version}' if isinstance(version, str) else ''} ZeRO-{run.stage}",
+        run.world_size,
         step=step if type(step) is int else None,
-        held=_held(files, found),
+        held=_held(files, run),
         replicated=replicated,
-        missing=found.missing,
-        lacking=found.lacking,
+        missing=run.missing,
+        lacking=run.lacking,
     )
     return whole_of(path, NAME, tree, files, ranks, left)
 
@@ -83,13 +72,15 @@ def _require_states_of(path: str, take_rank: int | None, files: Files) -> None:
 
 def _held(files: Sequence[Checkpoint], found: Files) -> dict[int, int]:
     """Return how many bytes of tensors each rank's files have."""
-    ranks = {id(file.source): rank for each in (found.models, found.optims) for rank, file in each.items()}
-    held = dict.fromkeys(sorted(set(ranks.values())), 0)
+    ranks = {
+        id(file.source): rank for files_of in (found.models, found.optims) for rank, file in files_of.items()
+    }
+    nbytes = dict.fromkeys(sorted(set(ranks.values())), 0)
     for file in files:
         tensors = (value for value in walk(file.tree) if isinstance(value, TensorRef))
         storages = {id(tensor.storage): tensor.storage.nbytes for tensor in tensors}
-        held[ranks[id(file.source)]] += sum(storages.values())
-    return held
+        nbytes[ranks[id(file.source)]] += sum(storages.values())
+    return nbytes
 
 
 def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[str, ...], tuple[str, ...]]:
@@ -155,10 +146,10 @@ def _parts(stage: int, file: RankFile) -> list[TensorRef]:
     name = OF_STAGE_3 if stage == 3 else OF_STAGES_1_AND_2
     listed = of_optimizer(file).get(name)
     parts = [tensor_of(each) for each in listed] if isinstance(listed, list) else [None]
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts):
+    tensors = [part for part in parts if part is not None]
+    if len(tensors) < len(parts):
         raise Damaged(file.source.path, f"has no list of tensors '{name}'", hint=HINT)
-    return found
+    return tensors
 
 
 def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
@@ -169,11 +160,11 @@ def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
             return []
         lengths = [len(each) for each in listed if isinstance(each, list)] if isinstance(listed, list) else []
         fits = lengths == [len(group) for group in groups] and len(listed) == len(groups)
-        found: list[list[int]] = listed if fits else [[-1]]
-        if any(type(fill) is not int or fill < 0 for each in found for fill in each):
+        paddings: list[list[int]] = listed if fits else [[-1]]
+        if any(type(fill) is not int or fill < 0 for each in paddings for fill in each):
             reason = "has paddings ('param_alignment_paddings') that do not fit its model's parameters"
             raise Damaged(file.source.path, reason, hint=HINT)
-        return found
+        return paddings
     return []
 
 
@@ -214,7 +205,7 @@ def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
     """Return the parameters that are not trained, where the files list them; stage 1 does not."""
     listed = contents(files.first).get("frozen_param_shapes")
     shapes = _shapes(files.first, listed) if listed else {}
-    found: dict[str, TensorRef] = {}
+    frozen: dict[str, TensorRef] = {}
     for name, shape in shapes.items():
         parts: dict[int, TensorRef] = {}
         for rank, file in files.models.items():
@@ -227,10 +218,10 @@ def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
             raise Damaged(files.first.source.path, reason, hint=HINT)
         if files.stage == 3:
             (slot,) = parameters_cut([{name: shape}], files.world_size, [*parts]).slots
-            found[name] = joined(wholes, slot, parts)
+            frozen[name] = joined(wholes, slot, parts)
         else:
-            found[name] = alone(parts[0])
-    return found
+            frozen[name] = alone(parts[0])
+    return frozen
 
 
 def _without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -> RankFile:
@@ -258,34 +249,29 @@ def _buffers(files: Files) -> set[str]:
     return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
 
 
-def _module(files: Files, kept: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
-    """Return the model's state under the model's names, in the model's order.
-
-    Args:
-        files: of the run.
-        kept: what the model states have whole: buffers, frozen parameters in stage 1, what is no tensor.
-        cut: the parameters that were cut. Other names of them are tied to them: in `shared_params`, or by
-            their memory in older versions.
-    """
+def _module(files: Files, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
+    """Return the model's state under the model's names, in the model's order."""
     facts = contents(files.first)
     module, ties, buffers = facts["module"], facts.get("shared_params"), _buffers(files)
     names = {t.view: n for n, value in module.items() if n in cut and (t := tensor_of(value)) and t.numel}
-    caster, own = Caster(DTYPES["float32"]), dict[object, TensorRef]()
+    caster, copies = Caster(DTYPES["float32"]), dict[object, TensorRef]()
     stands_for = (0,) if files.stage == 3 else None
     state = remade(module, ())
     for name, value in module.items():
         tensor = tensor_of(value)
         tie = ties.get(name) if isinstance(ties, dict) else None
         sources = [name, tie, names.get(tensor.view) if tensor is not None else None]
-        whole = next((cut[each] for each in sources if isinstance(each, str) and each in cut), None)
+        whole = next((cut[source] for source in sources if isinstance(source, str) and source in cut), None)
         if whole is not None and (tensor is None or tensor.shape in (whole.shape, stands_for)):
             state[name] = whole
-        elif isinstance(kept.get(name), TensorRef):
-            found = kept[name]
-            half = name in buffers and found.dtype.name in ("float16", "bfloat16")
-            state[name] = own.setdefault(found.view, caster.cast(found) if half else alone(found))
-        elif name in kept:
-            state[name] = kept[name]
+        elif isinstance(untouched.get(name), TensorRef):
+            tensor_kept = untouched[name]
+            half = name in buffers and tensor_kept.dtype.name in ("float16", "bfloat16")
+            state[name] = copies.setdefault(
+                tensor_kept.view, caster.cast(tensor_kept) if half else alone(tensor_kept)
+            )
+        elif name in untouched:
+            state[name] = untouched[name]
         elif not files.missing:
             reason = f"has no values of '{name[:80]}' in the shape that it states"
             raise Damaged(files.first.source.path, reason, hint=HINT)

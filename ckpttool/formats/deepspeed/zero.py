@@ -18,28 +18,21 @@ from ...tensors.ref import Storage, TensorRef, extent
 from ..ranks.pieces import Piece, Wholes
 
 Shape = tuple[int, ...]
+# The parameters of a group by name, in the order of the vector.
 Group = Mapping[str, Shape]
-"""The parameters of a group by name, in the order of the vector."""
 
+# The vector of stages 1 and 2 is filled up to a multiple of this and the number of ranks.
 ALIGNED = 2
-"""The vector of stages 1 and 2 is filled up to a multiple of this and the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive elements of a parameter in one rank's part of a vector.
+    """Consecutive elements of a parameter in one rank's part of a vector."""
 
-    Attributes:
-        rank: the rank.
-        begin: the first element within the flattened parameter.
-        start: the first element within the rank's part.
-        count: how many.
-    """
-
-    rank: int
-    begin: int
-    start: int
-    count: int
+    rank: int  # the rank
+    begin: int  # the first element within the flattened parameter
+    start: int  # the first element within the rank's part
+    count: int  # how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +47,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The places of all parameters.
+    """The places of all parameters."""
 
-    Attributes:
-        slots: in the order of the groups, and of the vector of each.
-        least, most: rank -> how many elements its part of each group may have. They differ where the end is
-            padding, which some files leave out.
-    """
-
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot, ...]  # in the order of the groups, and of the vector of each
+    # rank -> how many elements its part of each group may have. They differ where the end is padding, which
+    # some files leave out.
     least: Mapping[int, list[int]]
     most: Mapping[int, list[int]]
 
@@ -72,16 +61,7 @@ class Layout:
         return len(part.shape) == 1 and least <= part.numel <= most
 
     def check(self, rank: int, group: int, part: TensorRef, what: str) -> None:
-        """Check the size of a rank's part of a vector.
-
-        Args:
-            rank, group: whose, and of which group.
-            part: the part.
-            what: what it holds, for the message.
-
-        Raises:
-            Damaged: it has more or fewer elements than the parameters take, or more than one dimension.
-        """
+        """Check the size of a rank's part of a vector."""
         if not self.fits(rank, group, part):
             least, most = self.least[rank][group], self.most[rank][group]
             padding = f", {most - least} of them padding" if most > least else ""
@@ -94,24 +74,17 @@ class Layout:
 
     def held_by(self, rank: int) -> list[dict[str, tuple[int, int]]]:
         """Return the runs of each group that a rank holds: name -> (start, count)."""
-        found: list[dict[str, tuple[int, int]]] = [{} for _ in self.least[rank]]
+        runs: list[dict[str, tuple[int, int]]] = [{} for _ in self.least[rank]]
         for name, group, run in ((slot.name, slot.group, run) for slot in self.slots for run in slot.runs):
             if run.rank == rank:
-                found[group][name] = run.start, run.count
-        return found
+                runs[group][name] = run.start, run.count
+        return runs
 
 
 def vectors_cut(
     groups: Sequence[Group], paddings: Sequence[Sequence[int]], world_size: int, ranks: Iterable[int]
 ) -> Layout:
-    """Return the places of parameters in stages 1 and 2.
-
-    Args:
-        groups: the parameters.
-        paddings: how many elements of padding follow each parameter of each group; empty for none.
-        world_size: how many ranks there were.
-        ranks: those whose files are there.
-    """
+    """Return the places of parameters in stages 1 and 2."""
     slots: list[Slot] = []
     least: dict[int, list[int]] = {rank: [] for rank in ranks}
     most: dict[int, list[int]] = {rank: [] for rank in least}
@@ -134,19 +107,13 @@ def _runs(at: int, count: int, size: int) -> Iterator[Run]:
     done = 0
     while done < count:
         rank, start = divmod(at + done, size)
-        here = min(size - start, count - done)
-        yield Run(rank, done, start, here)
-        done += here
+        length = min(size - start, count - done)
+        yield Run(rank, done, start, length)
+        done += length
 
 
 def parameters_cut(groups: Sequence[Group], world_size: int, ranks: Sequence[int]) -> Layout:
-    """Return the places of parameters in stage 3.
-
-    Args:
-        groups: the parameters.
-        world_size: how many ranks there were.
-        ranks: those whose files are there.
-    """
+    """Return the places of parameters in stage 3."""
     slots: list[Slot] = []
     sizes: list[int] = []
     for group, listed in enumerate(groups):
@@ -162,23 +129,13 @@ def parameters_cut(groups: Sequence[Group], world_size: int, ranks: Sequence[int
 def _shares(count: int, start: int, world_size: int, ranks: Iterable[int]) -> Iterator[Run]:
     share = -(-count // world_size)
     for rank in ranks:
-        here = min(share, count - rank * share)
-        if here > 0:
-            yield Run(rank, rank * share, start, here)
+        length = min(share, count - rank * share)
+        if length > 0:
+            yield Run(rank, rank * share, start, length)
 
 
 def joined(wholes: Wholes, slot: Slot, parts: Mapping[int, TensorRef], name: str = "") -> TensorRef:
-    """Return a parameter, or a momentum of it, from the ranks' parts of a vector; nothing is read.
-
-    Args:
-        wholes: puts the pieces together.
-        slot: the parameter.
-        parts: rank -> its part of the vector of the slot's group. Those of missing ranks are not there.
-        name: for messages; the parameter's own when empty.
-
-    Raises:
-        Damaged: the parts are of different types, or too short.
-    """
+    """Return a parameter, or a momentum of it, from the ranks' parts of a vector; nothing is read."""
     pieces = [
         Piece(run.rank, (run.begin,), _cut(parts[run.rank], run)) for run in slot.runs if run.rank in parts
     ]
@@ -200,19 +157,13 @@ def alone(tensor: TensorRef) -> TensorRef:
     old = tensor.storage
     if old.nbytes == tensor.nbytes:
         return tensor
-    own = Storage(tensor.data, old.kind, byteorder=old.byteorder, origins=(old,))
-    return replace(tensor, storage=own, offset=0)
+    storage = Storage(tensor.data, old.kind, byteorder=old.byteorder, origins=(old,))
+    return replace(tensor, storage=storage, offset=0)
 
 
 def given_order(names: Sequence[str], world_size: int) -> list[str]:
-    """Return the names of a group in the optimizer's order, which `round_robin_gradients` changed.
-
-    DeepSpeed deals the parameters out to the ranks in turn and joins what each got.
-
-    Args:
-        names: in the order of the vector.
-        world_size: how many ranks there were.
-    """
+    """Return the names of a group in the optimizer's order, which `round_robin_gradients` changed."""
+    # DeepSpeed deals the parameters out to the ranks in turn and joins what each got.
     places = list(chain(*(range(first, len(names), world_size) for first in range(world_size))))
     return [name for _, name in sorted(zip(places, names, strict=True))]
 

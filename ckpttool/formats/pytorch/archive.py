@@ -19,30 +19,21 @@ from ...tensors.ref import ByteRange, Source, Storage
 from ..zip.inflate import Inflated, inflated, inflated_bytes
 from ..zip.reader import Record, read_directory
 from ..zip.writer import DEFLATED, STORED
-from .storage_id import StorageForm
+from .fast_path import StorageForm
 from .tensor_pickle import ZIP_PARTS, read_torch_pickle
 
 PICKLE = "/data.pkl"
+# Versions of the file format that torch 2.15 reads (`kMinSupportedFileFormatVersion` to `kMax…`).
 VERSIONS = range(1, 11)
-"""Versions of the file format that torch 2.15 reads (`kMinSupportedFileFormatVersion` to `kMax…`)."""
 
 LEADING_NUMBER = re.compile(rb"[ \t-\r]*([+-]?[0-9]+)")
 
+# Records that are looked up by name; torch finds them in any case of letters.
 LOOKED_UP = (PICKLE, "/byteorder", "/constants.pkl")
-"""Records that are looked up by name; torch finds them in any case of letters."""
 
 
 class Archive:
-    """The records of one file, and the storages made of them: one object per key, whatever refers to it.
-
-    Args:
-        source: the open file.
-        place: the range of the file that is the archive; all of it when None.
-
-    Raises:
-        Damaged: the zip is malformed, has records that torch confuses, or an unknown byte order.
-        Unsupported: the zip holds something else than a file of torch.save, which the message names.
-    """
+    """The records of one file, and the storages made of them: one object per key, whatever refers to it."""
 
     def __init__(self, source: Source, place: ByteRange | None = None) -> None:
         self.source = source
@@ -58,12 +49,7 @@ class Archive:
         return f"{self.root}/{name}" in self.records
 
     def record(self, name: str) -> Record:
-        """Return a record by its name under the root.
-
-        Raises:
-            Damaged: it is missing.
-            Unsupported: it is compressed by another method than deflate.
-        """
+        """Return a record by its name under the root."""
         record = self.records.get(f"{self.root}/{name}")
         if record is None:
             raise Damaged(self.source.path, f"its record '{name[:80]}' is missing")
@@ -77,13 +63,7 @@ class Archive:
         return record
 
     def bytes_of(self, name: str) -> bytes:
-        """Return the bytes of a small record.
-
-        Raises:
-            Damaged: it is missing, or does not match its checksum.
-            Unsupported: it is compressed by another method than deflate.
-            Refused: it would inflate to far more than its size.
-        """
+        """Return the bytes of a small record."""
         record = self.record(name)
         if record.compression == DEFLATED:
             return inflated_bytes(self.source, record)
@@ -93,12 +73,7 @@ class Archive:
         return data
 
     def read_pickle(self) -> Pickle:
-        """Read the tree in `data.pkl`; no storage is read, unless it is compressed.
-
-        Raises:
-            Damaged: the pickle is malformed, or a storage it refers to is missing or of another size.
-            Unsupported, Refused: as `bytes_of`.
-        """
+        """Read the tree in `data.pkl`; no storage is read, unless it is compressed."""
         try:
             return read_torch_pickle(
                 self.bytes_of("data.pkl"), 0, self.storage, parts=ZIP_PARTS, remarks=self.remarks
@@ -107,13 +82,7 @@ class Archive:
             raise Damaged(self.source.path, str(fault)) from None
 
     def storage(self, key: str, form: StorageForm) -> Storage:
-        """Return the storage of a persistent id, the same object for the same key.
-
-        Raises:
-            Damaged: its record is missing, or of another size.
-            Unsupported: its record is compressed by another method than deflate.
-            Refused: its record would inflate to far more than its size.
-        """
+        """Return the storage of a persistent id, the same object for the same key."""
         kind, location, _, nbytes = form
         known = self.storages.get(key)
         if known is None:
@@ -148,8 +117,8 @@ class Archive:
         """Remark on a version that torch refuses; torch reads its first digits, as C's `strtoull` does."""
         folder = f"{self.root}/".lower()
         ending = (name for name in self.records if name[-7:].lower() == "version")
-        found = {name.lower().removeprefix(folder): name for name in ending}
-        full_name = found.get(".data/version") or found.get("version")
+        names = {name.lower().removeprefix(folder): name for name in ending}
+        full_name = names.get(".data/version") or names.get("version")
         if full_name is None:
             yield Remark("record 'version'", "is missing: torch refuses the file")
             return
@@ -194,7 +163,7 @@ def is_intact(source: Source, record: Record) -> bool | None:
 
 def _root(source: Source, records: dict[str, Record]) -> str:
     """The folder of `data.pkl`."""
-    # Nearly all records are storages, `<root>/data/<key>`; those looked up are beside that folder.
+    # Nearly all records are storages, `<root>/data/<key>`; those looked up are next to that folder.
     top = [name for name in records if "/data/" not in name and name.count("/") == 1]
     for name in top:
         if name.lower().endswith(LOOKED_UP) and not name.endswith(LOOKED_UP):

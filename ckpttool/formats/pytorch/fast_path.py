@@ -9,16 +9,78 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...inert_pickle.machine import Machine
+from ...inert_pickle.machine import Machine, PickleFault
 from ...inert_pickle.opcodes import uint4
-from ...inert_pickle.values import ORDERED_DICT, Global, OrderedDict_
-from ...tensors.dtypes import STORAGE_DTYPES, DType
-from ...tensors.ref import MAX_BYTES, TensorRef, extent
-from .storage_id import STORAGE_MODULES, FindStorage, StorageForm
+from ...inert_pickle.values import ORDERED_DICT, Global, OrderedDict_, in_brief
+from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
+from ...tensors.ref import MAX_BYTES, Storage, TensorRef, extent, is_count
 
-# Named groups are what alike tensors have in common, and the storage's key; unnamed ones are memo indices.
+UNTYPED = Global("torch.storage", "UntypedStorage")
+STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
+
+
+class StorageForm(NamedTuple):
+    """What a persistent id says of a storage besides its key. `numel` counts elements of the class `kind`."""
+
+    kind: str
+    location: str
+    numel: int
+    nbytes: int
+
+
+# Returns the storage of a key, the same object each time.
+FindStorage = Callable[[str, StorageForm], Storage]
+
+
+class StorageId(NamedTuple):
+    """A persistent id that was checked. `view` is (key, offset, numel)."""
+
+    key: str
+    form: StorageForm
+    view: tuple[str, int, int] | None
+
+
+def element_type(kind: str) -> DType:
+    """Return the element type of a storage class; `uint8` for an untyped storage, which counts bytes."""
+    return STORAGE_DTYPES.get(kind, DTYPES["uint8"])
+
+
+def itemsize(kind: str) -> int:
+    """Return the bytes of an element of a storage class."""
+    return element_type(kind).itemsize
+
+
+def parse_storage_id(identity: object) -> StorageId:
+    """Check a persistent id."""
+    if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
+        raise PickleFault(f"its pickle refers to something that is not a storage: {in_brief(identity)[:60]}")
+    _, kind, key, location, numel = identity[:5]
+    view = identity[5] if len(identity) == 6 else None
+    if (
+        not isinstance(kind, Global)
+        or kind.module not in STORAGE_MODULES
+        or (kind.name not in STORAGE_DTYPES and kind.name != UNTYPED.name)
+    ):
+        raise PickleFault(f"its pickle has a storage of unknown class {in_brief(kind)[:60]}")
+    if not isinstance(key, str) or not isinstance(location, str) or not is_count(numel):
+        raise PickleFault("its pickle has a malformed storage")
+    if view is not None and not (
+        isinstance(view, tuple)
+        and len(view) == 3
+        and isinstance(view[0], str)
+        and is_count(view[1])
+        and is_count(view[2])
+        and view[1] + view[2] <= numel
+    ):
+        raise PickleFault(f"its pickle has a malformed view of storage '{key[:80]}'")
+    form = StorageForm(kind.name, location, numel, numel * itemsize(kind.name))
+    return StorageId(key, form, view)
+
+
+# Named groups are what tensors of one form have in common, and the key; unnamed ones are memo indices.
 GET = rb"(?:h.|j....)"
 PUT = rb"r(....)"
 NUMBER = rb"(?:K.|M..|J....)"
@@ -30,11 +92,11 @@ TENSOR = (
     + rb"(?P<shape>%b)%b(?P<stride>%b)%b" % (SIZES, PUT_UNLESS_EMPTY, SIZES, PUT_UNLESS_EMPTY)
     + rb"(?P<end>(?P<grad>[\x88\x89])(?P<hooks>%b)\)R)%bt%bR%b" % (GET, PUT, PUT, PUT)
 )
+# What follows the name `_rebuild_tensor_v2`. Its two empty groups number the rest as in AFTER_NAME.
 AFTER_REBUILD = re.compile(rb"()(?P<rebuild>)" + TENSOR, re.DOTALL)
-"""What follows the name `_rebuild_tensor_v2`. Its two empty groups number the rest as in AFTER_NAME."""
 
+# What follows the text of a tensor's name, from its memo index on.
 AFTER_NAME = re.compile(PUT + rb"(?P<rebuild>%b)" % GET + TENSOR, re.DOTALL)
-"""What follows the text of a tensor's name, from its memo index on."""
 
 GROUPS = AFTER_NAME.groupindex
 FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "shape", "stride", "end")]
@@ -43,41 +105,28 @@ PUTS = [group for group in range(1, AFTER_NAME.groups + 1) if group not in GROUP
 
 EACH_NUMBER = re.compile(NUMBER, re.DOTALL)
 
+# The opcode of text: four bytes of length, and the text.
 TEXT = b"X"
-"""The opcode of text: four bytes of length, and the text."""
 
+# Bytes of the widest element.
 WIDEST = 16
-"""Bytes of the widest element."""
 
 
 class _Form(NamedTuple):
-    """What alike tensors have in common.
+    """What tensors of one form have in common."""
 
-    Attributes:
-        kind: the class under which torch pickles their storages.
-        storage: what their persistent ids say beside the key.
-        key_length: of the storage's key, in bytes.
-        end: bytes from the beginning of the storage to the end of the tensor; 0 for a tensor without
-            elements.
-        tensor: dtype, shape, stride, offset and requires_grad.
-        memo_indices: unpacks the memo indices from the matched bytes.
-    """
-
-    kind: Global
-    storage: StorageForm
-    key_length: int
+    kind: Global  # the class under which torch pickles their storages
+    storage: StorageForm  # what their persistent ids say besides the key
+    key_length: int  # of the storage's key, in bytes
+    # bytes from the beginning of the storage to the end of the tensor; 0 for a tensor without elements.
     end: int
+    # dtype, shape, stride, offset and requires_grad.
     tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool]
-    memo_indices: struct.Struct
+    memo_indices: struct.Struct  # unpacks the memo indices from the matched bytes
 
 
 class TensorPattern:
-    """A shortcut of the machine, taken after the name `_rebuild_tensor_v2`.
-
-    Args:
-        rebuild: that name.
-        find_storage: finds the storage of a persistent id.
-    """
+    """A shortcut of the machine, taken after the name `_rebuild_tensor_v2`."""
 
     def __init__(self, rebuild: Global, find_storage: FindStorage) -> None:
         self.rebuild = rebuild
@@ -86,18 +135,7 @@ class TensorPattern:
         self.rewrites = 0
 
     def __call__(self, machine: Machine, position: int) -> int:
-        """Push the tensor at `position`, and all that follow it under a name each, as in a state dict.
-
-        Args:
-            machine: has just read the name.
-            position: of the opcode after it.
-
-        Returns:
-            The position after the last tensor that matched; `position` where none did.
-
-        Raises:
-            PickleFault: a storage is not the size that its persistent id states.
-        """
+        """Push the tensor at `position`, and all that follow it under a name each, as in a state dict."""
         if machine.rewrites != self.rewrites:  # what the forms refer to may be replaced
             self.rewrites = machine.rewrites
             self.forms.clear()
@@ -192,5 +230,5 @@ def _memo_indices(match: re.Match[bytes]) -> struct.Struct:
 
 
 def _numbers(opcodes: bytes) -> tuple[int, ...]:
-    found = EACH_NUMBER.findall(opcodes)
-    return tuple(int.from_bytes(each[1:], "little", signed=each[:1] == b"J") for each in found)
+    numbers = EACH_NUMBER.findall(opcodes)
+    return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)

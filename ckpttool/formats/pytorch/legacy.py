@@ -9,18 +9,39 @@ elements, little-endian whatever the facts about the machine are. Source: `_lega
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...checkpoint.checkpoint import Checkpoint, Remark
 from ...errors import Damaged
-from ...inert_pickle.machine import PickleFault
+from ...inert_pickle.machine import CutShort, PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
 from ...inert_pickle.values import Global, in_brief
 from ...tensors.ref import ByteRange, Source, Storage
-from .storage_id import StorageForm
+from .fast_path import StorageForm
 from .tensor_pickle import LEGACY_PARTS, read_torch_pickle
-from .unsized_pickle import read_unsized
+
+# Bytes that are read first, and how many times more each time they were not enough.
+FIRST, GROWTH = 1 << 16, 8
+
+
+def read_unsized(
+    source: Source, start: int, end: int, read: Callable[[bytes], Pickle], first: int = FIRST
+) -> Pickle:
+    """Read the pickle that begins at byte `start` of a file."""
+    size = first
+    while True:
+        data = source.read(start, min(size, end - start))
+        try:
+            pickle = read(data)
+        except CutShort:
+            if size >= end - start:
+                raise
+            size *= GROWTH
+        else:
+            return replace(pickle, end=start + pickle.end)
+
 
 NAME = "torch-legacy"
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
@@ -36,11 +57,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the tree and find each storage; no element is read.
-
-    Raises:
-        Damaged: a pickle is malformed, the file is cut short, or its list of storages does not fit the tree.
-    """
+    """Read the tree and find each storage; no element is read."""
     try:
         tree = _read_pickles(source)
     except PickleFault as fault:

@@ -31,23 +31,23 @@ from ...tensors.ref import (
     checked_tensor,
     is_count,
 )
+from .legacy import read_unsized
 from .tensor_pickle import StorageView
-from .unsized_pickle import read_unsized
 
 NAME = "torch-tar"
 MEMBERS = ("storages", "tensors", "pickle")
 
 BLOCK = 512
+# Types of entries: a regular file; records (length, name, value) that describe the next entry.
 PLAIN, EXTENDED = (b"0", b"\0"), b"x"
-"""Types of entries: a regular file; records (length, name, value) that describe the next entry."""
 
 TIMES = re.compile(rb"([0-9]{1,3} [acm]time=[0-9.]{1,40}\n)*")
 
+# Entries that a tar may have; torch wrote four.
 MAX_ENTRIES = 64
-"""Entries that a tar may have; torch wrote four."""
 
+# Enough for the pickles of storages and tensors, which are many.
 FEW_BYTES = 4096
-"""Enough for the pickles of storages and tensors, which are many."""
 
 Objects = dict[int, Storage | StorageView | TensorRef]
 
@@ -58,11 +58,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the tree and find each storage; no element is read.
-
-    Raises:
-        Damaged: the tar or a pickle is malformed or cut short, or a tensor does not fit its storage.
-    """
+    """Read the tree and find each storage; no element is read."""
     places = _members(source)
     try:
         storages, tensors, pickle = (_Member(source, places[name]) for name in MEMBERS)
@@ -77,27 +73,21 @@ def read(source: Source) -> Checkpoint:
 
 def _members(source: Source) -> dict[str, ByteRange]:
     """Where the members are: each must be there once, a regular file, and whole."""
-    found: dict[str, ByteRange] = {}
+    members: dict[str, ByteRange] = {}
     for name, place in entries(source):
-        if name in found:
+        if name in members:
             raise Damaged(source.path, f"holds '{name[:80]}' twice")
-        found[name] = place
+        members[name] = place
     for name in MEMBERS:
-        if name not in found:
+        if name not in members:
             raise Damaged(source.path, f"is a tar archive without '{name}', so not one from torch.save")
-    return found
+    return members
 
 
 def entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
-    """Yield the name of each file in the tar and the place of its contents.
-
-    Only what torch's files need is read: regular files, and extended headers that state times. Python's
-    tarfile reads all of the format, and takes minutes for some hostile files.
-
-    Raises:
-        Damaged: a header is malformed, an entry is cut short or not a regular file, or there are more than
-            MAX_ENTRIES.
-    """
+    """Yield the name of each file in the tar and the place of its contents."""
+    # Only what torch's files need is read: regular files, and extended headers that state times. Python's
+    # tarfile reads all of the format, and takes minutes for some hostile files.
     position = 0
     for _ in range(MAX_ENTRIES):
         header = source.read(position, BLOCK) if position + BLOCK <= source.size else b""
@@ -146,17 +136,17 @@ class _Member:
 
     def pickle(self, persistent_load: Any = None) -> Pickle:
         read = partial(read_pickle, persistent_load=persistent_load)
-        found = read_unsized(self.source, self.position, self.end, read, FEW_BYTES)
-        self.names |= found.names
-        self.position = found.end
-        return found
+        pickle = read_unsized(self.source, self.position, self.end, read, FEW_BYTES)
+        self.names |= pickle.names
+        self.position = pickle.end
+        return pickle
 
     def count(self) -> int:
         """Read a pickle of the number of entries that follow; each takes several bytes."""
-        found = self.pickle().value
-        if not is_count(found) or not isinstance(found, int) or found > self.end - self.position:
-            raise PickleFault(f"counts {in_brief(found)[:20]} entries, more than it can hold")
-        return found
+        count = self.pickle().value
+        if not is_count(count) or not isinstance(count, int) or count > self.end - self.position:
+            raise PickleFault(f"counts {in_brief(count)[:20]} entries, more than it can hold")
+        return count
 
     def numbers(self, form: str) -> tuple[int, ...]:
         place = self.take(struct.calcsize(form))
@@ -171,18 +161,18 @@ class _Member:
 
 
 def _read_storages(member: _Member) -> Objects:
-    found: Objects = {}
+    objects: Objects = {}
     for _ in range(member.count()):
         key, location, kind = _triple(member, "storage")
         if not isinstance(location, str) or not isinstance(kind, Global) or kind.name not in STORAGE_DTYPES:
             raise PickleFault(f"has a storage of unknown class {in_brief(kind)[:60]}")
         (numel,) = member.numbers("<q")
         data = member.take(numel * STORAGE_DTYPES[kind.name].itemsize)
-        _put(found, key, Storage(data, kind.name, location))
+        _put(objects, key, Storage(data, kind.name, location))
     views = member.pickle().value
     if not isinstance(views, list):
         raise PickleFault("has a malformed list of views")
-    roots = dict(found)
+    roots = dict(objects)
     for view in views:
         if not isinstance(view, tuple) or len(view) != 4 or not all(map(is_count, view)):
             raise PickleFault("has a malformed view of a storage")
@@ -190,8 +180,8 @@ def _read_storages(member: _Member) -> Objects:
         storage = roots.get(root)
         if not isinstance(storage, Storage) or (offset + numel) * _itemsize(storage) > storage.nbytes:
             raise PickleFault("has a view of a storage that it does not hold, or that is too small")
-        _put(found, key, StorageView(storage, offset, numel))
-    return found
+        _put(objects, key, StorageView(storage, offset, numel))
+    return objects
 
 
 def _itemsize(storage: Storage) -> int:
@@ -199,7 +189,7 @@ def _itemsize(storage: Storage) -> int:
 
 
 def _read_tensors(member: _Member, storages: Objects) -> Objects:
-    found: Objects = {}
+    objects: Objects = {}
     for _ in range(member.count()):
         key, storage_key, _ = _triple(member, "tensor")
         storage = storages.get(storage_key) if isinstance(storage_key, int) else None
@@ -208,8 +198,8 @@ def _read_tensors(member: _Member, storages: Objects) -> Objects:
             raise PickleFault("has a tensor without a storage, or of malformed size")
         shape, stride = member.numbers(f"<{dimensions}q"), member.numbers(f"<{dimensions}q")
         (offset,) = member.numbers("<q")
-        _put(found, key, _tensor(storage, shape, stride, offset))
-    return found
+        _put(objects, key, _tensor(storage, shape, stride, offset))
+    return objects
 
 
 def _tensor(
@@ -232,14 +222,14 @@ def _triple(member: _Member, what: str) -> tuple[object, object, object]:
     return entry
 
 
-def _put(found: Objects, key: object, value: Storage | StorageView | TensorRef) -> None:
-    if type(key) is not int or key in found:
+def _put(objects: Objects, key: object, value: Storage | StorageView | TensorRef) -> None:
+    if type(key) is not int or key in objects:
         raise PickleFault(f"has the key {in_brief(key)[:20]} twice, or one that is not a number")
-    found[key] = value
+    objects[key] = value
 
 
 class _Lookup:
-    """Finds the tensor or storage of a persistent id by its key; returns a class beside its source text."""
+    """Finds the tensor or storage of a persistent id by its key; a class comes with its source text."""
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
@@ -251,9 +241,9 @@ class _Lookup:
         key = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
         if key not in self.objects:
             raise PickleFault(f"refers to a tensor or storage '{text[:20]}' that it does not hold")
-        found = self.objects[key]
-        if isinstance(found, StorageView):  # torch gives it memory of its own, where it is a value
-            size = _itemsize(found.storage)
-            data = found.storage.data.part(found.offset * size, found.numel * size)
-            found = self.objects[key] = Storage(data, found.storage.kind, found.storage.location)
-        return found
+        value = self.objects[key]
+        if isinstance(value, StorageView):  # torch gives it memory of its own, where it is a value
+            size = _itemsize(value.storage)
+            data = value.storage.data.part(value.offset * size, value.numel * size)
+            value = self.objects[key] = Storage(data, value.storage.kind, value.storage.location)
+        return value

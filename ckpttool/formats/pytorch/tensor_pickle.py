@@ -20,8 +20,15 @@ from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, OrderedDict_, R
 from ...inert_pickle.writer import write_pickle
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ...tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, is_count
-from .fast_path import TensorPattern
-from .storage_id import UNTYPED, FindStorage, StorageForm, element_type, itemsize, parse_storage_id
+from .fast_path import (
+    UNTYPED,
+    FindStorage,
+    StorageForm,
+    TensorPattern,
+    element_type,
+    itemsize,
+    parse_storage_id,
+)
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
 REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
@@ -30,38 +37,23 @@ REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A part of a storage in place of a storage (torch before 0.4), or a storage under another class.
-
-    Attributes:
-        offset, numel: in elements.
-        kind: the class whose elements are counted; that of the storage when None.
-    """
+    """A part of a storage in place of a storage (torch before 0.4), or a storage under another class."""
 
     storage: Storage
+    # in elements.
     offset: int
     numel: int
-    kind: str | None = None
+    kind: str | None = None  # the class whose elements are counted; that of the storage when None
 
 
+# Parts of a persistent id, in the zip format and before it: the sixth is the view, or None.
 ZIP_PARTS, LEGACY_PARTS = 5, 6
-"""Parts of a persistent id, in the zip format and before it: the sixth is the view, or None."""
 
 
 def read_torch_pickle(
     data: bytes, start: int, storage: FindStorage, *, parts: int, remarks: list[Remark]
 ) -> Pickle:
-    """Read a pickle that torch wrote: its tensors become TensorRefs.
-
-    Args:
-        data: the bytes; more may follow the pickle.
-        start: where it begins.
-        storage: returns the storage of a persistent id.
-        parts: of a persistent id, ZIP_PARTS or LEGACY_PARTS.
-        remarks: gets what torch refuses, or no writer of torch's makes.
-
-    Raises:
-        PickleFault: it is malformed, or a tensor does not fit its storage.
-    """
+    """Read a pickle that torch wrote: its tensors become TensorRefs."""
     identities = _Identities(storage, parts, remarks)
     reducers = REDUCERS | {name: partial(_rebuild_parameter, name, remarks) for name in PARAMETER}
     shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)} if parts == ZIP_PARTS else {}
@@ -69,11 +61,10 @@ def read_torch_pickle(
 
 
 class _Identities:
-    """Finds what persistent ids refer to, as torch does.
+    """Finds what persistent ids refer to, as torch does."""
 
-    torch keeps storages and views in one table by their keys: of two views under one key it takes the first,
-    whatever the second says, and of a view under the key of a storage the storage.
-    """
+    # torch keeps storages and views in one table by their keys: of two views under one key it takes the
+    # first, whatever the second says, and of a view under the key of a storage the storage.
 
     def __init__(self, storage: FindStorage, parts: int, remarks: list[Remark]) -> None:
         self.storage = storage
@@ -85,7 +76,7 @@ class _Identities:
 
     def find(self, identity: object) -> object:
         if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
-            return identity[1]  # a class beside its source text, in whole models pickled by torch before 1.6
+            return identity[1]  # a class with its source text, in whole models pickled by torch before 1.6
         key, form, view = parse_storage_id(identity)
         if isinstance(identity, tuple) and len(identity) != self.parts:
             self.remark(
@@ -93,32 +84,32 @@ class _Identities:
             )
         if key in self.views:
             raise PickleFault(f"its pickle uses the key '{key[:80]}' for a storage and for a view of one")
-        found = self.of_class(key, form)
-        self.whole.setdefault(key, found)
-        return found if view is None else self.view(found, form, *view)
+        storage = self.of_class(key, form)
+        self.whole.setdefault(key, storage)
+        return storage if view is None else self.view(storage, form, *view)
 
     def of_class(self, key: str, form: StorageForm) -> Storage | StorageView:
         """The storage of a key, seen under the class that the persistent id names."""
-        found, dtype = self.storage(key, form), element_type(form.kind)
-        if dtype is element_type(found.kind):
-            return found
-        if found.nbytes:
-            return StorageView(found, 0, form.numel, form.kind)
+        storage, dtype = self.storage(key, form), element_type(form.kind)
+        if dtype is element_type(storage.kind):
+            return storage
+        if storage.nbytes:
+            return StorageView(storage, 0, form.numel, form.kind)
         # torch saves one under several classes: there are no bytes to share
-        own = Storage(found.data, form.kind, form.location, found.crc32, found.byteorder)
-        return self.empty.setdefault((key, dtype), own)
+        empty = Storage(storage.data, form.kind, form.location, storage.crc32, storage.byteorder)
+        return self.empty.setdefault((key, dtype), empty)
 
     def view(
         self, of: Storage | StorageView, form: StorageForm, key: str, offset: int, numel: int
     ) -> Storage | StorageView:
         root = of.storage if isinstance(of, StorageView) else of
         made = StorageView(root, offset, numel, form.kind)
-        found = self.whole.get(key) or self.views.setdefault(key, made)
-        if found != made:
+        known = self.whole.get(key) or self.views.setdefault(key, made)
+        if known != made:
             self.remark(
                 f"storage view '{key[:80]}'", "is described twice, differently: torch takes the first"
             )
-        return found
+        return known
 
     def remark(self, name: str, message: str) -> None:
         remark = Remark(name, message)
@@ -185,13 +176,7 @@ REDUCERS: dict[Global, Callable[[tuple[Any, ...]], object]] = {
 
 
 def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bits: Any) -> TensorRef:
-    """A tensor whose every element lies in its storage.
-
-    Args:
-        args: storage, offset, shape and stride first.
-        dtype: that of the storage's class when None.
-        bits: torch's `{'conj': …, 'neg': …}`, or None.
-    """
+    """A tensor whose every element lies in its storage."""
     storage, offset, shape, stride = args[:4]
     limit, kind = 0, ""
     if isinstance(storage, StorageView):
@@ -214,11 +199,7 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
 
 
 class StorageKeys:
-    """Numbers storages in the order in which they are first referred to, as torch does.
-
-    Args:
-        device: the device that storages are tagged with; None keeps their own.
-    """
+    """Numbers storages in the order in which they are first referred to, as torch does."""
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device
@@ -255,28 +236,14 @@ def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
 
 
 def written_device(storage: Storage, device: str | None) -> str:
-    """Return the device that a storage is tagged with in a pickle.
-
-    Args:
-        storage: one of the meta device, which has no bytes, stays there.
-        device: the device asked for; None keeps the storage's own.
-    """
+    """Return the device that a storage is tagged with in a pickle."""
     return storage.location if device is None or storage.location == "meta" else device
 
 
 def write_torch_pickle(
     value: object, protocol: int = 2, device: str | None = None
 ) -> tuple[bytes, list[Storage]]:
-    """Return the pickle of a value, and its storages in the order of their keys.
-
-    Args:
-        value: any tree of plain and inert values.
-        protocol: of the pickle.
-        device: the device that storages are tagged with; None keeps their own.
-
-    Raises:
-        TooDeep, ValueError: as `write_pickle`.
-    """
+    """Return the pickle of a value, and its storages in the order of their keys."""
     keys = StorageKeys(device)
     data = write_pickle(
         value, protocol=protocol, persistent_id=keys.persistent_id, reduce_tensor=reduce_tensor

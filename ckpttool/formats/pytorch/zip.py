@@ -7,17 +7,18 @@ Source: torch's `serialization.py` and `caffe2/serialize/inline_container.cc`.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...errors import Refused
+from ...checkpoint.pickled_modules import BadModules, Parts, named
+from ...errors import Damaged, Refused, Unsupported
 from ...files.copying import Output
-from ...inert_pickle.values import TooDeep
+from ...inert_pickle.values import Global, OrderedDict_, Record, TooDeep, tensor_of
 from ...tensors.ref import Source, Storage
 from ..zip.writer import ZipWriter
 from .archive import Archive
 from .tensor_pickle import write_torch_pickle
-from .torchscript import is_torchscript, read_torchscript
 
 NAME = "torch-zip"
 EXTENSIONS = (".pt", ".pth", ".th", ".bin", ".ckpt")
@@ -29,13 +30,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the tree; no storage is read, unless it is compressed.
-
-    Raises:
-        Damaged: the zip or the pickle is malformed, or a storage is missing or of another size.
-        Unsupported: it is another kind of zip, or a TorchScript archive whose state is not plain tensors.
-        Refused: a compressed record would inflate to far more than its size.
-    """
+    """Read the tree; no storage is read, unless it is compressed."""
     archive = Archive(source)
     if is_torchscript(archive):
         return replace(read_torchscript(archive), remarks=tuple(archive.remarks))
@@ -51,14 +46,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
-    """Write the whole tree, each storage once; its bytes are copied unread where their CRC is known.
-
-    Args:
-        name: the file's name, whose stem torch uses as the root of the records.
-
-    Raises:
-        Refused: the tree is nested too deeply, has a name that no pickle can hold, or mixes byte orders.
-    """
+    """Write the whole tree, each storage once; its bytes are copied unread where their CRC is known."""
     try:
         pickle, storages = write_torch_pickle(checkpoint.tree, checkpoint.protocol, checkpoint.device)
     except TooDeep:
@@ -97,3 +85,107 @@ def _serialization_id(pickle: bytes, directory: bytes) -> bytes:
 
     digest = hashlib.sha256(pickle + directory).digest()
     return str(int.from_bytes(digest[:16], "little")).zfill(40)[:40].encode()
+
+
+TORCHSCRIPT = "torchscript"
+CLASS = re.compile(r"^class (?P<name>\w+)\((?P<base>\w*)\):$", re.MULTILINE)
+END = re.compile(r"^\S", re.MULTILINE)  # the next class or function
+LIST = re.compile(r"^  __(?P<kind>parameters|buffers)__ = \[(?P<names>.*)\]$", re.MULTILINE)
+QUOTED = re.compile(r'"([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a module's class declares. `buffers` is None in old archives, which do not list them."""
+
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...] | None
+
+
+def is_torchscript(archive: Archive) -> bool:
+    """Whether an archive was written by `torch.jit.save`."""
+    return "constants.pkl" in archive
+
+
+def read_torchscript(archive: Archive) -> Checkpoint:
+    """Read the model's state."""
+    pickle = archive.read_pickle()
+    try:
+        state = OrderedDict_(named(pickle.value, _Modules(archive).parts))
+    except BadModules as fault:
+        raise Damaged(archive.source.path, str(fault)) from None
+    for name, value in state.items():
+        if tensor_of(value) is None:
+            raise _not_plain(archive, f"'{name}' is {_what(value)}, not a plain tensor")
+    if not state and "constants/0" not in archive:
+        raise Unsupported(archive.source.path, "is a TorchScript archive without weights, only code")
+    if not state:
+        raise _not_plain(
+            archive, "weights have no names: it was frozen, which makes them constants of the code"
+        )
+    whole = Checkpoint(archive.source, TORCHSCRIPT, pickle.value, pickle.protocol, names=pickle.names)
+    unread = ("code", *(name for name, _ in whole.tensors() if name not in state))
+    return replace(whole, tree=state, unread=unread)
+
+
+def _not_plain(archive: Archive, what: str) -> Unsupported:
+    return Unsupported(
+        archive.source.path,
+        f"is a TorchScript archive whose {what}",
+        hint="load it with torch.jit.load and save its state_dict()",
+    )
+
+
+def _what(value: object) -> str:
+    named = value.type_name if isinstance(value, Record) else type(value).__name__
+    return {"torch._utils._rebuild_qtensor": "a quantised tensor"}.get(named, f"of type {named}")
+
+
+class _Modules:
+    """Splits modules into their parts as their classes declare them; each code file is read once."""
+
+    def __init__(self, archive: Archive) -> None:
+        self.archive = archive
+        self.classes: dict[str, dict[Global, Declared]] = {}
+
+    def parts(self, module: object) -> Parts:
+        """Return the tensors and modules of one module."""
+        declared = self.declared(module)
+        if declared is None or not isinstance(module, Record) or not isinstance(module.state, dict):
+            raise _not_plain(self.archive, f"module {_what(module)} packs its state in its own way")
+        present = {str(name): value for name, value in module.state.items() if value is not None}
+        parameters = {name: present[name] for name in present if name in declared.parameters}
+        if declared.buffers is None:
+            others = present.keys() - declared.parameters
+            buffers = {name: present[name] for name in present if name in others and tensor_of(present[name])}
+        else:
+            buffers = {name: present[name] for name in present if name in declared.buffers}
+        inside = {name: value for name, value in present.items() if self.declared(value) is not None}
+        return Parts({**parameters, **buffers}, inside)
+
+    def declared(self, value: object) -> Declared | None:
+        """Return what a value's class declares; None when the value is not a module."""
+        if not isinstance(value, Record) or not isinstance(value.callable, Global):
+            return None
+        cls = value.callable
+        if not cls.module.startswith("__torch__") or cls.module.startswith("__torch__.torch.classes"):
+            return None  # an object of a C++ class, not a module
+        if cls.module not in self.classes:
+            self.classes[cls.module] = self.read_code(cls.module)
+        return self.classes[cls.module].get(cls)
+
+    def read_code(self, module: str) -> dict[Global, Declared]:
+        """Return the module classes of one code file by name."""
+        text = self.archive.bytes_of(f"code/{module.replace('.', '/')}.py").decode("utf-8", "replace")
+        declared: dict[Global, Declared] = {}
+        for match in CLASS.finditer(text):
+            if match["base"] == "Module":
+                end = END.search(text, match.end())
+                body = text[match.end() : end.start() if end else len(text)]
+                lists = {
+                    listed["kind"]: tuple(QUOTED.findall(listed["names"])) for listed in LIST.finditer(body)
+                }
+                declared[Global(module, match["name"])] = Declared(
+                    lists.get("parameters", ()), lists.get("buffers")
+                )
+        return declared

@@ -7,37 +7,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from ...checkpoint.special_tensors import attributes
 from ...inert_pickle.values import Record
-from ...tensors.ref import MAX_AXES, TensorRef, is_count
+from ...tensors.ref import MAX_AXES, TensorRef, contiguous_stride, is_count
 
+# The most ranks of a mesh, and the most intervals that a rank's piece may have along one dimension.
 MAX_CHUNKS = 1 << 20
-"""The most ranks of a mesh, and the most intervals that a rank's piece may have along one dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh as one rank sees it.
+    """A device mesh as one rank sees it."""
 
-    Attributes:
-        sizes: of each axis.
-        names: of each axis; empty when they have none.
-        coordinate: the rank's place on each axis.
-        ranks: those of this mesh, which may be a part of a larger one.
-        rank: the one that wrote it.
-        world_size: how many ranks there were at least: those of the outermost mesh in the file, which need
-            not be the first ranks of the run.
-    """
-
-    sizes: tuple[int, ...]
-    names: tuple[str, ...]
-    coordinate: tuple[int, ...]
-    ranks: tuple[int, ...]
-    rank: int
+    sizes: tuple[int, ...]  # of each axis
+    names: tuple[str, ...]  # of each axis; empty when they have none
+    coordinate: tuple[int, ...]  # the rank's place on each axis
+    ranks: tuple[int, ...]  # those of this mesh, which may be a part of a larger one
+    rank: int  # the one that wrote it
+    # how many ranks there were at least: those of the outermost mesh in the file, which need not be the first
+    # ranks of the run.
     world_size: int
 
     def __str__(self) -> str:
@@ -46,76 +38,86 @@ class Mesh:
         return " x ".join(f"{name} {size}".strip() for name, size in zip(names, self.sizes, strict=True))
 
 
-def read_mesh(value: object) -> Mesh | None:
-    """Return a pickled DeviceMesh as one rank sees it; None if it is malformed."""
+class BadMesh(Exception):
+    """The description of a mesh is malformed; the message says how."""
+
+
+def read_mesh(value: object) -> Mesh:
+    """Return a pickled DeviceMesh as one rank sees it."""
     if not isinstance(value, Record) or not value.type_name.endswith(".DeviceMesh"):
-        return None
-    found = attributes(value)
-    axes, is_whole = _axes(found), "_flatten_rank_map" not in found
-    flat = found.get("_flatten_rank_map", found.get("_flatten_mesh_list"))
-    at = found.get("_coordinate_on_dim")
-    names = found.get("_mesh_dim_names", found.get("mesh_dim_names")) or ()
-    if axes is None or not _is_counts(flat) or not _is_counts(at) or not isinstance(names, tuple | list):
-        return None
+        raise BadMesh("is none")
+    fields = attributes(value)
+    axes, is_view = _axes(fields), "_flatten_rank_map" in fields
+    listed = _counts(fields.get("_flatten_rank_map", fields.get("_flatten_mesh_list")), "list of ranks")
+    coordinate = _counts(fields.get("_coordinate_on_dim"), "coordinate")
     sizes = tuple(math.prod(shape) for shape, _ in axes)
-    if len(at) != len(sizes) or any(i >= n for i, n in zip(at, sizes, strict=True)):
-        return None
-    if names and (len(names) != len(sizes) or not all(isinstance(name, str) for name in names)):
-        return None
-    if math.prod(sizes) > MAX_CHUNKS or (is_whole and math.prod(sizes) != len(flat)):
-        return None
-    ranks = _ranks(axes, tuple(at), tuple(flat), found.get("_rank"), is_whole=is_whole)
-    if ranks is None:
-        return None
-    root = found.get("_root_mesh")
-    outer = attributes(root).get("_flatten_rank_map", flat) if isinstance(root, Record) else flat
-    world = max((*flat, *(outer if _is_counts(outer) else ()))) + 1
-    return Mesh(sizes, tuple(names), tuple(at), ranks[1], ranks[0], world)
+    if len(coordinate) != len(sizes) or any(i >= n for i, n in zip(coordinate, sizes, strict=True)):
+        raise BadMesh("has a coordinate outside its axes")
+    if len({*listed}) < len(listed):
+        raise BadMesh("lists a rank twice")
+    count = math.prod(sizes)  # each rank is listed, so that the list bounds every loop
+    if count > min(MAX_CHUNKS, len(listed)) or (count < len(listed) and not is_view):
+        raise BadMesh(f"has {count} places for {len(listed)} ranks")
+    if is_view:
+        rank, ranks = _viewed(axes, coordinate, listed, fields.get("_rank"))
+    else:
+        rank, ranks = listed[_index(axes, coordinate, len(listed))], listed
+    root = fields.get("_root_mesh")
+    outer = attributes(root).get("_flatten_rank_map") if isinstance(root, Record) else None
+    world = max((*listed, *(outer if _is_counts(outer) else ()))) + 1
+    return Mesh(sizes, _axis_names(fields, len(sizes)), coordinate, ranks, rank, world)
 
 
+def _axis_names(fields: Mapping[Any, Any], axes: int) -> tuple[str, ...]:
+    names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names")) or ()
+    is_text = isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
+    if not is_text or (names and len(names) != axes):
+        raise BadMesh("has other names than axes")
+    return tuple(names)
+
+
+# The shape and stride of an axis: numbers each, as an axis may be several flattened.
 Axis = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _axes(found: Mapping[Any, Any]) -> list[Axis] | None:
-    """Return the shape and stride of each axis of a mesh, numbers each: an axis may be several flattened."""
-    layout = attributes(found.get("_layout"))
+def _axes(fields: Mapping[Any, Any]) -> list[Axis]:
+    layout = attributes(fields.get("_layout"))
     listed = layout.get("axes")
-    if isinstance(listed, tuple | list):
-        pairs = [(each.get("shape"), each.get("stride")) for each in map(attributes, listed)]
-    elif isinstance(found.get("mesh"), TensorRef):
-        mesh = found["mesh"]
-        steps = [math.prod(mesh.shape[d + 1 :]) for d in range(len(mesh.shape))]
-        pairs = [(size, step) for size, step in zip(mesh.shape, steps, strict=True)]
+    if isinstance(listed, tuple | list):  # since torch 2.10
+        pairs = [(axis.get("shape"), axis.get("stride")) for axis in map(attributes, listed)]
+    elif isinstance(mesh := fields.get("mesh"), TensorRef):  # before 2.9
+        pairs = list(zip(mesh.shape, contiguous_stride(mesh.shape), strict=True))
     elif isinstance(layout.get("shape"), tuple) and isinstance(layout.get("stride"), tuple):
         pairs = list(zip(layout["shape"], layout["stride"], strict=False))
     else:
-        return None
-    axes = [(_numbers(shape), _numbers(stride)) for shape, stride in pairs]
-    checked = [(s, t) for s, t in axes if s is not None and t is not None and len(s) == len(t) and 0 not in s]
-    return checked if len(checked) == len(pairs) and len(pairs) <= MAX_AXES else None
+        raise BadMesh("has no axes")
+    if len(pairs) > MAX_AXES:
+        raise BadMesh(f"has {len(pairs)} axes")
+    axes = [(_counts(shape, "shape"), _counts(stride, "stride")) for shape, stride in pairs]
+    if any(len(shape) != len(stride) or 0 in shape for shape, stride in axes):
+        raise BadMesh("has an axis without a size or a stride")
+    return axes
 
 
-def _ranks(
-    axes: Sequence[Axis], at: tuple[int, ...], flat: tuple[int, ...], rank: object, *, is_whole: bool
-) -> tuple[int, tuple[int, ...]] | None:
-    """Return the rank that wrote a mesh, and all of the mesh, from the list of ranks it is a view of.
+def _viewed(
+    axes: Sequence[Axis], coordinate: tuple[int, ...], listed: tuple[int, ...], rank: object
+) -> tuple[int, tuple[int, ...]]:
+    """Return the rank that wrote a mesh, and all of the mesh, which is a view of a list of ranks."""
+    if not is_count(rank) or rank not in listed:
+        raise BadMesh("does not list the rank that wrote it")
+    origin = listed.index(rank) - sum(map(_step, axes, coordinate))
+    steps = ([_step(axis, i) for i in range(math.prod(axis[0]))] for axis in axes)
+    places = [origin + sum(offsets) for offsets in itertools.product(*steps)]
+    if min(places) < 0 or max(places) >= len(listed) or len({*places}) < len(places):
+        raise BadMesh("has strides that lead outside its ranks, or to one of them twice")
+    return rank, tuple(listed[place] for place in places)
 
-    Args:
-        axes: of the mesh.
-        at: the coordinate of the rank.
-        flat: the ranks of the mesh itself, or of the outermost one.
-        rank: the rank as the file says; older ones do not.
-        is_whole: `flat` lists the ranks of this mesh.
-    """
-    here = sum(map(_step, axes, at))
-    if is_whole:
-        return (flat[here], flat) if here < len(flat) else None
-    if not is_count(rank) or rank not in flat:
-        return None
-    origin = flat.index(rank) - here
-    offsets = itertools.product(*([_step(axis, i) for i in range(math.prod(axis[0]))] for axis in axes))
-    places = [origin + sum(each) for each in offsets]
-    return (rank, tuple(flat[p] for p in places)) if all(0 <= p < len(flat) for p in places) else None
+
+def _index(axes: Sequence[Axis], coordinate: tuple[int, ...], count: int) -> int:
+    index = sum(map(_step, axes, coordinate))
+    if index >= count:
+        raise BadMesh("has a coordinate outside its ranks")
+    return index
 
 
 def _step(axis: Axis, index: int) -> int:
@@ -127,11 +129,60 @@ def _step(axis: Axis, index: int) -> int:
     return step
 
 
-def _numbers(value: object) -> tuple[int, ...] | None:
+def _counts(value: object, what: str) -> tuple[int, ...]:
+    """Return a number or a list of them as a tuple."""
     if is_count(value):
         return (value,)
-    return tuple(value) if _is_counts(value) else None
+    if not _is_counts(value):
+        raise BadMesh(f"has a malformed {what}")
+    return tuple(value)
 
 
 def _is_counts(value: object) -> TypeGuard[Sequence[int]]:
     return isinstance(value, tuple | list) and all(map(is_count, value))
+
+
+Intervals = list[tuple[int, int]]
+
+
+def share(intervals: Intervals, ranks: int, at: int, chunks: int) -> Intervals:
+    """Return the share of one rank of an index set, as `torch.chunk` cuts it."""
+    taken: Intervals = []
+    for first, last in _chunks(sum(stop - start for start, stop in intervals), chunks):
+        step = -(-(last - first) // ranks)
+        start = min(first + at * step, last)
+        taken += _between(intervals, start, min(start + step, last))
+    return taken or [(0, 0)]
+
+
+def _chunks(size: int, count: int) -> Iterator[tuple[int, int]]:
+    step = -(-size // count)
+    return ((start, min(start + step, size)) for start in range(0, size, step or 1))
+
+
+def _between(intervals: Intervals, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the intervals of the numbers from `start` to `stop` of an index set."""
+    before = 0
+    for first, last in intervals:
+        low, high = max(start - before, 0) + first, min(stop - before, last - first) + first
+        if low < high:
+            yield low, high
+        before += last - first
+
+
+def boxes(local: TensorRef, index_sets: Sequence[Intervals]) -> Iterator[tuple[tuple[int, ...], TensorRef]]:
+    """Cut a rank's values into boxes of the whole: each is begin and values."""
+    if all(len(intervals) == 1 for intervals in index_sets):
+        yield tuple(start for [(start, _)] in index_sets), local
+        return
+    places = [list(zip(_starts(intervals), intervals, strict=True)) for intervals in index_sets]
+    for box in itertools.product(*places):
+        offset = local.offset + sum(
+            local_start * step for (local_start, _), step in zip(box, local.stride, strict=True)
+        )
+        shape = tuple(stop - start for _, (start, stop) in box)
+        yield tuple(start for _, (start, _) in box), replace(local, shape=shape, offset=offset)
+
+
+def _starts(intervals: Intervals) -> Iterator[int]:
+    return itertools.accumulate((stop - start for start, stop in intervals[:-1]), initial=0)

@@ -22,25 +22,24 @@ from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
 from ...files.suggestions import CHECKPOINT_ENDINGS, names_in
 from ...inert_pickle.values import tensor_of
+from .agreement import step_of
 from .device_meshes import Mesh
-from .framework import Candidates, whole_of
 from .merge_trees import SideBySide
-from .pieces import RankFile, RankFiles, Wholes, in_order, require_rank
+from .pieces import Candidates, RankFile, RankFiles, Wholes, in_order, require_rank, whole_of
 from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
-from .steps import step_of
 
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
 
+# How names of files say which rank wrote them.
 RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
-"""How names of files say which rank wrote them."""
 
 WORLD = re.compile(r"world_size[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
+# How the names of the files begin that hold what is neither the model nor its optimizer.
 EXTRA = "extra_state"
-"""How the names of the files begin that hold what is neither the model nor its optimizer."""
 
+# The end of the names in FSDP's LOCAL_STATE_DICT.
 FLAT = "_flat_param"
-"""The end of the names in FSDP's LOCAL_STATE_DICT."""
 
 
 def candidates(folder: str) -> Candidates:
@@ -51,22 +50,15 @@ def candidates(folder: str) -> Candidates:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What one file says of its rank.
+    """What one file says of its rank."""
 
-    Attributes:
-        file: the file.
-        sharded: one of its sharded tensors; None when it has none.
-        mesh: the largest device mesh in it.
-        world_size: how many ranks there were: a tensor may lie on a part of them, whose mesh says no more, so
-            it is the most that a tensor or the file's name says; None when nothing says it.
-        nbytes: bytes of the tensors in it.
-    """
-
-    file: Checkpoint
-    sharded: Sharded | None
-    mesh: Mesh | None
+    file: Checkpoint  # the file
+    sharded: Sharded | None  # one of its sharded tensors; None when it has none
+    mesh: Mesh | None  # the largest device mesh in it
+    # how many ranks there were: a tensor may lie on a part of them, whose mesh says no more, so it is the
+    # most that a tensor or the file's name says; None when nothing says it.
     world_size: int | None
-    nbytes: int
+    nbytes: int  # bytes of the tensors in it
 
     @property
     def rank(self) -> int | None:
@@ -78,43 +70,30 @@ class _Facts:
 
 
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-    """Return the files of ranks as one checkpoint; None if none of them holds a sharded tensor.
-
-    What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Of files without any sharded
-    tensor it gets the entries that all ranks hold alike, or those of `take_rank`; what `extra_state_…` has
-    stands beside the model. The rest is left out, by name, and so are such files that are not those of all
-    ranks of the run.
-
-    Args:
-        path: the folder, for messages.
-        files: all of them.
-        take_rank: the rank whose replicas are taken without comparing them; None compares.
-
-    Raises:
-        Damaged: a file is of another run, world size or step, is there twice, or does not fit the others.
-        Unsupported: they are FSDP's LOCAL_STATE_DICT, or a placement says no place.
-        UsageFault: no file was written by `take_rank`.
-        Refused: they are nested too deeply.
-    """
+    """Return the files of ranks as one checkpoint; None if none of them holds a sharded tensor."""
+    # What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Of files without any sharded
+    # tensor it gets the entries that are the same on all ranks, or those of `take_rank`; the contents of
+    # `extra_state_…` join the model. The rest is left out, by name, as are files that are not those of all
+    # ranks of the run.
     facts = [_facts(file) for file in files]
     first = next((each.sharded for each in facts if each.sharded), None)
     if first is None:
         return None
-    runs, own, left = _kinds(facts)
+    runs, others, left = _kinds(facts)
     _require_one_run(runs)
     require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
-    tree, replicated, apart = _joined(path, runs, own, take_rank)
+    tree, replicated, apart = _joined(path, runs, others, take_rank)
     kind = DTENSORS if first.kind == DTENSOR else FSDP
     ranks = _ranks(kind, facts, runs, replicated)
     return whole_of(path, kind, tree, files, ranks, (*left, *apart))
 
 
+# The files of each kind that hold pieces.
 Runs = dict[str, RankFiles]
-"""The files of each kind that hold pieces."""
 
 
 def _kinds(facts: Sequence[_Facts]) -> tuple[Runs, dict[str, Sequence[_Facts]], list[str]]:
-    """Return files by kind: those that hold pieces, those beside them of as many ranks, the rest in words."""
+    """Return files by kind: those that hold pieces, others of as many ranks, and the names of the rest."""
     runs: Runs = {}
     rest: dict[str, Sequence[_Facts]] = {}
     left: list[str] = []
@@ -125,13 +104,13 @@ def _kinds(facts: Sequence[_Facts]) -> tuple[Runs, dict[str, Sequence[_Facts]], 
             left.append(f"{_named(group)} (flat pieces without names and places)")
         else:
             rest[stem] = group
-    size, own = _size(runs), dict[str, Sequence[_Facts]]()
-    for stem, both in rest.items():
-        own[stem] = [each for each in both if each.world_size in (None, size)]
-        for stated in sorted({each.world_size or size for each in both} - {size}):
-            those = [each for each in both if each.world_size == stated]
-            left.append(f"{_named(those)} (of {stated} ranks, and the pieces are of {size})")
-    return runs, own, left
+    size, others = _size(runs), dict[str, Sequence[_Facts]]()
+    for stem, files in rest.items():
+        others[stem] = [each for each in files if each.world_size in (None, size)]
+        for stated in sorted({each.world_size or size for each in files} - {size}):
+            foreign = [each for each in files if each.world_size == stated]
+            left.append(f"{_named(foreign)} (of {stated} ranks, and the pieces are of {size})")
+    return runs, others, left
 
 
 def _size(runs: Mapping[str, RankFiles]) -> int:
@@ -141,17 +120,17 @@ def _size(runs: Mapping[str, RankFiles]) -> int:
 
 def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[str]) -> Ranks:
     """Return what is known of the run."""
-    size, held = _size(runs), dict[int, int]()
+    size, nbytes = _size(runs), dict[int, int]()
     for each in facts:
         if each.rank is not None and each.world_size in (None, size):
-            held[each.rank] = held.get(each.rank, 0) + each.nbytes
+            nbytes[each.rank] = nbytes.get(each.rank, 0) + each.nbytes
     mesh = reduce(_larger, (each.mesh for each in facts))
     return Ranks(
         "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)",
         size,
         str(mesh or ""),
         step_of([file for run in runs.values() for file in run.files]),
-        dict(sorted(held.items())),
+        dict(sorted(nbytes.items())),
         tuple(replicated),
         tuple(sorted({rank for run in runs.values() for rank in run.missing})),
         tuple(name for run in runs.values() for name in run.lacking),
@@ -159,17 +138,9 @@ def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[
 
 
 def _joined(
-    path: str, runs: Runs, own: Mapping[str, Sequence[_Facts]], take_rank: int | None
+    path: str, runs: Runs, others: Mapping[str, Sequence[_Facts]], take_rank: int | None
 ) -> tuple[object, list[str], list[str]]:
-    """Return the whole, the names of replicas, and what it lacks in words.
-
-    Args:
-        path: the folder.
-        runs: the files of each kind that hold pieces.
-        own: the files of each kind that hold what ranks keep beside them. Where there are any, the result is
-            a dict of kinds, whatever it gets of them.
-        take_rank: as for `read`.
-    """
+    """Return the whole, the names of replicas, and what it lacks in words."""
     names, replicated, left = _names_of(runs), list[str](), list[str]()
 
     def merged(wholes: Wholes, files: Sequence[RankFile], where: tuple[str, ...], common: bool) -> Any:
@@ -180,7 +151,7 @@ def _joined(
         return tree
 
     beside: dict[object, object] = {}
-    for stem, group in own.items():
+    for stem, group in others.items():
         if not group:
             continue
         try:
@@ -190,12 +161,12 @@ def _joined(
             continue
         files = _beside({*names.values(), *beside}, stem, run, take_rank)
         beside |= merged(Wholes(path, take_rank=take_rank), files, (), True)
-    whole: dict[object, object] = {}
+    trees: dict[object, object] = {}
     for stem, run in runs.items():
-        where = (names[stem],) if len(runs) > 1 or own else ()
+        where = (names[stem],) if len(runs) > 1 or others else ()
         wholes = Wholes(path, run.missing, run.world_size, take_rank)
-        whole[names[stem]] = merged(wholes, run.files, where, False)
-    return (whole | beside if len(whole) > 1 or own else whole.popitem()[1]), replicated, left
+        trees[names[stem]] = merged(wholes, run.files, where, False)
+    return (trees | beside if len(trees) > 1 or others else trees.popitem()[1]), replicated, left
 
 
 def _facts(file: Checkpoint) -> _Facts:
@@ -232,19 +203,17 @@ def _larger(one: Mesh | None, other: Mesh | None) -> Mesh | None:
 
 
 def _groups(facts: Sequence[_Facts]) -> dict[str, list[_Facts]]:
-    """Return the files by kind: those whose names differ in numbers alone; else those of like contents.
-
-    One rank's files of several kinds have names unlike each other too, and their names say a rank.
-    """
+    """Return the files by kind: those whose names differ in numbers alone; else those of like contents."""
+    # One rank's files of several kinds have names unlike each other too, and their names say a rank.
     groups: dict[str, list[_Facts]] = {}
-    for each in facts:
-        groups.setdefault(re.sub(r"\d+", "#", os.path.basename(each.file.path)), []).append(each)
+    for facts_of in facts:
+        groups.setdefault(re.sub(r"\d+", "#", os.path.basename(facts_of.file.path)), []).append(facts_of)
     if len(groups) == len(facts) > 1:
         alike: dict[str, list[_Facts]] = {}
-        for stem, (each,) in groups.items():
-            kind = "optimizer" if is_optimizer(each.file.tree) else "model" if each.sharded else stem
-            alike.setdefault(kind, []).append(each)
-        once = all(len({each.rank for each in group}) == len(group) for group in alike.values())
+        for stem, (facts_of,) in groups.items():
+            kind = "optimizer" if is_optimizer(facts_of.file.tree) else "model" if facts_of.sharded else stem
+            alike.setdefault(kind, []).append(facts_of)
+        once = all(len({facts_of.rank for facts_of in group}) == len(group) for group in alike.values())
         if once or not all(RANK.search(stem.replace("#", "0")) for stem in groups):
             return alike
     return groups
@@ -256,36 +225,30 @@ def _named(group: Sequence[_Facts]) -> str:
 
 
 def _complete(size: int, group: Sequence[_Facts], take_rank: int | None) -> RankFiles:
-    """Return the files of one kind, which are those of all ranks of the run, or that of `take_rank` at least.
-
-    Raises:
-        Damaged: they are not.
-    """
+    """Return the files of one kind, checked to be all ranks of the run or `take_rank`."""
     run = in_order(map(_rank_file, group))
-    here, last = {file.rank for file in run.files}, run.files[-1]
+    ranks, last = {file.rank for file in run.files}, run.files[-1]
     if last.rank >= size:
         raise Damaged(last.source.path, f"was written by rank {last.rank}, and there were {size} ranks")
     for rank in range(size) if take_rank is None else [take_rank]:
-        if rank not in here:
+        if rank not in ranks:
             way = "" if take_rank is not None else "; merge --take-rank R takes one rank's"
             raise Damaged(run.files[0].source.path, f"lies here without that of rank {rank}{way}")
     return run
 
 
 def _is_mergeable_optimizer(group: Sequence[_Facts]) -> bool:
-    """Return whether files without sharded tensors are an optimizer's that all ranks hold alike.
-
-    FSDP1's own `optimizer.state_dict()` has flat pieces of momentum without names, shapes or places.
-    """
-    trees = [each.file.tree for each in group]
+    """Return whether files without sharded tensors are an optimizer's, the same on all ranks."""
+    # FSDP1's own `optimizer.state_dict()` has flat pieces of momentum without names, shapes or places.
+    trees = [facts.file.tree for facts in group]
     return all(map(is_optimizer, trees)) and not any(map(_has_rows, trees))
 
 
 def _has_rows(optimizer: Any) -> bool:
     state = optimizer["state"]
     entries = state.values() if isinstance(state, dict) else ()
-    kept = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
-    return any((tensor := tensor_of(value)) is not None and tensor.shape for value in kept)
+    values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
+    return any((tensor := tensor_of(value)) is not None and tensor.shape for value in values)
 
 
 def _beside(taken: set[object], stem: str, run: RankFiles, take_rank: int | None) -> Sequence[RankFile]:
@@ -328,9 +291,9 @@ def _names_of(runs: Mapping[str, RankFiles]) -> dict[str, str]:
     names = {stem: _begin(stem) for stem in runs}
     optimizers = [stem for stem, run in runs.items() if is_optimizer(run.files[0].tree)]
     rest = [stem for stem in runs if stem not in optimizers]
-    for one, name in ((rest, "model"), (optimizers, "optimizer")):
-        if len(one) == 1:
-            names[one[0]] = name
+    for stems, name in ((rest, "model"), (optimizers, "optimizer")):
+        if len(stems) == 1:
+            names[stems[0]] = name
     return names if len({*names.values()}) == len(runs) else {stem: stem for stem in runs}
 
 

@@ -20,16 +20,15 @@ from ...errors import Damaged
 from ...files.suggestions import names_in
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import TensorRef
-from ..safetensors.strict_json import parse_object
-from .framework import Candidates, whole_of
-from .pieces import MAX_RANKS, Piece, Wholes
+from ..safetensors.format import parse_object
+from .pieces import MAX_RANKS, Candidates, Piece, Wholes, whole_of
 
 NAME = "safetensors-ranks"
 
 FILE = re.compile(r"shard-(\d{5,7})-model-(\d{5,7})-of-(\d{5,7})\.safetensors")
 
+# Metadata that says where pieces lie, and is not kept.
 OWN = (SHARDING, "DCP_VERSION")
-"""Metadata that says where pieces lie, and is not kept."""
 
 
 def candidates(folder: str) -> Candidates:
@@ -38,22 +37,12 @@ def candidates(folder: str) -> Candidates:
 
 
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-    """Return the files of all ranks as one checkpoint; None if none of them holds pieces.
-
-    Args:
-        path: the folder, for messages.
-        files: all of them.
-        take_rank: of no effect: this framework stores what ranks share once.
-
-    Raises:
-        Damaged: a file's name or header is malformed, it is there twice, it is one of another framework, or
-            pieces do not fit together.
-    """
+    """Return the files of all ranks as one checkpoint; None if none of them holds pieces."""
     others = [file for file in files if SHARDING not in file.metadata]
     if len(others) == len(files):
         return None
     if others:
-        what = f"holds no pieces as safetensors ({SHARDING}), as files beside it do"
+        what = f"holds no pieces as safetensors ({SHARDING}), as other files here do"
         raise Damaged(others[0].path, what, hint="name their folder, or merge them by themselves")
     placed = {_place(file): file for file in files}
     if len(placed) < len(files):
@@ -61,29 +50,29 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
     missing = _missing({rank for rank, _, _ in placed})
     _require_all_files(path, placed)
     pieces: dict[str, list[Piece]] = {}
-    held: dict[int, int] = {}
+    nbytes: dict[int, int] = {}
     for (rank, _, _), file in sorted(placed.items()):
         for name, tensor, begin in _pieces(file):
             pieces.setdefault(name, []).append(Piece(rank, begin, tensor))
-            held[rank] = held.get(rank, 0) + tensor.nbytes
+            nbytes[rank] = nbytes.get(rank, 0) + tensor.nbytes
     wholes = Wholes(path, missing)
     tree = OrderedDict_((name, _whole(path, wholes, name, found)) for name, found in pieces.items())
-    ranks = Ranks("DCP as safetensors", None, "", None, held, tuple(wholes.replicated), missing)
+    ranks = Ranks("DCP as safetensors", None, "", None, nbytes, tuple(wholes.replicated), missing)
     return whole_of(path, NAME, tree, files, ranks, _left_out(files))
 
 
 def _place(file: Checkpoint) -> tuple[int, int, int]:
     """Return the rank, number and count of files that a file's name states."""
-    found = FILE.fullmatch(os.path.basename(file.path))
-    if found is None or not int(found[1]) or not 0 < int(found[2]) <= int(found[3]):
+    named = FILE.fullmatch(os.path.basename(file.path))
+    if named is None or not int(named[1]) or not 0 < int(named[2]) <= int(named[3]):
         raise Damaged(
             file.path,
             f"holds one rank's pieces of tensors ({SHARDING}), and its name does not say which rank's",
             hint="give it the name it was written under: shard-RANK-model-FILE-of-FILES.safetensors",
         )
-    if int(found[1]) > MAX_RANKS:
-        raise Damaged(file.path, f"says that rank {int(found[1]) - 1} wrote it", hint=HINT)
-    return int(found[1]) - 1, int(found[2]), int(found[3])
+    if int(named[1]) > MAX_RANKS:
+        raise Damaged(file.path, f"says that rank {int(named[1]) - 1} wrote it", hint=HINT)
+    return int(named[1]) - 1, int(named[2]), int(named[3])
 
 
 def _missing(ranks: set[int]) -> tuple[int, ...]:
@@ -107,14 +96,14 @@ def _pieces(file: Checkpoint) -> list[tuple[str, TensorRef, tuple[int, ...]]]:
     tree: Any = file.tree
     if not isinstance(tree, dict) or {*tree} != {*listed}:
         raise Damaged(file.path, f"its {SHARDING} does not list the tensors that it has")
-    found = []
+    pieces = []
     for name, tensor in tree.items():
         entry = listed[name]
         begin = shape_of(entry.get("saved_offsets")) if isinstance(entry, dict) else None
         if begin is None or not isinstance(tensor, TensorRef) or len(begin) != len(tensor.shape):
             raise Damaged(file.path, f"its {SHARDING} does not say where '{name[:80]}' begins")
-        found.append((name, tensor, begin))
-    return found
+        pieces.append((name, tensor, begin))
+    return pieces
 
 
 def _whole(path: str, wholes: Wholes, name: str, pieces: list[Piece]) -> TensorRef:
@@ -131,5 +120,5 @@ def _whole(path: str, wholes: Wholes, name: str, pieces: list[Piece]) -> TensorR
 def _left_out(files: Sequence[Checkpoint]) -> tuple[str, ...]:
     """Return the metadata of the files that says something else, by name."""
     known = {("format", "pt"), *((key, file.metadata.get(key)) for file in files for key in OWN)}
-    found = {key for file in files for key, value in file.metadata.items() if (key, value) not in known}
-    return tuple(f"metadata '{key}' of the files" for key in sorted(found))
+    names = {key for file in files for key, value in file.metadata.items() if (key, value) not in known}
+    return tuple(f"metadata '{key}' of the files" for key in sorted(names))

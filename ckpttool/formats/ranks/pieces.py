@@ -20,63 +20,54 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
-from ...checkpoint.ranks import HINT, require_all
-from ...errors import Damaged, UsageFault
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.ranks import HINT, Ranks, require_all
+from ...errors import Damaged, Unreadable, UsageFault
+from ...files.descriptors import allow_open_files
+from ...files.open_source import open_source_descriptor
 from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
 from ...tensors.values import MAX_EXPANSION
+from ..pytorch import legacy as torch_legacy
+from ..pytorch import zip as torch_zip
+from ..safetensors import format as safetensors
+from .sharded_values import with_pieces
 
+# The most ranks of a run: a larger number in a file or its name is a mistake, or means harm.
 MAX_RANKS = 1 << 16
-"""The most ranks of a run: a larger number in a file or its name is a mistake, or means harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A file that one rank wrote.
+    """A file that one rank wrote."""
 
-    Attributes:
-        source: the open file.
-        tree: its contents.
-        rank: who wrote it.
-        world_size: how many ranks there were, as the file says; None when it does not.
-    """
-
-    source: Source
-    tree: object
-    rank: int
-    world_size: int | None
+    source: Source  # the open file
+    tree: object  # its contents
+    rank: int  # who wrote it
+    world_size: int | None  # how many ranks there were, as the file says; None when it does not
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of a tensor that one rank wrote.
+    """A piece of a tensor that one rank wrote."""
 
-    Attributes:
-        rank: who wrote it.
-        begin: its first index in each dimension of the whole; of a run of the flattened whole, one number.
-        tensor: the values; their shape is the size of the piece.
-    """
-
-    rank: int
+    rank: int  # who wrote it
+    # its first index in each dimension of the whole; of a run of the flattened whole, one number.
     begin: Index
-    tensor: TensorRef
+    tensor: TensorRef  # the values; their shape is the size of the piece
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of one kind, one a rank, in the order of the ranks.
+    """The files of one kind, one a rank, in the order of the ranks."""
 
-    Attributes:
-        files: those that are there.
-        world_size: how many there should be; None when nothing says it.
-        missing: the ranks whose file is not there.
-    """
-
-    files: tuple[RankFile, ...]
-    world_size: int | None
-    missing: tuple[int, ...]
+    files: tuple[RankFile, ...]  # those that are there
+    world_size: int | None  # how many there should be; None when nothing says it
+    missing: tuple[int, ...]  # the ranks whose file is not there
 
     @property
     def lacking(self) -> tuple[str, ...]:
@@ -97,59 +88,46 @@ class RankFiles:
 
 
 def in_order(files: Iterable[RankFile]) -> RankFiles:
-    """Return the files of one run in the order of its ranks.
-
-    Args:
-        files: in any order, at least one.
-
-    Raises:
-        Damaged: two files are of different world sizes, or of one rank; or a rank is not within the world, or
-            the world beyond all measure.
-    """
-    found: dict[int, RankFile] = {}
+    """Return the files of one run in the order of its ranks."""
+    by_rank: dict[int, RankFile] = {}
     world: tuple[int, RankFile] | None = None
     for file in files:
-        here = file.source.path
+        path = file.source.path
         if max(file.rank, (file.world_size or 1) - 1) >= MAX_RANKS:
-            raise Damaged(here, f"says that rank {file.rank} of {file.world_size or 'many'} ranks wrote it")
+            raise Damaged(path, f"says that rank {file.rank} of {file.world_size or 'many'} ranks wrote it")
         if file.world_size is not None:
             world = world or (file.world_size, file)
             if world[0] != file.world_size:
                 raise Damaged(
-                    here,
+                    path,
                     f"was written by one of {file.world_size} ranks, and {world[1].source.path} by one of "
                     f"{world[0]}",
                     hint="take the files of the other run out of the folder, or name the files to merge",
                 )
-        other = found.setdefault(file.rank, file)
+        other = by_rank.setdefault(file.rank, file)
         if other is not file:
-            raise Damaged(here, f"was written by rank {file.rank}, and so was {other.source.path}", hint=HINT)
+            raise Damaged(path, f"was written by rank {file.rank}, and so was {other.source.path}", hint=HINT)
     size = world[0] if world else None
-    for rank, file in sorted(found.items()):
+    for rank, file in sorted(by_rank.items()):
         if size is not None and rank >= size:
             raise Damaged(file.source.path, f"says that rank {rank} of {size} ranks wrote it")
-    ranks = range(size if size is not None else max(found) + 1)
-    missing = tuple(rank for rank in ranks if rank not in found)
-    return RankFiles(tuple(file for _, file in sorted(found.items())), size, missing)
+    ranks = range(size if size is not None else max(by_rank) + 1)
+    missing = tuple(rank for rank in ranks if rank not in by_rank)
+    return RankFiles(tuple(file for _, file in sorted(by_rank.items())), size, missing)
 
 
 @dataclass(slots=True)
 class Wholes:
-    """Join pieces into whole tensors. The names of one tied tensor become one tensor again.
+    """Join pieces into whole tensors. The names of one tied tensor become one tensor again."""
 
-    Attributes:
-        path: the folder, for messages.
-        missing: ranks whose files are not there: a tensor with gaps is then made, and reading its values
-            raises Damaged. Without missing ranks a gap is an error at once.
-        world_size: how many ranks there were, for messages.
-        take_rank: the rank whose replicas are taken without comparing them with the others'; None compares.
-        replicated: all names of the tensors of which several ranks hold the same piece.
-    """
-
-    path: str
+    path: str  # the folder, for messages
+    # ranks whose files are not there: a tensor with gaps is then made, and reading its values raises Damaged.
+    # Without missing ranks a gap is an error at once.
     missing: tuple[int, ...] = ()
-    world_size: int | None = None
+    world_size: int | None = None  # how many ranks there were, for messages
+    # the rank whose replicas are taken without comparing them with the others'; None compares.
     take_rank: int | None = None
+    # all names of the tensors of which several ranks hold the same piece.
     replicated: list[str] = field(default_factory=list)
     _made: dict[object, TensorRef] = field(default_factory=dict)
     _of_several: set[int] = field(default_factory=set)
@@ -157,32 +135,19 @@ class Wholes:
     def tensor(
         self, name: str, dtype: DType, shape: Index, pieces: Sequence[Piece], *, flat: bool = False
     ) -> TensorRef:
-        """Return a whole tensor; nothing is read yet.
-
-        Args:
-            name: its name, for messages.
-            dtype: its element type, which each piece must have.
-            shape: of the whole.
-            pieces: of all ranks, in any order. Equal boxes are replicas.
-            flat: the pieces are runs of the flattened tensor.
-
-        Raises:
-            Damaged: a piece is of another type, repeats its elements without end or reaches outside; or the
-                pieces overlap, or leave a gap though no rank's file is missing. The message names the file of
-                the rank where it is that of one.
-        """
+        """Return a whole tensor; nothing is read yet."""
         key = dtype.name, shape, flat, tuple((piece.rank, piece.begin, piece.tensor.view) for piece in pieces)
         if key not in self._made:
             grid = (extent(shape) if 0 not in shape else 0,) if flat else shape
             for piece in pieces:
                 _check(name, dtype, grid, piece)
-            found = self._joined(name, dtype, grid, pieces)
+            whole = self._joined(name, dtype, grid, pieces)
             if flat:
-                found = replace(found, shape=shape, stride=contiguous_stride(shape))
-            self._made[key] = found
+                whole = replace(whole, shape=shape, stride=contiguous_stride(shape))
+            self._made[key] = whole
             boxes = [(piece.begin, piece.tensor.shape) for piece in pieces if piece.tensor.numel]
             if len({*boxes}) < len(boxes):
-                self._of_several.add(id(found))
+                self._of_several.add(id(whole))
         self.note(name, self._made[key])
         return self._made[key]
 
@@ -196,7 +161,7 @@ class Wholes:
         for piece in pieces:
             if piece.tensor.numel:
                 boxes.setdefault((piece.begin, piece.tensor.shape), []).append(piece)
-        parts = [self._part(held) for held in boxes.values()]
+        parts = [self._part(replicas) for replicas in boxes.values()]
         if len(parts) == 1 and parts[0].tensor.shape == grid and not parts[0].copies:
             return replace(parts[0].tensor, requires_grad=False)
         try:
@@ -206,13 +171,13 @@ class Wholes:
                 raise Damaged(self.path, str(fault)) from None
             return self._with_gaps(dtype, grid)
 
-    def _part(self, held: list[Piece]) -> Part:
-        held = sorted(held, key=lambda piece: (piece.rank != self.take_rank, piece.rank))
-        first, *others = held
+    def _part(self, replicas: list[Piece]) -> Part:
+        replicas = sorted(replicas, key=lambda piece: (piece.rank != self.take_rank, piece.rank))
+        first, *others = replicas
         if self.take_rank is not None:
             others = []
         ranks = tuple(each.rank for each in (first, *others))
-        return Part(first.begin, first.tensor, tuple(each.tensor for each in others), ranks)
+        return Part(first.begin, first.tensor, tuple(other.tensor for other in others), ranks)
 
     def _with_gaps(self, dtype: DType, shape: Index) -> TensorRef:
         """Return a tensor of which some values are not there; reading them raises Damaged."""
@@ -242,13 +207,77 @@ def _check(name: str, dtype: DType, grid: Index, piece: Piece) -> None:
 
 
 def require_rank(path: str, take_rank: int | None, ranks: Iterable[int]) -> None:
-    """Check that the rank whose values are to be taken is one of those there are.
-
-    Raises:
-        UsageFault: it is not.
-    """
+    """Check that the rank whose values are to be taken is one of those there are."""
     if take_rank is not None and take_rank not in set(ranks):
         raise UsageFault(
             f"{path}: no file of it was written by rank {take_rank}",
             hint=f"see which ranks there are: ckpttool inspect {shlex.quote(path)}",
         )
+
+
+READERS = (torch_zip, torch_legacy, safetensors)
+
+
+class Candidates(NamedTuple):
+    """The paths of the files that may be a run's, and the open files that named them."""
+
+    paths: list[str]
+    telling: tuple[Source, ...] = ()
+
+
+class Framework(Protocol):
+    """A module that reads the files of one framework's ranks."""
+
+    def candidates(self, folder: str) -> Candidates:
+        """Return the files in a folder whose names are those of this framework's ranks."""
+        # They may lie in folders below it. No file is opened, but one that names others.
+
+    def read(self, path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
+        """Return the files of a run's ranks as one checkpoint; None if they are something else."""
+
+
+def opened(paths: Sequence[str]) -> list[Checkpoint]:
+    """Return files as checkpoints, each by itself, in whose trees sharded tensors are `Sharded` ones."""
+    allow_open_files(len(paths), paths[0])
+    files = []
+    for path in paths:
+        source = Source(path, open_source_descriptor(path))
+        reader = _reader_of(source)
+        if reader is None:
+            raise Unreadable(
+                path,
+                "is not a file that torch or safetensors wrote",
+                hint="copy it again, or name the files to merge",
+            )
+        files.append(with_pieces(reader.read(source)))
+    return files
+
+
+def is_known(path: str) -> bool:
+    """Return whether a file begins as those do that torch or safetensors write; Unreadable if it can't be."""
+    return _reader_of(Source(path, open_source_descriptor(path))) is not None
+
+
+def _reader_of(source: Source) -> ModuleType | None:
+    head = source.read(0, min(source.size, 512))
+    return next((reader for reader in READERS if reader.sniff(head)), None)
+
+
+def whole_of(
+    path: str, kind: str, tree: object, files: Sequence[Checkpoint], ranks: Ranks, unread: tuple[str, ...]
+) -> Checkpoint:
+    """Return the files of ranks as one checkpoint."""
+    telling = Source(path, os.dup(files[0].source.fd))
+    telling.size = 0  # its bytes are those of the first file, which counts itself
+    return Checkpoint(
+        telling,
+        kind,
+        tree,
+        max(file.protocol for file in files),
+        shards=tuple(file.source for file in files),
+        unread=unread,
+        names=frozenset().union(*(file.names for file in files)),
+        remarks=tuple(remark for file in files for remark in file.remarks),
+        device="cpu",  # each rank's storages are tagged with its own device
+        ranks=ranks,
+    )

@@ -22,42 +22,28 @@ from ...errors import Damaged, Unsupported
 from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of
 from ...tensors.dtypes import DType
 from ...tensors.ref import TensorRef, is_count
-from .device_meshes import MAX_CHUNKS, Mesh, read_mesh
-from .intervals import Intervals, boxes, share
+from .device_meshes import MAX_CHUNKS, BadMesh, Intervals, Mesh, boxes, read_mesh, share
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """What one rank's file has of a tensor that lies on several ranks.
+    """What one rank's file has of a tensor that lies on several ranks."""
 
-    Attributes:
-        kind: `DTensor` or `ShardedTensor`.
-        dtype, shape: of the whole.
-        rank: who wrote it.
-        world_size: how many ranks there were.
-        ranks: those that have a part of the tensor, or a replica.
-        pieces: begin and values of each box that the file has.
-        mesh: the device mesh; None for a ShardedTensor.
-    """
-
-    kind: str
+    kind: str  # `DTensor` or `ShardedTensor`
+    # of the whole.
     dtype: DType
     shape: tuple[int, ...]
-    rank: int
-    world_size: int
-    ranks: tuple[int, ...]
-    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]
-    mesh: Mesh | None = None
+    rank: int  # who wrote it
+    world_size: int  # how many ranks there were
+    ranks: tuple[int, ...]  # those that have a part of the tensor, or a replica
+    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # begin and values of each box that the file has
+    mesh: Mesh | None = None  # the device mesh; None for a ShardedTensor
 
 
 class ShardedValues:
-    """Reads the sharded tensors of one file.
-
-    Args:
-        path: the file, for messages.
-    """
+    """Reads the sharded tensors of one file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -65,22 +51,13 @@ class ShardedValues:
         self._numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def read(self, name: str, value: object) -> Sharded | None:
-        """Return what a value has of a sharded tensor, or is; None when it is anything else.
-
-        Args:
-            name: the value's, for messages.
-            value: of the file's tree.
-
-        Raises:
-            Damaged: the description is malformed, or does not fit the values.
-            Unsupported: a placement that says no place, such as Partial.
-        """
+        """Return what a value has of a sharded tensor, or is; None when it is anything else."""
         if isinstance(value, Sharded):
             return value
-        found = _subclass(value)
-        if found is None:
+        subclass = _subclass(value)
+        if subclass is None:
             return None
-        kind, args, state = found
+        kind, args, state = subclass
         shape, dtype = (
             shape_of(args[2]) if len(args) > 2 else None,
             torch_dtype(args[1]) if len(args) > 1 else None,
@@ -111,35 +88,28 @@ class ShardedValues:
         mesh = self._mesh(name, spec.get("mesh"))
         if len(placements) != len(mesh.sizes):
             raise self._malformed(name)
-        held: list[Intervals] = [[(0, size)] for size in shape]
+        index_sets: list[Intervals] = [[(0, size)] for size in shape]
         for dim, cuts in self._cuts(name, placements, len(shape), spec.get("shard_order")):
             for axis, chunks in cuts.items():
-                held[dim] = share(held[dim], mesh.sizes[axis], mesh.coordinate[axis], chunks)
-        sizes = tuple(sum(stop - start for start, stop in each) for each in held)
+                index_sets[dim] = share(index_sets[dim], mesh.sizes[axis], mesh.coordinate[axis], chunks)
+        sizes = tuple(sum(stop - start for start, stop in intervals) for intervals in index_sets)
         if local.shape != sizes:
             what = f"has shape {list(local.shape)}, and its placement says {list(sizes)}"
             raise Damaged(self.path, f"its piece of '{name[:80]}' {what}")
-        places = boxes(local, held) if local.numel else ()
+        places = boxes(local, index_sets) if local.numel else ()
         pieces = tuple((self._once(begin), piece) for begin, piece in places)
         return Sharded(DTENSOR, dtype, shape, mesh.rank, mesh.world_size, mesh.ranks, pieces, mesh)
 
     def _cuts(
         self, name: str, placements: Sequence[object], dims: int, stated: object
     ) -> Iterable[tuple[int, Mapping[int, int]]]:
-        """Yield each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting.
-
-        Args:
-            name: of the tensor.
-            placements: one an axis of the mesh.
-            dims: of the tensor.
-            stated: `shard_order`, which torch 2.10 added: it matters where several axes cut one dimension.
-        """
-        found: dict[int, dict[int, int]] = {}
+        """Yield each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting."""
+        cuts_of: dict[int, dict[int, int]] = {}
         for axis, placement in enumerate(placements):
             if cut := self._cut_of(name, placement, dims):
-                found.setdefault(cut[0], {})[axis] = cut[1]
+                cuts_of.setdefault(cut[0], {})[axis] = cut[1]
         order = dict(map(_order_of, stated)) if isinstance(stated, tuple | list) else {}
-        for dim, cuts in found.items():
+        for dim, cuts in cuts_of.items():
             is_strided = any(chunks > 1 for chunks in cuts.values())  # which states an order by itself
             known = len(cuts) == 1 or is_strided or not order
             axes = [*cuts] if known else order.get(dim, [])
@@ -167,10 +137,10 @@ class ShardedValues:
 
     def _mesh(self, name: str, value: object) -> Mesh:
         if id(value) not in self._meshes:
-            found = read_mesh(value)
-            if found is None:
-                raise Damaged(self.path, f"'{name[:80]}' is a DTensor whose device mesh is malformed")
-            self._meshes[id(value)] = found
+            try:
+                self._meshes[id(value)] = read_mesh(value)
+            except BadMesh as fault:
+                raise Damaged(self.path, f"'{name[:80]}' is a DTensor whose device mesh {fault}") from None
         return self._meshes[id(value)]
 
     # ShardedTensor
@@ -198,8 +168,8 @@ class ShardedValues:
 
     def _owners(self, name: str, listed: Sequence[object]) -> tuple[int, ...]:
         ranks = []
-        for each in map(attributes, listed):
-            device = attributes(each.get("placement"))
+        for shard in map(attributes, listed):
+            device = attributes(shard.get("placement"))
             if not is_count(rank := device.get("_rank")):
                 raise self._malformed(name)
             ranks.append(rank)
@@ -228,21 +198,14 @@ def unless_sharded(value: object) -> Iterable[Entry] | None:
 
 
 def with_pieces(file: Checkpoint) -> Checkpoint:
-    """Put what a file has of each sharded tensor, a `Sharded`, in the place of the tensor.
-
-    Args:
-        file: that of one rank; the dicts and lists of its tree are changed.
-
-    Raises:
-        Damaged, Unsupported: as `ShardedValues.read`.
-    """
+    """Put what a file has of each sharded tensor, a `Sharded`, in the place of the tensor."""
     reader, made = ShardedValues(file.path), dict[int, Sharded | None]()
     for path, value in file.named(unless_sharded):
-        for key, each in _places(value):
-            if isinstance(each, Record) and is_sharded(each):
-                if id(each) not in made:  # tied names are one object, and stay one
-                    made[id(each)] = reader.read(dotted((*path, in_brief(key))), each)
-                value[key] = made[id(each)]  # type: ignore[index]
+        for key, item in _places(value):
+            if isinstance(item, Record) and is_sharded(item):
+                if id(item) not in made:  # tied names are one object, and stay one
+                    made[id(item)] = reader.read(dotted((*path, in_brief(key))), item)
+                value[key] = made[id(item)]  # type: ignore[index]
     return file
 
 

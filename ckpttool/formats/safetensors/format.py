@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import le, sub
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from ...tensors.ref import (
     is_count,
 )
 from ...tensors.values import require_bounded, stream
-from .strict_json import Pairs, parse_object
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
@@ -40,11 +39,11 @@ METADATA = "__metadata__"
 
 FIELD_NAMES = ("dtype", "shape", "data_offsets")
 
+# Bytes that the format allows a header.
 MAX_HEADER = 100_000_000
-"""Bytes that the format allows a header."""
 
+# Metadata with a meaning of its own; it never records another name of a tensor.
 RESERVED = (*OF_TORCH, full_json.ENTRY)
-"""Metadata with a meaning of its own; it never records another name of a tensor."""
 
 # The order in which the library writes types: widest first, and within a width as its source lists them.
 ORDER = (
@@ -62,12 +61,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the header.
-
-    Raises:
-        Damaged: the file breaks a rule of the format, or is shorter than its header says.
-        Unsupported: an element type that torch does not have.
-    """
+    """Read the header."""
     size = int.from_bytes(source.read(0, 8), "little")
     if size > MAX_HEADER or 8 + size > source.size:
         raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
@@ -80,10 +74,8 @@ def read(source: Source) -> Checkpoint:
 
 
 def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> tuple[object, int]:
-    """Return the tensors as a state with its ties, or the whole tree if the file holds one (`--full`).
-
-    Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
-    """
+    """Return the tensors as a state with its ties, or the whole tree if the file holds one (`--full`)."""
+    # Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
     text = metadata.pop(full_json.ENTRY, None)
     if text is not None:
         return full_json.decode_entry(source.path, tensors, text)
@@ -119,18 +111,16 @@ def _entry(pairs: Pairs) -> tuple[Any, ...] | None:
     return dtype, tuple(shape), *place
 
 
-def _metadata(source: Source, found: object) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+def _metadata(source: Source, metadata: object) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Damaged(source.path, "its __metadata__ is not a map of text to text")
-    return found
+    return metadata
 
 
 def _tensors(source: Source, header: dict[str, Any], start: int) -> dict[str, TensorRef]:
-    """Return the tensors in the order of the payload, which begins at `start`.
-
-    A file may have 100,000, so each rule is checked for all of them in one C loop; a tensor that breaks it
-    is looked for only then.
-    """
+    """Return the tensors in the order of the payload, which begins at `start`."""
+    # A file may have 100,000, so each rule is checked for all of them in one C loop; a tensor that breaks it
+    # is looked for only then.
     names, types, shapes, begins, ends = _columns(source, header)
     likes = list(zip(types, shapes, strict=True))
     of_like = {
@@ -165,7 +155,7 @@ def _columns(source: Source, header: dict[str, Any]) -> _Columns:
     """Return name, type, shape, begin and end of all tensors, in the order of the payload."""
     if not header:
         return (), (), (), (), ()
-    entries = [each if type(each) is tuple else _reordered(each) for each in header.values()]
+    entries = [entry if type(entry) is tuple else _reordered(entry) for entry in header.values()]
     types, shapes, begins, ends = zip(*entries, strict=True)
     try:
         numbers = [*begins, *ends, *chain.from_iterable(shapes)]
@@ -178,7 +168,7 @@ def _columns(source: Source, header: dict[str, Any]) -> _Columns:
     except TypeError:
         is_regular = False
     if not is_regular:
-        name = next(name for name, each in zip(header, entries, strict=True) if not _is_regular(*each))
+        name = next(name for name, entry in zip(header, entries, strict=True) if not _is_regular(*entry))
         raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
     if all(map(le, ends, begins[1:])):
         return [*header], types, shapes, begins, ends
@@ -189,10 +179,10 @@ def _columns(source: Source, header: dict[str, Any]) -> _Columns:
 
 def _reordered(entry: Any) -> tuple[Any, ...]:
     """Return an entry whose fields are in another order as a tuple too; what is none, as an irregular one."""
-    found = None
+    usual = None
     if isinstance(entry, dict) and entry.keys() == {*FIELD_NAMES}:
-        found = _entry([(name, entry[name]) for name in FIELD_NAMES])
-    return found or (None, (), 0, 0)
+        usual = _entry([(name, entry[name]) for name in FIELD_NAMES])
+    return usual or (None, (), 0, 0)
 
 
 def _is_regular(type_name: object, shape: tuple[object, ...], begin: object, end: object) -> bool:
@@ -225,19 +215,7 @@ def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> 
 
 
 def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str], out: Output) -> None:
-    """Write tensors; each name gets its own copy of the values.
-
-    Args:
-        path: the file that the tensors come from, for messages.
-        tensors: name -> tensor, in any order.
-        metadata: text to text. Entries are sorted; the library's own order is random.
-        out: an empty output.
-
-    Raises:
-        Refused: the format can't hold a type or a name, the header would be longer than 100 MB, or a view
-            repeats its elements too often.
-        Damaged: a file that the tensors come from became shorter.
-    """
+    """Write tensors; each name gets its own copy of the values."""
     ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
     for name, tensor in ordered:
         require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
@@ -250,22 +228,13 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
 
 
 def write_full(checkpoint: Checkpoint, out: Output) -> None:
-    """Write a whole tree: its tensors, and the rest as JSON in the metadata.
-
-    Raises:
-        Refused: the tree is nested too deeply, or one of the reasons of `write`.
-    """
+    """Write a whole tree: its tensors, and the rest as JSON in the metadata."""
     flat = full_json.encode_entry(checkpoint.path, checkpoint.tree, checkpoint.protocol)
     write(checkpoint.path, flat.tensors, {**checkpoint.metadata, full_json.ENTRY: flat.text}, out)
 
 
 def ties(tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that are another name of a tensor: name -> the first name of that tensor.
-
-    Args:
-        tensors: name -> tensor.
-        metadata: what goes into the header beside the ties; a name that has a meaning there is not taken.
-    """
+    """Return the names that are another name of a tensor: name -> the first name of that tensor."""
     first: dict[tuple[object, ...], str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -292,17 +261,7 @@ def _rank(path: str, name: str, tensor: TensorRef) -> int:
 def header(
     path: str, ordered: Iterable[tuple[str, TensorRef]], metadata: Mapping[str, str], fill: int = 0
 ) -> bytes:
-    """Return the length and the JSON of a file.
-
-    Args:
-        path: the file that the tensors come from, for messages.
-        ordered: names and tensors in the order of their values in the file.
-        metadata: text to text.
-        fill: the least number of bytes to return; the JSON is padded with spaces.
-
-    Raises:
-        Refused: a name is not valid Unicode, or the header would be longer than 100 MB.
-    """
+    """Return the length and the JSON of a file."""
     header: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
     for name, tensor in ordered:
@@ -323,3 +282,72 @@ def header(
     if len(raw) > MAX_HEADER:
         raise Refused(path, "its names need a header of more than 100 MB", hint="write a .pt file instead")
     return struct.pack("<Q", len(raw)) + raw
+
+
+# The names and values of an object.
+Pairs = list[tuple[str, Any]]
+
+
+def parse_object(
+    path: str, raw: bytes, what: str, usual: Callable[[Pairs], object] = lambda pairs: None
+) -> dict[str, Any]:
+    """Parse JSON and return the object in it."""
+
+    def once(pairs: Pairs) -> object:
+        if (parsed := usual(pairs)) is not None:
+            return parsed
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise Damaged(path, f"{what} has the same name twice")
+        return made
+
+    # A call for each number takes time; so does the search for two bytes, a hundred times that for one.
+    parse_int = _but_minus_zero if b"-" in raw and b"-0" in raw else None
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_int=parse_int)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(path, f"{what} is not JSON: {str(error)[:80]}") from None
+    if not isinstance(parsed, dict):
+        raise Damaged(path, f"{what} is not a JSON object")
+    return parsed
+
+
+def _but_minus_zero(text: str) -> int:
+    """Return an integer; refuse -0, which Python alone takes for one and others for a float."""
+    if text == "-0":
+        raise ValueError("a number is -0")
+    return int(text)
+
+
+def payload_start(source: Source, tensors: Mapping[str, TensorRef]) -> int | None:
+    """Return the byte at which a file's payload begins; None if these tensors are not exactly its payload."""
+    if not all(
+        t.is_plain and isinstance(t.data, ByteRange) and t.data.source is source for t in tensors.values()
+    ):
+        return None
+    places = sorted(map(_place, tensors.values()))
+    ends = [offset + nbytes for offset, nbytes in places]
+    if [offset for offset, _ in places[1:]] + [source.size] != ends:
+        return None
+    return places[0][0]
+
+
+def by_place(item: tuple[str, TensorRef]) -> tuple[int, int]:
+    """Return the key that sorts (name, tensor) pairs by their place in the file."""
+    return _place(item[1])
+
+
+def _place(tensor: TensorRef) -> tuple[int, int]:
+    """Return a tensor's offset in the file, and its bytes."""
+    where = tensor.storage.data
+    offset = where.offset if isinstance(where, ByteRange) else 0
+    return offset + tensor.offset * tensor.dtype.itemsize, tensor.nbytes
+
+
+def write_with_header(source: Source, header: bytes, out: Output) -> None:
+    """Write a file with another header of the same length, the payload shared with the old file or copied."""
+    # A header that others may be reading can't be changed where it lies: a write is no single step, neither
+    # for a process that reads or maps the file (ext4 locks no page against readers) nor for a disk that loses
+    # power. So the output is always a new file, which shares blocks where the file system can (btrfs, xfs).
+    out.write(header)
+    out.copy(ByteRange(source, len(header), source.size - len(header)))

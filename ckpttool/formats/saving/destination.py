@@ -6,21 +6,18 @@ import os
 import re
 import shlex
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import OutputExists, UsageFault
 from .. import folders
-from ..dcp import reading as dcp
 from ..pytorch import zip as torch_zip
 from ..safetensors import format as safetensors
 from ..shards import writing as sharding
-from .report import PICKLES
+from .report import PICKLES, WHOLE
 
-WHOLE = (torch_zip.NAME, dcp.NAME)
-"""Formats that hold everything in a checkpoint, not only the model's state."""
-
+# Formats whose header holds text.
 SAFETENSORS = (safetensors.NAME, sharding.SAFETENSORS)
-"""Formats whose header holds text."""
 
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
@@ -28,29 +25,60 @@ ENDINGS = {
 }
 
 
-def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
-    """Return the format that a name asks for, or that the folder there has.
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a checkpoint is written, in which format, and what that format holds of it."""
 
-    Args:
-        path: the output.
-        checkpoint: what is written.
-        to: the format, if the user named it.
+    path: str
+    format: str
+    full: bool  # everything, although the format is one of tensors
 
-    Raises:
-        UsageFault: there is no such format, or neither name nor folder says one.
+    @property
+    def holds_all(self) -> bool:
+        return self.full or self.format in WHOLE
+
+    @property
+    def has_metadata(self) -> bool:
+        return self.format in SAFETENSORS
+
+    @property
+    def is_folder(self) -> bool:
+        return self.format in folders.NAMES
+
+
+def destination(
+    path: str, checkpoint: Checkpoint, to: str | None, *, full: bool | None = None, keep: bool = False
+) -> Destination:
+    """Return where `save` would write a checkpoint; the one place that decides an output's format.
+
+    `keep`: a new folder gets the format of the folder that the checkpoint was read from.
     """
-    if to is not None:
-        known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
-        if to not in known:
-            raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
-        return to
-    if folders.is_in_place(checkpoint, path):
-        return checkpoint.format
+    kind = _named(to) if to is not None else _format(path, checkpoint, keep)
+    return Destination(path, kind, kind not in PICKLES and (checkpoint.full if full is None else full))
+
+
+def format_of_name(path: str) -> str | None:
+    """Return the format that a path asks for by its ending or by what is there; None if it asks for none."""
     if path.endswith("/") or os.path.isdir(path):
         return folders.kind_of(path) or folders.NAMES[0]
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix in ENDINGS:
-        return ENDINGS[suffix]
+    return ENDINGS.get(os.path.splitext(path)[1].lower())
+
+
+def _named(to: str) -> str:
+    known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
+    if to not in known:
+        raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
+    return to
+
+
+def _format(path: str, checkpoint: Checkpoint, keep: bool) -> str:
+    if folders.is_in_place(checkpoint, path):
+        return checkpoint.format
+    found = format_of_name(path)
+    if keep and found in folders.NAMES and checkpoint.format in folders.NAMES and not folders.kind_of(path):
+        return checkpoint.format
+    if found is not None:
+        return found
     if path == "-":
         return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
     raise UsageFault(
@@ -63,16 +91,7 @@ def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
 def require_sense(
     path: str, kind: str, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
 ) -> None:
-    """Check that options do not contradict each other, and that each has an effect.
-
-    Args:
-        path: the output.
-        kind: its format.
-        state, full, keep_copies, shard_size: as for `save`.
-
-    Raises:
-        UsageFault: they contradict each other, or one would do nothing.
-    """
+    """Check that options do not contradict each other, and that each has an effect."""
     if full and state is not None:
         raise UsageFault(
             f"{path}: gets everything that is there, but one state of it was named ('{state}')",
@@ -101,16 +120,7 @@ def require_sense(
 
 
 def require_device(path: str, kind: str, device: str) -> None:
-    """Check that a device can be written.
-
-    Args:
-        path: the output.
-        kind: its format.
-        device: the device that storages are tagged with.
-
-    Raises:
-        UsageFault: the format has no devices, or torch has no device of that form.
-    """
+    """Check that a device can be written."""
     if kind not in PICKLES:
         raise UsageFault(
             f"{path}: {kind} names no devices, but --device {device} was given",
@@ -123,19 +133,7 @@ def require_device(path: str, kind: str, device: str) -> None:
 def require_place(
     checkpoint: Checkpoint, path: str, kind: str, force: bool, kept: Collection[str] = ()
 ) -> None:
-    """Check that nothing is in the output's place, or that it may be replaced.
-
-    Args:
-        checkpoint: what is written.
-        path: the output.
-        kind: its format.
-        force: whether the user asked for an existing output to be replaced.
-        kept: names of other files that may be in a folder, and stay.
-
-    Raises:
-        OutputExists: there is something; the hint proposes `--force` only if that would help.
-        OSError: the disk failed.
-    """
+    """Check that nothing is in the output's place, or that it may be replaced."""
     if path == "-" or not _is_there(path):
         return
     found = _conflict(checkpoint, path, kind, kept)

@@ -28,57 +28,30 @@ from ..shards import writing as sharding
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What writing a folder came to.
+    """What writing a folder came to."""
 
-    Attributes:
-        nbytes: the bytes of its files.
-        shards: how many of them hold tensors; 0 if that is not known before they are written.
-        given_back: names in it of what another process put into the old folder meanwhile.
-        not_removed: paths of what could not be removed of the old folder, each with the reason.
-    """
-
-    nbytes: int
-    shards: int
-    given_back: tuple[str, ...] = ()
+    nbytes: int  # the bytes of its files
+    shards: int  # how many of them hold tensors; 0 if that is not known before they are written
+    given_back: tuple[str, ...] = ()  # names in it of what another process put into the old folder meanwhile
+    # paths of what could not be removed of the old folder, each with the reason.
     not_removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FolderPlan:
-    """One folder: what goes into it.
+    """One folder: what goes into it."""
 
-    Attributes:
-        checkpoint: what is written.
-        kind: the format.
-        state: the model's state; None to write everything that the checkpoint holds.
-        full: keep what DCP itself would lose too.
-        ties: names of the state that are kept as another name of a tensor.
-        shard_size: the most bytes of a shard.
-        kept: names of other files that stay in the folder which is replaced, if they are in it.
-    """
-
-    checkpoint: Checkpoint
-    kind: str
-    state: State | None
-    full: bool
-    ties: Mapping[str, str]
-    shard_size: int
+    checkpoint: Checkpoint  # what is written
+    kind: str  # the format
+    state: State | None  # the model's state; None to write everything that the checkpoint holds
+    full: bool  # keep what DCP itself would lose too
+    ties: Mapping[str, str]  # names of the state that are kept as another name of a tensor
+    shard_size: int  # the most bytes of a shard
+    # names of other files that stay in the folder which is replaced, if they are in it.
     kept: Collection[str] = ()
 
     def write(self, path: str, opened: sharding.Opened, check: Callable[[str], None]) -> Written:
-        """Write the folder and put it in place.
-
-        Args:
-            path: the folder to replace or create.
-            opened: makes an output of a file.
-            check: called with the path of the finished folder before it takes its place.
-
-        Raises:
-            UsageFault: the place can't be written, is a file, or holds other files.
-            Refused: the format can't hold something.
-            Damaged, Unreadable: the input ended early or was closed meanwhile; or as `check` raises them.
-            OSError: the disk is full, or a file can't be written.
-        """
+        """Write the folder and put it in place."""
         kept = {*companions(self.checkpoint, path), *filter(partial(_is_in, path), self.kept)}
         with replacing_folder(path, replaced_by(self.checkpoint, path), kept) as new:
             self._write_into(new.path, opened)

@@ -21,6 +21,8 @@ from ..safetensors import format as safetensors
 from ..shards import writing as sharding
 
 PICKLES = (torch_zip.NAME, sharding.TORCH)
+# Formats that hold everything in a checkpoint, not only the model's state.
+WHOLE = (torch_zip.NAME, dcp.NAME)
 TENSORS_ALONE = (safetensors.NAME, sharding.SAFETENSORS, sharding.TORCH)
 
 
@@ -75,16 +77,7 @@ class Saved:
 def saved_whole(
     checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State | None, *, full: bool
 ) -> Saved:
-    """Report on an output that holds everything, as far as its format can.
-
-    Args:
-        checkpoint: what was written.
-        path: the output.
-        kind: its format.
-        nbytes: its size.
-        state: the model's state, if there is one.
-        full: what is not a tensor was written as text.
-    """
+    """Report on an output that holds everything, as far as its format can."""
     lost = checkpoint.unread
     if kind in (torch_zip.NAME, dcp.NAME):  # which have no place for the text of a safetensors header
         lost += _lost_metadata(checkpoint)
@@ -108,16 +101,7 @@ def saved_whole(
 def saved_state(
     checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State, ties: Mapping[str, str]
 ) -> Saved:
-    """Report on an output that holds only the model's tensors.
-
-    Args:
-        checkpoint: what the state was taken from.
-        path: the output.
-        kind: its format.
-        nbytes: its size.
-        state: the state that was written.
-        ties: names that were written as another name of a tensor.
-    """
+    """Report on an output that holds only the model's tensors."""
     lost = _beside(checkpoint, state) + checkpoint.unread
     if kind == sharding.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
         lost += _lost_metadata(checkpoint)
@@ -130,7 +114,9 @@ def saved_state(
 def _devices(checkpoint: Checkpoint, values: Iterable[object]) -> tuple[str, ...]:
     """Return the devices other than the CPU that the storages among some values are written with."""
     storages = (value.storage if isinstance(value, TensorRef) else value for value in values)
-    locations = {written_device(each, checkpoint.device) for each in storages if isinstance(each, Storage)}
+    locations = {
+        written_device(storage, checkpoint.device) for storage in storages if isinstance(storage, Storage)
+    }
     return tuple(sorted(locations - {"cpu", "meta"}))
 
 
@@ -177,11 +163,11 @@ def copied(state: State) -> tuple[str, ...]:
     storages: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in state.tensors.items():
         storages.setdefault(id(tensor.storage), []).append((*tensor.span, name))
-    found = set()
+    names = set()
     for spans in storages.values():
         reached = 0
         for begin, end, name in sorted(spans, key=lambda span: span[0]):
             if begin < min(end, reached):
-                found.add(name)
+                names.add(name)
             reached = max(reached, end)
-    return tuple(name for name in state.tensors if name in found)
+    return tuple(name for name in state.tensors if name in names)

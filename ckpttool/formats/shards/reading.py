@@ -21,14 +21,14 @@ from ...tensors.ref import Source, TensorRef
 from ..pytorch import legacy as torch_legacy
 from ..pytorch import zip as torch_zip
 from ..safetensors import format as safetensors
-from ..safetensors.strict_json import parse_object
+from ..safetensors.format import parse_object
 from .writing import SAFETENSORS, TIES, TORCH
 
+# The most bytes of an index; as many as a safetensors header may have.
 MAX_INDEX = 100_000_000
-"""The most bytes of an index; as many as a safetensors header may have."""
 
+# Entries of an index's metadata that are counted again, or read here.
 KNOWN_FACTS = {"total_size", "total_parameters", full_json.ENTRY, TIES}
-"""Entries of an index's metadata that are counted anew, or read here."""
 
 SHARD_FORMATS = ((safetensors, SAFETENSORS), (torch_zip, TORCH), (torch_legacy, TORCH))
 
@@ -39,15 +39,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the index and the headers of all shards: one state in several files.
-
-    Args:
-        source: the index; the shards are in the same folder, or below it.
-
-    Raises:
-        Damaged: a shard is missing or malformed, or differs from the index; the message names shard and key.
-        Unsupported: the file is JSON, but not an index.
-    """
+    """Read the index and the headers of all shards: one state in several files."""
     index = _parse(source)
     wanted = _wanted(source, index)
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
@@ -85,12 +77,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def shard_names(source: Source) -> list[str]:
-    """Return the names of the shards that an index names, without opening them.
-
-    Raises:
-        Damaged: the index is malformed, or names a file outside its folder.
-        Unsupported: it is JSON, but not an index.
-    """
+    """Return the names of the shards that an index names, without opening them."""
     return list(_wanted(source, _parse(source)))
 
 
@@ -183,14 +170,16 @@ def _take(
     index: Source,
     state: dict[Any, object],
     name: str,
-    found: Mapping[str, object],
+    tensors: Mapping[str, object],
     wanted: Mapping[str, set[str]],
 ) -> None:
     """Add a shard to the whole. A tie that the shard itself records needs no entry in the index."""
-    for key in sorted(wanted[name] - found.keys()):
+    for key in sorted(wanted[name] - tensors.keys()):
         raise Damaged(index.path, f"'{key}' should be in the shard '{name}', and is not")
-    ties = {id(value) for key, value in found.items() if key in wanted[name] and isinstance(value, TensorRef)}
-    for key, value in found.items():
+    ties = {
+        id(value) for key, value in tensors.items() if key in wanted[name] and isinstance(value, TensorRef)
+    }
+    for key, value in tensors.items():
         if key in state:
             raise Damaged(index.path, f"'{key}' is in the shard '{name}' and in another")
         if key not in wanted[name] and id(value) not in ties:

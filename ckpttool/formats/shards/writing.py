@@ -23,21 +23,21 @@ SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
 INDEX = ".index.json"
 
+# The entry of an index's metadata that records which names are another name of a tensor.
 TIES = "ckpttool.ties"
-"""The entry of an index's metadata that records which names are another name of a tensor."""
 
+# Shards that are written at once.
 TOGETHER = 8
-"""Shards that are written at once."""
 
 DEFAULT_SIZE = 5 * 10**9
 PREFIXES = "KMGT"
+# Factors of units in capitals: `5G` is `5GB`, `5Gi` is `5GiB`.
 UNITS = {
     "": 1,
     "B": 1,
     **{f"{p}{b}": 1000 ** (i + 1) for i, p in enumerate(PREFIXES) for b in ("", "B")},
     **{f"{p}I{b}": 1024 ** (i + 1) for i, p in enumerate(PREFIXES) for b in ("", "B")},
 }
-"""Factors of units in capitals: `5G` is `5GB`, `5Gi` is `5GiB`."""
 
 Opened = Callable[[BinaryIO], Output]
 WriteShard = Callable[[str, Mapping[str, TensorRef], Output], None]
@@ -52,11 +52,7 @@ class Shard:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a size such as `5GB`, `5G`, `500MB` or `1GiB` means.
-
-    Raises:
-        UsageFault: it is not a size, or less than a byte.
-    """
+    """Return the bytes that a size such as `5GB`, `5G`, `500MB` or `1GiB` means."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if (
         not found
@@ -68,18 +64,8 @@ def parse_size(text: str) -> int:
 
 
 def cut(kind: str, tensors: Mapping[str, TensorRef], size: int) -> list[Shard]:
-    """Cut a state into shards.
-
-    Tensors that share a storage go into one shard, so that they can share it there.
-
-    Args:
-        kind: the format: `SAFETENSORS` or `TORCH`.
-        tensors: name -> tensor.
-        size: the most bytes of a shard; a larger tensor gets a shard of its own.
-
-    Returns:
-        The shards, in the order of the tensors; at least one.
-    """
+    """Cut a state into shards."""
+    # Tensors that share a storage go into one shard, so that they can share it there.
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(id(tensor.storage), []).append(name)
@@ -108,12 +94,7 @@ def index_name(kind: str) -> str:
 
 
 def index(shards: list[Shard], metadata: Mapping[str, object]) -> str:
-    """Return the text of the index.
-
-    Args:
-        shards: all of them.
-        metadata: what the index says of the whole, besides its size.
-    """
+    """Return the text of the index."""
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors.values())
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
     content = {"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}
@@ -123,19 +104,7 @@ def index(shards: list[Shard], metadata: Mapping[str, object]) -> str:
 def write(
     folder: str, kind: str, shards: list[Shard], text: str, write_shard: WriteShard, opened: Opened
 ) -> None:
-    """Write shards and their index into a folder.
-
-    Args:
-        folder: an empty folder.
-        kind: the format.
-        shards: what `cut` returned.
-        text: the index's text.
-        write_shard: writes one shard, given its name, its tensors and an output.
-        opened: makes an output of a file.
-
-    Raises:
-        Refused: the format can't hold something.
-    """
+    """Write shards and their index into a folder."""
     for first in range(0, len(shards), TOGETHER):
         with contextlib.ExitStack() as stack:
             outputs = []

@@ -18,8 +18,7 @@ from ...files.copying import Progress
 from ...inert_pickle.values import remade
 from ...tensors.ref import TensorRef
 from ..reading import open as open_any
-from .dtensor_records import Shards
-from .optimizer import SplitOptimizer
+from .cut import Shards, SplitOptimizer
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 
@@ -56,13 +55,7 @@ class Split:
 
 
 class SplitPlan:
-    """The parts of a checkpoint, and which tensors are cut.
-
-    Args:
-        checkpoint: what is split.
-        where: dotted path of the model's state.
-        patterns: of names that stay whole.
-    """
+    """The parts of a checkpoint, and which tensors are cut."""
 
     def __init__(self, checkpoint: Checkpoint, where: str | None, patterns: tuple[str, ...]) -> None:
         self.checkpoint = checkpoint
@@ -87,17 +80,17 @@ class SplitPlan:
         tree = self.checkpoint.tree
         if not isinstance(tree, dict) or not self.state.path:
             return None
-        found = [(str(key), value) for key, value in tree.items() if is_optimizer(value)]
-        if len(found) > 1:
-            names = ", ".join(f"'{name}'" for name, _ in found)
+        optimizers = [(str(key), value) for key, value in tree.items() if is_optimizer(value)]
+        if len(optimizers) > 1:
+            names = ", ".join(f"'{name}'" for name, _ in optimizers)
             raise Refused(
                 self.checkpoint.path,
-                f"holds {len(found)} optimizers ({names}), and a rank has one file for one",
+                f"holds {len(optimizers)} optimizers ({names}), and a rank has one file for one",
                 hint="leave one out first: ckpttool convert IN OUT --drop NAME",
             )
-        if not found:
+        if not optimizers:
             return None
-        name, value = found[0]
+        name, value = optimizers[0]
         tensors, path = self.state.tensors, self.checkpoint.path
         return SplitOptimizer(path, (name,), value, tensors, self.sharded, asked=asked)
 
@@ -152,21 +145,17 @@ class SplitPlan:
         return 0 if dry else cut + repeated + 2 * verify * sum(nbytes.values())
 
     def compare(self, folder: str, path: str, *, values: bool, progress: Progress | None) -> None:
-        """Compare what was written with what was meant, as the merged whole reads back.
-
-        Raises:
-            Damaged: they differ.
-        """
+        """Compare what was written with what was meant, as the merged whole reads back."""
         problem = "does not read back as intended, and was not kept"
         try:
-            with open_any(folder) as found:
-                there = found.state("model" if self.optimizer or self.extra else "").tensors
+            with open_any(folder) as written:
+                tensors = written.state("model" if self.optimizer or self.extra else "").tensors
                 meant = self.state.tensors
-                same = _forms(there) == _forms(meant)
+                same = _forms(tensors) == _forms(meant)
                 if same and values:
                     from ...files.digest import digest
 
-                    same = digest(there, progress) == digest(meant, progress)
+                    same = digest(tensors, progress) == digest(meant, progress)
         except FileError as fault:
             reason = fault.message.replace(f"{folder}{os.sep}", "").replace(f"{folder}: ", "")
             raise Damaged(path, f"{problem}: {reason}") from None

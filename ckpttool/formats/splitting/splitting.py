@@ -1,4 +1,4 @@
-"""Write a whole checkpoint as the files that the ranks of a training under FSDP2 would have saved.
+"""Writing a whole checkpoint as the files that the ranks of an FSDP2 run would have saved.
 
 Each rank gets `model_world_size_W_rank_R.pt`, its pieces of the model's state as DTensors, and where there is
 an optimizer `optim_world_size_W_rank_R.pt`; everything else goes whole into `extra_state_…`.
@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...checkpoint.argument import takes_checkpoint
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...errors import OutputExists, UsageFault
 from ...files.commit import require_folder, writing_into
@@ -26,11 +25,11 @@ from .plan import EXTRA, MODEL, OPTIMIZER, Files, Split, SplitPlan
 
 NAME = "dtensor-ranks"
 
+# The names of the files that are written, and that a new folder replaces.
 FILE = re.compile(rf"(?:{MODEL}|{OPTIMIZER}|{EXTRA})_world_size_[0-9]+_rank_[0-9]+\.pt")
-"""The names of the files that are written, and that a new folder replaces."""
 
+# The most files that are made of each kind.
 MAX_RANKS = 65_536
-"""The most files that are made of each kind."""
 
 
 @takes_checkpoint
@@ -136,9 +135,9 @@ def _write(
     """Write files into a new folder and put it in place; return their sizes by name."""
     sizes: dict[str, int] = {}
     with replacing_folder(path, _replaced) as new:
-        for name, each in make():
+        for name, checkpoint in make():
             with writing_into(os.path.join(new.path, name)) as file, opened(file) as out:
-                torch_zip.write(each, out, name)
+                torch_zip.write(checkpoint, out, name)
             sizes[name] = out.position
         check(new.path)
     return sizes

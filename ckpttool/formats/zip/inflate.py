@@ -19,27 +19,21 @@ from ...files.copying import no_room_named
 from ...tensors.ref import ByteRange, Source
 from .reader import Record
 
+# The highest ratio of deflate: 258 bytes in two bits (zlib's technical notes).
 MAX_RATIO = 1032
-"""The highest ratio of deflate: 258 bytes in two bits (zlib's technical notes)."""
 
 MAX_GROWTH = 100
+# All inflated records together may be MAX_GROWTH times the size of the file, or SMALL bytes if that is more.
 SMALL = 1 << 30
-"""All inflated records together may be MAX_GROWTH times the size of the file, or SMALL bytes if that is
-more."""
 
+# A pickle, which is inflated in memory, may be this many times its compressed size, and 1 MiB more.
 MAX_TEXT_GROWTH = 64
-"""A pickle, which is inflated in memory, may be this many times its compressed size, and 1 MiB more."""
 
 CHUNK = 1 << 20
 
 
 def inflated_bytes(source: Source, record: Record) -> bytes:
-    """Return the bytes of a compressed record, a pickle or a line of text, inflated in memory.
-
-    Raises:
-        Damaged: the stream is invalid, or its size or checksum is not the stated one.
-        Refused: it states a size of more than MAX_TEXT_GROWTH times its own, and 1 MiB.
-    """
+    """Return the bytes of a compressed record, a pickle or a line of text, inflated in memory."""
     if record.size > (1 << 20) + MAX_TEXT_GROWTH * record.data.nbytes:
         raise Refused(
             source.path,
@@ -58,12 +52,7 @@ class Inflated:
         self.folder = ""
 
     def add(self, record: Record) -> ByteRange:
-        """Inflate a record, and return where its bytes are.
-
-        Raises:
-            Damaged: the stream is invalid, or its size or checksum is not the stated one.
-            Refused: all records together would be larger than MAX_GROWTH and SMALL allow.
-        """
+        """Inflate a record, and return where its bytes are."""
         target = self.target or self._create()
         start = target.size
         if start + record.size > max(SMALL, MAX_GROWTH * self.archive.size):
@@ -96,12 +85,7 @@ def _write(fd: int, data: bytes, position: int) -> int:
 
 
 def inflated(source: Source, record: Record) -> Iterator[bytes]:
-    """Yield the contents of a compressed record in pieces of at most CHUNK bytes.
-
-    Raises:
-        Damaged: the stream is invalid, or its size or checksum is not the stated one; after the pieces, where
-            only the end shows it.
-    """
+    """Yield the contents of a compressed record in pieces of at most CHUNK bytes."""
     if record.size > MAX_RATIO * record.data.nbytes:
         raise Damaged(source.path, f"its record '{record.name}' states a size that deflate can't reach")
     stream = zlib.decompressobj(-zlib.MAX_WBITS)

@@ -38,48 +38,42 @@ from .writer import (
 CENTRAL_ENTRY = struct.Struct("<I4xHH4xIIIHHHH2xII")
 LOCAL_HEADER = struct.Struct("<I2xHH4xIIIHH")
 
+# External attributes: a folder's bit in MS-DOS and torch; a symbolic link among the kinds of Unix; their
+# mask.
 FOLDER, LINK, KIND = 0x10, 0o120000 << 16, 0o170000 << 16
-"""External attributes: a folder's bit in MS-DOS and torch; a symbolic link among the kinds of Unix; their
-mask."""
 
+# The bits that tell either from a regular file.
 NOT_A_FILE = FOLDER | LINK & ~(0o100000 << 16)
-"""The bits that tell either from a regular file."""
 
+# Checksum and sizes in a local header whose record has them in a data descriptor behind it.
 BEHIND = (0, 0, 0)
-"""Checksum and sizes in a local header whose record has them in a data descriptor behind it."""
 
+# Bytes read at once for local headers: several headers, where records are small.
 WINDOW = 1 << 15
-"""Bytes read at once for local headers: several headers, where records are small."""
 
+# What a list of names, one a line, contains if one of them may leave the archive or is a folder's.
 SUSPECT = ("\\", "\0", "..", "\n/", "/\n")
-"""What a list of names, one a line, contains if one of them may leave the archive or is a folder's."""
 
 
 class Record(NamedTuple):
-    """One record.
-
-    Attributes:
-        data: its bytes as they are in the file.
-        size: bytes once inflated.
-        crc32: CRC-32 of the inflated bytes; None where the writer left it out (0, torch's
-            `set_crc32_options(False)`).
-        compression: STORED, DEFLATED, or another number of the format's.
-    """
+    """One record."""
 
     name: str
-    data: ByteRange
+    data: ByteRange  # its bytes as they are in the file
+    # bytes once inflated. crc32: CRC-32 of the inflated bytes; None where the writer left it out (0, torch's
+    # `set_crc32_options(False)`).
     size: int
     crc32: int | None
-    compression: int
+    compression: int  # STORED, DEFLATED, or another number of the format's
 
 
+# What the central directory says of a record: offset of the local header, name as bytes and as text, flags,
+# compression, checksum, bytes in the file, bytes once inflated. Entries sort in the order of the file.
 _Entry = tuple[int, bytes, str, int, int, int, int, int]
-"""What the central directory says of a record: offset of the local header, name as bytes and as text, flags,
-compression, checksum, bytes in the file, bytes once inflated. Entries sort in the order of the file."""
 
 
+# Flags, compression, checksum, bytes in the file, bytes once inflated.
 _Numbers = tuple[int, int, int, int, int]
-"""Flags, compression, checksum, bytes in the file, bytes once inflated."""
 
 
 class _Overlap(Exception):
@@ -87,16 +81,7 @@ class _Overlap(Exception):
 
 
 def read_directory(source: Source, place: ByteRange | None = None) -> dict[str, Record]:
-    """Return every record of a zip file by name, in the order of its central directory.
-
-    Args:
-        source: the open file.
-        place: the range of the file that is the zip; all of it when None.
-
-    Raises:
-        Damaged: it is cut short, inconsistent, or another reader would find other records in it.
-        Unsupported: a record is encrypted, or the zip is split into volumes.
-    """
+    """Return every record of a zip file by name, in the order of its central directory."""
     place = place or ByteRange(source, 0, source.size)
     count, size, offset = _find_directory(place)
     raw = place.part(offset, size).read()
@@ -139,10 +124,8 @@ def _find_directory(place: ByteRange) -> tuple[int, int, int]:
 
 
 def _find_directory64(place: ByteRange, end: int, narrow: tuple[int, int, int]) -> tuple[int, int, int, int]:
-    """Return the same numbers from the ZIP64 end record, which torch always writes, and where that begins.
-
-    Without a ZIP64 record they are the narrow ones, and the place of the narrow record, `end`.
-    """
+    """Return the same numbers from the ZIP64 end record, which torch always writes, and where that begins."""
+    # Without a ZIP64 record they are the narrow ones, and the place of the narrow record, `end`.
     at = end - LOCATOR64.size
     if at < 0:
         return (*narrow, end)
@@ -249,15 +232,7 @@ def _require_plain(place: ByteRange, name: str, size: int) -> None:
 
 
 def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[str, Record]:
-    """Find each record's bytes by its local header, which must agree with the central directory.
-
-    Args:
-        entries: in the order of the file.
-        limit: offset of the central directory, where all records must have ended.
-
-    Raises:
-        _Overlap: records overlap, or are not in the order of the file.
-    """
+    """Find each record's bytes by its local header, which must agree with the central directory."""
     records: dict[str, Record] = {}
     unpack, fixed, source, base = LOCAL_HEADER.unpack_from, LOCAL_HEADER.size, place.source, place.offset
     window, start, end, before = b"", 0, 0, ""
@@ -292,12 +267,7 @@ def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[st
 def _require_agreement(
     place: ByteRange, name: str, mine: _Numbers, theirs: _Numbers, extra: ByteRange
 ) -> None:
-    """Refuse a local header that means something else than the central directory's entry.
-
-    Args:
-        mine, theirs: flags, compression, checksum and the two sizes, as either has them.
-        extra: the extra fields of the local header, which hold ZIP64 sizes.
-    """
+    """Refuse a local header that means something else than the central directory's entry."""
     flags, method, crc, packed, size = mine
     if FULL32 in (packed, size):
         size, packed, _ = _widen(place, name, extra.read(), size, packed, 0)

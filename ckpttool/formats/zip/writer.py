@@ -34,8 +34,8 @@ DESCRIPTOR, UTF8 = 8, 0x800
 UNREADABLE = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, a patch, strongly encrypted, headers masked
 ALIGNMENT = 64
 
+# Bytes of a payload for which a place in a block of its own choice is worth up to a block of padding.
 SHARED = 1 << 20
-"""Bytes of a payload for which a place in a block of its own choice is worth up to a block of padding."""
 
 
 class _Record(NamedTuple):
@@ -49,15 +49,10 @@ class _Record(NamedTuple):
 
 
 class ZipWriter:
-    """Writes records one after another, and the directory at the end.
+    """Writes records one after another, and the directory at the end."""
 
-    The layout is torch's: stored, each payload on a 64-byte boundary by an extra field `FB` in its local
-    header, ZIP64 fields only where a number needs them.
-
-    Args:
-        out: the file; its position is at the beginning.
-        root: the folder that all records lie in.
-    """
+    # The layout is torch's: stored, each payload on a 64-byte boundary by an extra field `FB` in its local
+    # header, ZIP64 fields only where a number needs them.
 
     def __init__(self, out: Output, root: str) -> None:
         self.out = out
@@ -71,12 +66,7 @@ class ZipWriter:
         self._finish(record, zlib.crc32(data))
 
     def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
-        """Write a record of bytes from elsewhere.
-
-        Args:
-            data: copied unread, from file to file, where `crc32` is known.
-            crc32: CRC-32 of the bytes; computed when None.
-        """
+        """Write a record of bytes from elsewhere."""
         if isinstance(data, ByteRange) and crc32 is not None:
             record = self._reserve(name, data.nbytes, data.offset)
             self.out.copy(data)
@@ -104,14 +94,7 @@ class ZipWriter:
         self.out.write(directory + bytes(end))
 
     def _reserve(self, name: str, size: int, source: int = 1) -> _Record:
-        """Skip a local header, so that the payload starts on the boundary.
-
-        Args:
-            name: of the record.
-            size: bytes of the payload.
-            source: the place of the payload in the file that it comes from. A large one gets the same place
-                within a block, so that the two files can share it.
-        """
+        """Skip a local header, so that the payload starts on the boundary."""
         header, path = self.out.position, f"{self.root}/{name}".encode()
         extra = struct.pack("<HHQQ", ZIP64_EXTRA, 16, size, size) if size >= FULL32 else b""
         start = header + LOCAL.size + len(path) + len(extra) + 4

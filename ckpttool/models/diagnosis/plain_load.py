@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
+from ...formats.saving.destination import format_of_name
 from ...inert_pickle.values import Global, walk
 from ...inert_pickle.weights_only import MAX_INTEGER, TAKEN
 from ...tensors.ref import Storage, TensorRef
@@ -57,9 +58,7 @@ def python_line(checkpoint: Checkpoint, state: State, file: str, *, rewritten: b
     Returns:
         A call of torch or safetensors, or of `ckpttool.reload` where torch refuses the file.
     """
-    form = checkpoint.format
-    if rewritten:
-        form = "safetensors" if file.endswith(".safetensors") else "torch-zip"
+    form = format_of_name(file) if rewritten else checkpoint.format
     if form == "safetensors" and not checkpoint.full:
         return f"safetensors.torch.load_model(model, {file!r})"
     is_torch = form in PICKLED and state.module is None

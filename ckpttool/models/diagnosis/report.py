@@ -11,6 +11,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NothingToDo, Refused
+from ...formats.saving.destination import format_of_name
 from ...inert_pickle.values import is_plain, walk
 from ...transforms.optimizer.order import OrderCheck, mismatched_order
 from ...transforms.optimizer.rekey import to_indices
@@ -222,7 +223,7 @@ class Report:
     def _refused(self) -> tuple[str, ...]:
         """Return what torch.load refuses the result for, if it is a file that torch.load reads."""
         is_written = self.file == self.output
-        is_torch = self.output.endswith(".pt") if is_written else self.original.format in PICKLED
+        is_torch = (format_of_name(self.output) if is_written else self.original.format) in PICKLED
         return refused_by_torch(self._result[0], rewritten=is_written) if is_torch else ()
 
     def _precision(self) -> Iterator[Problem]:

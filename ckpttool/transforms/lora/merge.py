@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
 
-from ...checkpoint.argument import takes_checkpoint
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State

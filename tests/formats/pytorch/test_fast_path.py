@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.formats.pytorch import tensor_pickle
-from ckpttool.formats.pytorch.fast_path import TensorPattern
-from ckpttool.formats.pytorch.storage_id import StorageForm
+from ckpttool.formats.pytorch.fast_path import StorageForm, TensorPattern
 from ckpttool.inert_pickle.machine import PickleFault
 from ckpttool.inert_pickle.reader import read_pickle
 from ckpttool.inert_pickle.values import OrderedDict_, Record

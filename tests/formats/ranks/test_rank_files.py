@@ -409,9 +409,20 @@ def test_a_piece_that_does_not_fit_its_place_is_named(placed: Path, tmp_path: Pa
         (lambda tree: tree.update(alike=1), "rank_3.pt: 'alike' is no tensor"),
         (
             lambda tree: tree["rows"]._spec.mesh.__dict__.update(_coordinate_on_dim=(9,)),
-            "device mesh is malformed",
+            "device mesh has a coordinate outside its axes",
         ),
-        (lambda tree: tree["rows"]._spec.mesh.__dict__.update(_rank=1), "device mesh is malformed"),
+        (
+            lambda tree: tree["rows"]._spec.mesh.__dict__.update(_rank=1),
+            "device mesh has strides that lead outside its ranks",
+        ),
+        (
+            lambda tree: tree["rows"]._spec.mesh.__dict__.update(_flatten_rank_map=(0, 1, 3, 3)),
+            "device mesh lists a rank twice",
+        ),
+        (
+            lambda tree: tree["rows"]._spec.mesh.__dict__.update(_mesh_dim_names=("a", "b", "c")),
+            "device mesh has other names than axes",
+        ),
         (
             lambda tree: tree["rows"]._spec.mesh.__dict__.update(
                 _root_mesh=None, _flatten_rank_map=(0, 1, 2, 3, 1 << 40)

@@ -150,7 +150,7 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
 def test_ranks_that_differ_name_the_tensor_and_the_rank_and_write_no_file(
     run_ranks, tmp_path, size, where, what
 ):
-    said = f"rank 1 holds another {what} than rank 0, before saving"
+    said = f"rank 1 has a different {what} than rank 0, before saving"
     assert run_ranks(size, save_with_a_difference, str(tmp_path), where) == [("RanksDiffer", said)] * size
     assert os.listdir(tmp_path) == []
 

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ckpttool.distributed.group import process_group
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place, process_group
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
 from train import main

@@ -331,5 +331,5 @@ def compare_on_ranks(rank: int, world_size: int, of_rank_1: int) -> Any:
 def test_ranks_that_loaded_different_data_are_refused_with_a_hint(run_ranks: Any) -> None:
     assert run_ranks(2, compare_on_ranks, 8) == [None, None]
     for said, hint in run_ranks(2, compare_on_ranks, 9):
-        assert said == "rank 1 holds another --data than rank 0, before training"
+        assert said == "rank 1 has a different --data than rank 0, before training"
         assert "the files of --data" in hint

@@ -150,7 +150,7 @@ def test_ranks_whose_samples_or_labels_differ_are_refused_with_the_first(
     run_ranks: Any, own: str, factory: str, name: str
 ) -> None:
     for said, hint, code in run_ranks(2, compare_on_ranks, f"{own}:{factory}"):
-        assert said.startswith(f"rank 1 holds another {name} than rank 0, before training")
+        assert said.startswith(f"rank 1 has a different {name} than rank 0, before training")
         assert "must seed its own generators" in hint
         assert code == 1
 

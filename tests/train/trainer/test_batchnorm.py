@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from train.checkpoint import resume as resuming

@@ -1,4 +1,4 @@
-"""What frameworks keep beside the files of a DCP folder: Lightning's `meta.pt`, Megatron's `common.pt`."""
+"""What frameworks add to a DCP folder: Lightning's `meta.pt`, Megatron's `common.pt`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...inert_pickle.values import remade
 from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
 
+# All of Lightning's checkpoint that is no tensor: its keys join those of the folder.
 META = "meta.pt"
-"""All of Lightning's checkpoint that is no tensor: its keys stand beside those of the folder."""
 
+# The key by which Lightning's Trainer knows its own checkpoints; those of Fabric lack it.
 OF_TRAINER = "pytorch-lightning_version"
-"""The key by which Lightning's Trainer knows its own checkpoints; those of Fabric lack it."""
 
+# Megatron's arguments and counters, which are left out.
 COMMON = "common.pt"
-"""Megatron's arguments and counters, which are left out."""
 
 
 def not_read(name: str) -> str:
@@ -30,20 +30,10 @@ def not_read(name: str) -> str:
     return f"{name} (not read)"
 
 
-def with_beside(checkpoint: Checkpoint, folder: str) -> Checkpoint:
-    """Return the checkpoint of a DCP folder with what lies beside it; what is left out is named.
-
-    That of Lightning's Trainer gets the form of its whole checkpoints, which the Trainer loads on any number
-    of ranks: source, lightning/pytorch/utilities/consolidate_checkpoint.py.
-
-    Args:
-        checkpoint: the DCP folder's.
-        folder: its path.
-
-    Raises:
-        Damaged: `meta.pt` is malformed, or has a key that the folder has.
-        Unsupported: `meta.pt` is in another format.
-    """
+def with_extras(checkpoint: Checkpoint, folder: str) -> Checkpoint:
+    """Return the checkpoint of a DCP folder with these files' contents; what is left out is named."""
+    # That of Lightning's Trainer gets the form of its whole checkpoints, which the Trainer loads on any
+    # number of ranks: source, lightning/pytorch/utilities/consolidate_checkpoint.py.
     if os.path.exists(os.path.join(folder, COMMON)):
         checkpoint = replace(checkpoint, unread=(*checkpoint.unread, not_read(COMMON)))
     path = os.path.join(folder, META)
@@ -66,10 +56,10 @@ def with_beside(checkpoint: Checkpoint, folder: str) -> Checkpoint:
 
 def _as_trainer(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return the entries of a Trainer's folder under the names that they have in its whole checkpoints."""
-    found = dict(tree)
-    if "model" in found and "state_dict" not in found:
-        found["state_dict"] = found.pop("model")
-    names = list(itertools.takewhile(found.__contains__, map("optimizer_{}".format, itertools.count())))
-    if names and "optimizer_states" not in found:
-        found["optimizer_states"] = [found.pop(name) for name in names]
-    return found
+    entries = dict(tree)
+    if "model" in entries and "state_dict" not in entries:
+        entries["state_dict"] = entries.pop("model")
+    names = list(itertools.takewhile(entries.__contains__, map("optimizer_{}".format, itertools.count())))
+    if names and "optimizer_states" not in entries:
+        entries["optimizer_states"] = [entries.pop(name) for name in names]
+    return entries
