@@ -170,7 +170,7 @@ def _joined(
 
 
 def _facts(file: Checkpoint) -> _Facts:
-    reader = ShardedValues(file.path)
+    reader = ShardedValues(file.source)
     first: Sharded | None = None
     mesh: Mesh | None = None
     nbytes = 0
