@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     help="Where ranks should hold the same values, take those of rank R instead of comparing all.",
 )
 @click.option(
+    "--take-step",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Where files state different training steps, take them all the same, as those of step N.",
+)
+@click.option(
     "--companions",
     is_flag=True,
     help="Also copy the small files next to the ranks': config.json, the tokenizer.",
@@ -43,6 +49,7 @@ def command(
     full: bool,
     dtype: str | None,
     take_rank: int | None,
+    take_step: int | None,
     companions: bool,
     **given: Any,
 ) -> None:
@@ -82,7 +89,9 @@ def command(
         return new, outcome
 
     def opening() -> Checkpoint:
-        return formats.open_ranks(inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank)
+        return formats.open_ranks(
+            inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank, take_step=take_step
+        )
 
     try:
         rewrite(
