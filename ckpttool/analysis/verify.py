@@ -142,6 +142,7 @@ def verify(
         read = _Read(checkpoint)
         problems = _code(checkpoint, read.strays) if no_code else []
         problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
+        problems += [Problem("torch", name, f"has {fault}") for name, fault in checkpoint.index_faults()]
         problems += [Problem("ranks", name, fault.reason) for name, fault in differing.items()]
         problems += [Problem("checksum", name, MISMATCH) for name, _ in damaged]
         problems += read.problems

@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from ..files.suggestions import names_in
+from ..files.open_source import names_in
 from .shards.writing import INDEX
 
 # model-00001-of-00005.safetensors: the layout of the Hugging Face Hub.

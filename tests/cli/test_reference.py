@@ -50,15 +50,15 @@ CONTRACT = {
 
 
 def reference() -> str:
-    """The generated part: a table of all commands, then the help of each."""
+    """The generated part: a list of all commands, then the help of each."""
     return "\n".join(_lines())
 
 
 def _lines() -> Iterator[str]:
-    yield from ("", "## All commands", "", "| command | |", "|---|---|")
+    yield from ("", "## All commands", "")
     for commands in SECTIONS.values():
         for command, line in commands.items():
-            yield f"| [`{command.name}`](#{command.name}) | {line} |"
+            yield f"- [`{command.name}`](#{command.name}): {line}"
     shared = shared_options()
     yield from ("", "## Shared options", "", "```text", _printed(shared), "```")
     for title, commands in SECTIONS.items():

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     metavar="R",
     help="Where ranks should hold the same values, take those of rank R instead of comparing all.",
 )
+@click.option(
+    "--take-step",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Where files state different training steps, take them all the same, as those of step N.",
+)
 @options.writing_options
 def command(
     inputs: tuple[str, ...],
@@ -37,6 +43,7 @@ def command(
     full: bool,
     dtype: str | None,
     take_rank: int | None,
+    take_step: int | None,
     **given: Any,
 ) -> None:
     """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
@@ -61,7 +68,9 @@ def command(
         return _merged(checkpoint, dtype, target)
 
     def opening() -> Checkpoint:
-        return formats.open_ranks(inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank)
+        return formats.open_ranks(
+            inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank, take_step=take_step
+        )
 
     try:
         rewrite({**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to)
