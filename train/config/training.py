@@ -24,12 +24,14 @@ from train.config.shared import (
     integers,
     integers_or_auto,
     number,
+    numbers,
 )
 
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
+    "muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 1e-1},
 }
 OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 
@@ -73,6 +75,13 @@ class TrainConfig(RanksConfig, DataConfig):
         "the part of a label that is spread over all classes (0)",
         type=number(least=0, below=1),
         metavar="X",
+    )
+    class_weights: tuple[float, ...] | None = flag(
+        None,
+        "task",
+        "how much a sample of each class counts in the training loss, as the weight of torch's cross entropy",
+        type=numbers,
+        metavar="X,X,...",
     )
     eval_every: Every = flag(
         EACH_EPOCH,
@@ -174,7 +183,10 @@ class TrainConfig(RanksConfig, DataConfig):
     )
     json: bool = flag(False, "training", "with --preview: print JSON")
     optimizer: str = flag(
-        "sgd", "optimizer", "sgd (the default), adam, adamw, or another class of torch.optim", metavar="NAME"
+        "sgd",
+        "optimizer",
+        "sgd (the default), adam, adamw, muon (with adamw for the rest), or another class of torch.optim",
+        metavar="NAME",
     )
     lr: float = flag(
         OPTIMIZERS["sgd"]["lr"],
@@ -186,14 +198,14 @@ class TrainConfig(RanksConfig, DataConfig):
     momentum: float = flag(
         OPTIMIZERS["sgd"]["momentum"],
         "optimizer",
-        "for sgd (0.9)",
+        "sgd 0.9, muon 0.95",
         type=number(least=0, below=1),
         metavar="X",
     )
     weight_decay: float = flag(
         OPTIMIZERS["sgd"]["weight_decay"],
         "optimizer",
-        "sgd 0.0001, adamw 0.01, others 0",
+        "sgd 0.0001, adamw 0.01, muon 0.1, others 0",
         type=number(least=0),
         metavar="X",
     )
