@@ -153,6 +153,14 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
         instead = may if {*other} <= CHANGEABLE else "start another run"
         raise UsageFault(f"{path}: belongs to a training with {flags}", hint=f"give the same, or {instead}")
     _require_same_groups(now, then, allowed)
+    passes, why = then["accumulate"], ""
+    if now["accumulate"] != passes and "accumulate" not in allowed:
+        why = trainer.depends_on_passes()
+    if why:
+        raise UsageFault(
+            f"{path}: belongs to a training with --accumulate {passes}, and {why}",
+            hint="give the same, or --change accumulate",
+        )
     if trainer.config.init and _weights(trainer.config) != state["plan"]["init"]:
         raise UsageFault(
             f"{path}: belongs to a training that did not start from the weights in {trainer.config.init}",
