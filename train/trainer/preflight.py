@@ -137,7 +137,7 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
     together = config.batchnorm == "sync"
     sizes = plan.pass_sizes(world_size) if together else plan.micro_batch_sizes(world_size)
     smallest = min(sizes - {0})
-    copied = copy.deepcopy(model).train()
+    copied = copy.deepcopy(model)
     if config.batchnorm == "pooled":
         RunningStatistics(copied)
     if config.grad_checkpoint:
@@ -198,7 +198,7 @@ def _check_sum(trial: Trial, model: nn.Module) -> None:
 def _takes_two(trial: Trial, model: nn.Module) -> bool:
     try:
         with torch.no_grad():
-            trial.forward(copy.deepcopy(model).train(), 2)
+            trial.forward(copy.deepcopy(model), 2)
     except Exception:
         return False
     return True

@@ -127,7 +127,6 @@ class Trainer:
             self.feed.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step)
         )
         batches = self.feed.batches(steps, progress)
-        self.ddp.train()
         for number, step in enumerate(steps, start=progress.global_step + 1):
             heartbeat.begin_step(number)
             yield step, batches

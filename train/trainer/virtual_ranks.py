@@ -60,7 +60,6 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     parts = list(zip(*plans, strict=True))
     batches = trainer.feed.batches([step for steps in parts for step in steps], progress)
     gradients = OrderedSum([parameter for _, parameter in trainer.updater.parameters], per_rank)
-    trainer.ddp.train()
     for count, steps in enumerate(parts, start=progress.global_step + 1):
         heartbeat.begin_step(count)
         take_step(trainer, dict(zip(virtual_ranks, steps, strict=True)), batches, gradients)
