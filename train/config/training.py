@@ -146,8 +146,8 @@ class TrainConfig(RanksConfig, DataConfig):
     accumulate: int = flag(
         1,
         "training",
-        "take each rank's share of the batch in N passes, in less memory; without BatchNorm and dropout it is "
-        "the same training (1)",
+        "take each rank's share of the batch in N passes, in less memory; without BatchNorm and dropout it "
+        "is the same training (1)",
         type=integer(1),
         metavar="N",
     )
