@@ -132,7 +132,7 @@ def settle_buckets(ddp: nn.Module, one_pass: Callable[[], None]) -> None:
     `find_unused_parameters=True` DDP never regroups, and this has no effect.
 
     Args:
-        ddp: the DistributedDataParallel module, in the modes that it is trained in; its gradients are cleared.
+        ddp: the DistributedDataParallel module, in its training modes; its gradients are cleared.
         one_pass: runs a forward and backward pass that leaves no trace, such as
             `lambda: run_dummy_pass(ddp, batch, together=False)`. Called twice.
     """

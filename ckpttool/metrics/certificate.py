@@ -82,7 +82,7 @@ class LossCertificate:
     Attributes:
         evaluation: what was evaluated, and on what.
         samples: the number of samples.
-        count: the number of what the loss is a mean over: samples, tokens, pixels.
+        count: the number of what the loss is a mean over: samples, tokens, pixels, or weights.
         loss: the mean loss, rounded once from the exact sum of the batches' sums.
         metrics: what each metric's `compute` returned, over all ranks.
         rank_samples: the number of samples that each rank scored.
@@ -91,7 +91,7 @@ class LossCertificate:
 
     evaluation: Evaluation
     samples: int
-    count: int
+    count: int | float
     loss: float
     metrics: Mapping[str, Any]
     rank_samples: tuple[int, ...]

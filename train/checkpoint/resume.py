@@ -16,7 +16,7 @@ from train.checkpoint.format import malformed, read
 from train.config import training
 from train.config.training import CHANGEABLE, TrainConfig
 from train.data.data_set import Data
-from train.data.fingerprint import Contents, flat
+from train.data.fingerprint import Contents, draws_for_itself, flat
 from train.model.optimizer import total_steps
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
@@ -214,6 +214,11 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     ]
     if changed:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
+    if draws_for_itself(trainer.data.train, trainer.data.name, trainer.data.task):
+        remarks.append(
+            f"--data {trainer.data.name} draws from random generators of its own, so this run differs from "
+            "one that never stopped (Python's, numpy's and torch's own are seeded for each sample)"
+        )
     then = {**TrainConfig().plain(), **state["config"]}
     remarks += [
         f"{name.replace('_', '-')} {then[name]} -> {now}"

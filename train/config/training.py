@@ -24,6 +24,7 @@ from train.config.shared import (
     integers,
     integers_or_auto,
     number,
+    numbers,
 )
 
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
@@ -73,6 +74,13 @@ class TrainConfig(RanksConfig, DataConfig):
         "the part of a label that is spread over all classes (0)",
         type=number(least=0, below=1),
         metavar="X",
+    )
+    class_weights: tuple[float, ...] | None = flag(
+        None,
+        "task",
+        "how much a sample of each class counts in the training loss, as the weight of torch's cross entropy",
+        type=numbers,
+        metavar="X,X,...",
     )
     eval_every: Every = flag(
         EACH_EPOCH,

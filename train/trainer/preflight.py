@@ -6,6 +6,7 @@ Imports torch. Each part has a `check` of its own; what is left to try is the mo
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ from train.model import batchnorm, optimizer, precision, wrapping
 from train.tasks.builtin import Classification
 from train.tasks.task import PAIR, Task, UserTask
 from train.trainer import virtual_ranks
+
+TRIED = 8  # samples, of which one should have something that counts
 
 
 def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
@@ -78,10 +81,10 @@ class Trial:
     task: Task
     part: str  # "training" or "test"
 
-    def forward(self, model: nn.Module, size: int) -> tuple[Any, Any]:
+    def forward(self, model: nn.Module, size: int, sample: int = 0) -> tuple[Any, Any]:
         """Return the model's outputs for a batch of `size` copies, in its current mode; and the batch."""
         samples = self.data.train if self.part == "training" else self.data.test
-        batch = default_collate([samples[0]] * size)
+        batch = default_collate([samples[sample]] * size)
         if isinstance(self.task, Classification):
             outputs = self.task.forward(model, batch)
             self._check_scores(outputs, size)
@@ -100,7 +103,7 @@ class Trial:
                 f"{len(self.data.classes)} classes"
             )
 
-    def loss(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    def loss(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, float]:
         """Return the loss of a batch, as (sum, count)."""
         self.task.check(batch, [0] * self.task.sample_count(batch), self.part)
         try:
@@ -112,7 +115,7 @@ class Trial:
                 f"--task {self.task.name}: the loss of {self.part} sample 0 of {self.data.name}: "
                 f"{factory.described(error)}"
             ) from error
-        return total, int(count)
+        return total, float(count)
 
     def measure(self, outputs: Any, batch: Any) -> None:
         """Raise UsageFault if a metric does not take the outputs."""
@@ -174,25 +177,37 @@ def _check_used(name: str, model: nn.Module) -> None:
 
 
 def _check_sum(trial: Trial, model: nn.Module) -> None:
-    """Refuse a user's loss that is a mean: it is the same for one sample and for two copies of it.
+    """Refuse a user's loss that is a mean, or a count that does not count: two copies tell, of one sample.
 
     A mean would make each rank's samples count the more the fewer they are, and nothing else would show it.
     """
     if not isinstance(trial.task, UserTask):
         return
     quiet = copy.deepcopy(model).eval()
-    try:
-        with torch.no_grad():
-            losses = [trial.loss(*trial.forward(quiet, size)) for size in (1, 2)]
-    except Exception:  # one that only a batch of this size raises, which may never come
-        return
-    (single, of_one), (double, of_two) = ((float(total), count) for total, count in losses)
-    if single and of_two == 2 * of_one and abs(double - single) <= 1e-3 * abs(single):
-        raise UsageFault(
-            f"--task {trial.task.name}: loss returned {single:g} for one sample and for two copies of it, "
-            f"with counts of {of_one} and {of_two}: a mean, not a sum",
-            hint=PAIR,
+    samples = trial.data.train if trial.part == "training" else trial.data.test
+    for sample in range(min(count(samples), TRIED)):
+        try:
+            with torch.no_grad():
+                losses = [trial.loss(*trial.forward(quiet, size, sample)) for size in (1, 2)]
+        except Exception:  # one that only a batch of this size raises, which may never come
+            return
+        (single, of_one), (double, of_two) = ((float(total), counted) for total, counted in losses)
+        if not single or not of_one:  # nothing counts in this sample
+            continue
+        returned, copies = (
+            f"--task {trial.task.name}: loss returned",
+            "for one sample and for two copies of it",
         )
+        if _is_near(double, single) and (_is_near(of_two, of_one) or _is_near(of_two, 2 * of_one)):
+            counts = f"with counts of {of_one:g} and {of_two:g}"
+            raise UsageFault(f"{returned} {single:g} {copies}, {counts}: a mean, not a sum", hint=PAIR)
+        if _is_near(double, 2 * single) and _is_near(of_two, of_one):
+            raise UsageFault(f"{returned} a count of {of_one:g} {copies}", hint=PAIR)
+        return
+
+
+def _is_near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-3)
 
 
 def _takes_two(trial: Trial, model: nn.Module) -> bool:
