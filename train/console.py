@@ -1,4 +1,4 @@
-"""What a program prints: results on stdout, warnings and errors on stderr. Needs no torch."""
+"""What a program prints: results on stdout, warnings and errors on stderr."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from ckpttool.files.failures import reason
 
 
 def say(text: str) -> None:
-    """Print a line on stdout at once.
-
-    Raises:
-        CheckFailed: stdout can't be written: the disk is full, or the reader has gone.
-    """
+    """Print a line on stdout at once; raise CheckFailed if the disk is full or the reader has gone."""
     try:
         print(text, flush=True)
     except OSError as error:

@@ -57,8 +57,8 @@ def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
         except BadTensor:
             return _unknown(kind, value)
     name = value.type_name.rpartition(".")[2]
-    found = _unknown(name, value) if name.endswith(ENDINGS) else None
-    return found if found is not None and found.parts else None
+    unknown = _unknown(name, value) if name.endswith(ENDINGS) else None
+    return unknown if unknown is not None and unknown.parts else None
 
 
 def rebuilds(function: object) -> bool:
@@ -94,7 +94,7 @@ def _require_parameter(args: tuple[object, ...], has_state: bool) -> None:
 
 
 def plain_tensor(value: object) -> TensorRef | None:
-    """Return the plain tensor that has all values of a value; None when there is none."""
+    """Return the plain tensor with all of a value: of a Parameter, subclass or whole DTensor too."""
     tensor = tensor_of(value)
     if tensor is not None or not isinstance(value, Record):
         return tensor
@@ -104,7 +104,7 @@ def plain_tensor(value: object) -> TensorRef | None:
 
 
 def with_plain_tensor(value: object, tensor: TensorRef) -> object:
-    """Return a value around another plain tensor: a Parameter stays one, a whole DTensor becomes plain."""
+    """Return a value with its plain tensor replaced: a Parameter stays one, a whole DTensor becomes plain."""
     return with_tensor(value, tensor) if tensor_of(value) is not None else tensor
 
 
@@ -121,25 +121,25 @@ def _of_subclass(
 ) -> SpecialTensor:
     """Read `_rebuild_from_type_v2(function, kind, args, state)`: a tensor made by a function, of a class."""
     values = args if isinstance(args, tuple) else ()
-    whole = SHARDED_TYPES.get(kind) if isinstance(kind, Global) else None
-    if whole:
-        found = whole(values, state)
+    read = SHARDED_TYPES.get(kind) if isinstance(kind, Global) else None
+    if read:
+        tensor = read(values, state)
     else:
-        found = (
+        tensor = (
             special_tensor(Record("reduce", function, args), levels) if isinstance(function, Global) else None
         )
-    if found is None:
+    if tensor is None:
         name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else "object"
-        found = _unknown(name, value)
+        tensor = _unknown(name, value)
         if function == WRAPPER_SUBCLASS and len(values) > 2:
-            found = replace(found, dtype=torch_dtype(values[1]), shape=shape_of(values[2]))
-    return found
+            tensor = replace(tensor, dtype=torch_dtype(values[1]), shape=shape_of(values[2]))
+    return tensor
 
 
 def _unknown(kind: str, value: Record) -> SpecialTensor:
     """Return a tensor of which only the class is known, with the plain tensors inside it."""
-    inside = [each for each in islice(walk(value), MAX_INSIDE) if isinstance(each, TensorRef)]
-    return SpecialTensor(kind, parts={str(i): each for i, each in enumerate(inside)}, known=False)
+    inside = [item for item in islice(walk(value), MAX_INSIDE) if isinstance(item, TensorRef)]
+    return SpecialTensor(kind, parts={str(i): tensor for i, tensor in enumerate(inside)}, known=False)
 
 
 def _quantised(args: tuple[object, ...]) -> SpecialTensor:
@@ -200,8 +200,8 @@ def _nested(args: tuple[object, ...]) -> SpecialTensor:
 def _jagged(args: tuple[object, ...]) -> SpecialTensor | None:
     """Read `_rebuild_njt({values, offsets, lengths, _ragged_idx, …})`, a nested tensor of layout jagged."""
     given = args[0] if args and isinstance(args[0], dict) else {}
-    found = {name: tensor_of(given.get(name)) for name in ("values", "offsets", "lengths")}
-    parts = {name: tensor for name, tensor in found.items() if tensor is not None}
+    tensors = {name: tensor_of(given.get(name)) for name in ("values", "offsets", "lengths")}
+    parts = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if "values" not in parts:
         return None
     return SpecialTensor(
@@ -245,20 +245,20 @@ READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | 
 
 def _dtensor(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     """Read a DTensor: a local tensor, and the mesh and placements that say which piece of the whole it is."""
-    own = attributes(state)
-    local, spec = tensor_of(own.get("_local_tensor")), attributes(own.get("_spec"))
+    fields = attributes(state)
+    local, spec = tensor_of(fields.get("_local_tensor")), attributes(fields.get("_spec"))
     shape, placements = shape_of(args[2]) if len(args) > 2 else None, spec.get("placements")
     if local is None or shape is None or not isinstance(placements, tuple | list):
         return None
-    words = [_placement(each) for each in placements]
-    whole = local.shape == shape and not any(word.startswith("Partial") for word in words)
+    words = list(map(_placement, placements))
+    is_whole = local.shape == shape and not any(word.startswith("Partial") for word in words)
     mesh = attributes(spec.get("mesh"))
     rank, ranks = mesh.get("_rank"), mesh.get("_flatten_rank_map")
     here = f"rank {rank}" if type(rank) is int else None
     of = f" of {len(ranks)}" if here and isinstance(ranks, tuple) else ""
     form = ", ".join([*words, *([here + of] if here else [])])
     return SpecialTensor(
-        "DTensor", local.dtype, shape, {"local": local}, form, None if whole else local.shape
+        "DTensor", local.dtype, shape, {"local": local}, form, None if is_whole else local.shape
     )
 
 
@@ -266,7 +266,7 @@ def _placement(value: object) -> str:
     """Return a placement as torch writes it: `Shard(0)`."""
     name = value.type_name.rpartition(".")[2] if isinstance(value, Record) else in_brief(value)
     settings = attributes(value).values()
-    return f"{name}({', '.join(in_brief(each) for each in settings)})"
+    return f"{name}({', '.join(map(in_brief, settings))})"
 
 
 def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:

@@ -1,4 +1,4 @@
-"""The trainer's checkpoint as a file: its structure, and how it is read."""
+"""The trainer's checkpoint as a file: its structure, and how it is read. Imports torch."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Named(NamedTuple):
     value: Any
 
 
+# What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`.
 NUMBER = (int, float)
 SETTING = (str, int, float, bool, type(None), list, tuple)
 STRUCTURE: dict[str, Any] = {
@@ -38,37 +39,37 @@ STRUCTURE: dict[str, Any] = {
         "param_groups": Each({"params": Each(int), "param_names": Each(str)}),
     },
     "scheduler": {"base_lrs": Each(NUMBER), "last_epoch": int},
-    "scaler?": Named(str, NUMBER),
+    "scaler": Named(str, NUMBER),
     "ema?": {"updates": int, "averages": Named(str, torch.Tensor)},
-    "log?": Each(Each(NUMBER)),
+    "log": Each(Each(NUMBER)),
     "progress": {
         "epoch": int,
         "step": int,
         "global_step": int,
         "samples": int,
         "best": NUMBER,
+        "uncounted": int,
         "sums": Each(Each(NUMBER)),
-        "unscored?": bool,
-        "lr?": NUMBER,
+        "unscored": bool,
+        "lr": NUMBER,
     },
     "plan": {
         "samples": int,
         "batch_size": int,
         "world_size": int,
         "data": str,
-        "contents?": Named(str, Named(str, str)),
-        "init?": (str, type(None)),
+        "contents": Named(str, Named(str, str)),
+        "init": (str, type(None)),
     },
     "rng": Each({"python": list, "torch": torch.Tensor}),
     "config": Named(str, SETTING),
-    "digests": {"model": str, "optimizer": str, "run?": str},
+    "digests": {"model": str, "optimizer": str, "run": str},
     "versions": Named(str, (str, int)),
     "chain?": str,
 }
-"""What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`."""
 
+# What `digests["run"]` is of.
 PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions", "log")
-"""What `digests["run"]` is of."""
 
 
 def digest_of_run(state: Mapping[str, Any]) -> str:
@@ -102,11 +103,7 @@ def named_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
 def read(path: str) -> dict[str, Any]:
     """Return a checkpoint of this trainer, on the CPU, compared with its digests, as torch checks nothing.
 
-    Raises:
-        Unreadable: the file is missing, or may not be read.
-        Damaged: torch can't read it, something is missing in it or of another type, or its values are not
-            those that were saved.
-        Refused: it is a checkpoint of another program, or not a regular file.
+    Raises Unreadable, Damaged, or Refused for another program's file.
     """
     _require_file(path)
     try:
@@ -125,15 +122,15 @@ def read(path: str) -> dict[str, Any]:
         )
     with malformed(path):
         _check(path, "", state, STRUCTURE)
-        found = {
+        digests = {
             "model": collectives.digest_all(state["model"]),
             "optimizer": collectives.digest_all(named_optimizer(state["optimizer"])),
             "run": digest_of_run(state),
         }
         if "ema" in state:
-            found["ema"] = collectives.digest_all(state["ema"]["averages"])
+            digests["ema"] = collectives.digest_all(state["ema"]["averages"])
     for part, digest in state["digests"].items():
-        if part in found and found[part] != digest:
+        if digests.get(part, digest) != digest:
             what = "values of the run" if part == "run" else f"{part}'s values"
             raise Damaged(path, f"the {what} are not the saved ones")
     return state

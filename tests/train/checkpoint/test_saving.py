@@ -24,7 +24,7 @@ from tests.ranks.programs import ROOT, environment
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
 from train.checkpoint.files import numbered
-from train.checkpoint.staging import Staging
+from train.checkpoint.pending_save import Staging
 from train.main import steps_of_epoch
 from train.trainer.trainer import Trainer
 
