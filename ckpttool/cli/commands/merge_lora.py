@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
 
 
+FIELDS = ("updated", "replaced", "cast", "added", "untied", "followed")
+
+
 @click.command("merge-lora")
 @click.argument("input", metavar="BASE", type=click.Path(), callback=options.note_inputs)
 @click.argument("adapter", metavar="ADAPTER", type=click.Path())
@@ -39,18 +42,16 @@ def command(adapter: str, **given: Any) -> None:
     with opened.checkpoint:
 
         def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-            new, found = merge_lora(checkpoint, opened, state=given["state"])
-            outcome = Outcome(f"added {counted(len(found.updated), 'update', 'updates')} of {adapter}")
-            outcome.fields = {
-                "updated": found.updated,
-                "replaced": found.replaced,
-                "cast": found.cast,
-                "added": found.added,
-            }
+            new, merged = merge_lora(checkpoint, opened, state=given["state"])
+            outcome = Outcome(f"added {counted(len(merged.updated), 'update', 'updates')} of {adapter}")
+            outcome.casting = merged.casting
+            outcome.fields = {name: getattr(merged, name) for name in FIELDS}
             for said, names in (
-                ("replaced by the adapter's", found.replaced),
-                ("of other types in the adapter, and cast to the model's", found.cast),
-                ("added", found.added),
+                ("replaced by the adapter's", merged.replaced),
+                ("of other types in the adapter, and cast to the model's", merged.cast),
+                ("added", merged.added),
+                ("tied to an updated weight, and changed with it as in PEFT's merge", merged.followed),
+                ('no longer tied: set "tie_word_embeddings": false in config.json', merged.untied),
             ):
                 if names:
                     outcome.notes.append(f"{said}: {console.names(names)}")
