@@ -15,8 +15,7 @@ from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
 from ..inert_pickle.known_names import names_in
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
-from ..inert_pickle.object_texts import NoText, described
-from ..inert_pickle.plain_objects import attributes_of, settings_of, text_of
+from ..inert_pickle.plain_objects import NoText, attributes_of, described, settings_of, text_of
 from ..inert_pickle.values import (
     MAX_DEPTH,
     FrozenSet_,

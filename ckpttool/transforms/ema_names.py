@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.dotted_names import follow
 from ..checkpoint.rebuilt_tensors import plain_tensor
 from ..checkpoint.state import State, make_state
-from ..checkpoint.states import follow, path_of
+from ..checkpoint.states import path_of
 from ..errors import CkptToolError, Mismatch
 from ..inert_pickle.values import OrderedDict_
 from ..tensors.ref import TensorRef

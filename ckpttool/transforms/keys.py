@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ..checkpoint.dotted_names import follow
 from ..checkpoint.state import State
-from ..checkpoint.states import follow, is_optimizer
+from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
 from .renaming import MAX_LEVELS, PREFIXES, Renaming, add_names, checked, parent, rename_names, strip_names

@@ -18,8 +18,7 @@ from ..checkpoint.state import State
 from ..errors import Collision, NothingToDo, UsageFault
 from ..tensors.dtypes import DTYPES, REAL_TYPES
 from ..tensors.ref import MAX_AXES, Computed, Storage, TensorRef
-from ..tensors.strided import FORMATS
-from ..tensors.values import CHUNK, require_bounded, stream, stretches, swap
+from ..tensors.values import CHUNK, FORMATS, require_bounded, stream, stretches, swap
 from .selection import replace_state
 
 Sizes = tuple[int, ...]

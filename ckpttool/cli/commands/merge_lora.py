@@ -8,13 +8,10 @@ import click
 
 from .. import options
 from ..console import counted
-from ..rewriting import Outcome, rewrite
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
-
-
-FIELDS = ("updated", "replaced", "cast", "added", "untied", "followed")
 
 
 @click.command("merge-lora")
@@ -37,24 +34,12 @@ def command(adapter: str, **given: Any) -> None:
     from ...transforms.lora.adapter import open_adapter
     from ...transforms.lora.merge import merge_lora
 
-    console = options.console(given)
     opened = open_adapter(adapter)
     with opened.checkpoint:
 
-        def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-            new, merged = merge_lora(checkpoint, opened, state=given["state"])
-            outcome = Outcome(f"added {counted(len(merged.updated), 'update', 'updates')} of {adapter}")
-            outcome.casting = merged.casting
-            outcome.fields = {name: getattr(merged, name) for name in FIELDS}
-            for said, names in (
-                ("replaced by the adapter's", merged.replaced),
-                ("of other types in the adapter, and cast to the model's", merged.cast),
-                ("added", merged.added),
-                ("tied to an updated weight, and changed with it as in PEFT's merge", merged.followed),
-                ('no longer tied: set "tie_word_embeddings": false in config.json', merged.untied),
-            ):
-                if names:
-                    outcome.notes.append(f"{said}: {console.names(names)}")
-            return new, outcome
+        def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+            new, merged = merge_lora(checkpoint, opened, state=target.state)
+            done = f"added {counted(len(merged.updated), 'update', 'updates')} of {adapter}"
+            return new, Outcome(done, casting=merged.casting, result=merged)
 
         rewrite(given, transform)

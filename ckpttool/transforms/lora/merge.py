@@ -68,7 +68,7 @@ class Merged:
     added: tuple[str, ...]
     untied: tuple[str, ...]
     followed: tuple[str, ...]
-    casting: Overflows
+    casting: Overflows = field(metadata={"json": False})
 
 
 @takes_checkpoint
