@@ -63,9 +63,8 @@ class Ties:
         for name, tensor in tensors.items():
             self.names.setdefault(tensor.view, []).append(name)
         saved = adapter.saved_modules()
-        keeps_ties = bool(adapter.config.get("ensure_weight_tying"))
-        if keeps_ties:
-            self._join_copies()
+        # Where PEFT ties the copies (Llama, but not GPT-2), both are in the file.
+        keeps_ties = bool(adapter.config.get("ensure_weight_tying")) and self._join_copies()
         replaced = [name for name in whole if name in tensors and name not in updates]
         # Names that leave their ties -> the adapter's tensor that they take.
         self.alone = {name: name for name in replaced if keeps_ties or saved_module(name, saved)}
@@ -107,17 +106,19 @@ class Ties:
         names = dict.fromkeys(other for name in updates for other in self.names[self.tensors[name].view])
         return tuple(name for name in names if name not in updates and name not in self.alone)
 
-    def _join_copies(self) -> None:
-        """Make the adapter's copies of a tied tensor one; one that the base does not name stays unnamed."""
+    def _join_copies(self) -> bool:
+        """Make equal copies in the adapter one, unnamed where the base has no such name; say if there were any."""
         embeddings = [name for name in self.whole if is_embedding(name)]
+        joined = False
         for output in [name for name in self.whole if _is_output(name)]:
-            first = next(
-                (name for name in embeddings if _are_equal(self.whole[name], self.whole[output])), None
-            )
-            if first is not None and output in self.tensors:
-                self.whole[output] = self.whole[first]
-            elif first is not None:
-                del self.whole[output]
+            equal = (name for name in embeddings if _are_equal(self.whole[name], self.whole[output]))
+            if first := next(equal, None):
+                joined = True
+                if output in self.tensors:
+                    self.whole[output] = self.whole[first]
+                else:
+                    del self.whole[output]
+        return joined
 
     def _unnamed(self, name: str) -> str | None:
         """Return the name of the layer that the base ties to a replaced one without naming it."""

@@ -129,6 +129,15 @@ def test_peft_s_own_tie_stays(kind: str, tmp_path: Path) -> None:
     assert report.untied == ()
 
 
+def test_a_tie_that_peft_was_asked_for_and_did_not_make_is_none(tmp_path: Path) -> None:
+    """GPT-2: the adapter holds the embedding alone, and merging parts it from the output layer."""
+    base = in_memory(tmp_path)
+    adapter(tmp_path, {EMBEDDING: NEW}, modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    state, report = merged(tmp_path, base)
+    assert torch.equal(state[OUTPUT], OLD)
+    assert report.untied == (OUTPUT,)
+
+
 @pytest.mark.parametrize("kind", ["shared memory", "metadata"])
 def test_what_is_tied_to_an_updated_weight_follows_and_is_named(kind: str, tmp_path: Path) -> None:
     base = TIED[kind](tmp_path)
