@@ -107,7 +107,7 @@ class Ties:
         return tuple(name for name in names if name not in updates and name not in self.alone)
 
     def _join_copies(self) -> bool:
-        """Make equal copies in the adapter one, unnamed where the base has no such name; say if there were any."""
+        """Make equal copies in the adapter one, unnamed where the base has no such name; say if any were."""
         embeddings = [name for name in self.whole if is_embedding(name)]
         joined = False
         for output in [name for name in self.whole if _is_output(name)]:
