@@ -163,7 +163,7 @@ def test_epochs_and_seeds_differ_in_order():
 
 
 def test_the_order_of_an_epoch_never_changes_so_that_old_runs_can_continue():
-    assert Plan(samples=10, batch_size=4, seed=7).order(3) == [8, 6, 3, 4, 7, 1, 9, 0, 2, 5]
+    assert Plan(samples=10, batch_size=4, seed=7).order(3).tolist() == [8, 6, 3, 4, 7, 1, 9, 0, 2, 5]
 
 
 @pytest.mark.parametrize(("samples", "batch_size", "drop_last", "steps"), [
@@ -180,7 +180,8 @@ def test_dealing_keeps_every_item(items, weights):
 
 def test_without_set_epoch_all_epochs_have_the_order_of_the_first():
     plan = Plan(samples=50, batch_size=10, set_epoch=False)
-    assert plan.order(3) == plan.order(0) == Plan(samples=50, batch_size=10).order(0)
+    orders = plan.order(3), plan.order(0), Plan(samples=50, batch_size=10).order(0)
+    assert len({tuple(order) for order in orders}) == 1
 
 
 # ---- what is refused -----------------------------------------------------------------------------------
