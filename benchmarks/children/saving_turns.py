@@ -27,9 +27,10 @@ from torch.utils.data import Dataset
 
 from ckpttool import distributed
 from train import main
-from train.checkpoint.saver import Saver, capture
-from train.checkpoint.staging import tensors_of
-from train.config import parser as flags
+from train.checkpoint.capture import capture
+from train.checkpoint.pending_save import tensors_of
+from train.checkpoint.saver import Saver
+from train.config import command_line
 from train.launch.stopping import Stop
 from train.run.agreement import Agreement
 from train.trainer.trainer import Trainer
@@ -103,7 +104,7 @@ class Ways:
 
 def measure(folder: Path, rounds: int, steps: int, batch: int) -> dict[str, Any]:
     flags_given = ["--data", f"{__file__}:data", "--model", f"{__file__}:model", "--optimizer", "adam"]
-    job = main.prepare(flags.parse([*flags_given, "--batch-size", str(batch), "--backend", "gloo"]))
+    job = main.prepare(command_line.parse([*flags_given, "--batch-size", str(batch), "--backend", "gloo"]))
     blocked: dict[str, list[float]] = {}
     whole: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}

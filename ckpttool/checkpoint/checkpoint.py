@@ -16,6 +16,7 @@ from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted, follow
 from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, special_tensor
+from .sparse_tensors import index_fault
 from .special_tensors import SpecialTensor
 from .state import State, StateSearch, in_part
 from .states import is_offered
@@ -203,6 +204,12 @@ class Checkpoint:
             like = special_tensor(value)
             if like is not None and plain_tensor(value) is None:
                 yield dotted(path), like
+
+    def index_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield the sparse tensors whose indices torch refuses, with what is wrong. Reads the indices."""
+        for name, like in self.special_tensors():
+            if fault := index_fault(name, like):
+                yield name, fault
 
     def found_state(self) -> State | None:
         """Return the model's state; None when there is none, a rank is missing, or it can't be said which."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import Damaged, Refused
-from ..inert_pickle.key_guard import KeyGuard
+from ..inert_pickle.machine import KeyGuard
 from ..inert_pickle.values import FrozenSet_, Global, OrderedDict_, Record, Set_, TooDeep
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
 from ..tensors.ref import Storage, TensorRef, checked_tensor

@@ -86,8 +86,8 @@ class Plan:
     def order(self, epoch: int, world_size: int = 1) -> NDArray[Any]:
         """Return the sample indices of an epoch in their order, before they are cut into batches.
 
-        int32, or int64 from 2^31 samples on. Only the repeats of `sampler="torch"` and `sampler="none"` depend
-        on the number of ranks.
+        int32, or int64 from 2^31 samples on. Only the repeats of the samplers `torch` and `none` depend on the
+        number of ranks.
         """
         import numpy as np
 
@@ -123,12 +123,12 @@ class Plan:
         for index in range(start, self.steps_of(world_size)):
             yield order[index * size : (index + 1) * size].tolist()
 
-    def of_rank(self, epoch: int, rank: int, world_size: int, start: int = 0) -> Iterator[Step]:
-        """Yield one rank's steps of an epoch, from step `start` on."""
-        return iter(self.of_ranks(epoch, [rank], world_size, start)[0])
+    def of_rank(self, epoch: int, rank: int, world_size: int, start: int = 0) -> RankSteps:
+        """Return one rank's steps of an epoch, from step `start` on, each made when it is used."""
+        return RankSteps(self, self.order(epoch, world_size), rank, world_size, start)
 
     def of_ranks(self, epoch: int, ranks: Iterable[int], world_size: int, start: int = 0) -> list[RankSteps]:
-        """Return some ranks' steps of an epoch, from step `start` on, each made when it is used."""
+        """Return the steps of several ranks, as `of_rank`, with the order made once."""
         order = self.order(epoch, world_size)
         return [RankSteps(self, order, rank, world_size, start) for rank in ranks]
 
