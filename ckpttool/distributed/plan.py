@@ -86,8 +86,8 @@ class Plan:
     def order(self, epoch: int, world_size: int = 1) -> NDArray[Any]:
         """Return the sample indices of an epoch in their order, before they are cut into batches.
 
-        int32, or int64 from 2^31 samples on. Only the repeats of the samplers `torch` and `none` depend on the
-        number of ranks.
+        int32, or int64 from 2^31 samples on. Only the repeats of the samplers `torch` and `none` depend on
+        the number of ranks.
         """
         import numpy as np
 
@@ -186,10 +186,17 @@ class RankSteps:
     def __len__(self) -> int:
         return max(0, self.steps - self.start)
 
+    def share(self, number: int) -> list[int]:
+        """Return the sample indices of a step, before they are dealt to its forward passes."""
+        indices: list[int] = self._share(range(self.start, self.steps)[number]).tolist()
+        return indices
+
+    def _share(self, index: int) -> NDArray[Any]:
+        return self._last if index >= self.full else self._rows[index - self.start]
+
     def __getitem__(self, number: int) -> Step:
         index = range(self.start, self.steps)[number]
-        is_last = index >= self.full
-        share = self._last if is_last else self._rows[index - self.start]
+        is_last, share = index >= self.full, self._share(index)
         passes = min(self.plan.accumulate, len(share))
         micro_batches = tuple(share[part::passes].tolist() for part in range(passes))
         size = self.plan.global_size(index, self.world_size)

@@ -187,23 +187,26 @@ def test_it_is_so_of_a_few_samples_too_that_are_shuffled_as_many_are(count: int,
         assert shuffle.shuffled(count, f"{seed}:0").tolist() == order
 
 
-def test_an_epoch_of_very_many_samples_takes_4_bytes_for_each_and_hardly_any_time() -> None:
-    plan, order = Plan(4_000_000, 256), list(range(400_000))
-    began = time.thread_time()
-    random.Random("0:0").shuffle(order)
-    one_tenth = time.thread_time() - began
+def test_an_epoch_of_very_many_samples_takes_4_bytes_for_each() -> None:
+    plan = Plan(4_000_000, 256)
+    Plan(shuffle.FEW, 8).order(0)  # what it imports is not counted
     tracemalloc.start()
     try:
-        began = time.thread_time()
         steps = plan.of_rank(0, 3, 4)
         assert sum(len(steps[number].micro_batches[0]) for number in range(100)) == 6_400
-        took = time.thread_time() - began
         left, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 1.5 * 4 * plan.samples  # the order, and this rank's share
     assert left < 1.1 * plan.samples  # the share alone
-    assert took < 3 * one_tenth  # 10 tenths before, and the lists on top of them
+
+
+def test_the_order_of_very_many_samples_takes_a_fraction_of_the_time_of_pythons_shuffle() -> None:
+    order, began = list(range(400_000)), time.thread_time()
+    random.Random("0:0").shuffle(order)
+    one_tenth, began = time.thread_time() - began, time.thread_time()
+    Plan(4_000_000, 256).of_rank(0, 3, 4)
+    assert time.thread_time() - began < 5 * one_tenth  # it is below one
 
 
 @pytest.mark.parametrize(("samples", "batch_size", "drop_last", "steps"), [
