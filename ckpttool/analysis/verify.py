@@ -169,6 +169,7 @@ def _verify(
         running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
         problems += [Problem("code", name, "could run, when loaded without weights_only") for name in running]
     problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
+    problems += [Problem("torch", name, f"has {fault}") for name, fault in checkpoint.index_faults()]
     problems += [Problem("ranks", name, fault.reason) for name, fault in apart.items()]
     problems += [Problem("checksum", name, MISMATCH) for name, _ in damaged]
     problems += read.problems

@@ -1,4 +1,10 @@
-"""A whole tree rebuilt from tensors and untrusted JSON; nothing that the JSON names is imported or called."""
+"""The entry of a tensor format that holds a whole tree, written and read (docs/full-format.md).
+
+The tensors are in the file by name; the entry is a JSON text for the rest, in which types, order, sharing of
+containers, ties and views survive. Anything JSON lacks is an array that begins with a tag: `["tuple", 1, 2]`,
+`["tensor", "optimizer.state.0.exp_avg"]`, `["record", …]`. What is read is untrusted: nothing that it names
+is imported or called.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import Damaged, Refused
-from ..inert_pickle.key_guard import KeyGuard
+from ..inert_pickle.machine import KeyGuard
 from ..inert_pickle.values import FrozenSet_, Global, OrderedDict_, Record, Set_, TooDeep
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
 from ..tensors.ref import Storage, TensorRef, checked_tensor
@@ -22,7 +28,7 @@ ENTRY = "ckpttool.full"
 
 
 def encode_entry(path: str, tree: object, protocol: int) -> Flat:
-    """Encode the tree of a file."""
+    """Encode the tree of a file; Refused if it is nested too deeply or has a value that JSON can't hold."""
     try:
         return encode(tree, protocol)
     except TooDeep:
@@ -36,7 +42,7 @@ def encode_entry(path: str, tree: object, protocol: int) -> Flat:
 
 
 def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[object, int]:
-    """Decode the text of a file and return the tree and its pickle protocol."""
+    """Return the tree and the pickle protocol of a file's text; Damaged if `encode` did not write it."""
     try:
         return decode({name: value for name, value in state.items() if isinstance(value, TensorRef)}, text)
     except BadJson as fault:
@@ -96,10 +102,10 @@ class _Decoder:
         return node
 
     def text(self, node: Any) -> str:
-        found = self.value(node)
-        if not isinstance(found, str):
+        text = self.value(node)
+        if not isinstance(text, str):
             raise BadJson("has a name that is not text")
-        return found
+        return text
 
     def define(self, number: int, node: Any) -> Any:
         """Build a container that others refer to, and enter it before its contents, which may refer to it."""

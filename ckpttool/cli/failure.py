@@ -21,6 +21,7 @@ from ..errors import (
     Unsupported,
     UsageFault,
 )
+from ..files.failures import reason
 from .console import coloured, mismatch_fields, printable, to_json
 
 HINTS = {
@@ -121,7 +122,7 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
     if isinstance(error, OSError):
         named = error.filename if isinstance(error.filename, str | bytes) else None  # or a descriptor
         where = os.fsdecode(named) if named else "stdout" if _is_of_click(error) else ""
-        message = f"{where}: " * bool(where) + (error.strerror or str(error)).lower()
+        message = f"{where}: " * bool(where) + reason(error)
         return "system", message, HINTS.get(error.errno or 0, "check the disk and the permissions"), 3
     if isinstance(error, ImportError) and not (error.name or "").startswith("ckpttool"):
         if (hint := _extra_of(error)) is not None:

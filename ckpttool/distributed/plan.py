@@ -1,4 +1,4 @@
-"""The plan of a training: which rank takes which sample, at which step.
+"""The plan of a training run: which rank takes which sample, at which step.
 
 Pure arithmetic, so every rank knows the whole plan without communication. An epoch is an order of the sample
 indices that depends on (seed, epoch) alone. It is cut into global batches, and each of them is dealt to the

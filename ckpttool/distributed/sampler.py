@@ -161,8 +161,8 @@ def distribute(
     """Return a batch sampler that deals what another sampler draws to the ranks, each index exactly once.
 
     Every rank draws the whole sequence of an epoch, with Python's, numpy's and torch's generators, and those
-    that are attributes of the sampler, seeded by (seed, epoch). So all draw alike, and the training is that
-    of one process on the whole batches. What a sampler draws twice, as a weighted one does, is taken twice.
+    that are attributes of the sampler, seeded by (seed, epoch). So all draw the same, as one process would on
+    the whole batches. What a sampler draws twice, as a weighted one does, is taken twice.
 
     A batch sampler's batches are global: each is split over the ranks and not given to one of them, so that
     more ranks do not mean larger steps.
@@ -194,13 +194,13 @@ def distribute(
     reseeding = _generators(sampler)
 
     def draw(epoch: int) -> Drawn:
-        batches = _cut(_drawn_alike(sampler, reseeding, seed, epoch), batch_size, drop_last)
+        batches = _cut(_drawn(sampler, reseeding, seed, epoch), batch_size, drop_last)
         return [deal(batch, shares or (1,) * ranks) for batch in batches if batch]
 
     return DealtBatches(draw, {}, rank=own, world_size=ranks, uneven=uneven, compared=rank is None)
 
 
-def _drawn_alike(sampler: Iterable[Any], generators: list[Any], seed: int, epoch: int) -> list[Any]:
+def _drawn(sampler: Iterable[Any], generators: list[Any], seed: int, epoch: int) -> list[Any]:
     """Return what a sampler draws in an epoch, from a seed of its own."""
     found = []
     for _ in range(2):

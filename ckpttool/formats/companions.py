@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import OutputExists, UsageFault
 from ..files.commit import replacing
-from ..files.suggestions import CHECKPOINT_ENDINGS
+from ..files.open_source import CHECKPOINT_ENDINGS
 from . import folders
 from .shards import writing as sharding
 

@@ -9,8 +9,7 @@ from collections.abc import Collection
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import CkptToolError
 from ..files.commit_folder import Replaced, others_in
-from ..files.open_source import open_source_descriptor
-from ..files.suggestions import names_in
+from ..files.open_source import names_in, open_source_descriptor
 from ..tensors.ref import ByteRange, Source
 from .dcp import extras
 from .dcp import reading as dcp

@@ -12,9 +12,8 @@ from typing import Protocol
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import Damaged, Unreadable, Unsupported, UsageFault
 from ..files.commit_folder import set_aside
-from ..files.descriptors import allow_open_files
-from ..files.open_source import open_source_descriptor
-from ..files.suggestions import checkpoints_among, names_in
+from ..files.failures import reason
+from ..files.open_source import allow_open_files, checkpoints_among, names_in, open_source_descriptor
 from ..tensors.ref import Source
 from .dcp import reading as dcp
 from .pytorch import legacy as torch_legacy
@@ -225,7 +224,7 @@ def _names(folder: str) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        raise Unreadable(folder, (error.strerror or str(error)).lower()) from error
+        raise Unreadable(folder, reason(error)) from error
 
 
 def _telling(folder: str, names: list[str]) -> str | None:

@@ -19,26 +19,16 @@ from .predictions import Evaluation, Predictions, RankFile
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The result of an evaluation, in which every sample appears exactly once.
-
-    Attributes:
-        evaluation: what was evaluated, and on what.
-        samples, correct: counts of samples.
-        loss: the mean loss, rounded once from the exact sum.
-        per_class: the counts of each class, by label.
-        classes: the names of the classes, by label.
-        rank_samples: the number of samples that each rank scored.
-        index_digest: SHA-256 of the set of samples.
-    """
+    """The result of an evaluation of classes, in which every sample appears exactly once."""
 
     evaluation: Evaluation
     samples: int
     correct: int
-    loss: float
-    per_class: tuple[ClassScore, ...]
+    loss: float  # the mean, rounded once from the exact sum
+    per_class: tuple[ClassScore, ...]  # by label, as `classes`
     classes: tuple[str, ...]
-    rank_samples: tuple[int, ...]
-    index_digest: str
+    rank_samples: tuple[int, ...]  # how many each rank scored
+    index_digest: str  # SHA-256 of the set of samples
 
     @property
     def accuracy(self) -> float:
@@ -58,14 +48,14 @@ class Certificate:
             "per_class": [
                 {
                     "class": name,
-                    "correct": one.correct,
-                    "samples": one.samples,
-                    "predicted": one.predicted,
-                    "precision": _or_null(one.precision),
-                    "recall": _or_null(one.recall),
-                    "f1": _or_null(one.f1),
+                    "correct": score.correct,
+                    "samples": score.samples,
+                    "predicted": score.predicted,
+                    "precision": _or_null(score.precision),
+                    "recall": _or_null(score.recall),
+                    "f1": _or_null(score.f1),
                 }
-                for name, one in zip(self.classes, self.per_class, strict=True)
+                for name, score in zip(self.classes, self.per_class, strict=True)
             ],
             "ranks": self.ranks,
         }
@@ -77,25 +67,15 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class LossCertificate:
-    """The result of an evaluation with any loss and metrics, in which every sample appears exactly once.
-
-    Attributes:
-        evaluation: what was evaluated, and on what.
-        samples: the number of samples.
-        count: the number of what the loss is a mean over: samples, tokens, pixels.
-        loss: the mean loss, rounded once from the exact sum of the batches' sums.
-        metrics: what each metric's `compute` returned, over all ranks.
-        rank_samples: the number of samples that each rank scored.
-        index_digest: SHA-256 of the set of samples.
-    """
+    """The result of an evaluation with any loss and metrics, in which every sample appears exactly once."""
 
     evaluation: Evaluation
     samples: int
-    count: int
-    loss: float
-    metrics: Mapping[str, Any]
-    rank_samples: tuple[int, ...]
-    index_digest: str
+    count: int  # what the loss is a mean over: samples, tokens, pixels
+    loss: float  # the mean, rounded once from the exact sum of the batches' sums
+    metrics: Mapping[str, Any]  # what each metric's `compute` returned, over all ranks
+    rank_samples: tuple[int, ...]  # how many each rank scored
+    index_digest: str  # SHA-256 of the set of samples
 
     @property
     def ranks(self) -> int:
@@ -123,9 +103,9 @@ def as_json(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return as_json(value.tolist())
     if isinstance(value, Mapping):
-        return {str(key): as_json(one) for key, one in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     return _or_null(value) if isinstance(value, float) else value
 
 
@@ -145,7 +125,10 @@ def _basis(of: Certificate | LossCertificate) -> dict[str, Any]:
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
-    """Compute the certificate of predictions in which every sample is known to appear once."""
+    """Compute the certificate of predictions in which every sample is known to appear once.
+
+    Without names of classes, these are numbered up to the largest label.
+    """
     labels = joined.label
     classes = evaluation.classes
     if classes is None:
@@ -210,7 +193,7 @@ def _common(files: Sequence[RankFile]) -> Evaluation:
 
 
 def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[str]:
-    """Name the ranks that have no file, or several."""
+    """Name the ranks that have no file or several."""
     of_rank: dict[int, list[str]] = {}
     for file in files:
         if file.rank is not None:

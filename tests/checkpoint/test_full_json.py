@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.checkpoint import full_decoding, full_encoding, full_json
+from ckpttool.checkpoint import full_encoding, full_json
 from ckpttool.errors import CkptToolError, Damaged, Refused
 from ckpttool.inert_pickle.values import MAX_DEPTH, Global, Record, TooDeep
 from tests.support.comparing import assert_same, values
@@ -484,7 +484,7 @@ def test_the_page_lists_the_tags_of_the_code() -> None:
     page = (ROOT / "docs" / "full-format.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith('| `["')]
     tags = {tag for row in rows for tag in re.findall(r'`\["(\w+)"', row)}
-    assert tags == set(full_decoding.DECODERS)
+    assert tags == set(full_json.DECODERS)
 
 
 def test_the_page_names_the_options_and_fields_of_the_code() -> None:
@@ -664,7 +664,7 @@ def test_honest_depth_survives(tmp_path: Path) -> None:
 def test_nesting_deeper_than_can_be_written_is_refused(depth: int) -> None:
     tree = nested(depth)
     if depth < MAX_DEPTH:
-        back, _ = full_decoding.decode({}, full_encoding.encode(tree).text)
+        back, _ = full_json.decode({}, full_encoding.encode(tree).text)
         assert back == tree
     else:
         with pytest.raises(TooDeep):
@@ -679,7 +679,7 @@ def test_nesting_deeper_than_python_can_follow_is_refused(tmp_path: Path) -> Non
         text = full_encoding.encode(tree).text
     except TooDeep:
         return
-    assert full_encoding.encode(full_decoding.decode({}, text)[0]).text == text
+    assert full_encoding.encode(full_json.decode({}, text)[0]).text == text
 
 
 def test_a_value_that_cannot_be_held_is_named_with_the_way_out(tmp_path: Path) -> None:

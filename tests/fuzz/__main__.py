@@ -13,8 +13,7 @@ import time
 
 import torch
 
-from tests.fuzz.campaign import fuzz_in_processes
-from tests.fuzz.corpus import keep
+from tests.fuzz.campaign import fuzz_in_processes, keep
 from tests.fuzz.seeds import SEEDS
 from tests.fuzz.table import put_into_docs, table
 

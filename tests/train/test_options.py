@@ -17,7 +17,7 @@ from tests.ranks import runs, trainings
 from tests.ranks.programs import start
 from tests.support.running import ROOT
 from train import main
-from train.config.values import Every
+from train.config.shared import Every
 
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "lr": 0.01, "weight_decay": 0.1}
 ALL_BUT_ZERO = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.7, "accumulate": 2}

@@ -133,7 +133,7 @@ def _laid_out(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any])
 
 
 def _complex(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from ...transforms.complex_parts import join_complex, split_complex
+    from ...transforms.layout import join_complex, split_complex
 
     if options["complex_"]:
         change, done = (

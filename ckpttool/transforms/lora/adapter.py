@@ -1,4 +1,9 @@
-"""A LoRA adapter in PEFT's format: its folder, its settings, and what each of its tensors is."""
+"""A LoRA adapter in PEFT's format: its folder, its settings, and what each of its tensors is.
+
+The adapter's author chooses settings for single layers by regular expressions. Python's `re` backtracks:
+`((.+)+)+!`, or forty times `(a|a)`, keep it busy for years. Here the set of all places of a name that are
+reached so far is carried from one piece of the expression to the next.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,15 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from sys import float_info
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Refused, Unreadable, Unsupported
+from ...files.failures import reason
 from ...formats.reading import open as open_any
 from ...tensors.ref import TensorRef
-from .name_pattern import UnknownPattern, fits
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -23,18 +29,18 @@ PREFIX = "base_model.model."
 
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 
+# A factor as it is in the model's own `state_dict`, where several adapters may be.
 NAMED = re.compile(r".+\.lora_(?:embedding_)?[AB]\.(?!bias$)([^.]+)(?:\.weight)?")
-"""A factor as it is in the model's own `state_dict`, where several adapters may be."""
 
+# Values of `init_lora_weights` that leave the model's own weights as they are.
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the model's own weights as they are."""
 
 _WAYS = (
     "use_dora lora_bias use_qalora use_bdlora megatron_config layer_replication target_parameters "
     "trainable_token_indices alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config"
 )
+# Settings by which a layer computes something else than W + scale · B·A.
 UNKNOWN_WAYS = tuple(_WAYS.split())
-"""Settings by which a layer computes something else than W + scale · B·A."""
 
 IN_PYTHON = "merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()"
 
@@ -78,17 +84,7 @@ class Adapter:
         return saved
 
     def setting(self, pattern: str, usual: str, module: str) -> float:
-        """Return a number of the configuration: that of the first pattern that fits a layer, or the usual.
-
-        Args:
-            pattern: the name of the patterns, such as `rank_pattern`.
-            usual: the name of the number for all other layers.
-            module: the layer.
-
-        Raises:
-            Damaged: it is no finite positive number, or a pattern is malformed.
-            Unsupported: a pattern is one that `name_pattern.fits` does not take.
-        """
+        """Return a number for a layer: that of the first key of `pattern` that fits it, or else `usual`."""
         chosen = self.config.get(usual)
         try:
             for key, value in (self.config.get(pattern) or {}).items():
@@ -111,12 +107,7 @@ class Adapter:
         return chosen  # type: ignore[return-value]
 
     def parts(self) -> tuple[dict[str, dict[str, TensorRef]], dict[str, TensorRef]]:
-        """Return the factors of each layer, and by their names in the model the tensors that it holds whole.
-
-        Raises:
-            Unsupported: one is of a layer's, and no factor of a product.
-            Refused: two are the same tensor of the model.
-        """
+        """Return the factors of each layer, and its whole tensors under their names in the model."""
         whole: dict[str, TensorRef] = {}
         factors: dict[str, dict[str, TensorRef]] = {}
         keys: dict[tuple[str, str], str] = {}
@@ -137,7 +128,7 @@ class Adapter:
                 raise Refused(
                     self.checkpoint.path,
                     f"holds '{other[:80]}' and '{key[:80]}', which are the same tensor of the model",
-                    hint="leave one of both out: ckpttool convert FILE NEWFILE --exclude KEY",
+                    hint="leave out one of the two: ckpttool convert FILE NEWFILE --exclude KEY",
                 )
         return factors, whole
 
@@ -174,10 +165,8 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
         with open(config, encoding="utf-8") as file:
             said = json.load(file)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise Unreadable(
-            config, reason, hint="ADAPTER is the folder that PEFT's save_pretrained wrote"
-        ) from None
+        hint = "ADAPTER is the folder that PEFT's save_pretrained wrote"
+        raise Unreadable(config, reason(error), hint=hint) from None
     except (ValueError, RecursionError):
         raise Damaged(config, "is not JSON") from None
     if not isinstance(said, dict):
@@ -186,3 +175,72 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
     if not there:
         raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     return Adapter(open_any(there[0]), said)
+
+
+# A group, a character of its own meaning, text, and one character of some kind, perhaps repeated.
+PIECE = re.compile(
+    r"(?P<open>\((?:\?:)?(?!\?))|(?P<other>[)|^$])|(?P<text>[\w-]+(?![*+?{]))"
+    r"|(?P<one>[\w-]|\.|\\[.dw_-]|\[\^?[\w.-]+\])(?P<many>[*+?]?)(?![*+?{])"
+)
+
+LONGEST = 1000  # characters of an expression; PEFT's users write names of layers with a `.*` or two
+
+
+class UnknownPattern(ValueError):
+    r"""The expression is of more than text, `.`, `\d`, `[0-9]`, `*`, `+`, `?`, `|` and plain groups."""
+
+
+def fits(pattern: str, name: str) -> bool:
+    r"""Return whether `re.match(rf"(.*\.)?({pattern})$", name)` does: all of it, or what follows a dot."""
+    at = {0, *(place + 1 for place, character in enumerate(name) if character == ".")}
+    first, done = at, set[int]()
+    outer: list[tuple[set[int], set[int]]] = []
+    for piece in _pieces(pattern):
+        kind, text = piece.lastgroup, piece[0]
+        if kind == "open":
+            outer.append((first, done))
+            first, done = at, set()
+        elif text == "|":
+            first, done, at = first, done | at, first
+        elif text == ")":
+            at |= done
+            first, done = outer.pop()
+        elif text in "^$":
+            at = at & {0 if text == "^" else len(name)}
+        elif kind == "text":
+            at = {place + len(text) for place in at if name.startswith(text, place)}
+        else:
+            at = _repeated(piece["one"], piece["many"], name, at)
+    return len(name) in at | done
+
+
+def _repeated(one: str, many: str, name: str, at: set[int]) -> set[int]:
+    """Return the places that a character of some kind leads to, once or as often as is said."""
+    if not at:
+        return at
+    fit = re.compile(one).fullmatch
+    reached = {place + 1 for place in at if fit(name[place : place + 1])}
+    if many in ("*", "+"):
+        for place in range(min(reached, default=len(name)), len(name)):
+            if place in reached and fit(name[place]):
+                reached.add(place + 1)
+    return reached | at if many in ("*", "?") else reached
+
+
+@lru_cache(1 << 12)
+def _pieces(pattern: str) -> tuple[re.Match[str], ...]:
+    """Cut an expression; raises UnknownPattern, and re.error."""
+    pieces, end, depth = [], 0, 0
+    while end < len(pattern) <= LONGEST:
+        piece = PIECE.match(pattern, end)
+        if piece is None:
+            break
+        depth += (piece.lastgroup == "open") - (piece[0] == ")")
+        if depth < 0:
+            break
+        pieces.append(piece)
+        end = piece.end()
+    if end < len(pattern) or depth:
+        re.compile(pattern)
+        raise UnknownPattern(pattern)
+    return tuple(pieces)

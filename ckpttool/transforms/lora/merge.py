@@ -9,9 +9,10 @@ the model's own, in the model's type. Source: PEFT's `LoraConfig`, `tuners/lora/
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod, sqrt
+from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
@@ -20,10 +21,16 @@ from ...checkpoint.state import State
 from ...errors import Damaged, Refused, Unsupported
 from ...inert_pickle.values import remade
 from ...tensors.cast import Caster
-from ...tensors.ref import TensorRef
+from ...tensors.dtypes import DType
+from ...tensors.ref import Computed, Storage, TensorRef
+from ...tensors.values import CHUNK
+from ..mean import in_float64, nearest
 from ..selection import replace_state
 from .adapter import CONFIG, IN_PYTHON, Adapter
-from .low_rank import Update, updated
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -65,21 +72,15 @@ def merge_lora(
         Damaged: one of two factors is missing, or has another rank than the configuration says.
         NoState: there is no state, or none at `state`.
     """
-    found = checkpoint.state(state)
-    require_plain(checkpoint.path, found.likes, "can't be added to")
-    merging = _Merging(checkpoint, found, adapter)
-    new = replace_state(checkpoint, found, merging.container)
+    target = checkpoint.state(state)
+    require_plain(checkpoint.path, target.likes, "can't be added to")
+    merging = _Merging(checkpoint, target, adapter)
+    new = replace_state(checkpoint, target, merging.container)
     return new, merging.report
 
 
 class _Merging:
-    """Pairs the tensors of an adapter with those of a model.
-
-    Args:
-        checkpoint: the base.
-        state: of the model in it.
-        adapter: the adapter.
-    """
+    """Pairs the tensors of an adapter with those of a model."""
 
     def __init__(self, checkpoint: Checkpoint, state: State, adapter: Adapter) -> None:
         self.adapter, self.path, self.config = adapter, adapter.checkpoint.path, adapter.config
@@ -119,22 +120,20 @@ class _Merging:
         return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
 
     def _is_turned(self, module: str, columns: int, rows: int) -> bool:
-        """Return whether a product fits a weight of two axes transposed, which the shape says unless square.
-
-        PEFT tells Conv1D from Linear layer by layer, and saves what the last of them was for all.
-        """
-        said = bool(self.config.get("fan_in_fan_out"))
+        """Return whether a product fits a matrix transposed, which the shape says unless it is square."""
+        # PEFT tells Conv1D from Linear layer by layer, and saves what the last of them was for all.
+        is_said_turned = bool(self.config.get("fan_in_fan_out"))
         weight = self.state.tensors.get(f"{module}.weight")
         if weight is None or len(weight.shape) != 2:
             return False  # a convolution's never is
         if rows == columns:
             self._square = self._square or module
-            self._against = self._against or self._beside.get((module.rpartition(".")[0], not said))
-            return said
-        found = weight.shape == (columns, rows)
-        if found is not said and weight.shape in ((columns, rows), (rows, columns)):
+            self._against = self._against or self._beside.get((module.rpartition(".")[0], not is_said_turned))
+            return is_said_turned
+        fits_turned = weight.shape == (columns, rows)
+        if fits_turned is not is_said_turned and weight.shape in ((columns, rows), (rows, columns)):
             self._against = self._against or module
-        return found
+        return fits_turned
 
     def _require_places(self) -> None:
         tensors = self.state.tensors
@@ -222,12 +221,79 @@ class _Merging:
 
 def _orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str]:
     """Return layers by their parent and whether a bias says that they are Conv1D, not Linear."""
-    found: dict[tuple[str, bool], str] = {}
+    layers: dict[tuple[str, bool], str] = {}
     for name, bias in tensors.items():
         layer = name.removesuffix(".bias")
         weight = tensors.get(f"{layer}.weight") if layer != name else None
         if weight is not None and len(weight.shape) == 2 and weight.shape[0] != weight.shape[1]:
             sizes = ((weight.shape[0],), (weight.shape[1],))
             if bias.shape in sizes:
-                found.setdefault((layer.rpartition(".")[0], bias.shape == sizes[1]), layer)
-    return found
+                layers.setdefault((layer.rpartition(".")[0], bias.shape == sizes[1]), layer)
+    return layers
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is added to a weight: `scale` times the product of two matrices."""
+
+    a: TensorRef
+    b: TensorRef
+    scale: float
+    turned: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The inner size of the product."""
+        return self.a.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of what is added."""
+        rows, columns = self.b.shape[0], prod(self.a.shape[1:])
+        return (columns, rows) if self.turned else (rows, columns)
+
+    def factors(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return both matrices in float64, in the order in which they are multiplied. Imports numpy."""
+        a = in_float64(self.a).reshape(self.rank, -1)
+        b = in_float64(self.b).reshape(-1, self.rank)
+        return (a.T.copy(), b.T.copy()) if self.turned else (b, a)
+
+
+def updated(path: str, weight: TensorRef, update: Update, to: DType) -> TensorRef:
+    """Return a weight to which an update is added; nothing is read yet."""
+    row = prod(weight.shape[1:]) * to.itemsize
+    factors: list[tuple[Any, Any]] = []
+
+    def make(start: int, nbytes: int) -> Iterator[memoryview]:
+        if not nbytes:
+            return
+        if not factors:
+            factors.append(update.factors())
+        first, end = start // row, -(-(start + nbytes) // row)
+        step = max(1, CHUNK // row)
+        for begin in range(first, end, step):
+            until = min(begin + step, end)
+            raw = _rows(weight, begin, until, *factors[0], update.scale, to)
+            offset = begin * row
+            yield raw[max(start - offset, 0) : min(start + nbytes - offset, len(raw))]
+
+    data = Computed(path, weight.numel * to.itemsize, make, is_divisible=True)
+    old = weight.storage
+    origins = (old, update.a.storage, update.b.storage)
+    storage = Storage(data, to.storage or "UntypedStorage", old.location, origins=origins)
+    return TensorRef.contiguous(storage, to, weight.shape)
+
+
+def _rows(
+    weight: TensorRef, begin: int, end: int, left: Any, right: Any, scale: float, to: DType
+) -> memoryview:
+    """Return some rows of the result as bytes."""
+    import numpy as np
+
+    shape = (end - begin, *weight.shape[1:])
+    part = replace(weight, shape=shape, offset=weight.offset + begin * weight.stride[0])
+    values = in_float64(part).reshape(end - begin, -1)
+    with np.errstate(all="ignore"):
+        values += scale * (left[begin:end] @ right)
+        rounded = nearest(values.reshape(-1), to)
+    return memoryview(np.ascontiguousarray(rounded).view("u1"))  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def test_the_digits_are_divided_in_the_same_way_each_time_and_by_class():
 def test_the_digits_need_no_torchvision():
     code = (
         "import sys; sys.modules['torchvision'] = None\n"
-        "from train import data, shared_config; data.load(shared_config.DataConfig())"
+        "from train.config.shared import DataConfig; from train.data.data_set import load; load(DataConfig())"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 

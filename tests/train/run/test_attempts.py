@@ -12,7 +12,8 @@ import pytest
 
 from ckpttool.errors import CheckFailed
 from train.config.training import TrainConfig
-from train.run.attempts import FILE, counted
+from train.run.folder import ATTEMPTS as FILE
+from train.run.folder import attempts as counted
 
 CONFIG = TrainConfig(resume="auto")
 

@@ -22,7 +22,8 @@ from tests.ranks import trainings
 from tests.support.run_log import epochs_of
 from train import evaluate, main
 from train.config.training import TrainConfig
-from train.tasks import task
+from train.tasks import builtin as tasks
+from train.tasks.task import Task, UserTask
 
 CLASSES = trainings.tensors((10,), 6)
 SCORES = torch.randn(6, 10, generator=torch.Generator().manual_seed(1))
@@ -33,8 +34,8 @@ def numbers(target: torch.Tensor) -> Any:
     return replace(CLASSES, test=TensorDataset(torch.zeros(len(target), 3), target), classes=())
 
 
-def built(name: str, data: Any = CLASSES, **settings: Any) -> task.Task:
-    return task.build(TrainConfig(task=name, **settings), data)
+def built(name: str, data: Any = CLASSES, **settings: Any) -> Task:
+    return tasks.build(TrainConfig(task=name, **settings), data)
 
 
 # ---- classification ------------------------------------------------------------------------------------
@@ -168,15 +169,17 @@ def test_a_model_that_counts_nothing_has_no_mean_loss():
     class Output(types.SimpleNamespace):
         pass
 
-    with pytest.raises(CheckFailed, match="the model counted nothing in a forward pass"):
-        built("model-loss").loss(Output(loss=torch.tensor(0.0), count=0), (torch.zeros(2), torch.zeros(2)))
+    mean = torch.tensor(float("nan"), requires_grad=True)
+    total, count = built("model-loss").loss(Output(loss=mean, count=0), (torch.zeros(2), torch.zeros(2)))
+    total.backward()
+    assert (total.item(), count, mean.grad.item()) == (0.0, 0, 0.0)
 
 
 def test_a_users_task_may_say_how_many_outputs_it_needs():
     made = types.SimpleNamespace(loss=lambda outputs, batch: (outputs.sum(), 1), outputs=lambda data: 7)
-    assert task.UserTask(made, "own").outputs(CLASSES) == 7
+    assert UserTask(made, "own").outputs(CLASSES) == 7
     del made.outputs
-    assert task.UserTask(made, "own").outputs(CLASSES) == len(CLASSES.classes)
+    assert UserTask(made, "own").outputs(CLASSES) == len(CLASSES.classes)
 
 
 def test_the_whole_batch_goes_to_a_model_that_returns_its_loss():
@@ -190,7 +193,7 @@ def test_the_whole_batch_goes_to_a_model_that_returns_its_loss():
 
 
 def test_a_model_gets_inputs_keyword_arguments_or_the_batch_itself():
-    plain = task.Task()
+    plain = Task()
     assert plain.forward(lambda *parts: parts, ("x", "y")) == ("x",)
     assert plain.forward(lambda *parts: parts, ["x", "mask", "y"]) == ("x", "mask")
     assert plain.forward(lambda **parts: parts, {"x": 1}) == {"x": 1}
@@ -199,11 +202,11 @@ def test_a_model_gets_inputs_keyword_arguments_or_the_batch_itself():
 
 def test_nested_batches_are_moved_and_counted():
     batch = {"pair": (torch.zeros(5, 2), [torch.zeros(5)]), "names": ["a"] * 5, "size": 3}
-    moved = task.Task().batch_to(batch, torch.device("meta"))
+    moved = Task().batch_to(batch, torch.device("meta"))
     assert moved["pair"][0].device.type == moved["pair"][1][0].device.type == "meta"
     assert (moved["names"], moved["size"], type(moved["pair"])) == (batch["names"], 3, tuple)
-    assert task.Task().sample_count(batch) == 5
-    assert task.Task().sample_count(torch.zeros(4)) == 4
+    assert Task().sample_count(batch) == 5
+    assert Task().sample_count(torch.zeros(4)) == 4
 
 
 # ---- a user's own --------------------------------------------------------------------------------------
@@ -220,7 +223,7 @@ class OfModule(Absolute, nn.Module):
     pass
 
 
-class Subclass(task.Task):
+class Subclass(Task):
     def loss(self, outputs: torch.Tensor, batch: Any) -> Any:
         return Absolute().loss(outputs, batch)
 
@@ -236,7 +239,7 @@ NAMESPACE = types.SimpleNamespace(loss=Absolute().loss, metrics=Absolute.metrics
 
 @pytest.mark.parametrize("made", [Absolute(), Absolute, OfModule(), Subclass(), module(), NAMESPACE])
 def test_an_instance_a_class_a_module_and_a_namespace_are_tasks(made):
-    found = task.adapt(made, "own.py:make")
+    found = tasks.adapt(made, "own.py:make")
     batch = (torch.zeros(3, 2), torch.ones(3, 1))
     loss, count = found.loss(found.forward(nn.Linear(2, 1), batch), batch)
     assert (count, loss.dim()) == (3, 0)
@@ -266,7 +269,7 @@ ONE = torch.tensor(1.0)
     ],
 )
 def test_a_loss_that_is_no_sum_and_count_says_what_to_return(returned, said):
-    found = task.adapt(types.SimpleNamespace(loss=lambda outputs, batch: returned), "own.py:make")
+    found = tasks.adapt(types.SimpleNamespace(loss=lambda outputs, batch: returned), "own.py:make")
     with pytest.raises(UsageFault, match=said) as fault:
         found.loss(None, None)
     assert str(fault.value).startswith("--task own.py:make: loss returned ")
@@ -276,7 +279,7 @@ def test_a_loss_that_is_no_sum_and_count_says_what_to_return(returned, said):
 @pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor([4]), 4])
 def test_honest_counts_are_taken(count):
     made = types.SimpleNamespace(loss=lambda outputs, batch: (ONE * 0, count))
-    assert int(task.adapt(made, "own").loss(None, None)[1]) == int(count)
+    assert int(tasks.adapt(made, "own").loss(None, None)[1]) == int(count)
 
 
 # ---- through the programs ------------------------------------------------------------------------------
@@ -400,7 +403,7 @@ def run(tmp_path: Path, own: str, capsys: Any) -> Callable[..., tuple[int, str, 
     def start(name: str, *flags: str) -> tuple[int, str, str]:
         capsys.readouterr()
         usual = ["--data", f"{own}:data", "--model", f"{own}:net", "--epochs", "2", "--batch-size", "8"]
-        name = f"{own}:{name}" if name not in task.TASKS else name
+        name = f"{own}:{name}" if name not in tasks.TASKS else name
         code = main.main([*usual, "--task", name, "--out", str(tmp_path / "run"), "--force", *flags])
         said = capsys.readouterr()
         return code, said.out, said.err
@@ -430,7 +433,7 @@ def test_a_task_is_trained_logged_and_evaluated(run, own, tmp_path, capsys, name
         "--data",
         f"{own}:data",
         "--task",
-        name if name in task.TASKS else f"{own}:{name}",
+        name if name in tasks.TASKS else f"{own}:{name}",
     ]
     assert evaluate.main([str(tmp_path / "run/last.pt"), *given, *flags, "--json"]) == 0
 

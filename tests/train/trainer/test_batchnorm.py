@@ -13,13 +13,12 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train.checkpoint import resume as resuming
-from train.checkpoint import saver as saving
-from train.config import parser as flags
+from train.checkpoint.capture import capture, restore
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.main import steps_of_epoch
 from train.model import builtin as models
-from train.tasks import task
+from train.tasks import builtin as tasks
 from train.trainer import preflight
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
@@ -132,7 +131,7 @@ def train_branches(rank: int, world_size: int, dtype: torch.dtype, settings: dic
     trainer = trainings.trainer(rank, world_size, data, model, **settings)
     trainings.finish_epoch(trainer)
     trainings.finish_epoch(trainer)
-    saved = saving.capture(trainer)["model"]
+    saved = capture(trainer)["model"]
     return state(trainer.ddp.module), {name.removeprefix("module."): value for name, value in saved.items()}
 
 
@@ -191,14 +190,14 @@ def go_on(rank: int, world_size: int, stop: int | None) -> Any:
     trainer = make_trainer(rank, world_size, 60, **settings)
     for step, _ in enumerate(steps_of_epoch(trainer), 1):
         if step == stop:
-            saved = copy.deepcopy(saving.capture(trainer))
+            saved = copy.deepcopy(capture(trainer))
             trainer = make_trainer(rank, world_size, 60, **settings)
-            resuming.restore(trainer, saved)
+            restore(trainer, saved)
             trainer.evaluate()
             for _ in steps_of_epoch(trainer):
                 pass
             break
-    return collectives.digest_all(saving.capture(trainer)["model"])
+    return collectives.digest_all(capture(trainer)["model"])
 
 
 def test_a_resumed_pooled_run_equals_one_that_never_stopped(run_ranks: Any) -> None:
@@ -265,7 +264,7 @@ def check(
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
     place = Place(0, world_size, "gloo", torch.device(device))
     config = TrainConfig(scheduler="none", **settings)
-    preflight.check(config, data, model, place, task.build(config, data))
+    preflight.check(config, data, model, place, tasks.build(config, data))
 
 
 @pytest.mark.parametrize("kind", ["sync", "pooled"])
@@ -355,7 +354,7 @@ def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain() -> None:
 
 
 def test_the_flag_is_read_and_plain_is_the_default() -> None:
-    assert flags.parse([]).batchnorm == "plain"
-    assert flags.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
+    assert command_line.parse([]).batchnorm == "plain"
+    assert command_line.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
     with pytest.raises(UsageFault, match="--batchnorm"):
-        flags.parse(["--batchnorm", "global"])
+        command_line.parse(["--batchnorm", "global"])

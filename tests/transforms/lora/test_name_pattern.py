@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from ckpttool.transforms.lora.name_pattern import UnknownPattern, fits
+from ckpttool.transforms.lora.adapter import UnknownPattern, fits
 
 PATTERNS = [
     *("q", "q_proj", "0.q", r"0\.q", "^q", "^l.0.q", "q$", ".*q", ".+q", r"l\.\d+\.q", r"l\.[0-9]\.q"),

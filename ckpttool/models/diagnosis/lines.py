@@ -1,8 +1,10 @@
-"""Write the line of Python with which any program loads a state, by torch or safetensors where they can."""
+"""Lines to paste: commands quoted for a shell, and the Python that loads a state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shlex
+from collections.abc import Iterable, Iterator
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
@@ -11,23 +13,36 @@ from ...inert_pickle.values import Global, walk
 from ...inert_pickle.weights_only import MAX_INTEGER, TAKEN
 from ...tensors.ref import Storage, TensorRef
 
-PICKLED = ("torch-zip", "torch-legacy", "torch-tar")
-"""The formats that `torch.load` reads."""
 
-NEW_PROTOCOL = 4
-"""The pickle protocol from which Python's pickler uses opcodes that `weights_only` lacks."""
+def command_line(words: Iterable[str]) -> str:
+    """Join words into a line that a shell splits into the same words, as `shlex.join` does."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    # bash, zsh and POSIX.1-2024 know $'…'. It contains no quote, so that a shell that does not know it reads
+    # another word, never a command.
+    return "$'" + "".join(map(_escaped, word)) + "'"
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable() and character not in "'\\":
+        return character
+    try:
+        raw = os.fsencode(character)  # keeps bytes of a file's name that are not text
+    except UnicodeEncodeError:
+        raw = character.encode("utf-8", "surrogatepass")
+    return "".join(f"\\{byte:03o}" for byte in raw)
+
+
+PICKLED = ("torch-zip", "torch-legacy", "torch-tar")  # the formats that torch.load reads
+NEW_PROTOCOL = 4  # from it on, Python's pickler uses opcodes that `weights_only` lacks
 
 
 def refused_by_torch(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
-    """Return what `torch.load(weights_only=True)`, torch's default, refuses a `.pt` file for.
-
-    Args:
-        checkpoint: its tree is, or will be, in the file.
-        rewritten: this package writes the file; it uses no opcodes of a newer protocol.
-
-    Returns:
-        Names of types and functions, and other words, each once; empty if torch takes the file.
-    """
+    """Return what `torch.load(weights_only=True)`, torch's default, refuses a `.pt` file for."""
     names = dict.fromkeys(_refused(checkpoint.tree, checkpoint.protocol))
     if checkpoint.protocol >= NEW_PROTOCOL and not rewritten:
         names[f"pickle protocol {checkpoint.protocol}"] = None
@@ -47,17 +62,7 @@ def _refused(tree: object, protocol: int) -> Iterator[str]:
 
 
 def python_line(checkpoint: Checkpoint, state: State, file: str, *, rewritten: bool) -> str:
-    """Return the line that loads a state strictly into `model`, whatever program runs it.
-
-    Args:
-        checkpoint: its tree is, or will be, in the file.
-        state: the state in it.
-        file: the file's name.
-        rewritten: this package writes the file, as `.safetensors` or `.pt` by its name.
-
-    Returns:
-        A call of torch or safetensors, or of `ckpttool.reload` where torch refuses the file.
-    """
+    """Return the line that loads a state strictly into `model`, whatever program runs it."""
     form = format_of_name(file) if rewritten else checkpoint.format
     if form == "safetensors" and not checkpoint.full:
         return f"safetensors.torch.load_model(model, {file!r})"

@@ -8,9 +8,9 @@ import struct
 import time
 
 import pytest
-from ckpttool.checkpoint.full_decoding import BadJson, decode
 
-from ckpttool.inert_pickle.key_guard import BASE_PARTS, MAX_EQUAL_HASHES, BadKey, KeyGuard
+from ckpttool.checkpoint.full_json import BadJson, decode
+from ckpttool.inert_pickle.machine import BASE_PARTS, MAX_EQUAL_HASHES, BadKey, KeyGuard
 from ckpttool.inert_pickle.reader import PickleFault, read_pickle
 from ckpttool.inert_pickle.values import OrderedDict_, Set_
 from tests.support.crafting import program

@@ -6,7 +6,7 @@ import pytest
 
 from ckpttool.errors import UsageFault
 from train import evaluate
-from train.config import parser as flags
+from train.config import command_line
 
 
 @pytest.mark.parametrize(
@@ -29,24 +29,24 @@ from train.config import parser as flags
 )
 def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant(typed: str, meant: str) -> None:
     with pytest.raises(UsageFault, match=f"^{typed.partition('=')[0]}: no such flag$") as refused:
-        flags.parse([typed, "64"])
+        command_line.parse([typed, "64"])
     assert refused.value.hint == f"did you mean {meant}?"
 
 
 @pytest.mark.parametrize("typed", ["--frobnicate", "--x", "--"])
 def test_nothing_is_suggested_for_what_resembles_no_flag(typed: str) -> None:
-    assert flags.closest(typed, ["--batch-size", "--epochs", "--lr"]) is None
+    assert command_line.closest(typed, ["--batch-size", "--epochs", "--lr"]) is None
 
 
 def test_a_value_too_many_is_named() -> None:
     with pytest.raises(UsageFault, match=r"^3: belongs to no flag$") as refused:
-        flags.parse(["--drop-last", "3"])
+        command_line.parse(["--drop-last", "3"])
     assert refused.value.hint == "train/main.py --help lists the flags"
 
 
 def test_the_flag_is_named_where_a_value_stands_before_it() -> None:
     with pytest.raises(UsageFault, match=r"^--batchsize: no such flag$"):
-        flags.parse(["3", "--batchsize", "64"])
+        command_line.parse(["3", "--batchsize", "64"])
 
 
 def test_other_programs_suggest_their_own_flags() -> None:
@@ -56,8 +56,8 @@ def test_other_programs_suggest_their_own_flags() -> None:
 
 
 def test_every_name_of_other_trainers_stands_for_a_flag_that_exists() -> None:
-    known = flags.train_parser()._option_string_actions
-    assert set(flags.ELSEWHERE.values()) <= set(known) and not set(flags.ELSEWHERE) & set(known)
+    known = command_line.train_parser()._option_string_actions
+    assert set(command_line.ELSEWHERE.values()) <= set(known) and not set(command_line.ELSEWHERE) & set(known)
 
 
 @pytest.mark.parametrize(
@@ -71,5 +71,5 @@ def test_every_name_of_other_trainers_stands_for_a_flag_that_exists() -> None:
     ],
 )
 def test_a_configuration_gives_the_command_line_that_gives_it(typed: list[str]) -> None:
-    config = flags.parse(typed)
-    assert flags.parse(flags.arguments_of(config)) == config
+    config = command_line.parse(typed)
+    assert command_line.parse(command_line.arguments_of(config)) == config

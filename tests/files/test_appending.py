@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.files import lines
+from ckpttool.files import commit
 
 
 def test_a_line_that_the_disk_refuses_when_the_file_is_closed_is_taken_back(
@@ -24,9 +24,9 @@ def test_a_line_that_the_disk_refuses_when_the_file_is_closed_is_taken_back(
                 raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "lines"
-    lines.append(str(path), b"first")
+    commit.append_line(str(path), b"first")
     with monkeypatch.context() as patch:
-        patch.setattr(lines, "open", lambda path, *_, **__: RefusedWhenClosed(path, "ab"), raising=False)
+        patch.setattr(commit, "open", lambda path, *_, **__: RefusedWhenClosed(path, "ab"), raising=False)
         with pytest.raises(OSError, match="No space left"):
-            lines.append(str(path), b"second", durably=True)
+            commit.append_line(str(path), b"second", durably=True)
     assert path.read_bytes() == b"first\n"
