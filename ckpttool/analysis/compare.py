@@ -22,14 +22,12 @@ from ..files.copying import Progress
 from ..inert_pickle.values import Record, tensor_of
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Storage, TensorRef
-from .compare_values import Pair, distances, unravelled
+from .compare_values import Norms, Pair, distances, norms, unravelled
 from .distances import Distance, has_numbers
-from .entries import both_by_name
-from .equality import Bare, Tolerance, bare_names, in_words, same_value, shared, unchanged
-from .norms import Norms, norms
+from .equality import Bare, Tolerance, bare_names, both_by_name, in_words, same_value, shared, unchanged
 
+# The formats that hold more than a model's state
 HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
-"""The formats that hold more than a model's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +90,7 @@ def compare(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> Comparison:
-    """Compare two checkpoints by contents, in constant memory.
-
-    Args:
-        a, b: the checkpoints.
-        tolerance: the distance within which values are the same; None for the same bits. With it, tensors of
-            different types are compared by value, and so are numbers outside the tensors.
-        state: dotted path of the model's state in both files, or in one of them; found when None. When given,
-            only the states are compared.
-        model_only: compare only the states.
-        ignore_prefix: names that differ only in wrappers' prefixes are the same.
-        progress: called with the number of bytes of `a` after each piece.
-        verify: compare what is read with the checksums that the files state.
-
-    Raises:
-        NoState: neither file has a state at `state`; or a file has none at all, and `state` or `model_only`
-            asks for one.
-        Damaged: bytes do not match their checksum, or a file ends early.
-        Unsupported: the dotted names need too much memory.
-        Refused: an expanded tensor, in only one of the files, more than 64 GiB larger than its bytes.
-    """
+    """Compare two checkpoints by contents, in constant memory."""
     states = both_states(a, b, state, needed=model_only)
     work = _Comparing(tolerance)
     aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
@@ -133,7 +112,7 @@ def compare(
                 sides = _Sides(a.path, (mine.anchor, theirs.anchor), bare)
                 work.trees(a.tree if mine.path else {}, b.tree if theirs.path else {}, sides)
             else:
-                aside = _beside(a, mine), _beside(b, theirs)
+                aside = _outside_of(a, mine), _outside_of(b, theirs)
     used = (work.storages(0), work.storages(1)) if verify else ((), ())
     with Checksums(a, used[0]) as sums_of_a, Checksums(b, used[1]) as sums_of_b:
         found = work.result(progress, aside, gained)
@@ -150,16 +129,7 @@ def _gained(mine: State, theirs: State, bare: tuple[Bare, Bare]) -> int:
 def both_states(
     a: Checkpoint, b: Checkpoint, where: str | None, *, needed: bool = False
 ) -> tuple[State, State] | None:
-    """Return both models' states; None when a file has none, and none is needed.
-
-    Args:
-        a, b: the checkpoints.
-        where: dotted path of the state in both, or in one of them, whose state the other file then is.
-        needed: refuse a file without a state.
-
-    Raises:
-        NoState: neither file has a state at `where`; or a file has none at all, and one is needed.
-    """
+    """Return both models' states; None when a file has none, and none is needed."""
     found = _state(a, where), _state(b, where)
     if where is not None and not any(found):
         a.state(where)
@@ -188,27 +158,22 @@ def _plain_values(state: State) -> dict[object, object]:
     return {name: value for name, value in state.others.items() if name not in state.likes}
 
 
-def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
+def _outside_of(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
     return (*(str(name) for name in _plain_values(state)), *checkpoint.outside(state))
 
 
 def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
     """Return whether a file's format could hold what the file lacks."""
-    return checkpoint.format in HOLD_ALL or bool(_beside(checkpoint, state))
+    return checkpoint.format in HOLD_ALL or bool(_outside_of(checkpoint, state))
 
 
 class _Sides(NamedTuple):
-    """The way two trees are walked.
+    """The way two trees are walked."""
 
-    Attributes:
-        path: the first file, for messages.
-        states: the object that holds the model's state in each tree, which is compared separately.
-        bare: the rules under which names are the same.
-    """
-
-    path: str
+    path: str  # the first file, for messages
+    # the object that holds the model's state in each tree, which is compared separately
     states: tuple[object, object] = (None, None)
-    bare: tuple[Bare, Bare] = (unchanged, unchanged)
+    bare: tuple[Bare, Bare] = (unchanged, unchanged)  # the rules under which names are the same
 
 
 class _Comparing:

@@ -75,15 +75,7 @@ Measure = Callable[[memoryview, memoryview, int], Distance]
 
 
 def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
-    """Return a function that measures the distance between the same elements of two tensors.
-
-    The function takes the bytes of both, little-endian, and the number of the first element, from which
-    `where` counts. Types without numbers (quantised ones) are compared only by their bits.
-
-    Args:
-        one, other: the element types; they may differ only when there is a tolerance.
-        tolerance: the distance within which elements are the same; None for the same bits.
-    """
+    """Return a function that measures the distance between the same elements of two tensors."""
     as_numbers = has_numbers(one) and has_numbers(other)
 
     def measure(a: memoryview, b: memoryview, first: int) -> Distance:
@@ -99,7 +91,7 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
             places = np.arange(count)
         if not len(places):
             return Distance(0)
-        if not as_numbers:
+        if not as_numbers:  # quantised types are compared only by their bits
             return Distance(len(places), where=first + int(places[0]))
         with np.errstate(all="ignore"):
             found = _Numbers(one, other, x, y)
@@ -115,12 +107,7 @@ def has_numbers(dtype: DType) -> bool:
 
 
 def numbers(dtype: DType, raw: memoryview) -> NDArray[Any]:
-    """Return elements as float64, complex128, int64 or uint64: (elements,).
-
-    Args:
-        dtype: a type that `has_numbers`.
-        raw: little-endian elements.
-    """
+    """Return elements as float64, complex128, int64 or uint64: (elements,)."""
     return _values(dtype, _rows(dtype, raw))
 
 
@@ -230,12 +217,10 @@ def _magnitude(values: NDArray[Any]) -> Any:
 
 
 def _steps(dtype: DType, x: NDArray[Any], y: NDArray[Any]) -> Any:
-    """Return the number of steps between numbers of a type; for complex ones, the larger of the parts'.
-
-    In all IEEE 754 types and their kin, the bits of floats of one sign are in the order of the numbers.
-    """
+    """Return the number of steps between numbers of a type; for complex ones, the larger of the parts'."""
     import numpy as np
 
+    # In IEEE 754 types and their kin, the bits of floats of one sign are in the order of the numbers.
     part = real_dtype(dtype)
     top = 8 * part.itemsize - 1
 

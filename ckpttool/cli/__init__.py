@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 from ..lazy import attributes
 
 if TYPE_CHECKING:
-    from .all_commands import SECTIONS as SECTIONS
-    from .all_commands import group as group
+    from .program import SECTIONS as SECTIONS
+    from .program import group as group
     from .program import main as main
     from .program import run as run
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "all_commands": ("SECTIONS", "group"),
-            "program": ("main", "run"),
+            "program": ("SECTIONS", "group", "main", "run"),
         },
     )

@@ -107,7 +107,10 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def open_ranks(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, take_rank: int | None = None
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    take_rank: int | None = None,
+    take_step: int | None = None,
 ) -> Checkpoint:
     """Open what many ranks wrote as one checkpoint, whose tensors are whole.
 
@@ -115,6 +118,8 @@ def open_ranks(
         paths: the folder, as for `open`; or the files of all ranks, in any order and whatever their names.
         take_rank: where several ranks hold the same values, take those of this rank and do not compare them.
             None compares them, bit by bit, when they are read: RanksDiffer is raised then.
+        take_step: where files state different training steps, take them for those of this one. None refuses
+            such files.
 
     Returns:
         The checkpoint; its `ranks` says what is known of the run.
@@ -127,26 +132,29 @@ def open_ranks(
             ranks share only once.
     """
     from . import frameworks  # many modules, which other files do without
+    from .ranks.pieces import Take
 
+    take = Take(take_rank, take_step)
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
         with _collector_paused():  # also where a model.safetensors of rounded weights is there too
-            checkpoint = frameworks.read_folder(names[0], take_rank) if os.path.isdir(names[0]) else None
-        if checkpoint is None and take_rank is None:
+            checkpoint = frameworks.read_folder(names[0], take) if os.path.isdir(names[0]) else None
+        if checkpoint is not None:
+            return checkpoint
+        if take_rank is None and take_step is None:
             return open(names[0])
-        if checkpoint is None:
-            raise UsageFault(
-                f"{names[0]}: stores what its ranks share only once, so there is no rank to take",
-                hint="leave out --take-rank",
-            )
-        return checkpoint
+        what, flag = ("rank", "--take-rank") if take_step is None else ("step", "--take-step")
+        raise UsageFault(
+            f"{names[0]}: stores what its ranks share only once, so there is no {what} to take",
+            hint=f"leave out {flag}",
+        )
     folders = [name for name in names if os.path.isdir(name)]
     if folders:
         raise UsageFault(
             f"{folders[0]}: is one of several inputs, and a folder", hint="merge one folder at a time"
         )
     with _collector_paused():
-        return frameworks.read_files(names, take_rank)
+        return frameworks.read_files(names, take)
 
 
 def _is_part_of_dcp(name: str) -> bool:

@@ -56,22 +56,15 @@ def reference() -> str:
 
 def _lines() -> Iterator[str]:
     yield from ("", "## All commands", "")
-    for modules in SECTIONS.values():
-        for module, line in modules.items():
-            yield f"- [`{module.command.name}`](#{module.command.name}): {line}"
+    for commands in SECTIONS.values():
+        for command, line in commands.items():
+            yield f"- [`{command.name}`](#{command.name}): {line}"
     shared = shared_options()
     yield from ("", "## Shared options", "", "```text", _printed(shared), "```")
-    for title, modules in SECTIONS.items():
+    for title, commands in SECTIONS.items():
         yield from ("", f"## {title}")
-        for module in modules:
-            yield from (
-                "",
-                f"### {module.command.name}",
-                "",
-                "```text",
-                *_own_help(module.command, shared),
-                "```",
-            )
+        for command in commands:
+            yield from ("", f"### {command.name}", "", "```text", *_own_help(command, shared), "```")
     yield "\n"
 
 

@@ -8,8 +8,7 @@ import click
 
 from .. import options
 from ..console import printable
-from ..several_files import Answer, answer_each
-from ..states import note_state
+from ..reading import Answer, answer_each, note_state
 
 
 @click.command("digest")

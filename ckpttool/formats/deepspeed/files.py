@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT
-from ...errors import Damaged, Unreadable, Unsupported
+from ...errors import Damaged, Unreadable, Unsupported, UsageFault
 from ...files.open_source import open_source_descriptor
 from ...inert_pickle.values import Record
 from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
+from ..ranks.agreement import Numbers
 from ..ranks.pieces import Candidates, RankFile, in_order
 
 LATEST = "latest"
+TAG = re.compile(r"global_step(\d{1,15})")
 
 OF_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states")
 OF_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states")
@@ -231,3 +233,42 @@ def _stage_of(file: RankFile) -> int:
     if type(stage) is not int or stage not in (1, 2, 3):
         raise Damaged(file.source.path, "does not say its stage of ZeRO ('zero_stage')")
     return stage
+
+
+# The training step.
+
+
+def one_step(files: Files, optimizer: object, take_step: int | None) -> int | None:
+    """Return the step that a run's files state; Damaged where they state several and none is taken."""
+    # Weights and momenta are the optimizer's files', counters and buffers those of the model states: of two
+    # steps they would be a checkpoint that never was.
+    stated = dict(_steps(files, optimizer))
+    if take_step is not None and take_step not in stated.values():
+        known = ", ".join(f"{step} ({where})" for where, step in stated.items()) or "none"
+        raise UsageFault(f"{files.path}: is of no step {take_step}; its files state {known}")
+    if take_step is None and len({*stated.values()}) > 1:
+        path = files.first.source.path
+        told = ", ".join(f"{where} states {step}" for where, step in stated.items())
+        folder, newest = shlex.quote(files.path), max(stated.values())
+        raise Damaged(
+            path,
+            f"is of another step than what it lies with: {told}",
+            hint=f"copy the files of one step; if you know that they belong together, as after a restart of "
+            f"the optimizer: ckpttool merge {folder} OUTPUT --take-step {newest}",
+        )
+    return take_step if take_step is not None else next(iter(stated.values()), None)
+
+
+def _steps(files: Files, optimizer: object) -> Iterator[tuple[str, int]]:
+    """Yield each place that states the step, with it."""
+    facts = contents(files.first)
+    step, skipped = facts.get("global_steps"), facts.get("skipped_steps")
+    skipped = skipped if type(skipped) is int else 0
+    if type(step) is int:
+        yield "'global_steps'", step
+    numbers, state = Numbers(), optimizer.get("state") if isinstance(optimizer, dict) else None
+    counts = [numbers.of(entry.get("step")) for entry in state.values()] if isinstance(state, dict) else []
+    if made := [count for count in counts if count is not None and count == count]:
+        yield "the optimizer", int(max(made)) + skipped  # it counts no step whose gradients overflowed
+    if tag := TAG.fullmatch(os.path.basename(os.path.dirname(files.first.source.path))):
+        yield "the folder's name", int(tag[1])

@@ -25,8 +25,18 @@ from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from ..ranks.agreement import same
 from ..ranks.merge_trees import SideBySide
-from ..ranks.pieces import RankFile, Wholes, require_rank, whole_of
-from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, entry, is_ours, of_optimizer, sorted_out
+from ..ranks.pieces import RankFile, Take, Wholes, require_rank, whole_of
+from .files import (
+    OF_STAGE_3,
+    OF_STAGES_1_AND_2,
+    Files,
+    contents,
+    entry,
+    is_ours,
+    of_optimizer,
+    one_step,
+    sorted_out,
+)
 from .files import candidates as candidates
 from .optimizer import dealt_out, merged
 from .zero import Group, Layout, alone, given_order, joined, parameters_cut, vectors_cut
@@ -37,26 +47,31 @@ NAME = "deepspeed-zero"
 OF_PIECES = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
 
 
-def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-    """Return the files of DeepSpeed's ranks as one checkpoint."""
-    # None if none has a name that DeepSpeed gives.
+def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
+    """Return the files of DeepSpeed's ranks as one checkpoint; None if none is named like theirs."""
     if not any(is_ours(file.path) for file in files):
         return None
     run = sorted_out(path, files)
-    _require_states_of(path, take_rank, run)
-    facts = contents(run.first)
-    tree, left, replicated = _joined(run, take_rank) if run.stage else (facts, (), ())
-    version, step = facts.get("ds_version"), facts.get("global_steps")
+    _require_states_of(path, take.rank, run)
+    tree, left, replicated = _joined(run, take.rank) if run.stage else (contents(run.first), (), ())
+    step = one_step(run, tree.get("optimizer"), take.step)
+    if take.step is not None and "global_steps" in tree:
+        tree = tree | {"global_steps": step}
     ranks = Ranks(
-        f"DeepSpeed{f' {version}' if isinstance(version, str) else ''} ZeRO-{run.stage}",
+        f"{framework(run)} ZeRO-{run.stage}",
         run.world_size,
-        step=step if type(step) is int else None,
+        step=step,
         held=_held(files, run),
         replicated=replicated,
         missing=run.missing,
         lacking=run.lacking,
     )
     return whole_of(path, NAME, tree, files, ranks, left)
+
+
+def framework(files: Files) -> str:
+    version = contents(files.first).get("ds_version")
+    return f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
 
 
 def _require_states_of(path: str, take_rank: int | None, files: Files) -> None:

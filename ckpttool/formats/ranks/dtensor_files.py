@@ -25,7 +25,7 @@ from ...inert_pickle.values import tensor_of
 from .agreement import step_of
 from .device_meshes import Mesh
 from .merge_trees import SideBySide
-from .pieces import Candidates, RankFile, RankFiles, Wholes, in_order, require_rank, whole_of
+from .pieces import Candidates, RankFile, RankFiles, Take, Wholes, in_order, require_rank, whole_of
 from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
 
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
@@ -69,7 +69,7 @@ class _Facts:
         return int(named[1]) if named else None
 
 
-def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
+def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
     """Return the files of ranks as one checkpoint; None if none of them holds a sharded tensor."""
     # What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Of files without any sharded
     # tensor it gets the entries that are the same on all ranks, or those of `take_rank`; the contents of
@@ -81,8 +81,8 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         return None
     runs, others, left = _kinds(facts)
     _require_one_run(runs)
-    require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
-    tree, replicated, apart = _joined(path, runs, others, take_rank)
+    require_rank(path, take.rank, (file.rank for run in runs.values() for file in run.files))
+    tree, replicated, apart = _joined(path, runs, others, take.rank)
     kind = DTENSORS if first.kind == DTENSOR else FSDP
     ranks = _ranks(kind, facts, runs, replicated)
     return whole_of(path, kind, tree, files, ranks, (*left, *apart))
@@ -170,7 +170,7 @@ def _joined(
 
 
 def _facts(file: Checkpoint) -> _Facts:
-    reader = ShardedValues(file.path)
+    reader = ShardedValues(file.source)
     first: Sharded | None = None
     mesh: Mesh | None = None
     nbytes = 0

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from ckpttool.analysis.compare import Change, Comparison
+from ckpttool.analysis.compare_values import Norms
 from ckpttool.analysis.distances import Distance
-from ckpttool.analysis.norms import Norms
 from ckpttool.cli.pages.diff import page
 from tests.support.running import Ran
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from ckpttool.analysis.optimizers import describe_optimizer, describe_scheduler, in_words
+from ckpttool.analysis.other_contents import describe_optimizer, describe_scheduler, in_words
 
 OPTIMIZERS: dict[str, Any] = {
     "Adadelta": {},
