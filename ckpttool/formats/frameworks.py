@@ -19,13 +19,14 @@ from ..tensors.ref import Source
 from .dcp import reading as dcp
 from .dcp.extras import not_read
 from .deepspeed import reading as deepspeed
+from .deepspeed import universal
 from .ranks import dtensor_files as rank_files
 from .ranks import hugging_face as hf_pieces
 from .ranks.pieces import Framework, Take, is_known, opened
 
 COMPARED = Take()
 
-FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
+FRAMEWORKS: tuple[Framework, ...] = (universal, deepspeed, hf_pieces, rank_files)
 
 # Formats that store what ranks share only once: no rank's can be taken.
 SHARED_ONCE = (hf_pieces.NAME, dcp.NAME)

@@ -392,9 +392,7 @@ def loads_weights_only(path: Path) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tensors_are_kept_or_refused_by_name(kind: str, tmp_path: Path) -> None:
     path = save_kind(kind, tmp_path / "in.pt")
-    if kind.startswith("nested") or not loads_weights_only(
-        path
-    ):  # torch 2.14 takes nested ones
+    if kind.startswith("nested") or not loads_weights_only(path):  # torch 2.14 takes nested ones
         with pytest.raises(Refused, match=r"'x' \(.*weights_only=True"):
             disarmed(path)
     else:
