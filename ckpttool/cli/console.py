@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, TextIO
@@ -106,6 +106,26 @@ class Console:
             if self.draws:
                 bar.expect(total)
             yield bar.add if self.draws else None
+
+    @contextmanager
+    def steps(self, label: str) -> Iterator[Callable[[int, int], None]]:
+        """Yield what draws a bar of steps, called with the steps that are done and how many there are."""
+        shown: list[Any] = []
+
+        def show(done: int, of: int) -> None:
+            if self.draws and not shown:
+                from tqdm import tqdm
+
+                tqdm.monitor_interval = 0  # no thread to watch the bar
+                shown.append(tqdm(total=of, desc=label, unit="step", leave=False))
+            for bar in shown:
+                bar.update(min(done, of) - bar.n)
+
+        try:
+            yield show
+        finally:
+            for bar in shown:
+                bar.close()
 
     @contextmanager
     def bar(self, label: str) -> Iterator[Bar]:
