@@ -56,7 +56,7 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
 
 
 def test_a_room_of_the_trainer_imports_only_from_those_before_it() -> None:
-    """What lies next to the rooms is a program, which no room imports; but for what all print with."""
+    """What lies next to the rooms is a program, which no room imports, or what all of them print with."""
     order = {name: number for number, name in enumerate(ROOMS)}
     assert {path.parent.name for path in TRAINER_FILES} == {*ROOMS, "train"}
     offenders = [

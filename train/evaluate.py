@@ -189,10 +189,12 @@ def evaluate(job: Job) -> Score:
     """Return the score, on every rank. A collective; only rank 0 reads the checkpoint."""
     from ckpttool.distributed import collectives
     from train.data import data_set
+    from train.launch import same_settings
     from train.tasks.builtin import Classification
     from train.trainer.scoring import Scorer
 
     config, model = job.config, job.model
+    same_settings.report(config)
     data_set.compare(job.data, "before evaluating")
     digest = collectives.from_rank_zero(lambda: load(job))
     model.to(job.place.device)

@@ -107,9 +107,11 @@ def train(job: Job) -> int:
     """
     from ckpttool.distributed import collectives
     from train.data import data_set
+    from train.launch import same_settings
     from train.run import folder as folders
     from train.run.run import Run
 
+    same_settings.report(job.config)
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data_set.compare(job.data, "before training")
     with contextlib.ExitStack() as stack:
@@ -141,6 +143,7 @@ def after_step(run: Run) -> str:
     if due.evaluate and not signal:
         tested, signal = run.evaluate()
     progress.unscored = due.evaluate and tested is None
+    run.report.uncounted()
     if not progress.unscored:
         trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
         best = tested is not None and progress.note_best(tested)
@@ -196,9 +199,9 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
         sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
     with log.phase("reduce"):
         trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
-        trainer.average_over_count(step, sums)
+        counted = trainer.average_over_count(step, sums)
     with log.phase("update"):
-        norm = trainer.update()
+        norm = trainer.update(counted=counted)
     trainer.end_step(step, sums, norm)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable
+from ckpttool.files.failures import reason
 
 
 class Each(NamedTuple):
@@ -47,6 +48,7 @@ STRUCTURE: dict[str, Any] = {
         "global_step": int,
         "samples": int,
         "best": NUMBER,
+        "uncounted": int,
         "sums": Each(Each(NUMBER)),
         "unscored": bool,
         "lr": NUMBER,
@@ -63,6 +65,7 @@ STRUCTURE: dict[str, Any] = {
     "config": Named(str, SETTING),
     "digests": {"model": str, "optimizer": str, "run": str},
     "versions": Named(str, (str, int)),
+    "training": str,
     "chain?": str,
 }
 
@@ -103,17 +106,17 @@ def read(path: str) -> dict[str, Any]:
 
     Raises Unreadable, Damaged, or Refused for another program's file.
     """
-    _require_file(path)
+    require_file(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise Unreadable(path, (error.strerror or str(error)).lower()) from error
+        raise Unreadable(path, reason(error)) from error
     except pickle.UnpicklingError as error:  # torch's own text tells how to run what is in it
         what = "it holds more than tensors and plain values, or is damaged; nothing in it was run"
         raise Damaged(path, f"can't be read: {what}") from error
     except Exception as error:  # torch raises all kinds of errors for damaged bytes
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Damaged(path, f"can't be read: {reason}") from error
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Damaged(path, f"can't be read: {why}") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "progress", "digests"} <= state.keys():
         raise Refused(
             path, "is not a checkpoint of this trainer", hint=f"inspect it: ckpttool inspect {path}"
@@ -142,17 +145,16 @@ def malformed(path: str) -> Iterator[None]:
     except CkptToolError:
         raise
     except Exception as error:  # torch's own checks of a state raise all kinds of errors
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise Damaged(path, f"does not hold the state of a run: {reason}") from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise Damaged(path, f"does not hold the state of a run: {why}") from error
 
 
-def _require_file(path: str) -> None:
+def require_file(path: str) -> None:
     """Raise Unreadable if there is no file, and Refused for a pipe or a device, which may never end."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        reason = "is a link to nothing" if os.path.islink(path) else (error.strerror or str(error)).lower()
-        raise Unreadable(path, reason) from error
+        raise Unreadable(path, "is a link to nothing" if os.path.islink(path) else reason(error)) from error
     if not stat.S_ISREG(mode):
         raise Refused(path, "is not a regular file", hint="name a checkpoint: --resume PATH")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool.distributed import collectives
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
 from train.checkpoint import init_from
-from train.checkpoint.capture import restore, versions
+from train.checkpoint.capture import COMPARED_BY_CONTENT, FREE, restore, versions
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import malformed, read
 from train.config import training
@@ -20,19 +20,6 @@ from train.data.fingerprint import Contents, draws_for_itself, flat
 from train.model.optimizer import total_steps
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
-
-# Flags that may differ on resume; a change of any other would make it another training.
-FREE = {
-    *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
-    *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
-    *("out", "save_every", "save", "keep", "resume", "force", "change", "data_root", "download"),
-    *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
-    *("zero", "grad_checkpoint"),  # the same bits
-    *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
-}
-
-# Compared by content, not by value: the same folder or file may be elsewhere now.
-COMPARED_BY_CONTENT = {"data", "init", "init_allow_missing"}
 
 
 class Resumed(NamedTuple):
@@ -117,7 +104,7 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
     progress, ranks = state["progress"], state["plan"]["world_size"]
     steps = trainer.feed.steps_per_epoch
-    if min(progress["epoch"], progress["global_step"], progress["samples"]) < 0:
+    if min(progress[name] for name in ("epoch", "global_step", "samples", "uncounted")) < 0:
         raise Damaged(path, "its progress is negative")
     # All of them are done only where a signal has cut short the evaluation that ends the epoch.
     if not 0 <= progress["step"] < steps + progress["unscored"]:
@@ -132,7 +119,7 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
         kinds = (int, float) if isinstance(value, float) else type(value)
         if not isinstance(saved.get(name, value), kinds):
             raise Damaged(path, f"scheduler.{name} is a {type(saved[name]).__name__}")
-    skipped = state["scaler"].get("skipped", 0)
+    skipped = state["scaler"].get("skipped", 0) + progress["uncounted"]
     if saved["last_epoch"] + skipped != progress["global_step"]:
         raise Damaged(
             path, f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"
@@ -152,6 +139,14 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
         instead = may if {*other} <= CHANGEABLE else "start another run"
         raise UsageFault(f"{path}: belongs to a training with {flags}", hint=f"give the same, or {instead}")
     _require_same_groups(now, then, allowed)
+    passes, why = then["accumulate"], ""
+    if now["accumulate"] != passes and "accumulate" not in allowed:
+        why = trainer.depends_on_passes()
+    if why:
+        raise UsageFault(
+            f"{path}: belongs to a training with --accumulate {passes}, and {why}",
+            hint="give the same, or --change accumulate",
+        )
     if trainer.config.init and _weights(trainer.config) != state["plan"]["init"]:
         raise UsageFault(
             f"{path}: belongs to a training that did not start from the weights in {trainer.config.init}",

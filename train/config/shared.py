@@ -171,6 +171,7 @@ class RanksConfig:
         "auto: nccl if each rank has a GPU, otherwise gloo on the CPU",
         choices=("auto", "gloo", "nccl"),
     )
+    mixed_torch: bool = flag(False, "ranks", "let ranks run different minor versions of torch")
     timeout: float = flag(
         600.0, "ranks", "how long a rank waits for the others (600)", type=number(above=0), metavar="SECONDS"
     )

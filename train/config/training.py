@@ -41,7 +41,7 @@ EACH_EPOCH = Every(1, "epochs")
 # Settings that a resumed run may change if --change names them. The others are another training.
 CHANGEABLE = {
     *("lr", "momentum", "weight_decay", "scheduler", "warmup", "clip_norm"),
-    *("label_smoothing", "augment", "mixup", "cutmix"),
+    *("label_smoothing", "augment", "mixup", "cutmix", "accumulate"),
 }
 
 
@@ -155,7 +155,8 @@ class TrainConfig(RanksConfig, DataConfig):
     accumulate: int = flag(
         1,
         "training",
-        "take each rank's share of the batch in N passes: the same training in less memory (1)",
+        "take each rank's share of the batch in N passes, in less memory; without BatchNorm and dropout it "
+        "is the same training (1)",
         type=integer(1),
         metavar="N",
     )

@@ -28,6 +28,8 @@ from train.trainer.progress import TrainScore
 from train.trainer.scoring import Score
 from train.trainer.trainer import Trainer
 
+# Steps in which nothing counts that are said; the log has all.
+SHOWN = 3
 # What a line has in addition to the epoch and a task's metrics.
 FIXED_COLUMNS = len("  train loss   test loss  seconds  best")
 
@@ -44,6 +46,7 @@ class Report:
         self.metrics = self._metrics()
         self._bar: Any = None
         self._when = ""
+        self._uncounted = trainer.progress.uncounted
         self._epoch_began = time.monotonic()
 
     def begin(self, remarks: list[tuple[str, str]]) -> None:
@@ -68,6 +71,8 @@ class Report:
         console.say(f"batch   {dealt}{virtual}, {steps} steps per epoch")
         console.say(f"train   {in_lines(recipe(config))}")
         console.say(f"out     {self.folder}")
+        if config.accumulate > 1 and (why := self.trainer.depends_on_passes()):
+            remarks = [*remarks, ("note", f"not the training of --accumulate 1: {why}")]
         for word, remark in remarks:
             console.say(f"{word:<6}  {remark}")
         if self.trainer.progress.epoch < config.epochs:
@@ -186,10 +191,24 @@ class Report:
     def event(self, event: str, text: str, step: int, **fields: Any) -> None:
         """Print on stderr what the user should know, and log it (`event`, `fields`); the run goes on."""
         if self.speaks:
-            if self._bar is not None:
-                self._bar.clear()
-            console.warn(text)
+            self._warn(text)
         self.trainer.log.write({"step": step, "event": event, **fields}, step)
+
+    def _warn(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        console.warn(text)
+
+    def uncounted(self) -> None:
+        """Say that nothing counted in this step, if so; after the first few times only in the log."""
+        progress = self.trainer.progress
+        if progress.uncounted > self._uncounted:
+            self._uncounted, step = progress.uncounted, progress.global_step
+            text = f"nothing counted in step {step}, whose mean loss has no value: the step was skipped"
+            if self.speaks and progress.uncounted <= SHOWN:
+                more = "; later ones are only in the log" if progress.uncounted == SHOWN else ""
+                self._warn(text + more)
+            self.trainer.log.write({"step": step, "event": "nothing counted"}, step)
 
     def note_signal(self, ended_by: str, stop: Stop) -> None:
         """Log how long a run took to end, if a signal has ended it. A collective."""
@@ -208,6 +227,8 @@ class Report:
 
     def _say_end(self, ended_by: str) -> None:
         last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
+        if count := self.trainer.progress.uncounted:
+            console.say(f"\nskipped {count} step{'s' * (count > 1)} in which nothing counted")
         saved = [path for path in (best, last) if os.path.exists(path)]
         if ended_by and last in saved:
             console.say(f"\nsaved   {last}")

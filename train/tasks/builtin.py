@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ckpttool import metrics as exact
-from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config.shared import DataConfig
 from train.data.samples import kind_of
@@ -172,12 +172,10 @@ class ModelLoss(Task):
     def loss(self, outputs: Any, batch: Any) -> Loss:
         mean, count = loss_in(outputs)
         count = self.sample_count(batch) if count is None else count
-        if not (isinstance(count, torch.Tensor) and count.device.type != "cpu") and not count:
-            raise CheckFailed(
-                "the model counted nothing in a forward pass, whose mean loss has no value",
-                hint="give a larger --batch-size or fewer --accumulate, or a task that returns a sum",
-            )
-        return mean.reshape(()) * count, count
+        mean = mean.reshape(())
+        # The mean of nothing is NaN, but adds nothing to the sum; without asking a GPU for the count.
+        nothing = torch.as_tensor(count, device=mean.device) == 0
+        return torch.where(nothing, torch.nan_to_num(mean) * 0, mean * count), count
 
 
 def loss_in(outputs: Any) -> tuple[torch.Tensor, Any]:

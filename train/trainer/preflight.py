@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
 from ckpttool.batchnorm import RunningStatistics
@@ -140,7 +140,7 @@ class Trial:
 def _initialise(trial: Trial, model: nn.Module) -> None:
     """Let lazy layers take their shapes from a sample; the random numbers are the same on every rank."""
     tensors = (*model.parameters(), *model.buffers())
-    if any(isinstance(tensor, UninitializedParameter | UninitializedBuffer) for tensor in tensors):
+    if any(is_lazy(tensor) for tensor in tensors):
         try:
             with modes_kept(model), torch.no_grad():
                 trial.forward(model.eval(), 1)

@@ -71,6 +71,7 @@ class Progress:
     global_step: int = 0
     samples: int = 0  # used since the beginning, by all ranks
     best: float = -math.inf  # the `selection_score` of the best score on the test set
+    uncounted: int = 0  # steps that changed nothing, as nothing counted in them
     unscored: bool = False  # a signal has cut short the evaluation after the last step
     lr: float = 0.0  # of the last step
     sums: Sums = field(default_factory=Sums)  # of the current epoch, on this rank
@@ -98,7 +99,9 @@ class Progress:
         self.sums = Sums()
         self.epoch += 1
         self.step = 0
-        return TrainScore(loss / counted, int(correct) if counts_correct else None, int(samples))
+        return TrainScore(
+            loss / counted if counted else math.nan, int(correct) if counts_correct else None, int(samples)
+        )
 
     def note_best(self, score: Score) -> bool:
         """Return whether this is the best score so far, and if so remember it. One of NaN never is."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
-from ckpttool.distributed.dummy_pass import run_dummy_pass, settle_buckets
+from ckpttool.distributed.dummy_pass import leaving_no_trace, run_dummy_pass, settle_buckets
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
 from ckpttool.errors import CheckFailed
@@ -45,7 +47,7 @@ class Feed:
         self.steps_per_epoch = self.plan.steps_of(place.world_size)
         self.recorder = Recorder()
 
-    def batches(self, steps: list[Step], progress: Progress) -> Iterator[Any]:
+    def batches(self, steps: Iterable[Step], progress: Progress) -> Iterator[Any]:
         """Yield the micro-batches of these steps of the current epoch, in order, on this rank's device.
 
         Raises:
@@ -55,11 +57,12 @@ class Feed:
         set_epoch = getattr(self.samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        indices = [micro_batch for step in steps for micro_batch in step.micro_batches]
+        # Lists of indices are made while they are loaded and dropped when used: of 10^7 they take 400 MB.
+        indices, taken = itertools.tee(micro_batch for step in steps for micro_batch in step.micro_batches)
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
         seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
         loaded = load(self.samples, indices, self.place, self.config.workers, seed=seed)
-        for micro_batch, batch in zip(indices, loaded, strict=True):
+        for micro_batch, batch in zip(taken, loaded, strict=True):
             self.task.check(batch, micro_batch, "training")
             self.recorder.take(micro_batch, batch)
             yield self.task.batch_to(batch, self.place.device)
@@ -122,9 +125,7 @@ class Trainer:
     def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[Any]]]:
         """Yield this rank's remaining steps of the current epoch, each with the iterator of its batches."""
         progress, place = self.progress, self.place
-        steps = list(
-            self.feed.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step)
-        )
+        steps = self.feed.plan.of_rank(progress.epoch, place.rank, place.world_size, progress.step)
         batches = self.feed.batches(steps, progress)
         for number, step in enumerate(steps, start=progress.global_step + 1):
             heartbeat.begin_step(number)
@@ -154,34 +155,50 @@ class Trainer:
         """Return a context in which a model that is compiled runs as it is."""
         return wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
 
-    def average_over_count(self, step: Step, sums: Sums) -> None:
+    def depends_on_passes(self) -> str:
+        """Return why another `--accumulate` would be another training; "" if it would be the same.
+
+        Not a collective; leaves no trace.
+        """
+        norms = [layer for layer in self.ddp.modules() if isinstance(layer, _BatchNorm)]
+        reasons = ["BatchNorm normalises each pass by itself"] * any(layer.training for layer in norms)
+        with torch.no_grad(), leaving_no_trace(self.ddp, together=False), self.not_compiled():
+            before = collectives.digest_all(randomness.take())
+            self.task.forward(self.ddp.module, self._dummy_batch)
+            if collectives.digest_all(randomness.take()) != before:
+                reasons.append("random numbers (as of dropout) are drawn pass by pass")
+        return ", and ".join(reasons)
+
+    def average_over_count(self, step: Step, sums: Sums) -> bool:
         """Make the reduced gradients those of the mean over all that the ranks counted. A collective.
+
+        Returns whether anything counted: else the mean loss has no value, and the step is to change nothing.
 
         They are those of the sum divided by the number of samples, which every rank knows before any pass. If
         a task counts tokens or pixels, their number is known only afterwards. It is one factor for all ranks
         after the reduction, so this is exact under SyncBatchNorm and accumulation too.
         """
         if self.task.counts_samples:
-            return
+            return True
         total = float(collectives.total(torch.tensor(float(sums.count), dtype=torch.float64)))
         if not total > 0:
-            collectives.report_once(self._refuse_to_count_nothing)
+            sums.loss = sums.count = 0  # a user's own sum over nothing may be NaN
+            return False
         if total != step.global_size:
             gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, step.global_size / total)
+        return True
 
-    def _refuse_to_count_nothing(self) -> NoReturn:
-        raise CheckFailed(
-            f"--task {self.config.task}: counted nothing in step {self.progress.global_step + 1}, whose mean "
-            "loss has no value",
-            hint="leave out samples without anything that counts, or take a larger --batch-size",
-        )
-
-    def update(self) -> torch.Tensor | None:
+    def update(self, *, counted: bool) -> torch.Tensor | None:
         """Change the weights by the gradients. Return the gradient's norm if the log will want it."""
         self.before_update()
         if self.statistics:
             self.statistics.end_step()
+        if not counted:
+            self.updater.optimizer.zero_grad(set_to_none=True)
+            self.progress.uncounted += 1
+            self.progress.lr = self.updater.lr
+            return None
         measured = self.log.due(self.progress.global_step + 1)
         self.progress.lr, norm = self.updater.step(measured=measured)
         return norm

@@ -35,6 +35,10 @@ class Updater:
         self.scheduler = optimizers.build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
         self.ema = Ema(model, config.ema) if config.ema else None
 
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
     def step(self, *, measured: bool) -> tuple[float, torch.Tensor | None]:
         """Change the weights and clear the gradients.
 
@@ -44,7 +48,7 @@ class Updater:
         norm = None
         if self.config.clip_norm or measured:
             norm = optimizers.clip([p for _, p in self.parameters], self.config.clip_norm)
-        lr = float(self.optimizer.param_groups[0]["lr"])
+        lr = self.lr
         if self.precision.step(self.optimizer):
             self.scheduler.step()
             if self.ema:
