@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a Markdown table whose first `left` columns are left-aligned."""
+    ruler = ["---" if column < left else "---:" for column in range(len(rows[0]))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ruler, *rows[1:]])
 
 
 def check_marks(file: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 from pathlib import Path
 
 from .markdown import check_marks, put_between_marks
@@ -27,6 +29,12 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--markdown {error}")
     return options
+
+
+def run(*command: object, **environment: str) -> None:
+    """Run a command without its output; raises CalledProcessError."""
+    words, given = [str(word) for word in command], {**os.environ, **environment}
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=given)
 
 
 def show(markdown: str, options: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from .disk_space import choose_folder, in_memory, shortage
 from .markdown import put_between_marks
 from .options import TABLES, parse
 from .process import CommandFailed
-from .report import as_text
+from .report import as_text, for_page
 from .sizes import show_size
 from .turns import Say, in_turns
 
@@ -53,8 +53,8 @@ def _run(chosen: Sequence[Benchmark], options: argparse.Namespace) -> None:
             _say_80(f"{benchmark.name}, {show_size(size)}: left out, {lack}")
             continue
         case, results = _measure(benchmark, size, folder, options)
-        measured.append(as_text(case, results))
-        print(f"\n{measured[-1]}", flush=True)
+        print(f"\n{as_text(case, results)}", flush=True)
+        measured.append(for_page(case, results))
     if measured and options.markdown:
         tables = "\n\n".join(f"```text\n{table}\n```" for table in measured)
         put_between_marks(options.markdown / TABLES, f"{tables}\n\nMeasured {about}.")

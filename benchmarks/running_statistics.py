@@ -23,6 +23,7 @@ from train.log import log_file
 
 from . import machine
 from .commands import CHILDREN, PYTHON, tool
+from .markdown import table
 from .own_program import parsed, parser_of, show
 
 EXAMPLE = CHILDREN / "digits_by_class.py"
@@ -106,22 +107,21 @@ def as_markdown(measured: Measured) -> str:
     epochs, ranks = range(1, len(measured.plain) + 1), range(len(measured.ranks))
     return "\n\n".join(
         [
-            _table(
-                ["after epoch", *map(str, epochs)],
-                ["`--batchnorm plain`", *map(_percent, measured.plain)],
-                ["`--batchnorm pooled`", *map(_percent, measured.pooled)],
+            table(
+                [
+                    ["after epoch", *map(str, epochs)],
+                    ["`--batchnorm plain`", *map(_percent, measured.plain)],
+                    ["`--batchnorm pooled`", *map(_percent, measured.pooled)],
+                ]
             ),
-            _table(
-                ["at the end, statistics of", *(f"rank {rank}" for rank in ranks), "all"],
-                ["`convert-batchnorm`", *map(_percent, [*measured.ranks, measured.offline])],
+            table(
+                [
+                    ["at the end, statistics of", *(f"rank {rank}" for rank in ranks), "all"],
+                    ["`convert-batchnorm`", *map(_percent, [*measured.ranks, measured.offline])],
+                ]
             ),
         ]
     )
-
-
-def _table(*rows: Sequence[str]) -> str:
-    ruled = [rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
 
 
 def _percent(share: float) -> str:
@@ -132,7 +132,7 @@ def main() -> int:
     options = parsed(parser_of("running_statistics", __doc__, ranks=4, epochs=4, seed=0))
     with tempfile.TemporaryDirectory(prefix="ckpttool-bench-") as name:
         folder = Path(name)
-        about = f"{machine.date()}; {machine.versions()}; {machine.size(folder)}"
+        about = machine.about(folder)
         measured = measure(folder, ranks=options.ranks, epochs=options.epochs, seed=options.seed)
     weights = "the same" if measured.same_weights else "DIFFERENT"
     markdown = f"{as_markdown(measured)}\n\nWeights of both trainings: {weights}. Measured {about}."

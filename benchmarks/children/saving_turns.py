@@ -154,7 +154,7 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     where, numbers = Path(sys.argv[1]), [int(one) for one in sys.argv[2:]]
-    WIDTH = int((numbers[0] * 1e6 / 12 / LAYERS) ** 0.5)  # Adam has two numbers beside each parameter
+    WIDTH = int((numbers[0] * 1e6 / 12 / LAYERS) ** 0.5)  # Adam has two numbers for each parameter
     os.environ["WIDTH"] = str(WIDTH)  # for this file as a module, from which the data and the model come
     found = measure(where, *numbers[1:])
     (where / "seconds.json").write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""A checkpoint as it was read: the tree of values, and the model's state found in it."""
+"""A checkpoint as it was read: the tree of values, and the model's state in it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import NamedTuple, ParamSpec, TypeVar
 from ..errors import NoState, Refused
 from ..inert_pickle.values import Global, TooDeep, in_brief, rebuild, tensor_of
 from ..tensors.ref import Source, Storage, TensorRef
-from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted
+from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted, follow
 from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, special_tensor
+from .sparse_tensors import index_fault
 from .special_tensors import SpecialTensor
 from .state import State, StateSearch, in_part
-from .states import follow, is_offered
+from .states import is_offered
 
 # The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
 # header that has metadata but not this entry.
@@ -204,6 +205,12 @@ class Checkpoint:
             if like is not None and plain_tensor(value) is None:
                 yield dotted(path), like
 
+    def index_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield the sparse tensors whose indices torch refuses, with what is wrong. Reads the indices."""
+        for name, like in self.special_tensors():
+            if fault := index_fault(name, like):
+                yield name, fault
+
     def found_state(self) -> State | None:
         """Return the model's state; None when there is none, a rank is missing, or it can't be said which."""
         if self.ranks is not None and self.ranks.missing:
@@ -251,14 +258,14 @@ class Checkpoint:
         Raises:
             Refused: the tree is nested too deeply to be copied.
         """
-        states = {id(each.anchor): each for each in (*also, state)}
+        states = {id(changed.anchor): changed for changed in (*also, state)}
 
         def at(value: object) -> object:
-            found = states.get(id(value))
-            if found is None:
+            changed = states.get(id(value))
+            if changed is None:
                 return change(value)
-            new = change(found.container)
-            return found.restored(new) if isinstance(new, dict) else new
+            new = change(changed.container)
+            return changed.restored(new) if isinstance(new, dict) else new
 
         opened = self.opened
         if state.module is not None:
@@ -285,7 +292,7 @@ R = TypeVar("R")
 
 
 def takes_checkpoint(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function whose first parameter, `checkpoint`, is an open Checkpoint."""
+    """Let a function refuse a `checkpoint` that is not an open one, by a TypeError that says what to pass."""
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

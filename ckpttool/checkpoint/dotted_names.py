@@ -1,4 +1,4 @@
-"""Dotted names of the values in a tree: `optimizer.state.0.exp_avg`."""
+"""Dotted names of the values in a tree: `optimizer.state.0.exp_avg`; nested dicts under such names."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def dotted(path: Path) -> str:
     return ".".join(path)
 
 
+def follow(root: object, path: Path) -> object:
+    """Return the value at a path; None when there is none."""
+    value = root
+    for name in path:
+        value = value[name] if isinstance(value, dict) else None
+    return value
+
+
 def contents(value: object) -> Iterable[Entry] | None:
     """Return the entries of a container; None for a leaf such as a tensor, a number or a name."""
     return None if isinstance(value, LEAVES) or tensor_of(value) is not None else entries(value)
@@ -28,6 +36,7 @@ def contents(value: object) -> Iterable[Entry] | None:
 
 def entries(value: object) -> Iterator[Entry]:
     """Yield the entries directly inside a container under the names a person would use."""
+    # A name is None if the entry adds no step to the path, as the attributes of an object do not.
     if isinstance(value, dict):
         for key, item in value.items():
             yield in_brief(key), item
@@ -59,18 +68,23 @@ class TooManyNames(ValueError):
 def named_values(
     root: object, inside: Callable[[object], Iterable[Entry] | None], limit: int
 ) -> Iterator[tuple[Path, object]]:
-    """Yield every value of a tree with its path, in the file's order, a container before its contents."""
+    """Yield every value of a tree with its path, in the file's order, a container before its contents.
+
+    `inside` returns the entries of a container, or None for a value not to be entered. A container is entered
+    once, at its first place, and not below MAX_DEPTH levels, which no honest file reaches. TooManyNames if
+    the paths have more than `limit` characters.
+    """
     seen: set[int] = set()
     stack: list[tuple[Path, object]] = [((), root)]
     while stack:
         path, value = stack.pop()
-        found = None if type(value) is TensorRef else inside(value)
-        if found is not None:
+        inner = None if type(value) is TensorRef else inside(value)
+        if inner is not None:
             if id(value) in seen:
                 continue
             seen.add(id(value))
             if len(path) < MAX_DEPTH:
-                here = [(path if name is None else (*path, name), item) for name, item in found]
+                here = [(path if name is None else (*path, name), item) for name, item in inner]
                 limit -= len(here) * sum(map(len, path)) + sum(len(at[-1]) for at, _ in here if at)
                 if limit < 0:
                     raise TooManyNames
@@ -84,7 +98,7 @@ Container = dict[object, object]
 # The end of the name under which a module keeps what it likes: one entry, even when it is a dict.
 EXTRA_STATE = "_extra_state"
 
-# Characters that each name counts beside its own, as shared dicts can have very many short names.
+# Characters that each name counts on top of its own, as shared dicts can have very many short names.
 PER_NAME = 100
 
 
@@ -98,9 +112,9 @@ def is_tensor(value: object) -> bool:
 
 
 def holds_only_tensors(root: Container) -> bool:
-    """Return whether a dict holds dicts, and these together nothing but tensors under text keys."""
+    """Return whether a dict has dicts inside, and these nothing but tensors (or `_extra_state`) by text."""
     seen: set[int] = set()
-    found = False
+    has_tensor = False
     stack = [root]
     while stack:
         container = stack.pop()
@@ -113,14 +127,15 @@ def holds_only_tensors(root: Container) -> bool:
             if isinstance(value, dict):
                 stack.append(value)
             elif is_tensor(value):
-                found = True
+                has_tensor = True
             elif not key.endswith(EXTRA_STATE):
                 return False
-    return found and len(seen) > 1
+    return has_tensor and len(seen) > 1
 
 
 def flattened(root: Container, limit: int) -> dict[str, Path]:
-    """Return the path of each entry of nested dicts by its dotted name, in their order."""
+    """Return the path of each entry of nested dicts by its dotted name. Raises TooManyNames, TwiceNamed."""
+    # A dict is opened when its keys are text and a tensor is inside; otherwise it is an entry itself.
     places: dict[str, Path] = {}
     opened = _with_tensors(root)
     stack: list[tuple[Path, object]] = [((), root)]
@@ -156,13 +171,12 @@ def _with_tensors(root: Container) -> set[int]:
                 if id(item) not in seen:
                     seen.add(id(item))
                     stack.append(item)
-    found: set[int] = set()
+    with_tensors = {id(root)}
     while ready:
-        each = ready.pop()
-        if each not in found:
-            found.add(each)
-            ready += inside.get(each, ())
-    return found | {id(root)}
+        container = ready.pop()
+        with_tensors.add(container)
+        ready += inside.pop(container, ())
+    return with_tensors
 
 
 def regrouped(root: Container, places: Mapping[str, Path], entries: Mapping[object, object]) -> Container:
@@ -173,8 +187,9 @@ def regrouped(root: Container, places: Mapping[str, Path], entries: Mapping[obje
 
     def at(path: Path) -> Container:
         if path not in made:
-            above, old = at(path[:-1]), _follow(root, path)
-            made[path] = above[path[-1]] = remade(old, ())
+            old = follow(root, path)
+            assert isinstance(old, dict)
+            made[path] = at(path[:-1])[path[-1]] = remade(old, ())
         return made[path]
 
     for name, value in entries.items():
@@ -183,16 +198,7 @@ def regrouped(root: Container, places: Mapping[str, Path], entries: Mapping[obje
     return made[()]
 
 
-def _follow(root: Container, path: Path) -> Container:
-    value: object = root
-    for key in path:
-        assert isinstance(value, dict)
-        value = value[key]
-    assert isinstance(value, dict)
-    return value
-
-
 def values_at(root: Container, places: Mapping[str, Path]) -> Iterator[tuple[str, object]]:
     """Yield the value of each entry of nested dicts with its dotted name."""
     for name, path in places.items():
-        yield name, _follow(root, path[:-1])[path[-1]]
+        yield name, follow(root, path)

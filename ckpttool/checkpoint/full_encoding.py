@@ -54,7 +54,7 @@ class Flat:
 
 
 def encode(tree: object, protocol: int = 2) -> Flat:
-    """Take a tree apart."""
+    """Take a tree apart. TooDeep, TooManyNames (MAX_NAMES) or Unholdable if that can't be done."""
     encoder = _Encoder(tree)
     try:
         document = {"version": VERSION, "protocol": protocol, "tree": encoder.node(tree, ())}

@@ -37,8 +37,8 @@ class SpecialTensor:
     shape: Shape | None = None
     # the tensors of the file that its values are made of, by what they are
     parts: Mapping[str, TensorRef] = field(default_factory=dict)
-    # the settings that its values also depend on, as text that is the same for the same tensor: the scale
-    # of a quantised tensor, the place of a shard
+    # settings that its values also depend on, as text that is the same for the same tensor: the scale of a
+    # quantised tensor, the place of a shard
     form: str = ""
     # the shape of the piece that this file holds; None when it holds all of the tensor
     local_shape: Shape | None = None
@@ -55,25 +55,27 @@ class SpecialTensor:
         return self.local_shape is not None or (self.kind in SHARDED and not self.known)
 
     def __str__(self) -> str:
-        """The tensor in words: `DTensor float32 [7, 5], here [3, 5], Shard(0), rank 1 of 2`."""
+        # DTensor float32 [7, 5], here [3, 5], Shard(0), rank 1 of 2
         words = f"{self.kind}{f' {self.dtype.name}' if self.dtype else ''}"
         words += f" {list(self.shape)}" if self.shape is not None else ""
         here = None if self.local_shape is None else f"here {list(self.local_shape)}"
         return ", ".join(filter(None, (words, here, self.form)))
 
     def as_tensor(self) -> TensorRef:
-        """Return a tensor of the same dtype and shape without values, to list beside others."""
+        """Return a tensor of the same dtype and shape without values, to list with others."""
         nothing = Storage(Computed("", 0, lambda start, nbytes: iter(())), "UntypedStorage", "meta")
         return TensorRef.contiguous(nothing, self.dtype or DTYPES["uint8"], self.shape or (0,))
 
 
 def placeholders(tree: object) -> dict[str, Shape]:
     """Return the shapes of the parameters that DeepSpeed keeps in other files, by their names in `module`."""
+    # ZeRO stage 3 cuts each parameter over the ranks and writes an empty tensor in its place. `param_shapes`
+    # has the names and shapes, also in the stages that write whole parameters.
     listed = [tree.get("param_shapes"), tree.get("frozen_param_shapes")] if isinstance(tree, dict) else []
-    groups = [group for each in listed for group in (each if isinstance(each, list) else [each])]
+    groups = [group for groups in listed for group in (groups if isinstance(groups, list) else [groups])]
     pairs = [pair for group in groups if isinstance(group, dict) for pair in group.items()]
-    found = ((name, shape_of(size)) for name, size in pairs if isinstance(name, str))
-    return {name: shape for name, shape in found if shape is not None and 0 not in shape}
+    shapes = ((name, shape_of(size)) for name, size in pairs if isinstance(name, str))
+    return {name: shape for name, shape in shapes if shape is not None and 0 not in shape}
 
 
 def placeholder(tensor: TensorRef, shape: Shape | None) -> SpecialTensor:
@@ -104,7 +106,7 @@ def shape_of(value: object) -> Shape | None:
         value = value.args[0] if value.args else ()
     if not isinstance(value, tuple | list) or len(value) > MAX_AXES:
         return None
-    sizes = tuple(each for each in value if is_count(each))
+    sizes = tuple(size for size in value if is_count(size))
     return sizes if len(sizes) == len(value) and extent(sizes) <= MAX_BYTES else None
 
 
@@ -132,6 +134,7 @@ def _ways_out(path: str, likes: Mapping[str, SpecialTensor], holds: bool) -> str
 
 
 def require_plain(path: str, likes: Mapping[str, SpecialTensor], why: str, *, holds: bool = True) -> None:
-    """Refuse tensors that are not plain ones, if there are any."""
+    """Refuse tensors that are not plain ones: `why` says what can't be done with them."""
+    # `holds`: the output's format could hold them, so that another format is no way out.
     if likes:
         raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(path, likes, holds))

@@ -1,4 +1,4 @@
-"""A model's state: its tensors by name, and everything else in the dict that holds them."""
+"""A model's state: its tensors by name, the rest of the dict that holds them, and the search for it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .dotted_names import (
     contents,
     dotted,
     flattened,
+    follow,
     is_tensor,
     named_values,
     regrouped,
@@ -33,7 +34,6 @@ from .states import (
     Likelihood,
     candidates,
     equally_likely,
-    follow,
     is_nested,
     is_state,
     likelihood,
@@ -118,10 +118,10 @@ class State:
     def restored(self, container: Container) -> Container:
         """Return a changed `container` in the form that the tree has: nested dicts when names stayed."""
         if self.part_of is not None:
-            whole = self.part_of
-            rest = {key: value for key, value in whole.container.items() if not in_part(key, self.prefix)}
-            own = {_outer(key, self.prefix): value for key, value in container.items()}
-            return whole.restored(remade(whole.container, (rest | own).items()))
+            outer = self.part_of
+            rest = {key: value for key, value in outer.container.items() if not in_part(key, self.prefix)}
+            changed = {_outer(key, self.prefix): value for key, value in container.items()}
+            return outer.restored(remade(outer.container, (rest | changed).items()))
         return container if self.nested is None else regrouped(self.nested, self.places, container)
 
 
@@ -136,14 +136,14 @@ def _outer(key: object, prefix: str) -> object:
     return key if prefix.startswith("!") else f"{prefix}{key}"
 
 
-def part(whole: State, prefix: str) -> State | None:
+def part(state: State, prefix: str) -> State | None:
     """Return the part of a state whose keys begin with a prefix, without it; or all others, for `!prefix`."""
     cut = 0 if prefix.startswith("!") else len(prefix)
-    found = {key: value for key, value in whole.container.items() if in_part(key, prefix)}
-    if not cut and len(found) == len(whole.container):
+    entries = {key: value for key, value in state.container.items() if in_part(key, prefix)}
+    if not cut and len(entries) == len(state.container):
         return None
-    state = make_state(whole.path, OrderedDict_((str(key)[cut:], value) for key, value in found.items()))
-    return replace(state, part_of=whole, prefix=prefix) if state.tensors or state.likes else None
+    inner = make_state(state.path, OrderedDict_((str(key)[cut:], value) for key, value in entries.items()))
+    return replace(inner, part_of=state, prefix=prefix) if inner.tensors or inner.likes else None
 
 
 def make_state(
@@ -156,6 +156,7 @@ def make_state(
     elsewhere: Mapping[str, Shape] | None = None,
 ) -> State:
     """Return a dict as a state, its tensors apart from its other entries."""
+    # `elsewhere` has the shapes of parameters whose values may be in other files (`placeholders`).
     tensors: dict[str, TensorRef] = {}
     others: dict[str, object] = {}
     likes: dict[str, SpecialTensor] = {}
@@ -175,13 +176,14 @@ def make_state(
                 likes[name] = like
     versions = None
     if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
-        found = container.attributes.get("_metadata")
-        versions = found if isinstance(found, dict) else None
+        metadata = container.attributes.get("_metadata")
+        versions = metadata if isinstance(metadata, dict) else None
     return State(path, container, tensors, others, versions, likes, module, nested, places or {})
 
 
 def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, SpecialTensor]:
     """Return the empty tensors of a state that stand for parameters in other files."""
+    # Names that are not listed were renamed since: when none is listed, every empty float tensor counts.
     tensors = {str(key): plain_tensor(value) for key, value in container.items()} if elsewhere else {}
     empty = {name: t for name, t in tensors.items() if t is not None and t.shape == (0,)}
     listed = [name for name in tensors if name in elsewhere]
@@ -196,9 +198,9 @@ def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, Sp
 class StateSearch:
     """Finds states in a tree of values, and names values."""
 
-    path: str
+    path: str  # the file, for messages
     tree: object
-    most: int
+    most: int  # characters that all dotted names together may have
 
     def named(self, inside: Callable[[object], Iterable[Entry] | None]) -> Iterator[tuple[Path, object]]:
         """Yield every value with its path, as `Checkpoint.named` does."""
@@ -219,8 +221,8 @@ class StateSearch:
         """Return the state behind a dotted name, or the part of one whose keys begin so."""
         if (path := self._named(where)) is not None:
             return self.at(path)
-        if (found := self._part(where)) is not None:
-            return found
+        if (state := self._part(where)) is not None:
+            return state
         raise NoState(self.path, f"holds no state named '{where[:80]}'", hint=self._where_to_look())
 
     def at(self, path: Path) -> State:
@@ -241,8 +243,8 @@ class StateSearch:
     def _ranked(self) -> list[tuple[Likelihood, Path]]:
         """Return the paths of states with their likelihood, the likeliest first."""
         paths = candidates(self.tree)
-        found = [(likelihood(path, partial(self._entries, path)), path) for path in paths]
-        return sorted(found, key=lambda pair: pair[0])
+        rated = [(likelihood(path, partial(self._entries, path)), path) for path in paths]
+        return sorted(rated, key=lambda pair: pair[0])
 
     def _entries(self, path: Path) -> Mapping[object, object]:
         value = follow(self.tree, path)
@@ -288,11 +290,11 @@ class StateSearch:
         for path in self.states():
             inner = f"{dotted(path)}." if path else ""
             try:
-                whole = self.at(path)
+                state = self.at(path)
             except (NoState, Refused):  # whose names are ambiguous; another state may have the keys
                 continue
             for name in dict.fromkeys((where.removeprefix(inner), where)):
-                found = part(whole, f"{name}.") if name.strip("!") else None
+                found = part(state, f"{name}.") if name.strip("!") else None
                 if found is not None:
                     return found
         return None
@@ -305,7 +307,7 @@ class StateSearch:
         except TwiceNamed as fault:
             reason = f"two entries of its nested dicts are named '{str(fault)[:80]}'"
             named = self.named(contents)
-            dicts = (path for path, each in named if path and isinstance(each, dict) and is_state(each))
+            dicts = (path for path, value in named if path and isinstance(value, dict) and is_state(value))
             choices = " or ".join(f"--state {shlex.quote(dotted(path))}" for path in islice(dicts, 4))
             hint = f"take one of the dicts: {choices}" if choices else None
             raise Refused(self.path, reason, hint=hint) from None

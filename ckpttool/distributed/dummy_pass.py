@@ -1,7 +1,4 @@
-"""A pass through a model that leaves no trace: of a rank without samples, or before the first step.
-
-Imports torch.
-"""
+"""Passes that leave no trace: of a rank without samples, or before the first step. Imports torch."""
 
 from __future__ import annotations
 

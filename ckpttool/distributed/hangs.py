@@ -187,7 +187,7 @@ def _verdict(kind: str, blamed: Sequence[Seen], inside: Sequence[Seen]) -> Verdi
     others = [seen for seen in inside if seen not in blamed]
     if not blamed:
         lines = [
-            f"no rank goes on, and none is behind: all are in {inside[0].position}, for "
+            f"no rank makes progress, and none is behind: all are in {inside[0].position}, for "
             f"{inside[0].beat.age:.0f} s. Do all call the same collectives in the same order?",
             *_stack(inside[0]),
         ]

@@ -34,15 +34,15 @@ class ExactSum:
 
     def add(self, values: NDArray[Any]) -> None:
         """Add an array of float64, of any shape."""
-        whole, shifts = self._finite(values)
-        self.units += _total(shifts, whole) << SMALLEST
+        mantissas, shifts = self._finite(values)
+        self.units += _total(shifts, mantissas) << SMALLEST
 
     def add_squares(self, values: NDArray[Any]) -> None:
         """Add the square of each number, as three products that fit into 64 bits."""
         import numpy as np
 
-        whole, shifts = self._finite(np.abs(values))
-        high, low = whole >> 26, whole & ((1 << 26) - 1)
+        mantissas, shifts = self._finite(np.abs(values))
+        high, low = mantissas >> 26, mantissas & ((1 << 26) - 1)
         for bits, part in ((52, high * high), (26, 2 * high * low), (0, low * low)):
             self.units += _total(2 * shifts, part) << bits
 
@@ -106,13 +106,13 @@ class ExactSum:
         return np.ldexp(mantissas, 53).astype(np.int64), exponents.astype(np.int64) + (SMALLEST - 53)
 
 
-def _total(shifts: NDArray[Any], whole: NDArray[Any]) -> int:
-    """Return the sum of whole · 2^shift, for integers below 2^62 in size and shifts of 0 or more."""
+def _total(shifts: NDArray[Any], mantissas: NDArray[Any]) -> int:
+    """Return the sum of mantissa · 2^shift, for integers below 2^62 in size and shifts of 0 or more."""
     import numpy as np
 
     total = 0
-    for start in range(0, len(whole), PIECE):
-        places, part = shifts[start : start + PIECE], whole[start : start + PIECE]
+    for start in range(0, len(mantissas), PIECE):
+        places, part = shifts[start : start + PIECE], mantissas[start : start + PIECE]
         for bits, half in ((31, part >> 31), (0, part & ((1 << 31) - 1))):
             sums = np.bincount(places, weights=half)
             for place in np.flatnonzero(sums).tolist():

@@ -41,8 +41,8 @@ class Predictions:
     """A model's predictions: numpy arrays of the same length, a row per sample."""
 
     index: NDArray[Any]  # int64 [n], the position of the sample in its data set
-    prediction: NDArray[Any]  # prediction, label: int64 [n], classes
-    label: NDArray[Any]
+    prediction: NDArray[Any]  # int64 [n], classes
+    label: NDArray[Any]  # int64 [n], classes
     loss: NDArray[Any]  # float64 [n]
 
     def __len__(self) -> int:
@@ -56,15 +56,15 @@ class Predictions:
 class Evaluation:
     """What all ranks of an evaluation have in common; None where a file does not say."""
 
-    world_size: int | None = None  # the number of ranks
-    samples: int | None = None  # the number of samples in the data set
+    world_size: int | None = None
+    samples: int | None = None  # in the data set
     checkpoint: str | None = None  # the digest of the model's state, as `files.digest.digest` computes it
     data: str | None = None  # the name of the data set
-    classes: tuple[str, ...] | None = None  # the names of the classes, by label
-    # device, threads: the device type and the number of CPU threads, which changes the last bits
+    classes: tuple[str, ...] | None = None  # their names, by label
+    # The last bits of losses depend on these three.
     device: str | None = None
     threads: int | None = None
-    batch_size: int | None = None  # the number of samples in a forward pass, which changes them too
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[A
     if tensor is None:
         raise Unsupported(path, f"is not a prediction file: it has no '{name}'", hint=HINT)
     if tensor.dtype.name != COLUMNS[name] or len(tensor.shape) != 1:
-        found = f"{tensor.dtype.name} {list(tensor.shape)}"
-        raise Unsupported(path, f"is not a prediction file: its '{name}' is {found}", hint=HINT)
+        what = f"{tensor.dtype.name} {list(tensor.shape)}"
+        raise Unsupported(path, f"is not a prediction file: its '{name}' is {what}", hint=HINT)
     require_bounded(name, tensor)
     raw = b"".join(bytes(piece) for piece in stream(tensor))
     return np.frombuffer(raw, dtype=np.dtype(COLUMNS[name]).newbyteorder("<")).astype(COLUMNS[name])
@@ -149,7 +149,7 @@ def _as_metadata(evaluation: Evaluation, rank: int) -> dict[str, str]:
 
 
 def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Evaluation]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     kinds = {
         **dict.fromkeys(("rank", "world_size", "samples", "threads", "batch_size"), int),
         "classes": list,
@@ -158,13 +158,13 @@ def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Ev
         if name not in metadata:
             continue
         try:
-            found[name] = json.loads(metadata[name])
+            values[name] = json.loads(metadata[name])
         except (ValueError, RecursionError):
-            found[name] = None
-        if type(found[name]) is not kinds.get(name, str):
+            values[name] = None
+        if type(values[name]) is not kinds.get(name, str):
             raise Unsupported(
                 path, f"its metadata has no {name} as a prediction file has: {metadata[name][:40]}"
             )
-    if "classes" in found:
-        found["classes"] = tuple(map(str, found["classes"]))
-    return found.pop("rank", None), Evaluation(**found)
+    if "classes" in values:
+        values["classes"] = tuple(map(str, values["classes"]))
+    return values.pop("rank", None), Evaluation(**values)

@@ -345,7 +345,7 @@ def test_a_rank_that_was_killed_as_memory_ran_out_is_told_from_one_that_was_kill
         Path((cases.folder_of(runs_out_of_memory) / "group").read_text()).rmdir()
     assert ends[BAD].code == -signal.SIGKILL, ends[BAD].said
     assert "rank 1 is gone: process " in ends[0].said
-    assert "the kernel has killed a process of this machine as memory ran out" in ends[0].said
+    assert "the kernel killed a process on this machine, as memory ran out" in ends[0].said
 
 
 def test_a_rank_that_raises_is_named_with_its_error(cases: Cases) -> None:
@@ -375,7 +375,7 @@ def test_a_rank_with_fewer_steps_is_named(cases: Cases) -> None:
 
 def test_ranks_that_wait_in_different_collectives_are_a_deadlock(cases: Cases) -> None:
     for end in cases.in_time(calls_collectives_in_another_order):
-        assert "no rank goes on, and none is behind: all are in 'forward'" in end.said
+        assert "no rank makes progress, and none is behind: all are in 'forward'" in end.said
 
 
 def test_a_rank_whose_interpreter_is_held_is_named_with_its_stack(cases: Cases) -> None:
@@ -394,8 +394,8 @@ def test_a_rank_that_works_or_is_slow_is_not_ended(cases: Cases, case: Any) -> N
 def test_a_slow_loader_is_named_in_a_warning_and_its_end_too(cases: Cases) -> None:
     said = cases.ends(is_slow)[0].said
     assert re.search(r"^warning: rank 0: rank 1 is slow: in 'data' of step 3 for \d s", said), said
-    assert "taken for hung once it has done nothing for 4 s" in said
-    assert said.endswith("warning: rank 0: rank 1 goes on\n")
+    assert "counts as hung once it has done nothing for 4 s" in said
+    assert said.endswith("warning: rank 0: rank 1 has continued\n")
 
 
 def test_one_rank_is_not_watched_and_no_thread_is_left() -> None:
@@ -410,7 +410,7 @@ def leaves_nothing(rank: int, size: int) -> tuple[int, int, int]:
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with distributed.watch(5):
         during = threading.active_count()
-    assert heartbeat._current is None
+    assert heartbeat._pulse is None
     return (
         during - before[0],
         threading.active_count() - before[0],

@@ -13,6 +13,7 @@ import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable
+from ckpttool.files.failures import reason
 
 
 class Each(NamedTuple):
@@ -109,13 +110,13 @@ def read(path: str) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise Unreadable(path, (error.strerror or str(error)).lower()) from error
+        raise Unreadable(path, reason(error)) from error
     except pickle.UnpicklingError as error:  # torch's own text tells how to run what is in it
         what = "it holds more than tensors and plain values, or is damaged; nothing in it was run"
         raise Damaged(path, f"can't be read: {what}") from error
     except Exception as error:  # torch raises all kinds of errors for damaged bytes
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Damaged(path, f"can't be read: {reason}") from error
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Damaged(path, f"can't be read: {why}") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "progress", "digests"} <= state.keys():
         raise Refused(
             path, "is not a checkpoint of this trainer", hint=f"inspect it: ckpttool inspect {path}"
@@ -144,8 +145,8 @@ def malformed(path: str) -> Iterator[None]:
     except CkptToolError:
         raise
     except Exception as error:  # torch's own checks of a state raise all kinds of errors
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise Damaged(path, f"does not hold the state of a run: {reason}") from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise Damaged(path, f"does not hold the state of a run: {why}") from error
 
 
 def require_file(path: str) -> None:
@@ -153,8 +154,7 @@ def require_file(path: str) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        reason = "is a link to nothing" if os.path.islink(path) else (error.strerror or str(error)).lower()
-        raise Unreadable(path, reason) from error
+        raise Unreadable(path, "is a link to nothing" if os.path.islink(path) else reason(error)) from error
     if not stat.S_ISREG(mode):
         raise Refused(path, "is not a regular file", hint="name a checkpoint: --resume PATH")
 

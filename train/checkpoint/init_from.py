@@ -26,12 +26,11 @@ from ckpttool.checkpoint.state import State
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import Mismatch, NoState, NothingToDo, UsageFault
 from ckpttool.models.diagnosis import Diagnosis, diagnose
-from ckpttool.models.diagnosis.case import Case
-from ckpttool.models.diagnosis.fit import Blueprint, compare
-from ckpttool.models.diagnosis.shell import command_line
+from ckpttool.models.diagnosis.fit import Blueprint, Case, compare
+from ckpttool.models.diagnosis.lines import command_line
 from ckpttool.models.diagnosis.treatment import treat
-from ckpttool.models.loading_rules import accepts
 from ckpttool.models.reloading import Reloaded, reload
+from ckpttool.models.skeleton import accepts
 from ckpttool.transforms.wrappers import found_prefixes
 
 # Names of one kind that an error lists if no command helps; it counts the rest.

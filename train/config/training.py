@@ -31,6 +31,7 @@ from train.config.shared import (
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
+    "muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 1e-1},
 }
 OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 
@@ -183,7 +184,10 @@ class TrainConfig(RanksConfig, DataConfig):
     )
     json: bool = flag(False, "training", "with --preview: print JSON")
     optimizer: str = flag(
-        "sgd", "optimizer", "sgd (the default), adam, adamw, or another class of torch.optim", metavar="NAME"
+        "sgd",
+        "optimizer",
+        "sgd (the default), adam, adamw, muon (with adamw for the rest), or another class of torch.optim",
+        metavar="NAME",
     )
     lr: float = flag(
         OPTIMIZERS["sgd"]["lr"],
@@ -195,14 +199,14 @@ class TrainConfig(RanksConfig, DataConfig):
     momentum: float = flag(
         OPTIMIZERS["sgd"]["momentum"],
         "optimizer",
-        "for sgd (0.9)",
+        "sgd 0.9, muon 0.95",
         type=number(least=0, below=1),
         metavar="X",
     )
     weight_decay: float = flag(
         OPTIMIZERS["sgd"]["weight_decay"],
         "optimizer",
-        "sgd 0.0001, adamw 0.01, others 0",
+        "sgd 0.0001, adamw 0.01, muon 0.1, others 0",
         type=number(least=0),
         metavar="X",
     )

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ckpttool.errors import Damaged, FileError, Unreadable
-from ckpttool.files import lines
-from ckpttool.files.commit import replacing
+from ckpttool.files.commit import append_line, replacing
 from ckpttool.files.failures import naming, reason
 from train import console
 
@@ -30,7 +29,7 @@ def append(folder: str, entry: Mapping[str, Any]) -> None:
     """Add one object to the log, on a line of its own, or raise FileError and leave the log as it was."""
     path = os.path.join(folder, LOG)
     with naming(path):
-        lines.append(path, json.dumps(_finite(entry)).encode())
+        append_line(path, json.dumps(_finite(entry)).encode())
 
 
 def cut(folder: str, *, epoch: int, step: int) -> None:

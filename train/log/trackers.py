@@ -17,8 +17,8 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CheckFailed, FileError, UsageFault
+from ckpttool.files.commit import append_record
 from ckpttool.files.failures import naming
-from ckpttool.files.lines import append_record
 from train.config.training import TrainConfig
 from train.log import log_file
 from train.log.log_file import HeldLines

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.files import chain
-from ckpttool.files.failures import naming
+from ckpttool.files.failures import naming, reason
 from ckpttool.files.temporaries import remove_abandoned
 from train.checkpoint.files import BEST, LAST, LINK, NUMBERED, is_taken
 from train.checkpoint.format import require_file
@@ -72,7 +72,7 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
             if not config.resume:
                 _clear(folder)
         except OSError as error:
-            raise UsageFault(f"--out {folder}: {(error.strerror or str(error)).lower()}") from error
+            raise UsageFault(f"--out {folder}: {reason(error)}") from error
         yield folder
 
 

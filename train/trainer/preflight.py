@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
 from ckpttool.batchnorm import RunningStatistics
+from ckpttool.distributed.dummy_pass import modes_kept
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError, UsageFault
@@ -45,6 +47,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
             f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}",
             hint=f"give --batch-size {plan.samples} or less",
         )
+    _initialise(Trial(config.model, data, task, "training"), model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     optimizer.check_warmup(config, in_epoch)
@@ -134,6 +137,17 @@ class Trial:
         return UsageFault(f"--model {self.model}: does not take the {samples} of {self.data.name}: {reason}")
 
 
+def _initialise(trial: Trial, model: nn.Module) -> None:
+    """Let lazy layers take their shapes from a sample; the random numbers are the same on every rank."""
+    tensors = (*model.parameters(), *model.buffers())
+    if any(is_lazy(tensor) for tensor in tensors):
+        try:
+            with modes_kept(model), torch.no_grad():
+                trial.forward(model.eval(), 1)
+        except Exception as error:
+            raise trial.unfit(error) from error
+
+
 def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan, world_size: int) -> None:
     """Run a copy of the model on the smallest batch that any rank gets, forward and backward."""
     # Synchronised layers see the samples of all ranks.
@@ -162,6 +176,13 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
     with torch.no_grad():
         trial.measure(outputs, batch)
     total.backward()
+    for name, parameter in copied.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise UsageFault(
+                f"--model {config.model}: parameter {name} gets a sparse gradient, and ranks average "
+                "dense ones",
+                hint="make its layer without sparse=True",
+            )
     if not config.find_unused:
         _check_used(config.model, copied)
 

@@ -66,7 +66,7 @@ def measure(trainer: Trainer) -> Speed:
     Passes of two sizes tell a pause, which each pass takes, from the time that each sample takes.
     """
     feed, place = trainer.feed, trainer.place
-    step = next(feed.plan.of_rank(trainer.progress.epoch, place.rank, place.world_size))
+    step = feed.plan.of_rank(trainer.progress.epoch, place.rank, place.world_size)[0]
     indices = step.micro_batches[0]
     few = max(1, len(indices) // 4)
     with leaving_no_trace(trainer.ddp, together=False), wrapping.not_compiled():

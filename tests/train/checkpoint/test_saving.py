@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ckpttool.errors import CheckFailed, CkptToolError
-from ckpttool.files import chain, lines
+from ckpttool.files import chain
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, environment
 from train.checkpoint import format as checkpoints
@@ -312,21 +312,21 @@ def test_a_full_disk_ends_no_run_with_a_record_which_names_what_was_saved_and_no
 
 def fail_after_a_full_disk(rank: int, size: int, folder: str) -> str:
     """Run the trainer with a record whose lines find no room in steps 2 and 3; step 4 fails."""
-    usual, end_step = lines.append, Trainer.end_step
+    usual, end_step = chain.append_line, Trainer.end_step
 
     def refuse(path: str, *_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     def watched(trainer: Trainer, *given: Any) -> None:
         step = trainer.progress.global_step
-        lines.append = refuse if 1 <= step < 3 else usual
+        chain.append_line = refuse if 1 <= step < 3 else usual
         if step == 3:
             raise CheckFailed("the step failed")
         end_step(trainer, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "end_step", watched)
-        patch.setattr(lines, "append", usual)  # and put it back at the end
+        patch.setattr(chain, "append_line", usual)  # and put it back at the end
         return runs.run(rank, size, runs.restless, folder, {"prove_every": 1, "workers": 0})
 
 
