@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +13,13 @@ from typing import Any, NamedTuple
 from ckpttool.errors import UsageFault
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+SPELLINGS = {
+    "steps": ("steps", "step"),
+    "epochs": ("epochs", "epoch"),
+    "s": ("s", "sec", "secs", "second", "seconds"),
+    "min": ("min", "mins", "minute", "minutes"),
+    "h": ("h", "hr", "hrs", "hour", "hours"),
+}
 
 
 class Every(NamedTuple):
@@ -84,20 +92,27 @@ def every(*units: str, least: int) -> Callable[[str], Every]:
     """Read a number with one of the units, the first of which need not be written."""
 
     def convert(text: str) -> Every:
-        for unit in sorted(units, key=len, reverse=True):
-            if text.endswith(unit):
-                return Every(integer(least)(text.removesuffix(unit)), unit)
-        return Every(integer(least)(text), units[0])
+        value, unit = _divided(text, units)
+        return Every(integer(least)(value), unit or units[0])
 
     return convert
 
 
 def duration(text: str) -> float:
     """Read a time above zero, in seconds if it has no unit: `90`, `90s`, `30min`, `2h`."""
-    for unit in sorted(SECONDS, key=len, reverse=True):
-        if text.endswith(unit):
-            return number(above=0)(text.removesuffix(unit)) * SECONDS[unit]
-    return number(above=0)(text)
+    value, unit = _divided(text, tuple(SECONDS))
+    return number(above=0)(value) * SECONDS[unit or "s"]
+
+
+def _divided(text: str, units: tuple[str, ...]) -> tuple[str, str]:
+    """Return the number in a text and its unit, `""` if it has none."""
+    parts = re.fullmatch(r"(.*?[\d.])? *([a-z]*)", text.strip().lower())
+    if parts is None or not parts[1]:
+        return text, ""  # for the caller to refuse
+    unit = next((unit for unit in units if parts[2] in SPELLINGS[unit]), "")
+    if parts[2] and not unit:
+        raise argparse.ArgumentTypeError(f"{text!r} has none of the units {', '.join(units)}")
+    return parts[1], unit
 
 
 def flag(default: Any, group: str, text: str, **options: Any) -> Any:
