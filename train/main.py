@@ -201,7 +201,7 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
         trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
         counted = trainer.average_over_count(step, sums)
     with log.phase("update"):
-        norm = trainer.update(counted=counted)
+        norm = trainer.update(counted)
     trainer.end_step(step, sums, norm)
 
 
