@@ -36,6 +36,7 @@ SAID = {
         "whole": "whole on every rank, as buffers are (--whole adds others)",
         "perhaps_buffers": "cut, though no parameter of the optimizer (--whole NAME, if it is a buffer)",
         "repeated": "the same in extra_state of every rank",
+        "removed": "removed, as files of an earlier split",
         "left_out": "left out",
     },
     "Merged": {

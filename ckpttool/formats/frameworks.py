@@ -18,13 +18,16 @@ from ..tensors.ref import Source
 from .dcp import reading as dcp
 from .dcp.extras import not_read
 from .deepspeed import reading as deepspeed
+from .deepspeed import universal
+from .ranks import copies
 from .ranks import dtensor_files as rank_files
 from .ranks import hugging_face as hf_pieces
 from .ranks.pieces import Framework, Take, is_known, opened
+from .shards import reading as sharded
 
 COMPARED = Take()
 
-FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
+FRAMEWORKS: tuple[Framework, ...] = (universal, deepspeed, hf_pieces, rank_files)
 
 # Formats that store what ranks share only once: no rank's can be taken.
 SHARED_ONCE = (hf_pieces.NAME, dcp.NAME)
@@ -46,7 +49,10 @@ def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
     if parts and (own := read_own(folder)):
         parts.append(own)
     if not parts:
-        return None
+        paths = rank_files.candidates(folder).paths
+        return (
+            copies.read(folder, opened(paths), take) if len(paths) > 1 and all(map(is_known, paths)) else None
+        )
     _require_to_compare(folder, parts, take)
     return parts[0] if len(parts) == 1 else _as_one(folder, parts)
 
@@ -74,6 +80,12 @@ def read_files(paths: Sequence[str], take: Take = COMPARED) -> Checkpoint:
         if checkpoint is not None:
             _require_to_compare(name, [checkpoint], take)
             return checkpoint
+    if (one := copies.read(name, files, take)) is not None:
+        return one
+    if len({os.path.dirname(path) for path in paths}) == 1:
+        names = [os.path.basename(path) for path in paths]
+        if (joined_shards := sharded.without_index(name, names)) is not None:
+            return joined_shards
     raise UsageFault(
         f"{paths[0]}: holds no piece of a tensor that one rank of several wrote",
         hint="for the mean of checkpoints: ckpttool average; for shards, name their index or folder",

@@ -22,6 +22,7 @@ from .pytorch import zip as torch_zip
 from .safetensors import format as safetensors
 from .shards import reading as sharded
 from .shards.writing import INDEX
+from .strangers import stranger
 
 
 class Format(Protocol):
@@ -48,16 +49,6 @@ MOST_BELOW = 100
 
 # Times that a folder is read again because another process replaced it meanwhile.
 MAX_REPLACED = 1000
-
-# What is found in the place of a checkpoint, by its first bytes: what it is, and what to do.
-STRANGERS = (
-    (b"version https://git-lfs", "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
-    (b"<!doctype html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
-    (b"<html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
-    (b"\x1f\x8b", "is compressed with gzip", "unpack it first: gunzip"),
-    (b"GGUF", "is a GGUF model, another format", None),
-    (b"\x89HDF", "is an HDF5 file, another format", None),
-)
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
@@ -199,6 +190,9 @@ def _read_folder(name: str) -> Checkpoint:
     if checkpoint is None and telling is not None:
         return _read_telling(name, os.path.join(name, telling))
     if checkpoint is None:
+        with _collector_paused():
+            checkpoint = sharded.without_index(name, names)
+    if checkpoint is None:
         raise _nothing_known(name, names)
     return checkpoint
 
@@ -296,7 +290,7 @@ def read(source: Source) -> Checkpoint:
         if reader.sniff(head):
             with _collector_paused():
                 return reader.read(source)
-    raise _stranger(source.path, head)
+    raise stranger(source.path, head)
 
 
 @contextmanager
@@ -312,16 +306,6 @@ def _collector_paused() -> Iterator[None]:
                 gc.freeze()  # and back: all objects become old ones, which the next collection passes over
                 gc.unfreeze()
             gc.enable()
-
-
-def _stranger(name: str, head: bytes) -> Unsupported:
-    for start, what, hint in STRANGERS:
-        if head.lstrip()[: len(start)].lower() == start.lower():
-            return Unsupported(name, what, hint=hint)
-    if head[:1] == b"\x80":
-        listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(name)}"
-        return Unsupported(name, "is a pickle, but not one that torch.save wrote", hint=listed)
-    return Unsupported(name, "is not a checkpoint in any format known here")
 
 
 # A checkpoint that `open` returned, or the path of one.

@@ -9,12 +9,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..distributed.exactly_once import faults, index_digest
 from ..errors import CheckFailed, UsageFault
 from . import Accuracy, ClassScore, Loss, PerClass
 from .predictions import Evaluation, Predictions, RankFile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Classes that are counted where nothing names them: as many as the largest vocabularies have tokens.
+MAX_CLASSES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class LossCertificate:
 
     evaluation: Evaluation
     samples: int
-    count: int  # what the loss is a mean over: samples, tokens, pixels
+    count: int | float  # what the loss is a mean over: samples, tokens, pixels, or weights
     loss: float  # the mean, rounded once from the exact sum of the batches' sums
     metrics: Mapping[str, Any]  # what each metric's `compute` returned, over all ranks
     rank_samples: tuple[int, ...]  # how many each rank scored
@@ -125,21 +131,17 @@ def _basis(of: Certificate | LossCertificate) -> dict[str, Any]:
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
-    """Compute the certificate of predictions in which every sample is known to appear once.
-
-    Without names of classes, these are numbered up to the largest label.
-    """
-    labels = joined.label
-    classes = evaluation.classes
-    if classes is None:
-        classes = tuple(map(str, range(int(labels.max()) + 1 if len(labels) else 0)))
+    """Compute the certificate of predictions in which every sample is known to appear once."""
+    labels, predictions = joined.label, joined.prediction
+    if (classes := evaluation.classes) is None:
+        classes, labels, predictions = _numbered(labels, predictions)
     wrong = joined.index[(labels < 0) | (labels >= len(classes))]
     if len(wrong):
         raise CheckFailed(f"sample {wrong[0]} has a label that is not one of the {len(classes)} classes")
     accuracy, loss, per_class = Accuracy(), Loss(), PerClass(len(classes))
-    accuracy.update(joined.prediction, labels)
+    accuracy.update(predictions, labels)
     loss.update(joined.loss)
-    per_class.update(joined.prediction, labels)
+    per_class.update(predictions, labels)
     return Certificate(
         evaluation,
         len(joined),
@@ -150,6 +152,26 @@ def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[
         tuple(rank_samples),
         index_digest(len(joined)),
     )
+
+
+def _numbered(
+    labels: NDArray[Any], predictions: NDArray[Any]
+) -> tuple[tuple[str, ...], NDArray[Any], NDArray[Any]]:
+    """Return the classes that are labels or predicted, and both columns as places among these."""
+    import numpy as np
+
+    # Not all up to the largest: one label of 2^40 would take 24 TB. Numbers below 0 are no classes.
+    both = np.concatenate([labels, predictions])
+    classes, places = np.unique(both, return_inverse=True)
+    below_0 = int(np.searchsorted(classes, 0))
+    if len(classes) - below_0 > MAX_CLASSES:
+        raise CheckFailed(
+            f"labels and predictions are {len(classes) - below_0} different classes; at most {MAX_CLASSES} "
+            "are counted",
+            hint="are the columns in the right order? label and prediction are numbers of classes",
+        )
+    places = places.reshape(-1) - below_0
+    return tuple(map(str, classes[below_0:].tolist())), places[: len(labels)], places[len(labels) :]
 
 
 def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certificate:

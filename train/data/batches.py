@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ class Batches:
 
 def load(
     samples: Samples,
-    batches: list[list[int]],
+    batches: Iterable[list[int]],
     place: Place,
     workers: int,
     *,

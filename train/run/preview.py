@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpttool.distributed.group import given_rank, given_world_size
-from ckpttool.distributed.plan import Plan
+from ckpttool.distributed.plan import Plan, Step
 from train import console
 from train.config.plan import make_plan
 from train.config.training import TrainConfig
@@ -46,15 +45,14 @@ def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None
 def entries(plan: Plan, world_size: int, epochs: int) -> list[dict[str, object]]:
     """Return each rank's sample indices in each step, epoch by epoch, as `set_epoch` counts them."""
     return [
-        {"epoch": epoch, "rank": rank, "steps": list(_shares(plan, epoch, rank, world_size))}
+        {"epoch": epoch, "rank": rank, "steps": [_share(step) for step in steps]}
         for epoch in range(epochs)
-        for rank in range(world_size)
+        for rank, steps in enumerate(plan.of_ranks(epoch, range(world_size), world_size))
     ]
 
 
-def _shares(plan: Plan, epoch: int, rank: int, world_size: int) -> Iterator[list[int]]:
-    for step in plan.of_rank(epoch, rank, world_size):
-        yield [index for micro_batch in step.micro_batches for index in micro_batch]
+def _share(step: Step) -> list[int]:
+    return [index for micro_batch in step.micro_batches for index in micro_batch]
 
 
 def _heading(plan: Plan, world_size: int, data: str) -> list[str]:
@@ -75,7 +73,8 @@ def table(plan: Plan, world_size: int, width: int) -> list[str]:
     """
     steps = plan.steps_of(world_size)
     shown = [*range(steps)] if steps <= STEPS else [*range(STEPS - 2), steps - 2, steps - 1]
-    ranks = [list(_shares(plan, 0, rank, world_size)) for rank in range(world_size)]
+    of_ranks = plan.of_ranks(0, range(world_size), world_size)
+    ranks = [{step: _share(steps[step]) for step in shown} for steps in of_ranks]
     label = max(len("epoch 0"), len(f"step {steps}"))
     longest = max((len(" ".join(map(str, steps[step]))) for steps in ranks for step in shown), default=0)
     most = max(1, (width - label) // (2 + max(len("rank 00"), min(longest, 9))))
@@ -117,9 +116,9 @@ def sentences(plan: Plan, world_size: int) -> list[str]:
     lines = []
     if plan.sampler == "none" and world_size > 1:
         lines.append(f"no sampler: every rank takes all {plan.samples} samples, {world_size} times in all")
-    elif repeated := {index: times for index, times in seen.items() if times > 1}:
+    elif repeated := {index: int(seen[index]) for index in (seen > 1).nonzero()[0].tolist()}:
         lines += [f"{subject}: {_seen(repeated)}"]
-    if left_out := [index for index, times in seen.items() if not times]:
+    if left_out := (seen == 0).nonzero()[0].tolist():
         lines.append(f"{subject}: {_named(left_out)} {_is(left_out)} left out of epoch 0")
     if not lines:
         lines.append(f"{subject}: each is seen exactly once in an epoch")

@@ -132,8 +132,8 @@ class Proof(Recorder):
             if collectives.rank() == 0:
                 plan, progress, order = self.trainer.feed.plan, self.trainer.progress, hashlib.sha256()
                 ranks = self.trainer.config.virtual_ranks or collectives.world_size()
-                for rank in range(ranks):
-                    for step in plan.of_rank(progress.epoch, rank, ranks):
+                for steps in plan.of_ranks(progress.epoch, range(ranks), ranks):
+                    for step in steps:
                         order.update(repr(step.micro_batches).encode())
                 self._write(
                     "epoch", step=progress.global_step, epoch=progress.epoch + 1, plan=order.hexdigest()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
-from ckpttool.distributed.dummy_pass import run_dummy_pass, settle_buckets
+from ckpttool.distributed.dummy_pass import leaving_no_trace, run_dummy_pass, settle_buckets
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
 from ckpttool.errors import CheckFailed
@@ -45,7 +47,7 @@ class Feed:
         self.steps_per_epoch = self.plan.steps_of(place.world_size)
         self.recorder = Recorder()
 
-    def batches(self, steps: list[Step], progress: Progress) -> Iterator[Any]:
+    def batches(self, steps: Iterable[Step], progress: Progress) -> Iterator[Any]:
         """Yield the micro-batches of these steps of the current epoch, in order, on this rank's device.
 
         Raises:
@@ -55,11 +57,12 @@ class Feed:
         set_epoch = getattr(self.samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        indices = [micro_batch for step in steps for micro_batch in step.micro_batches]
+        # Lists of indices are made while they are loaded and dropped when used: of 10^7 they take 400 MB.
+        indices, taken = itertools.tee(micro_batch for step in steps for micro_batch in step.micro_batches)
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
         seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
         loaded = load(self.samples, indices, self.place, self.config.workers, seed=seed)
-        for micro_batch, batch in zip(indices, loaded, strict=True):
+        for micro_batch, batch in zip(taken, loaded, strict=True):
             self.task.check(batch, micro_batch, "training")
             self.recorder.take(micro_batch, batch)
             yield self.task.batch_to(batch, self.place.device)
@@ -122,11 +125,8 @@ class Trainer:
     def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[Any]]]:
         """Yield this rank's remaining steps of the current epoch, each with the iterator of its batches."""
         progress, place = self.progress, self.place
-        steps = list(
-            self.feed.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step)
-        )
+        steps = self.feed.plan.of_rank(progress.epoch, place.rank, place.world_size, progress.step)
         batches = self.feed.batches(steps, progress)
-        self.ddp.train()
         for number, step in enumerate(steps, start=progress.global_step + 1):
             heartbeat.begin_step(number)
             yield step, batches
@@ -154,6 +154,20 @@ class Trainer:
     def not_compiled(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a model that is compiled runs as it is."""
         return wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
+
+    def depends_on_passes(self) -> str:
+        """Return why another `--accumulate` would be another training; "" if it would be the same.
+
+        Not a collective; leaves no trace.
+        """
+        norms = [layer for layer in self.ddp.modules() if isinstance(layer, _BatchNorm)]
+        reasons = ["BatchNorm normalises each pass by itself"] * any(layer.training for layer in norms)
+        with torch.no_grad(), leaving_no_trace(self.ddp, together=False), self.not_compiled():
+            before = collectives.digest_all(randomness.take())
+            self.task.forward(self.ddp.module, self._dummy_batch)
+            if collectives.digest_all(randomness.take()) != before:
+                reasons.append("random numbers (as of dropout) are drawn pass by pass")
+        return ", and ".join(reasons)
 
     def average_over_count(self, step: Step, sums: Sums) -> bool:
         """Make the reduced gradients those of the mean over all that the ranks counted. A collective.

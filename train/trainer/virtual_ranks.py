@@ -55,13 +55,11 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     per_rank = number // place.world_size
     # Backwards, so that virtual rank 0 is the last of its rank, and the buffers it leaves may stay.
     virtual_ranks = range((place.rank + 1) * per_rank - 1, place.rank * per_rank - 1, -1)
-    plan = trainer.feed.plan
-    plans = [plan.of_rank(progress.epoch, rank, number, start=progress.step) for rank in virtual_ranks]
-    parts = list(zip(*plans, strict=True))
-    batches = trainer.feed.batches([step for steps in parts for step in steps], progress)
+    of_ranks = trainer.feed.plan.of_ranks(progress.epoch, virtual_ranks, number, progress.step)
+    in_turn = (step for steps in zip(*of_ranks, strict=True) for step in steps)
+    batches = trainer.feed.batches(in_turn, progress)
     gradients = OrderedSum([parameter for _, parameter in trainer.updater.parameters], per_rank)
-    trainer.ddp.train()
-    for count, steps in enumerate(parts, start=progress.global_step + 1):
+    for count, steps in enumerate(zip(*of_ranks, strict=True), start=progress.global_step + 1):
         heartbeat.begin_step(count)
         take_step(trainer, dict(zip(virtual_ranks, steps, strict=True)), batches, gradients)
         yield

@@ -12,7 +12,7 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT
 from ...errors import Damaged, Unreadable, Unsupported, UsageFault
-from ...files.open_source import open_source_descriptor
+from ...files.open_source import names_in, open_source_descriptor
 from ...inert_pickle.values import Record
 from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
@@ -21,6 +21,10 @@ from ..ranks.agreement import Numbers
 from ..ranks.pieces import Candidates, RankFile, in_order
 
 LATEST = "latest"
+
+# A universal folder has one for each parameter below this, and a file of settings.
+ZERO, SETTINGS = "zero", "optimizer_state.pt"
+
 TAG = re.compile(r"global_step(\d{1,15})")
 
 OF_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states")
@@ -28,6 +32,11 @@ OF_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?
 OURS = re.compile(r".*(?:mp_rank_\d+|layer_\d+-model_\d+)[-_]?(?:model|optim)_states\.pt")
 
 MAX_RANKS = 1 << 16
+
+OF_PIPELINE = re.compile(r"layer_(\d{1,7})-model_(\d{1,7})")
+
+# DeepSpeed's own program, which knows the rules of the model.
+TO_UNIVERSAL = "ds_to_universal.py --input_folder FOLDER --output_folder UNIVERSAL"
 
 OF_STAGE_3, OF_STAGES_1_AND_2 = "fp32_flat_groups", "single_partition_of_fp32_groups"
 
@@ -53,26 +62,49 @@ class Files:
 
 def candidates(folder: str) -> Candidates:
     """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there."""
-    here = _states_in(folder)
+    here = states_in(folder)
     if here:
         return Candidates(here)
-    tags = {name: states for name in _folders(folder) if (states := _states_in(os.path.join(folder, name)))}
+    tags = {
+        name: states
+        for name in _folders(folder)
+        if (states := states_in(os.path.join(folder, name))) and not is_universal(os.path.join(folder, name))
+    }
     if not tags:
         return Candidates([])
-    latest = os.path.join(folder, LATEST)
     hint = f"name one: {', '.join(shlex.quote(os.path.join(folder, tag)) for tag in [*tags][:4])}"
-    if not os.path.lexists(latest):
+    named = named_by(folder, LATEST)
+    if named is None:
         if len(tags) > 1:
             raise Unreadable(folder, f"has no file '{LATEST}' that names one of its checkpoints", hint=hint)
         return Candidates(tags.popitem()[1])
-    source = Source(latest, open_source_descriptor(latest))
-    tag = source.read(0, min(source.size, 4096)).decode(errors="replace").strip()
+    tag, source = named
     if tag not in tags:
-        raise Damaged(latest, f"names the checkpoint {tag[:80]!r}, which is not next to it", hint=hint)
+        if is_universal(os.path.join(folder, tag)):
+            return Candidates([])
+        raise Damaged(source.path, f"names the checkpoint {tag[:80]!r}, which is not next to it", hint=hint)
     return Candidates(tags[tag], (source,))
 
 
-def _states_in(folder: str) -> list[str]:
+def named_by(folder: str, telling: str) -> tuple[str, Source] | None:
+    """Return the folder that a file such as `latest` names, with the open file; None if there is none."""
+    path = os.path.join(folder, telling)
+    if not os.path.lexists(path):
+        return None
+    source = Source(path, open_source_descriptor(path))
+    return source.read(0, min(source.size, 4096)).decode(errors="replace").strip(), source
+
+
+def is_universal(folder: str) -> bool:
+    """Return whether `ds_to_universal.py` wrote a folder."""
+    zero = os.path.join(folder, ZERO)
+    if "\0" in folder or os.path.basename(folder) in ("", ".", "..") or not os.path.isdir(zero):
+        return False
+    known = (os.path.exists(os.path.join(zero, name, "fp32.pt")) for name in names_in(zero))
+    return os.path.exists(os.path.join(zero, SETTINGS)) or any(known)
+
+
+def states_in(folder: str) -> list[str]:
     try:
         return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if OURS.fullmatch(name)]
     except OSError:
@@ -135,13 +167,20 @@ def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
     if not is_ours(file.path):
         raise Damaged(file.path, "is no file of DeepSpeed's ranks, as the others are", hint="leave it out")
     name = os.path.basename(file.path).removesuffix(".pt")
+    if layer := OF_PIPELINE.match(name):
+        raise Unsupported(
+            file.path,
+            f"is layer {int(layer[1])} of a pipeline, part {int(layer[2])} of it: no file says what the "
+            "model calls its layers",
+            hint=f"make a universal folder of it, which is read here: {TO_UNIVERSAL}",
+        )
     of_model = OF_MODEL.fullmatch(name)
     named = of_model or OF_OPTIMIZER.fullmatch(name)
     if named is None or int(named["mp"]) or contents(file).get("mp_world_size") not in (None, 1):
         raise Unsupported(
             file.path,
             "is of a run that cut the model itself (tensor or pipeline parallel, experts): no file says how",
-            hint="DeepSpeed's ds_to_universal.py merges such runs by the rules of the model",
+            hint=f"make a universal folder of it, which is read here: {TO_UNIVERSAL}",
         )
     _check_not_renamed(file, name)
     return named, of_model is not None

@@ -103,12 +103,12 @@ def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[
     wholes = Wholes(files.path, files.missing, files.world_size, take_rank)
     groups = _groups(files)
     layout = _layout(files, groups)
-    cut = _trained(files, layout, wholes) | _frozen(files, wholes)
-    merging = SideBySide(wholes, [_without_pieces(file, files, cut) for file in files.models.values()])
+    cut = _trained(files, layout, wholes) | frozen_of(files, wholes)
+    merging = SideBySide(wholes, [without_pieces(file, files, cut) for file in files.models.values()])
     tree = merging.merge()
     assert isinstance(tree, dict)
     optimizer, left = merged(files, layout, [[*group] for group in groups], wholes)
-    tree |= {"module": _module(files, tree["module"], cut), "optimizer": optimizer}
+    tree |= {"module": module_of(files, tree["module"], cut), "optimizer": optimizer}
     return tree, (*left, *merging.left), tuple(wholes.replicated)
 
 
@@ -122,7 +122,12 @@ def _groups(files: Files) -> list[Group]:
         if not same(contents(file).get("param_shapes"), listed):
             reason = f"is of another model than {files.first.source.path}: their 'param_shapes' differ"
             raise Damaged(file.source.path, reason, hint=HINT)
-    return [_shapes(files.first, group) for group in (listed if isinstance(listed, list) else [listed])]
+    return shapes_of_groups(files.first)
+
+
+def shapes_of_groups(file: RankFile) -> list[Group]:
+    listed = contents(file).get("param_shapes")
+    return [_shapes(file, group) for group in (listed if isinstance(listed, list) else [listed])]
 
 
 def _shapes(file: RankFile, listed: object) -> Group:
@@ -216,7 +221,7 @@ def _trained(files: Files, layout: Layout, wholes: Wholes) -> dict[str, TensorRe
     }
 
 
-def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
+def frozen_of(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
     """Return the parameters that are not trained, where the files list them; stage 1 does not."""
     listed = contents(files.first).get("frozen_param_shapes")
     shapes = _shapes(files.first, listed) if listed else {}
@@ -239,11 +244,11 @@ def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
     return frozen
 
 
-def _without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -> RankFile:
+def without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -> RankFile:
     """Return a file with model states without what describes pieces, or stands in the place of them."""
     tree = contents(file)
     module = entry(file, tree, "module")
-    buffers = _buffers(files)
+    buffers = buffers_of(files)
     names = [
         name
         for name, value in module.items()
@@ -259,15 +264,15 @@ def _is_placeholder(files: Files, value: object) -> bool:
     return files.stage == 3 and tensor is not None and tensor.shape == (0,)
 
 
-def _buffers(files: Files) -> set[str]:
+def buffers_of(files: Files) -> set[str]:
     listed = contents(files.first).get("buffer_names")
     return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
 
 
-def _module(files: Files, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
+def module_of(files: Files, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
     """Return the model's state under the model's names, in the model's order."""
     facts = contents(files.first)
-    module, ties, buffers = facts["module"], facts.get("shared_params"), _buffers(files)
+    module, ties, buffers = facts["module"], facts.get("shared_params"), buffers_of(files)
     names = {t.view: n for n, value in module.items() if n in cut and (t := tensor_of(value)) and t.numel}
     caster, copies = Caster(DTYPES["float32"]), dict[object, TensorRef]()
     stands_for = (0,) if files.stage == 3 else None

@@ -31,7 +31,7 @@ from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
 
 # How names of files say which rank wrote them.
-RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+RANK = re.compile(r"(?:rank|(?<![a-z0-9])r)[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
 WORLD = re.compile(r"world_size[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
@@ -141,7 +141,8 @@ def _joined(
     path: str, runs: Runs, others: Mapping[str, Sequence[_Facts]], take_rank: int | None
 ) -> tuple[object, list[str], list[str]]:
     """Return the whole, the names of replicas, and what it lacks in words."""
-    names, replicated, left = _names_of(runs), list[str](), list[str]()
+    names = names_of_kinds({stem: run.files[0].tree for stem, run in runs.items()})
+    replicated, left = list[str](), list[str]()
 
     def merged(wholes: Wholes, files: Sequence[RankFile], where: tuple[str, ...], common: bool) -> Any:
         merging = SideBySide(wholes, files, where, common=common)
@@ -286,15 +287,15 @@ def _require_one_run(runs: Runs) -> None:
             )
 
 
-def _names_of(runs: Mapping[str, RankFiles]) -> dict[str, str]:
+def names_of_kinds(trees: Mapping[str, object]) -> dict[str, str]:
     """Return the name of each kind of files in the whole: `model`, `optimizer`, or how their names begin."""
-    names = {stem: _begin(stem) for stem in runs}
-    optimizers = [stem for stem, run in runs.items() if is_optimizer(run.files[0].tree)]
-    rest = [stem for stem in runs if stem not in optimizers]
+    names = {stem: _begin(stem) for stem in trees}
+    optimizers = [stem for stem, tree in trees.items() if is_optimizer(tree)]
+    rest = [stem for stem in trees if stem not in optimizers]
     for stems, name in ((rest, "model"), (optimizers, "optimizer")):
         if len(stems) == 1:
             names[stems[0]] = name
-    return names if len({*names.values()}) == len(runs) else {stem: stem for stem in runs}
+    return names if len({*names.values()}) == len(trees) else {stem: stem for stem in trees}
 
 
 def _begin(stem: str) -> str:

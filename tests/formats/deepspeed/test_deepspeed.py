@@ -498,7 +498,6 @@ def test_files_of_two_stages_are_refused(run: Callable[..., Path], runs: Path) -
 def test_a_model_that_was_cut_itself_is_refused(run: Callable[[str], Path]) -> None:
     for name in (
         "mp_rank_01_model_states.pt",
-        "layer_00-model_00-model_states.pt",
         "layer_0_expert_1_mp_rank_00_model_states.pt",
         "expp_rank_0_mp_rank_00_optim_states.pt",
     ):
