@@ -222,6 +222,15 @@ def test_a_batch_whose_samples_cant_be_counted_is_refused(run_ranks: Any) -> Non
     assert "count" not in one[1] and "number of samples in a batch can't be told" in one[1]
 
 
+@pytest.mark.parametrize("count", [2.5, -1])
+def test_a_count_that_no_batch_can_have_is_refused(count: float) -> None:
+    with (
+        Uneven(network(), [samples_of(0, 0, 2)], count=lambda batch: count) as uneven,
+        pytest.raises(UsageFault, match=f"a batch has a count of {count}"),
+    ):
+        next(iter(uneven))
+
+
 def nothing_in_them(rank: int) -> Any:
     return [samples_of(rank, 0, 0)]
 
