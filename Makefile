@@ -57,7 +57,7 @@ fuzz: $(INSTALLED)  ## changed files of every format, compared with other librar
 	$(BIN)/python -m tests.fuzz $(SECONDS) --write
 
 clean:  ## remove .venv, runs and builds
-	rm -rf .venv runs dist build
+	rm -rf .venv runs dist build .coverage*
 
 # torch and torchvision in one command: installed apart, pip may pair builds that
 # do not fit ("operator torchvision::nms does not exist") without a warning.

@@ -63,6 +63,7 @@ class Comparison:
         aside_a, aside_b: names outside the model's state that were not looked for in the other file, whose
             format could not hold them.
         matched_without_prefix: how many more names both files would share without wrappers' prefixes.
+        tolerated: names in both files whose contents differ, but by no more than the tolerance.
     """
 
     only_a: tuple[str, ...]
@@ -72,11 +73,17 @@ class Comparison:
     aside_a: tuple[str, ...] = ()
     aside_b: tuple[str, ...] = ()
     matched_without_prefix: int = 0
+    tolerated: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Whether nothing that was compared differs."""
+        """Whether nothing that was compared differs by more than the tolerance."""
         return not (self.only_a or self.only_b or self.changed)
+
+    @property
+    def identical(self) -> bool:
+        """Whether nothing that was compared differs at all."""
+        return self.same and not self.tolerated
 
 
 def compare(
@@ -185,6 +192,7 @@ class _Comparing:
         self.changes: list[Change] = []
         self.pairs: list[tuple[int, Pair]] = []
         self.tensors_seen = 0
+        self.tolerated: list[str] = []  # values that are no tensors
 
     def tensors(
         self, a: Mapping[str, TensorRef], b: Mapping[str, TensorRef], bare: tuple[Bare, Bare]
@@ -268,6 +276,8 @@ class _Comparing:
         elif not same_value(x, y, self.tolerance, sides.bare):
             why = "value" if type(x) is type(y) else "type"
             self.changes.append(Change(name, why, in_words(x), in_words(y)))
+        elif self.tolerance and not same_value(x, y, None, sides.bare):
+            self.tolerated.append(name)
 
     def result(
         self, progress: Progress | None, aside: tuple[tuple[str, ...], tuple[str, ...]], gained: int
@@ -275,7 +285,9 @@ class _Comparing:
         """Read the values, and put the differences in the order of the first file."""
         place = {id(pair): before for before, pair in self.pairs}
         changes = [(before, 1, change) for before, change in enumerate(self.changes)]
-        differ = list(distances((pair for _, pair in self.pairs), self.tolerance, progress))
+        apart = list(distances((pair for _, pair in self.pairs), self.tolerance, progress))
+        differ = [(pair, distance) for pair, distance in apart if distance.differ]
+        tolerated = [pair.name for pair, distance in apart if not distance.differ]
         measured = norms([(pair.a, pair.b) for pair, _ in differ])
         for (pair, found), lengths in zip(differ, measured, strict=True):
             index = None if found.where is None else unravelled(found.where, pair.a.shape)
@@ -283,7 +295,8 @@ class _Comparing:
             changes.append((place[id(pair)], 0, change))
         changes.sort(key=lambda change: change[:2])
         only = tuple(self.only[0]), tuple(self.only[1])
-        return Comparison(*only, tuple(c for _, _, c in changes), self.tensors_seen, *aside, gained)
+        names = (*tolerated, *self.tolerated)
+        return Comparison(*only, tuple(c for _, _, c in changes), self.tensors_seen, *aside, gained, names)
 
 
 def _type_of_record(value: object) -> str:

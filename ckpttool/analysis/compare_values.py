@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 def distances(
     pairs: Iterable[Pair], tolerance: Tolerance | None = None, progress: Progress | None = None
 ) -> Iterator[tuple[Pair, Distance]]:
-    """Yield the pairs that differ, with their distance, in the order given."""
+    """Yield the pairs whose bits differ, with their distance, in the order given; it may be tolerated."""
     # Without a tolerance elements are the same if their bits are: -0.0 differs from 0.0, and two NaNs may
     # differ, at a distance of nothing.
     so_far = Distance(0)
@@ -59,7 +59,7 @@ def distances(
         if progress and piece.nbytes:
             progress(piece.nbytes)
         if piece.is_last:
-            if so_far.differ:
+            if so_far.differ or so_far.tolerated:
                 yield piece.pair, replace(so_far, of=piece.pair.a.numel)
             so_far = Distance(0)
 

@@ -35,6 +35,7 @@ class Distance:
             types.
         where: the place of the largest difference in row-major order; a NaN's place takes precedence.
         a, b: the numbers at that place.
+        tolerated: whether there are also elements that differ by no more than the tolerance.
     """
 
     differ: int
@@ -46,6 +47,7 @@ class Distance:
     where: int | None = None
     a: complex | float | int | None = None
     b: complex | float | int | None = None
+    tolerated: bool = False
 
     def __add__(self, other: Distance) -> Distance:
         """Join two pieces of one tensor; of equal differences the first keeps its place."""
@@ -57,6 +59,7 @@ class Distance:
             max_abs=_larger(self.max_abs, other.max_abs),
             max_rel=_larger(self.max_rel, other.max_rel),
             max_ulp=_larger(self.max_ulp, other.max_ulp),
+            tolerated=self.tolerated or other.tolerated,
         )
 
     def _rank(self) -> tuple[bool, float | int]:
@@ -94,9 +97,11 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
         if not as_numbers:  # quantised types are compared only by their bits
             return Distance(len(places), where=first + int(places[0]))
         with np.errstate(all="ignore"):
-            found = _Numbers(one, other, x, y)
-            keep = slice(None) if tolerance is None else np.flatnonzero(~found.within(tolerance))
-            return found.distance(keep, first, places)
+            numbers = _Numbers(one, other, x, y)
+            if tolerance is None:
+                return numbers.distance(slice(None), first, places)
+            keep = np.flatnonzero(~numbers.within(tolerance))
+            return replace(numbers.distance(keep, first, places), tolerated=len(keep) < len(places))
 
     return measure
 

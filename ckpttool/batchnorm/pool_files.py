@@ -183,7 +183,8 @@ def _pooled_layer(
             raise Refused(path, f"'{names[COUNTER]}' is not there: how many batches were averaged?")
         batches = [float(count) for count in read[COUNTER]] if cumulative else None
         try:
-            pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches, momentum=momentum)
+            with np.errstate(all="ignore"):  # infinite statistics give NaN, as in one process
+                pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches, momentum=momentum)
         except ValueError as error:
             raise Refused(path, f"'{layer}' can't be pooled: {error}") from error
         new = {names[MEAN]: pooled.mean, names[VARIANCE]: pooled.variance}

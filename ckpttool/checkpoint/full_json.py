@@ -17,11 +17,12 @@ from typing import Any
 
 from ..errors import Damaged, Refused
 from ..inert_pickle.machine import KeyGuard
-from ..inert_pickle.values import FrozenSet_, Global, OrderedDict_, Record, Set_, TooDeep
+from ..inert_pickle.values import FROM_TYPE, FrozenSet_, Global, OrderedDict_, Record, Set_, TooDeep, is_state
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
-from ..tensors.ref import Storage, TensorRef, checked_tensor
+from ..tensors.ref import DEVICE, BadTensor, Storage, TensorRef, checked_tensor
 from .dotted_names import TooManyNames
 from .full_encoding import VERSION, Flat, Unholdable, encode, usual_kind
+from .rebuilt_tensors import PLAIN, rebuilds, require_sound
 
 # The name of the text in a file of `--full`: in a header's metadata, in an index, or in a DCP folder.
 ENTRY = "ckpttool.full"
@@ -107,6 +108,13 @@ class _Decoder:
             raise BadJson("has a name that is not text")
         return text
 
+    def name(self, *nodes: Any) -> Global:
+        module, name = map(self.text, nodes)
+        if not module or not name or "\n" in module + name:
+            raise BadJson("has a malformed name of a class or function")
+        (module + name).encode()  # a lone surrogate is an error
+        return Global(module, name)
+
     def define(self, number: int, node: Any) -> Any:
         """Build a container that others refer to, and enter it before its contents, which may refer to it."""
         if type(number) is not int or number in self.shared:
@@ -161,6 +169,8 @@ class _Decoder:
         self.fill_dict(new, items)
         if attributes:
             new.attributes = self.value(attributes[0])
+            if not is_state(new.attributes):
+                raise BadJson("has an ordered dict whose attributes are none")
         return new
 
     def fill_record(self, new: Record, node: dict[str, Any]) -> Record:
@@ -170,17 +180,39 @@ class _Decoder:
         new.kwargs = self.value(node.get("kwargs"))
         if type(new.callable) not in (Global, Record) or type(new.args) is not tuple:
             raise BadJson("makes an object by something that can't be called")
-        if new.kwargs is not None and type(new.kwargs) is not dict:
+        kwargs = {} if new.kwargs is None else new.kwargs
+        if type(kwargs) is not dict or not all(isinstance(key, str) for key in kwargs):
             raise BadJson("makes an object with malformed arguments")
+        if kwargs and new.how == "reduce":  # a pickle can't say it
+            raise BadJson("calls something with arguments by name")
         new.state, new.has_state = self.value(node.get("state")), "state" in node
         new.elements = [self.value(item) for item in node.get("elements", ())]
         new.items = [(self.value(key), self.value(item)) for key, item in node.get("items", ())]
+        self.check_call(new)
         return new
+
+    def check_call(self, record: Record) -> None:
+        """Check a call of torch's own functions, as the reader of a pickle does."""
+        args: Any = record.args
+        if record.how != "reduce" or not rebuilds(record.callable):
+            return
+        if record.has_state or record.elements or record.items:
+            raise BadJson("changes a tensor after it was made")
+        if record.callable in PLAIN or (record.callable in FROM_TYPE and {*args[:1]} & PLAIN):
+            raise BadJson("has a call in place of a tensor")
+        if record.callable in FROM_TYPE and len(args) == 3 and isinstance(args[0], TensorRef):
+            return
+        try:
+            require_sound(record.callable, args)
+        except BadTensor as fault:
+            raise BadJson(f"has a tensor {fault}") from None
 
     def storage(self, name: str, kind: str | None = None, location: Any = "cpu") -> Storage:
         if name not in self.storages:
             base, where = self.tensors[name], self.text(location)
             kind = kind or usual_kind(base.dtype)
+            if not DEVICE.fullmatch(where):
+                raise BadJson(f"has a storage on no device for '{name}'")
             itemsize = STORAGE_DTYPES[kind].itemsize if kind != "UntypedStorage" else 1
             if base.nbytes % itemsize:
                 raise BadJson(f"has a malformed storage for '{name}'")
@@ -216,5 +248,5 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "float": lambda self, raw: struct.unpack(">d", bytes.fromhex(raw))[0],
     "bytes": lambda self, raw: base64.b64decode(raw),
     "bytearray": lambda self, raw: bytearray(base64.b64decode(raw)),
-    "global": lambda self, module, name: Global(self.text(module), self.text(name)),
+    "global": lambda self, module, name: self.name(module, name),
 }

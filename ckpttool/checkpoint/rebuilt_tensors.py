@@ -18,6 +18,7 @@ from ..inert_pickle.values import (
     attributes_in,
     container_name,
     in_brief,
+    names_of,
     tensor_of,
     walk,
     with_tensor,
@@ -36,6 +37,7 @@ LEVELS = 8
 # The most values searched for tensors inside an object of an unknown class.
 MAX_INSIDE = 10_000
 
+PLAIN = names_of("torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3")
 WRAPPER_SUBCLASS = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
@@ -57,6 +59,13 @@ def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
     name = value.type_name.rpartition(".")[2]
     unknown = _unknown(name, value) if name.endswith(ENDINGS) else None
     return unknown if unknown is not None and unknown.parts else None
+
+
+def rebuilds(function: object) -> bool:
+    """Return whether a function is one of torch's own that make tensors."""
+    return isinstance(function, Global) and (
+        function in READERS or function in FROM_TYPE | PARAMETER or function in PLAIN
+    )
 
 
 def require_sound(function: object, args: tuple[object, ...]) -> None:

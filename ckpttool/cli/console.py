@@ -36,12 +36,15 @@ SAID = {
         "whole": "whole on every rank, as buffers are (--whole adds others)",
         "perhaps_buffers": "cut, though no parameter of the optimizer (--whole NAME, if it is a buffer)",
         "repeated": "the same in extra_state of every rank",
+        "removed": "removed, as files of an earlier split",
         "left_out": "left out",
     },
     "Merged": {
         "replaced": "replaced by the adapter's",
         "cast": "of other types in the adapter, and cast to the model's",
         "added": "added",
+        "followed": "tied to an updated weight, and changed with it as in PEFT's merge",
+        "untied": 'no longer tied: set "tie_word_embeddings": false in config.json',
     },
     "Reloaded": {
         "kept": "kept as they are in the model",
@@ -153,7 +156,8 @@ def fields_of(
     """Return the fields of a result for JSON; of no result, none."""
     if not is_dataclass(result):
         return {}
-    data = {each.name: getattr(result, each.name) for each in fields(result) if each.name not in without}
+    shown = (each.name for each in fields(result) if each.metadata.get("json", True))
+    data = {name: getattr(result, name) for name in shown if name not in without}
     return {
         renamed.get(name, name): len(value) if name in COUNTED else _plain(value)
         for name, value in data.items()

@@ -148,6 +148,11 @@ to_option = click.option(
 full_option = click.option(
     "--full", is_flag=True, help="Keep everything, also in safetensors: optimizer, counters, settings."
 )
+companions_option = click.option(
+    "--companions",
+    is_flag=True,
+    help="Also copy the small files of the model in INPUT's folder: config.json, the tokenizer.",
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."
 )
@@ -193,6 +198,7 @@ writing_options = _all(
     state_option,
     shard_size_option,
     device_option,
+    companions_option,
     verify_option,
     dry_run_option,
     force_option,

@@ -81,6 +81,14 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
 }
 
 
+class Stopped(BaseException):
+    """A signal asked the process to end; no `except Exception`, nor one of SystemExit, holds it up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 class ReaderGone(Exception):
     """The reader of stdout has stopped, as `| head` does."""
 
@@ -193,10 +201,13 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # keys may hold what the terminal can't show
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets that
-            signal.signal(number, _terminate)
-    code = run(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets that, and a shell in the background
+            signal.signal(number, _stop)
+    try:
+        code = run(sys.argv[1:])
+    except Stopped as stopped:
+        _end_by(stopped.number)
     if "ckpttool.models.factory" in sys.modules:  # code of the user's ran, and may have left work to atexit
         _close_stdout()
         sys.exit(code)
@@ -215,7 +226,7 @@ def run(arguments: list[str]) -> int:
         return group(arguments, prog_name="ckpttool", standalone_mode=False, obj=call) or 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt):  # not under `main`, which has handlers of its own
         click.echo("interrupted", err=True)
         return 130
     except (ReaderGone, BrokenPipeError):
@@ -239,6 +250,16 @@ def _close_stdout() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    """Unwind the stack at SIGTERM and SIGHUP, so that no half-written file stays."""
-    sys.exit(128 + signum)
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Unwind the stack at a signal, so that no half-written file stays."""
+    raise Stopped(number)
+
+
+def _end_by(number: int) -> NoReturn:
+    """End by the signal itself: only then does a shell stop a loop in which this command runs."""
+    signal.signal(number, signal.SIG_DFL)
+    if number == signal.SIGINT:
+        with suppress(OSError):
+            click.echo("interrupted", err=True)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the signal is blocked

@@ -10,11 +10,27 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .console import Console, printable
+from .console import Console, coloured, printable
 from .failure import Call, describe, error_fields, fail
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+
+
+def open_file(console: Console, path: str) -> Checkpoint:
+    """Open a file, and warn if it is one of several that hold a model together."""
+    from .. import formats
+    from ..formats.one_of_several import piece_of
+
+    checkpoint = formats.open(path)
+    if (piece := piece_of(path)) is not None:
+        rest = f"the others ({console.names(piece.others)}) are" if piece.others else "the others are"
+        console.note(
+            f"{coloured('warning:', 'yellow')} {printable(path)} is {piece.what}; {rest} not read. "
+            f"The whole: {piece.way}",
+            pasted=True,
+        )
+    return checkpoint
 
 
 def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, named: bool = False) -> None:

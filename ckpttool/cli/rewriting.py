@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageFault
 from .console import Console, counted, fields_of, note_fields, printable, show_bytes
 from .options import console as console_of
-from .reading import note_state
+from .reading import note_state, open_file
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..formats.saving.destination import Destination
     from ..tensors.cast import CastReport
     from ..transforms.renaming import Renaming
-
-OTHERS = "other files of the folder, not copied"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,60 @@ class Outcome:
     notes: list[str] = field(default_factory=list)  # said when the output is written
     result: object = None  # the library's report; its fields go into the JSON, and into notes
     fields: Mapping[str, object] = field(default_factory=dict)  # more of the JSON
-    # Other files of the input's folder by what is said of them; None for those that `formats.save` reports
-    not_copied: Mapping[str, Sequence[str]] | None = None
 
 
 Transform = Callable[["Checkpoint", Target], tuple["Checkpoint", Outcome]]
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """What lies next to INPUT in its folder: what is copied along, and what stays behind."""
+
+    copied: Mapping[str, str]  # path -> where it is copied to
+    left: Sequence[str] = ()  # names that --companions would copy
+    others: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, given: Mapping[str, Any], place: Destination) -> Companions:
+        """Look into INPUT's folder; an existing file in a companion's place is refused without --force."""
+        from ..formats import companions, folders
+
+        path, wanted = given["input"], given["companions"]
+        folder = path if os.path.isdir(path) else None
+        if folders.is_in_place(checkpoint, place.path):
+            return cls({})
+        if wanted and place.path == "-":
+            raise UsageFault("--companions: stdout has no room for them", hint="name a file or a folder")
+        found, others = companions.listed(checkpoint, place.path, folder)
+        if not wanted and folder is None and not place.is_folder:
+            return cls({})
+        if not wanted:
+            return cls({}, [os.path.basename(path) for path in found], others)
+        if folder is None and folders.folder_of(checkpoint) is None:
+            where = shlex.quote(os.path.dirname(path) or ".")
+            raise UsageFault(f"--companions: {path} is not a folder", hint=f"name the folder: {where}")
+        places = companions.targets(found, place.path, is_folder=place.is_folder, force=given["force"])
+        return cls(dict(zip(found, places, strict=True)), others=others)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what is copied, which may be in a folder that is replaced."""
+        return [os.path.basename(place) for place in self.copied.values()]
+
+    def copy(self, console: Console, *, dry: bool) -> None:
+        """Copy what is to be copied, and name everything."""
+        from ..formats import companions
+
+        console.note_names("not copied (--companions does)", self.left)
+        console.note_names("other files of the folder, not copied", self.others)
+        if self.copied and not dry:
+            companions.copy(list(self.copied), list(self.copied.values()))
+            console.note_names("copied along", list(self.copied.values()))
+
+    def fields(self) -> dict[str, object]:
+        """Return the JSON fields, of which each is there only if there is something to say."""
+        fields = {"companions": [*self.copied.values()], "not_copied": [*self.left, *self.others]}
+        return {name: value for name, value in fields.items() if value}
 
 
 def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
@@ -74,15 +121,17 @@ def rewrite(
 ) -> None:
     """Open INPUT, transform it, write OUTPUT and report it; `choices` are further ones of `formats.save`."""
     from .. import formats
+    from ..formats.one_of_several import piece_of
     from ..formats.saving.destination import destination
 
     started, console = time.perf_counter(), console_of(given)
     shared = ("state", "shard_size", "device", "verify", "force", "dry_run")
     choices = {name: given.get(name) for name in shared} | choices
-    with opening() if opening else formats.open(given["input"]) as checkpoint:
+    with opening() if opening else open_file(console, given["input"]) as checkpoint:
         to, full = choices.get("to"), choices.get("full")
         place = destination(given["output"], checkpoint, to, full=full, keep="to" not in choices)
         choices["to"] = place.format
+        companions = Companions.of(checkpoint, given, place)
         new, outcome = transform(checkpoint, Target(given["state"], place))
         if replace(place, full=False).holds_all and not (outcome.of_state or full):
             _refuse_state(choices["state"], given["input"], place.path)
@@ -95,14 +144,16 @@ def rewrite(
         with console.bar("writing") as bar:
             if console.draws:
                 choices |= {"progress": bar.add, "expect": bar.expect}
-            saved = formats.save(new, place.path, **choices)
+            saved = formats.save(new, place.path, kept=companions.names, **choices)
+    if not opening and (piece := piece_of(given["input"])):
+        outcome.fields = {**outcome.fields, "piece": fields_of(piece)}
     outcome.left_out += new.unread
     if saved.format == "dcp" and full and _has_optimizer(new):
         outcome.notes.append(
             "torch's dcp.load finds only the tensors of its optimizer: --full puts the settings into an "
             "entry of ckpttool's own; without --full dcp.load finds them too"
         )
-    _report(console, outcome, saved, time.perf_counter() - started, dry=choices["dry_run"])
+    _report(console, outcome, saved, companions, time.perf_counter() - started, dry=choices["dry_run"])
 
 
 def _refuse_state(state: str | None, path: str, output: str) -> None:
@@ -130,10 +181,11 @@ def _has_optimizer(checkpoint: Checkpoint) -> bool:
     return isinstance(tree, dict) and any(map(is_optimizer, tree.values()))
 
 
-def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
+def _report(
+    console: Console, outcome: Outcome, saved: Saved, companions: Companions, seconds: float, *, dry: bool
+) -> None:
     lost = [name for name in saved.left_out if name not in outcome.left_out]
     also = {where: count for where, count in outcome.also_renamed.items() if where not in saved.left_out}
-    not_copied = {OTHERS: saved.not_copied} if outcome.not_copied is None else outcome.not_copied
     for note in map(printable, outcome.notes):
         console.note(note)
     if console.verbose:
@@ -145,8 +197,7 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     without_versions = [name for name in lost if not _is_versions(name)]
     console.note_names(f"left out, as {saved.format} {saved.why_left_out}", without_versions)
     note_fields(console, saved)
-    for said, names in not_copied.items():
-        console.note_names(said, names)
+    companions.copy(console, dry=dry)
     for note in _warnings(console, saved, [name for name in lost if _is_versions(name)]):
         console.note(note)
     data = {
@@ -156,10 +207,9 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "also_renamed": also,
         "left_out": [*outcome.left_out, *lost],
         "kept": outcome.kept,
+        **companions.fields(),
         **outcome.fields,
     }
-    if others := [name for names in not_copied.values() for name in names]:
-        data["not_copied"] = others
     if not dry and outcome.casting is not None:
         data["overflows"] = overflows = outcome.casting.overflows
         if overflows:

@@ -129,13 +129,11 @@ def settle_buckets(ddp: nn.Module, one_pass: Callable[[], None]) -> None:
     `find_unused_parameters=True` DDP never regroups, and this has no effect.
 
     Args:
-        ddp: the DistributedDataParallel module; its modes are restored, its gradients cleared.
+        ddp: the DistributedDataParallel module, in its training modes; its gradients are cleared.
         one_pass: runs a forward and backward pass that leaves no trace, such as
-            `lambda: run_dummy_pass(ddp, batch, together=False)`. Called twice, in training mode.
+            `lambda: run_dummy_pass(ddp, batch, together=False)`. Called twice.
     """
-    with modes_kept(ddp):
-        ddp.train()
-        for _ in range(2):
-            one_pass()
+    for _ in range(2):
+        one_pass()
     for parameter in ddp.parameters():
         parameter.grad = None

@@ -124,9 +124,9 @@ def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
     return tuple(other_files(checkpoint, path))
 
 
-def other_files(checkpoint: Checkpoint, path: str) -> list[str]:
+def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) -> list[str]:
     """Return the names in the folder of a checkpoint that are no part of it, sorted."""
-    source = folder_of(checkpoint)
+    source = folder or folder_of(checkpoint)
     if source is None:
         return []
     read = _files_read(checkpoint)

@@ -18,11 +18,16 @@ from ..tensors.ref import Source
 from .dcp import reading as dcp
 from .dcp.extras import not_read
 from .deepspeed import reading as deepspeed
+from .deepspeed import universal
+from .ranks import copies
 from .ranks import dtensor_files as rank_files
 from .ranks import hugging_face as hf_pieces
-from .ranks.pieces import Framework, is_known, opened
+from .ranks.pieces import Framework, Take, is_known, opened
+from .shards import reading as sharded
 
-FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
+COMPARED = Take()
+
+FRAMEWORKS: tuple[Framework, ...] = (universal, deepspeed, hf_pieces, rank_files)
 
 # Formats that store what ranks share only once: no rank's can be taken.
 SHARED_ONCE = (hf_pieces.NAME, dcp.NAME)
@@ -34,53 +39,62 @@ OF_MODEL = {"model", "module", "state_dict"}
 OF_OPTIMIZER = {"optimizer", "optimizer_states"}
 
 
-def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
+def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
     """Return what ranks wrote into a folder as one checkpoint; None if no framework knows the files."""
     # Model and optimizer may be files of two kinds: DTensors next to a DCP folder's own, or to pieces as
     # safetensors. A DCP folder alone is not meant: one process may have written it.
-    parts = [*_by_ranks(folder, take_rank)]
+    parts = [*_by_ranks(folder, take)]
     if together := read_together(folder):
         parts.append(together)
     if parts and (own := read_own(folder)):
         parts.append(own)
     if not parts:
-        return None
-    _require_to_compare(folder, parts, take_rank)
+        paths = rank_files.candidates(folder).paths
+        return (
+            copies.read(folder, opened(paths), take) if len(paths) > 1 and all(map(is_known, paths)) else None
+        )
+    _require_to_compare(folder, parts, take)
     return parts[0] if len(parts) == 1 else _as_one(folder, parts)
 
 
-def _by_ranks(folder: str, take_rank: int | None) -> Iterator[Checkpoint]:
+def _by_ranks(folder: str, take: Take) -> Iterator[Checkpoint]:
     """Yield what each framework makes of its files; none is taken by two."""
     taken: set[str] = set()
     is_dcp = os.path.exists(os.path.join(folder, dcp.METADATA))  # whose neighbours may be anything
     for framework in FRAMEWORKS:
         named, telling = framework.candidates(folder)
         paths = [path for path in named if path not in taken and (not is_dcp or is_known(path))]
-        checkpoint = framework.read(folder, opened(paths), take_rank) if paths else None
+        checkpoint = framework.read(folder, opened(paths), take) if paths else None
         if checkpoint is not None:
             taken.update(paths)
             yield replace(checkpoint, shards=(*checkpoint.shards, *telling))
 
 
-def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint:
+def read_files(paths: Sequence[str], take: Take = COMPARED) -> Checkpoint:
     """Return files that ranks wrote as one checkpoint."""
     folders = {os.path.dirname(path) or "." for path in paths}
     name = folders.pop() if len(folders) == 1 else paths[0]
     files = opened(paths)
     for framework in FRAMEWORKS:
-        checkpoint = framework.read(name, files, take_rank)
+        checkpoint = framework.read(name, files, take)
         if checkpoint is not None:
-            _require_to_compare(name, [checkpoint], take_rank)
+            _require_to_compare(name, [checkpoint], take)
             return checkpoint
+    if (one := copies.read(name, files, take)) is not None:
+        return one
+    if len({os.path.dirname(path) for path in paths}) == 1:
+        names = [os.path.basename(path) for path in paths]
+        if (joined_shards := sharded.without_index(name, names)) is not None:
+            return joined_shards
     raise UsageFault(
         f"{paths[0]}: holds no piece of a tensor that one rank of several wrote",
         hint="for the mean of checkpoints: ckpttool average; for shards, name their index or folder",
     )
 
 
-def _require_to_compare(path: str, parts: Sequence[Checkpoint], take_rank: int | None) -> None:
+def _require_to_compare(path: str, parts: Sequence[Checkpoint], take: Take) -> None:
     """Check that there is a rank's value to take, if one is to be taken."""
-    if take_rank is not None and all(part.format in SHARED_ONCE for part in parts):
+    if take.rank is not None and all(part.format in SHARED_ONCE for part in parts):
         raise UsageFault(
             f"{path}: stores what its ranks share only once, so there is no rank to take",
             hint="leave out --take-rank",

@@ -22,6 +22,7 @@ from .pytorch import zip as torch_zip
 from .safetensors import format as safetensors
 from .shards import reading as sharded
 from .shards.writing import INDEX
+from .strangers import stranger
 
 
 class Format(Protocol):
@@ -48,16 +49,6 @@ MOST_BELOW = 100
 
 # Times that a folder is read again because another process replaced it meanwhile.
 MAX_REPLACED = 1000
-
-# What is found in the place of a checkpoint, by its first bytes: what it is, and what to do.
-STRANGERS = (
-    (b"version https://git-lfs", "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
-    (b"<!doctype html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
-    (b"<html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
-    (b"\x1f\x8b", "is compressed with gzip", "unpack it first: gunzip"),
-    (b"GGUF", "is a GGUF model, another format", None),
-    (b"\x89HDF", "is an HDF5 file, another format", None),
-)
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
@@ -107,7 +98,10 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def open_ranks(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, take_rank: int | None = None
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    take_rank: int | None = None,
+    take_step: int | None = None,
 ) -> Checkpoint:
     """Open what many ranks wrote as one checkpoint, whose tensors are whole.
 
@@ -115,6 +109,8 @@ def open_ranks(
         paths: the folder, as for `open`; or the files of all ranks, in any order and whatever their names.
         take_rank: where several ranks hold the same values, take those of this rank and do not compare them.
             None compares them, bit by bit, when they are read: RanksDiffer is raised then.
+        take_step: where files state different training steps, take them for those of this one. None refuses
+            such files.
 
     Returns:
         The checkpoint; its `ranks` says what is known of the run.
@@ -127,26 +123,29 @@ def open_ranks(
             ranks share only once.
     """
     from . import frameworks  # many modules, which other files do without
+    from .ranks.pieces import Take
 
+    take = Take(take_rank, take_step)
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
         with _collector_paused():  # also where a model.safetensors of rounded weights is there too
-            checkpoint = frameworks.read_folder(names[0], take_rank) if os.path.isdir(names[0]) else None
-        if checkpoint is None and take_rank is None:
+            checkpoint = frameworks.read_folder(names[0], take) if os.path.isdir(names[0]) else None
+        if checkpoint is not None:
+            return checkpoint
+        if take_rank is None and take_step is None:
             return open(names[0])
-        if checkpoint is None:
-            raise UsageFault(
-                f"{names[0]}: stores what its ranks share only once, so there is no rank to take",
-                hint="leave out --take-rank",
-            )
-        return checkpoint
+        what, flag = ("rank", "--take-rank") if take_step is None else ("step", "--take-step")
+        raise UsageFault(
+            f"{names[0]}: stores what its ranks share only once, so there is no {what} to take",
+            hint=f"leave out {flag}",
+        )
     folders = [name for name in names if os.path.isdir(name)]
     if folders:
         raise UsageFault(
             f"{folders[0]}: is one of several inputs, and a folder", hint="merge one folder at a time"
         )
     with _collector_paused():
-        return frameworks.read_files(names, take_rank)
+        return frameworks.read_files(names, take)
 
 
 def _is_part_of_dcp(name: str) -> bool:
@@ -190,6 +189,9 @@ def _read_folder(name: str) -> Checkpoint:
             checkpoint = frameworks.read_folder(name)
     if checkpoint is None and telling is not None:
         return _read_telling(name, os.path.join(name, telling))
+    if checkpoint is None:
+        with _collector_paused():
+            checkpoint = sharded.without_index(name, names)
     if checkpoint is None:
         raise _nothing_known(name, names)
     return checkpoint
@@ -288,7 +290,7 @@ def read(source: Source) -> Checkpoint:
         if reader.sniff(head):
             with _collector_paused():
                 return reader.read(source)
-    raise _stranger(source.path, head)
+    raise stranger(source.path, head)
 
 
 @contextmanager
@@ -304,16 +306,6 @@ def _collector_paused() -> Iterator[None]:
                 gc.freeze()  # and back: all objects become old ones, which the next collection passes over
                 gc.unfreeze()
             gc.enable()
-
-
-def _stranger(name: str, head: bytes) -> Unsupported:
-    for start, what, hint in STRANGERS:
-        if head.lstrip()[: len(start)].lower() == start.lower():
-            return Unsupported(name, what, hint=hint)
-    if head[:1] == b"\x80":
-        listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(name)}"
-        return Unsupported(name, "is a pickle, but not one that torch.save wrote", hint=listed)
-    return Unsupported(name, "is not a checkpoint in any format known here")
 
 
 # A checkpoint that `open` returned, or the path of one.

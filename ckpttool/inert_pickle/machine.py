@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from .values import FrozenSet_, Global, OrderedDict_, Record, container_name
+from .values import FrozenSet_, Global, OrderedDict_, Record, container_name, is_state
 
 MAX_DEPTH = 50  # levels of tuples in a key: comparing two of them is recursive
 MAX_PARTS = 1000  # values inside a key: hashing visits each, and a tuple can repeat itself 2^60 times
@@ -256,7 +256,7 @@ class Machine:
     def build(self, state: Any) -> None:
         """Set the state of the object on top."""
         target = self.stack[-1]
-        if type(target) is OrderedDict_ and target.attributes is None:
+        if type(target) is OrderedDict_ and target.attributes is None and is_state(state):
             target.attributes = state
         elif type(target) is Record and not target.has_state and id(target.callable) not in self.reducers:
             target.state, target.has_state = state, True

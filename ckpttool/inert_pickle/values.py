@@ -166,6 +166,13 @@ PARAMETER = names_of("torch._utils: _rebuild_parameter _rebuild_parameter_with_s
 WRAPPERS = PARAMETER | FROM_TYPE
 
 
+def is_state(value: object) -> bool:
+    """Return whether a value can be the state of an OrderedDict: attributes, or what a call gives."""
+    attributes = attributes_in(value)
+    named = attributes is not None and all(isinstance(name, str) for name in attributes)
+    return named or isinstance(value, Record)
+
+
 def attributes_in(state: object) -> dict[Any, Any] | None:
     """Return the attributes in a pickled state, slots included; None where it is something else."""
     parts: tuple[Any, ...] = state if isinstance(state, tuple) and len(state) == 2 else (state,)

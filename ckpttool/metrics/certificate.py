@@ -77,7 +77,7 @@ class LossCertificate:
 
     evaluation: Evaluation
     samples: int
-    count: int  # what the loss is a mean over: samples, tokens, pixels
+    count: int | float  # what the loss is a mean over: samples, tokens, pixels, or weights
     loss: float  # the mean, rounded once from the exact sum of the batches' sums
     metrics: Mapping[str, Any]  # what each metric's `compute` returned, over all ranks
     rank_samples: tuple[int, ...]  # how many each rank scored

@@ -231,7 +231,7 @@ class Evaluator:
         """Sum the losses of all samples and compute metrics, over all ranks. A collective."""
         metrics = {name: measure.make() for name, measure in measured.items()}
 
-        def score(indices: list[int], batch: Any) -> tuple[list[int], float, int]:
+        def score(indices: list[int], batch: Any) -> tuple[list[int], float, float]:
             if check is not None:
                 check(batch, indices)
             batch = move(batch, self.device)
@@ -249,17 +249,18 @@ class Evaluator:
             torch.tensor(self.numbers, dtype=torch.int64),
             {
                 "loss": torch.tensor([total for _, total, _ in rows], dtype=torch.float64),
-                "count": torch.tensor([count for _, _, count in rows], dtype=torch.int64),
+                "count": torch.tensor([count for _, _, count in rows], dtype=torch.float64),
             },
             samples=self.number_of_batches,
         )
-        count, exact = int(joined["count"].sum()), ExactSum()
-        exact.add(joined["loss"].numpy())
+        loss_sum, counts = ExactSum(), ExactSum()
+        loss_sum.add(joined["loss"].numpy())
+        counts.add(joined["count"].numpy())
         return LossCertificate(
             self.described(about or Evaluation()),
             self.samples,
-            count,
-            exact.over(count),
+            int(counts.fraction) if counts.fraction.denominator == 1 else float(counts.fraction),
+            loss_sum.over(counts.fraction),
             {name: reduce(metric).compute() for name, metric in metrics.items()},
             tuple(self.rank_samples),
             index_digest(self.samples),
@@ -313,10 +314,10 @@ def _compared(outputs: Any, batch: Any) -> tuple[Any, Any]:
     return outputs, batch[-1] if isinstance(batch, tuple | list) else batch
 
 
-def _pair(returned: Any) -> tuple[float, int]:
+def _pair(returned: Any) -> tuple[float, float]:
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise TypeError(f"loss returned a {type(returned).__name__}, not (sum, count)")
-    return float(returned[0]), int(returned[1])
+    return float(returned[0]), float(returned[1])
 
 
 def _loader(samples: Dataset[Any]) -> Load:

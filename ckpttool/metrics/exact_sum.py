@@ -64,8 +64,8 @@ class ExactSum:
         """The exact sum of the finite numbers."""
         return Fraction(self.units, 1 << POINT)
 
-    def over(self, count: int) -> float:
-        """Return the sum divided by an integer, rounded once; NaN over 0. Infinities behave as in float64."""
+    def over(self, count: int | Fraction) -> float:
+        """Return the sum divided by a number, rounded once; NaN over 0. Infinities behave as in float64."""
         if count == 0 or self.nans or (self.ups and self.downs):
             return math.nan
         if not self.is_finite:

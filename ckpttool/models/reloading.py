@@ -107,6 +107,9 @@ def reload(
             them or has them in another shape, as for a new head.
         allow_unexpected: shell patterns of names of the file that are ignored if the model lacks them.
 
+    Returns:
+        What was loaded, and by name what was not.
+
     Raises:
         Mismatch: names or shapes differ (the model is unchanged), or a module refuses the state.
         NothingToDo: a pattern matches no name of the model, or of the file.

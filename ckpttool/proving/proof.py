@@ -21,7 +21,7 @@ from ..files.chain import Link
 from ..formats.reading import opened
 from ..tensors.ref import TensorRef
 from ..tensors.values import stream
-from .replay import Replay, RunRecord, command_of, differing, segment
+from .replay import Replay, RunRecord, command_of, differing, require_entries, segment
 
 # The names that the trainer gives, and no others: `step-7.pt` is a user's.
 CHECKPOINT = re.compile(r"(last|best|step-(\d{6}|[1-9]\d{6,}))\.pt")
@@ -103,6 +103,7 @@ def prove(
     links, breaks = chain.read(path)
     if not any(link.entry.get("kind") == "begin" for link in links):
         raise Damaged(path, "is no record of a run")
+    require_entries(path, links)
     findings = [Finding("chain", f"line {fault.number}", fault.message) for fault in breaks]
     replayed, command, ranks = None, list[str](), 0
     try:
@@ -124,7 +125,7 @@ def prove(
                 replayed, part = (start, end), differing(command, record, start)
                 findings += [Finding("replay", f"step {part.step}", part.message, part.step)] if part else []
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Damaged(path, f"is no record of a run: {type(error).__name__}: {error}") from error
+        raise Damaged(path, f"is no record of a run: an entry is of another form ({error})") from error
     return Proved(
         len(links),
         links[-1].hash,

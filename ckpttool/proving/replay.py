@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageFault
+from ..errors import Damaged, UsageFault
 from ..files import chain
 from ..files.chain import Link
 
@@ -33,6 +33,31 @@ LAUNCHER = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|TORCHEL
 SHOWN = 400  # Characters of a replay's error that are shown
 
 Entry = Mapping[str, Any]
+
+# What each kind of entry has at least, for the checks here
+BEGIN = {"step": int, "ranks": int, "every": int, "virtual_ranks": int | None, "weights": str, "code": dict}
+FIELDS: dict[str, dict[str, Any]] = {
+    "begin": BEGIN | {"source": dict | None, "versions": dict, "arguments": list, "init": list | None},
+    "step": {"step": int, "weights": str, "samples": dict},
+    "epoch": {"step": int, "epoch": int, "plan": str},
+    "evaluation": {"step": int, "score": object},
+    "checkpoint": {"step": int, "digests": dict},
+}
+
+
+def require_entries(path: str, links: list[Link]) -> None:
+    """Refuse a record in which an entry lacks a field, or has one of another type."""
+    for link in links:
+        kind = link.entry.get("kind")
+        for name, kinds in FIELDS.get(str(kind), {}).items():
+            what = f"line {link.number} is no entry of a run"
+            if name not in link.entry:
+                raise Damaged(path, f"{what}: '{kind}' lacks '{name}'")
+            value = link.entry[name]
+            if not isinstance(value, kinds) or isinstance(value, bool):  # which Python takes for a number
+                raise Damaged(path, f"{what}: '{name}' of '{kind}' is a {type(value).__name__}")
+            if name == "source" and value is not None and "digests" not in value:
+                raise Damaged(path, f"{what}: 'source' of 'begin' lacks 'digests'")
 
 
 @dataclass(frozen=True)

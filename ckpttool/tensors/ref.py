@@ -8,6 +8,7 @@ whatever its size.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -16,6 +17,7 @@ from ..errors import Damaged, Unreadable
 from .dtypes import SIGNED, DType
 
 MAX_BYTES = 2**63 - 1
+DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
 MAX_AXES = 64  # some operations of torch stop there
 FILLED = 1 << 20  # bytes of a piece of computed values; whole elements
 

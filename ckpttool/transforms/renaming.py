@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 
 from ..errors import Collision, UsageFault
 
+KEY_SECONDS = 2  # of one expression on one key
+TICK = 0.25
 MAX_LEVELS = 200  # modules in each other that are followed: no model has more, a name of many dots may
 
 
@@ -144,34 +151,83 @@ def _has_empty_part(name: str) -> bool:
 
 
 def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Renaming:
-    """Apply regular expressions to every name, in order, as `re.sub` does."""
+    """Apply regular expressions to every name, in order, as `re.sub` does, each in limited time."""
     rules = list(rules)
     try:
-        hints = replace(MAPS, dots=partial(_with_its_dot, rules))
-        return checked(names, _applied(rules), hints)
+        with _time_limit() as watch:
+            hints = replace(MAPS, dots=partial(_with_its_dot, rules, watch))
+            return checked(names, _applied(rules, watch), hints)
+    except TooSlow:
+        where = f"'{watch.expression[:80]}' takes more than {KEY_SECONDS} s on the key '{watch.name[:80]}'"
+        raise UsageFault(
+            f"--map: {where}",
+            hint="write it without repetitions inside repetitions, such as (.+)+ or (a|a)*",
+        ) from None
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         raise UsageFault(f"--map: {error}", hint="for example: --map '^backbone\\.=model.'") from None
 
 
-def _applied(rules: Iterable[tuple[str, str]]) -> Callable[[str], str]:
+class TooSlow(Exception):
+    """An expression is still being matched with one key after KEY_SECONDS."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What is being matched, and since when in seconds of this thread's work."""
+
+    expression: str = ""
+    name: str = ""
+    begun: float = inf
+
+    def begin(self, expression: str, name: str) -> None:
+        self.expression, self.name, self.begun = expression, name, time.thread_time()
+
+    def check(self, *_: object) -> None:
+        if time.thread_time() - self.begun > KEY_SECONDS:
+            raise TooSlow
+
+
+@contextmanager
+def _time_limit() -> Iterator[_Watch]:
+    """Raise TooSlow in the matching of one key that takes too long; only in the main thread."""
+    watch = _Watch()
+    is_main = threading.current_thread() is threading.main_thread()
+    if (
+        not is_main or signal.getsignal(signal.SIGVTALRM) is None
+    ):  # None: of a handler that Python can't restore
+        yield watch
+        return
+    # `re` backtracks without end on some keys, and only a signal interrupts it. Others use SIGALRM.
+    handler = signal.signal(signal.SIGVTALRM, watch.check)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, TICK, TICK)
+    try:
+        yield watch
+    finally:
+        watch.begun = inf
+        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
+        signal.signal(signal.SIGVTALRM, handler)
+
+
+def _applied(rules: Iterable[tuple[str, str]], watch: _Watch) -> Callable[[str], str]:
     compiled = [(re.compile(expression), replacement) for expression, replacement in rules]
 
     def rule(name: str) -> str:
         for expression, replacement in compiled:
+            watch.begin(expression.pattern, name)
             name = expression.sub(replacement, name)
         return name
 
     return rule
 
 
-def _with_its_dot(rules: Sequence[tuple[str, str]], old: str, new: str) -> str:
+def _with_its_dot(rules: Sequence[tuple[str, str]], watch: _Watch, old: str, new: str) -> str:
     """Return the hint that gives the rules again, the one that leaves a dot too many with this dot."""
     for index, (expression, replacement) in enumerate(rules):
         group = f"(?:{expression})" if "|" in expression else expression
         for with_dot in () if replacement else (f"{group}\\.", f"\\.{group}"):
             changed = [*rules[:index], (with_dot, replacement), *rules[index + 1 :]]
             try:
-                name = _applied(changed)(old)
+                name = _applied(changed, watch)(old)
             except re.error:  # flags such as `(?i)` stand first
                 continue
             if name not in ("", old) and not _has_empty_part(name):

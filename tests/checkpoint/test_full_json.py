@@ -709,6 +709,8 @@ def test_the_crafted_file_is_read_when_its_text_is_right(tmp_path: Path) -> None
     assert checkpoint.tree["a"].shape == (2,)
 
 
+PARAMETER = ["global", "torch._utils", "_rebuild_parameter"]
+
 LIES: dict[str, str] = {
     "no JSON": "{",
     "nothing": "",
@@ -797,6 +799,40 @@ LIES: dict[str, str] = {
     "a record of odd elements": document(
         ["record", {"how": "reduce", "callable": ["global", "a", "b"], "args": ["tuple"], "elements": 1}]
     ),
+    "a Parameter around text": document(
+        ["record", {"how": "reduce", "callable": PARAMETER, "args": ["tuple", "x", True, {}]}]
+    ),
+    "a Parameter with a state": document(
+        ["record", {"how": "reduce", "callable": PARAMETER,
+         "args": ["tuple", ["tensor", "w"], True, {}], "state": {}}]
+    ),
+    "a tensor made by a call": document(
+        ["record", {"how": "reduce", "callable": ["global", "torch._utils", "_rebuild_tensor"],
+         "args": ["tuple", ["storage", "w"], 0, ["tuple", 1], ["tuple", 1]]}]
+    ),
+    "a tensor of a class, of two parts": document(
+        ["record", {"how": "reduce", "callable": ["global", "torch._tensor", "_rebuild_from_type_v2"],
+         "args": ["tuple", ["tensor", "w"], ["global", "torch", "Tensor"]]}]
+    ),
+    "a quantised tensor by no scheme": document(
+        ["record", {"how": "reduce", "callable": ["global", "torch._utils", "_rebuild_qtensor"],
+         "args": ["tuple", ["storage", "odd", "QInt8Storage"], 0, *[["tuple", 1]] * 3, False, {}]}]
+    ),
+    "a call with keywords": document(
+        ["record", {"how": "reduce", "callable": ["global", "a", "b"], "args": ["tuple"], "kwargs": {"a": 1}}]
+    ),
+    "an object with a number for a keyword": document(
+        ["record", {"how": "newobj", "callable": ["global", "a", "b"], "args": ["tuple"],
+         "kwargs": ["dict", [1, 1]]}]
+    ),
+    "gradients of integers": document(["tensor", "n", {"requires_grad": True}]),
+    "an ordered dict with attributes in a list": document(["ordered", {}, ["list", 1]]),
+    "an ordered dict with a number for an attribute": document(["ordered", {}, ["dict", [1, 2]]]),
+    "a storage on no device": document(["storage", "w", "FloatStorage", "module.a"]),
+    "a tensor on no device": document(["tensor", "w", {"storage": ["FloatStorage", ""]}]),
+    "a name with a line break": document(["global", "a\nb", "c"]),
+    "a name with half a character": document(["global", "a", ["str", "7aCA"]]),
+    "an empty name": document(["global", "", "c"]),
     "a global of numbers": document(["global", 1, 2]),
     "a global of one name": document(["global", "os"]),
     "an integer that is none": document(["int", "ten"]),

@@ -31,7 +31,7 @@ CONTRACT = {
     "add-prefix": f"{WRITING} --prefix",
     "rename-keys": f"{WRITING} --map",
     "convert": f"{WRITING} --dtype --only --exclude --full --shard-size --to",
-    "merge": f"{WRITING} --dtype --full --take-rank --companions --shard-size --to",
+    "merge": f"{WRITING} --dtype --full --take-rank --shard-size --to",
     "slim": WRITING,
     "disarm": f"{READING} --dry-run --force",
     "merge-lora": WRITING,

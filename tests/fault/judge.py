@@ -137,7 +137,7 @@ class Bench:
         if fault.how == KILL and ran.is_reached:
             allowed = {-9}
         elif fault.how == TERM and ran.is_reached:
-            allowed = {-15} if self.scenario.ends_at_term else {143, done}
+            allowed = {-15} if self.scenario.ends_at_term else {-15, 143, done}
         elif fault.how == SHORT or not ran.is_reached:
             allowed = {done}
         else:  # of what can't be looked at, click says that it is not readable

@@ -22,7 +22,7 @@ from tests.fuzz.worker import Worker
 from tests.support.attacks import ATTACKS
 from tests.support.running import ROOT
 
-# The largest files of each column of the table of bounds, in bytes
+# Costs are told apart by the size of the file, up to these many bytes
 SIZES = (4 << 10, 64 << 10, 4 << 20)
 
 MEMORY, MEMORY_PER_BYTE = 128 << 20, 100

@@ -26,6 +26,7 @@ from ckpttool.errors import CkptToolError
 from ckpttool.files.digest import digest
 from ckpttool.formats.zip.reader import read_directory
 from ckpttool.inert_pickle.values import TooDeep
+from ckpttool.inert_pickle.weights_only import TAKEN
 from ckpttool.tensors.ref import ByteRange, Source, TensorRef
 from ckpttool.tensors.values import stream
 from tests.support.comparing import assert_same, values
@@ -126,6 +127,8 @@ def compare(path: Path, out: Path, outcome: Outcome) -> None:
     """Compare what the package read with what other libraries read."""
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
+        if outcome.accepted:
+            _require_loadable(out / "out.pt", outcome)
         if path.is_dir():
             return
         head = path.read_bytes()[:16]
@@ -135,6 +138,22 @@ def compare(path: Path, out: Path, outcome: Outcome) -> None:
             _compare_with_safetensors(path, outcome)
         else:
             _compare_with_torch(path, out, outcome)
+
+
+def _require_loadable(path: Path, outcome: Outcome) -> None:
+    """Have torch read a written file that names nothing but what `weights_only` takes."""
+    import torch
+
+    with ckpttool.open(path) as written:
+        if not written.names <= TAKEN or written.protocol > 2:
+            return
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except RecursionError:
+        pass
+    except Exception as error:
+        if "Unsupported operand 139" not in str(error):  # an integer of more than 2040 bits
+            outcome.fail(f"torch does not read what was written: {str(error)[-60:]}", error)
 
 
 def _compare_with_zipfile(path: Path, outcome: Outcome) -> None:

@@ -76,11 +76,6 @@ def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) 
     assert "stale words" not in text and "--batch-size N" in text
 
 
-def test_every_link_of_the_page_leads_to_a_file() -> None:
-    links = re.findall(r"\]\(([^)#]+)", PAGE.read_text(encoding="utf-8"))
-    assert [link for link in links if not (PAGE.parent / link).exists()] == []
-
-
 # ---- the commands --------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,22 @@ import torch
 import ckpttool
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import UsageFault
+from train.config.training import CHANGEABLE
 from train.trainer.trainer import Trainer
+
+# Flags that may differ on resume; a change of any other would make it another training.
+FREE = {
+    *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
+    *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
+    *("out", "save_every", "save", "keep", "resume", "force", "change", "data_root", "download"),
+    "mixed_torch",
+    *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
+    *("zero", "grad_checkpoint"),  # the same bits
+    *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
+}
+
+# Compared by content, not by value: the same folder or file may be elsewhere now.
+COMPARED_BY_CONTENT = {"data", "init", "init_allow_missing"}
 
 # Settings that no checkpoint records: its bytes are the same however it was written.
 HOW_TO_SAVE = {"save", "grace"}
@@ -37,6 +52,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "config": {name: value for name, value in trainer.config.plain().items() if name not in HOW_TO_SAVE},
         "versions": versions(trainer.place.device),
         "log": collectives.gather(trainer.log.state()),
+        "training": training_of(trainer),
     }
     return state | ({"chain": trainer.recorder.head} if trainer.recorder.head is not None else {})
 
@@ -64,6 +80,13 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     else:
         step = trainer.progress.global_step
         randomness.seed_all(randomness.seed_from(trainer.config.seed, "rank", rank, step))
+
+
+def training_of(trainer: Trainer) -> str:
+    """Return a digest that tells this training from others: of what no resume may change."""
+    settings, free = trainer.config.plain(), FREE | COMPARED_BY_CONTENT | CHANGEABLE
+    fixed = {name: value for name, value in settings.items() if name not in free}
+    return collectives.digest_all(fixed | {"data": trainer.data.fingerprint, "init": trainer.init})
 
 
 def versions(device: torch.device) -> dict[str, Any]:

@@ -39,11 +39,12 @@ def write(
     The first name is replaced last: a run that is killed before that goes on from the old file, and writes
     the others again. In the context that `placing` returns, the file, complete on the disk, gets its first
     name; an error is raised in it only if it did not. `placed` gets each name that is the new file's.
-    FileError if the disk refuses, or a numbered name is another's file, which stays.
+    FileError if the disk refuses, or a numbered name is another's file, which stays: of another program, or
+    of another training than `state["training"]` says.
     """
     wanted = [os.path.join(folder, name) for name in names]
     with naming(wanted[0]):
-        foreign = [path for path in wanted if is_taken(path)]
+        foreign = [path for path in wanted if is_taken(path, state.get("training", ""))]
     paths = [path for path in wanted if path not in foreign]
     placed = [] if placed is None else placed
     with naming(paths[0]):
@@ -55,7 +56,7 @@ def write(
             _give_name(paths[-1], path)
             placed.append(os.path.basename(path))
     if foreign:
-        reason = "is not a checkpoint of this trainer, and stays as it is"
+        reason = "is not a checkpoint of this run, and stays as it is"
         raise FileError(foreign[0], reason, hint="move it away")
 
 
@@ -134,31 +135,32 @@ def _facts(path: str) -> os.stat_result:
     return os.stat(path) if os.path.exists(path) else os.lstat(path)
 
 
-def drop_old(folder: str, keep: int) -> None:
+def drop_old(folder: str, keep: int, training: str = "") -> None:
     """Remove all numbered checkpoints but the last `keep` written.
 
     By time, not by number: a run that went back to an earlier step writes small numbers last. Links, folders
-    and other files of such a name, which the trainer has not written, stay and do not count.
+    and other files of such a name, which no run of this training has written, stay and do not count.
     """
     with naming(folder, "listed"):
         entries = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
         entries.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
     for entry in entries:
         with naming(entry.path, "removed"):
-            keep -= not _is_foreign(entry.path)
-            if keep < 0:
+            is_own = not _is_foreign(entry.path, training)
+            keep -= is_own
+            if is_own and keep < 0:
                 os.unlink(entry.path)
                 keep = 0
 
 
-def is_taken(path: str) -> bool:
-    """Return whether a path has a numbered name and what is there is not the trainer's, so it stays."""
-    return NUMBERED.fullmatch(os.path.basename(path)) is not None and _is_foreign(path)
+def is_taken(path: str, training: str = "") -> bool:
+    """Return whether a path has a numbered name and what is there is not the run's, so it stays."""
+    return NUMBERED.fullmatch(os.path.basename(path)) is not None and _is_foreign(path, training)
 
 
-def _is_foreign(path: str) -> bool:
-    """Return whether there is something that is not a checkpoint of the trainer: a link, a folder, or no zip
-    whose pickle holds digests and progress. OSError if the disk does not tell."""
+def _is_foreign(path: str, training: str) -> bool:
+    """Return whether there is something that is no checkpoint of this training: a link, a folder, or no zip
+    whose pickle holds digests, progress and the name of the training. OSError if the disk does not tell."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return True
@@ -173,4 +175,4 @@ def _is_foreign(path: str) -> bool:
         if behind is None or behind.errno in (errno.EINVAL, errno.EACCES, errno.EPERM):
             return True  # EINVAL: a zip that speaks of a place before its start
         raise behind from None
-    return b"digests" not in begin or b"global_step" not in begin
+    return any(mark not in begin for mark in (b"digests", b"global_step", training.encode()))

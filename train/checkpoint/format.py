@@ -65,6 +65,7 @@ STRUCTURE: dict[str, Any] = {
     "config": Named(str, SETTING),
     "digests": {"model": str, "optimizer": str, "run": str},
     "versions": Named(str, (str, int)),
+    "training": str,
     "chain?": str,
 }
 
@@ -105,7 +106,7 @@ def read(path: str) -> dict[str, Any]:
 
     Raises Unreadable, Damaged, or Refused for another program's file.
     """
-    _require_file(path)
+    require_file(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -148,7 +149,7 @@ def malformed(path: str) -> Iterator[None]:
         raise Damaged(path, f"does not hold the state of a run: {why}") from error
 
 
-def _require_file(path: str) -> None:
+def require_file(path: str) -> None:
     """Raise Unreadable if there is no file, and Refused for a pipe or a device, which may never end."""
     try:
         mode = os.stat(path).st_mode

@@ -99,7 +99,7 @@ class Save:
     def _write(self) -> None:
         checkpoint_files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
         if self.keep:
-            checkpoint_files.drop_old(self.folder, self.keep)
+            checkpoint_files.drop_old(self.folder, self.keep, self.state["training"])
 
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:

@@ -10,30 +10,16 @@ from typing import Any, NamedTuple
 from ckpttool.distributed import collectives
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
 from train.checkpoint import init_from
-from train.checkpoint.capture import restore, versions
+from train.checkpoint.capture import COMPARED_BY_CONTENT, FREE, restore, versions
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import malformed, read
 from train.config import training
 from train.config.training import CHANGEABLE, TrainConfig
 from train.data.data_set import Data
-from train.data.fingerprint import Contents, flat
+from train.data.fingerprint import Contents, draws_for_itself, flat
 from train.model.optimizer import total_steps
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
-
-# Flags that may differ on resume; a change of any other would make it another training.
-FREE = {
-    *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
-    *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
-    *("out", "save_every", "save", "keep", "resume", "force", "change", "data_root", "download"),
-    "mixed_torch",
-    *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
-    *("zero", "grad_checkpoint"),  # the same bits
-    *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
-}
-
-# Compared by content, not by value: the same folder or file may be elsewhere now.
-COMPARED_BY_CONTENT = {"data", "init", "init_allow_missing"}
 
 
 class Resumed(NamedTuple):
@@ -153,6 +139,14 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
         instead = may if {*other} <= CHANGEABLE else "start another run"
         raise UsageFault(f"{path}: belongs to a training with {flags}", hint=f"give the same, or {instead}")
     _require_same_groups(now, then, allowed)
+    passes, why = then["accumulate"], ""
+    if now["accumulate"] != passes and "accumulate" not in allowed:
+        why = trainer.depends_on_passes()
+    if why:
+        raise UsageFault(
+            f"{path}: belongs to a training with --accumulate {passes}, and {why}",
+            hint="give the same, or --change accumulate",
+        )
     if trainer.config.init and _weights(trainer.config) != state["plan"]["init"]:
         raise UsageFault(
             f"{path}: belongs to a training that did not start from the weights in {trainer.config.init}",
@@ -220,6 +214,11 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     ]
     if changed:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
+    if draws_for_itself(trainer.data.train, trainer.data.name, trainer.data.task):
+        remarks.append(
+            f"--data {trainer.data.name} draws from random generators of its own, so this run differs from "
+            "one that never stopped (Python's, numpy's and torch's own are seeded for each sample)"
+        )
     then = {**TrainConfig().plain(), **state["config"]}
     remarks += [
         f"{name.replace('_', '-')} {then[name]} -> {now}"

@@ -24,12 +24,14 @@ from train.config.shared import (
     integers,
     integers_or_auto,
     number,
+    numbers,
 )
 
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
+    "muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 1e-1},
 }
 OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 
@@ -39,7 +41,7 @@ EACH_EPOCH = Every(1, "epochs")
 # Settings that a resumed run may change if --change names them. The others are another training.
 CHANGEABLE = {
     *("lr", "momentum", "weight_decay", "scheduler", "warmup", "clip_norm"),
-    *("label_smoothing", "augment", "mixup", "cutmix"),
+    *("label_smoothing", "augment", "mixup", "cutmix", "accumulate"),
 }
 
 
@@ -73,6 +75,13 @@ class TrainConfig(RanksConfig, DataConfig):
         "the part of a label that is spread over all classes (0)",
         type=number(least=0, below=1),
         metavar="X",
+    )
+    class_weights: tuple[float, ...] | None = flag(
+        None,
+        "task",
+        "how much a sample of each class counts in the training loss, as the weight of torch's cross entropy",
+        type=numbers,
+        metavar="X,X,...",
     )
     eval_every: Every = flag(
         EACH_EPOCH,
@@ -146,7 +155,8 @@ class TrainConfig(RanksConfig, DataConfig):
     accumulate: int = flag(
         1,
         "training",
-        "take each rank's share of the batch in N passes: the same training in less memory (1)",
+        "take each rank's share of the batch in N passes, in less memory; without BatchNorm and dropout it "
+        "is the same training (1)",
         type=integer(1),
         metavar="N",
     )
@@ -174,7 +184,10 @@ class TrainConfig(RanksConfig, DataConfig):
     )
     json: bool = flag(False, "training", "with --preview: print JSON")
     optimizer: str = flag(
-        "sgd", "optimizer", "sgd (the default), adam, adamw, or another class of torch.optim", metavar="NAME"
+        "sgd",
+        "optimizer",
+        "sgd (the default), adam, adamw, muon (with adamw for the rest), or another class of torch.optim",
+        metavar="NAME",
     )
     lr: float = flag(
         OPTIMIZERS["sgd"]["lr"],
@@ -186,14 +199,14 @@ class TrainConfig(RanksConfig, DataConfig):
     momentum: float = flag(
         OPTIMIZERS["sgd"]["momentum"],
         "optimizer",
-        "for sgd (0.9)",
+        "sgd 0.9, muon 0.95",
         type=number(least=0, below=1),
         metavar="X",
     )
     weight_decay: float = flag(
         OPTIMIZERS["sgd"]["weight_decay"],
         "optimizer",
-        "sgd 0.0001, adamw 0.01, others 0",
+        "sgd 0.0001, adamw 0.01, muon 0.1, others 0",
         type=number(least=0),
         metavar="X",
     )

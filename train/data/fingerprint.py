@@ -75,6 +75,17 @@ def redrawn(part: str, samples: Samples, before: Contents, name: str, task: str 
     return changed
 
 
+def draws_for_itself(samples: Samples, name: str, task: str = CLASSIFICATION) -> bool:
+    """Return whether a training sample differs each time it is read, although the seeds are the same."""
+    if not isinstance(samples, Keyed):
+        return False
+    first, *others = (
+        {kind: _digest(leaf) for kind, leaf in _read("training", samples, 0, name, task).items()}
+        for _ in range(REDRAWS + 1)
+    )
+    return any(again != first for again in others)
+
+
 def flat(contents: Contents, leave_out: set[str] | frozenset[str] = frozenset()) -> dict[str, str]:
     """Return contents by full name, `training sample 17` -> digest, without some kinds."""
     return {

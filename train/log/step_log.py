@@ -142,7 +142,7 @@ class StepLog:
         steps, loss, count = states[rank] if same else states[0]
         if not same:
             loss, count = (sum(state[i] for state in states) if rank == 0 else 0.0 for i in (1, 2))
-        self._steps, self._count = int(steps), int(count)
+        self._steps, self._count = int(steps), count
         self._loss.fill_(loss)
 
     def _of_interval(self) -> dict[str, Any]:

@@ -36,7 +36,18 @@ def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
     made: Any = factory.build(name, **({"num_classes": classes} if classes else {}))
     if not isinstance(made, nn.Module):
         raise UsageFault(f"--model {name}: returned {type(made).__name__}, not a torch.nn.Module")
-    return made
+    return in_training(made)
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """Put a model into training mode, but for the layers that the user's code froze by `eval()`."""
+    frozen = [module for module in model.modules() if not module.training]
+    if len(frozen) == len(list(model.modules())):
+        frozen = []  # from_pretrained returns a whole model in eval(), also one that is to be trained
+    model.train()  # which a model may have overridden, to freeze layers itself
+    for module in frozen:
+        module.training = False
+    return model
 
 
 def simple_cnn(num_classes: int = 10, channels: int = 1, height: int = 8, width: int = 8) -> nn.Sequential:

@@ -26,6 +26,39 @@ NOT_FOR_THIS_LOOP = {
 }
 
 
+class Muon(Optimizer):
+    """Muon for the matrices inside a model, AdamW for the rest, at one learning rate and decay.
+
+    As its author advises (Jordan et al. 2024, kellerjordan.github.io/posts/muon), embeddings, the last layer,
+    offsets, norms and kernels are AdamW's. The steps of both have the same size (arXiv 2502.16982).
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, momentum: float = 0.95, weight_decay: float = 0.1
+    ) -> None:
+        inside = [group for group in groups if group["muon"]]
+        others = [group for group in groups if not group["muon"]]
+        if not inside:
+            raise ValueError("it has no nn.Linear before the last one, whose matrix muon could orthogonalise")
+        muon = torch.optim.Muon(inside, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
+        self.parts: list[Optimizer] = [muon]
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr, weight_decay=weight_decay))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        start = 0
+        for part in self.parts:  # a restored state is in new dicts, which the parts shall have too
+            part.state, end = self.state, start + len(part.param_groups)
+            part.param_groups, start = self.param_groups[start:end], end
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.state = self.state
+            part.step()
+
+
 def check(config: TrainConfig, model: nn.Module) -> None:
     """Check that the optimizer exists, takes the settings, and can update the model's parameters.
 
@@ -33,6 +66,8 @@ def check(config: TrainConfig, model: nn.Module) -> None:
     """
     kind, options = _kind(config.optimizer), _options(config)
     groups = _groups(config, copy.deepcopy(model).cpu())
+    if config.zero and kind is Muon:
+        raise UsageFault("--zero: muon's state is not divided among ranks", hint="leave it out")
     if config.zero:
         _check_one_dtype(groups)
     try:
@@ -108,7 +143,9 @@ def clip(parameters: Iterable[nn.Parameter], norm: float | None) -> torch.Tensor
 
 
 def _kind(name: str) -> type[Optimizer]:
-    """Return the class of torch.optim with this name, in any case."""
+    """Return the class of torch.optim with this name, in any case; or the Muon above."""
+    if name.lower() == "muon":
+        return Muon
     known = {
         class_name.lower(): kind
         for class_name, kind in vars(torch.optim).items()
@@ -141,7 +178,12 @@ def _options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _groups(config: TrainConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameters that require gradients, each once, in one group or two (`decays`)."""
+    """Return the parameters that require gradients, each once: in a group that decays, and one that doesn't.
+
+    For muon, the matrices inside are a group before these.
+    """
+    is_muon = config.optimizer.lower() == "muon"
+    inside = _matrices_inside(model) if is_muon else set()
     norms = {
         id(parameter)
         for layer in model.modules()
@@ -149,19 +191,32 @@ def _groups(config: TrainConfig, model: nn.Module) -> list[dict[str, Any]]:
         for parameter in layer.parameters(recurse=False)
     }
     all_decay = config.decay_norms or not config.weight_decay
-    groups: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
+    groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {
+        (True, True): [],
+        (False, True): [],
+        (False, False): [],
+    }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[all_decay or decays(name, parameter, norms)].append((name, parameter))
+            decaying = all_decay or decays(name, parameter, norms)
+            groups[id(parameter) in inside, decaying].append((name, parameter))
     return [
         {
             "params": [parameter for _, parameter in named],
             "param_names": [name for name, _ in named],
             **({} if decaying else {"weight_decay": 0.0}),
+            **({"muon": for_muon} if is_muon else {}),
         }
-        for decaying, named in groups.items()
+        for (for_muon, decaying), named in groups.items()
         if named
     ]
+
+
+def _matrices_inside(model: nn.Module) -> set[int]:
+    """Return the `id` of the matrix of each linear layer but the last; none that is an embedding too."""
+    linear = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    return {id(weight) for weight in linear[:-1]} - {id(weight) for weight in linear[-1:]} - embeddings
 
 
 def _check_one_dtype(groups: list[dict[str, Any]]) -> None:

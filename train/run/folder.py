@@ -24,6 +24,7 @@ from ckpttool.files import chain
 from ckpttool.files.failures import naming, reason
 from ckpttool.files.temporaries import remove_abandoned
 from train.checkpoint.files import BEST, LAST, LINK, NUMBERED, is_taken
+from train.checkpoint.format import require_file
 from train.config.training import TrainConfig
 from train.log.log_file import LOG
 
@@ -31,6 +32,8 @@ ATTEMPTS = "attempts.json"
 TRIES = 3
 # Digits of the step, which is overwritten in place.
 WIDTH = 12
+# Bytes of it that are read; a run writes some hundred.
+LONGEST = 1 << 16
 TENSORBOARD = os.path.join("tensorboard", "events.out.tfevents.*")
 
 # Descriptors of the folders that this process has locked.
@@ -55,6 +58,8 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
 
     UsageFault if it can't be written, another run writes there, or it holds a run and no flag allows that.
     """
+    if config.resume not in (None, "auto"):
+        require_file(config.resume)
     folder = config.out or _unused(os.path.join("runs", now))
     with contextlib.ExitStack() as stack:
         try:
@@ -224,9 +229,11 @@ def _failed(path: str, flags: str) -> list[int]:
     A start that ended before its first step, or while it wrote the file, is not counted.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return []
         with open(path, "rb") as file:
-            record = json.load(file)
+            record = json.loads(file.read(LONGEST))
         steps = [*record["failed"], record["step"]] if record["flags"] == flags else []
-        return [int(step) for step in steps if step > 0][-TRIES:]
-    except (OSError, ValueError, TypeError, KeyError):
+        return [step for step in steps if isinstance(step, int) and step > 0][-TRIES:]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []

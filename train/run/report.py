@@ -71,6 +71,8 @@ class Report:
         console.say(f"batch   {dealt}{virtual}, {steps} steps per epoch")
         console.say(f"train   {in_lines(recipe(config))}")
         console.say(f"out     {self.folder}")
+        if config.accumulate > 1 and (why := self.trainer.depends_on_passes()):
+            remarks = [*remarks, ("note", f"not the training of --accumulate 1: {why}")]
         for word, remark in remarks:
             console.say(f"{word:<6}  {remark}")
         if self.trainer.progress.epoch < config.epochs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -25,14 +26,16 @@ IGNORED = -100  # the target of tokens that are no part of the loss: torch's `ig
 class Classification(Task):
     """One class per sample: cross entropy of scores [n, classes]; labels are int [n], or soft [n, classes].
 
-    The loss is a mean over samples.
+    The loss is a mean over samples, weighted by their classes if `weights` has one for each class.
     """
 
     name = "classification"
     counts_samples = True
 
-    def __init__(self, data: Data, label_smoothing: float = 0.0) -> None:
+    def __init__(self, data: Data, label_smoothing: float = 0.0, weights: Sequence[float] = ()) -> None:
         self.data, self.label_smoothing = data, label_smoothing
+        self.weights = torch.tensor(weights, dtype=torch.float64) if weights else None
+        self.counts_samples = not weights
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
         labels = batch[-1]
@@ -40,9 +43,18 @@ class Classification(Task):
             labels = F.pad(labels, (0, outputs.shape[1] - labels.shape[1]))
         else:
             labels = labels.to(torch.int64)
-        smoothing = self.label_smoothing
-        loss = F.cross_entropy(scores_in(outputs), labels, reduction="sum", label_smoothing=smoothing)
-        return loss, len(labels)
+        scores, weights = scores_in(outputs), self._weights_of(outputs)
+        loss = F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
+        # As torch has it, a mixture counts 1, whatever the weights of its classes.
+        if weights is None or labels.is_floating_point():
+            return loss, len(labels)
+        return loss, weights[labels].double().sum()
+
+    def _weights_of(self, outputs: torch.Tensor) -> torch.Tensor | None:
+        if self.weights is None:
+            return None
+        weights = self.weights.to(scores_in(outputs))
+        return F.pad(weights, (0, outputs.shape[1] - len(weights)))  # more outputs than there are classes
 
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
         if not batch[-1].is_floating_point():  # a mixture, of labels that were checked before
@@ -191,7 +203,7 @@ def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 TASKS: dict[str, Callable[[Data, Any], Task]] = {
-    "classification": lambda data, config: Classification(data, _smoothing(config)),
+    "classification": lambda data, config: Classification(data, _smoothing(config), _weights(config, data)),
     "regression": lambda data, config: Regression(numbers_of(target_of(data.test[0]))),
     "language-model": lambda data, config: LanguageModel(data, _smoothing(config)),
     "model-loss": lambda data, config: ModelLoss(),
@@ -205,6 +217,7 @@ def build(config: DataConfig, data: Data) -> Task:
         ("label_smoothing", ("classification", "language-model")),
         ("mixup", ("classification",)),
         ("cutmix", ("classification",)),
+        ("class_weights", ("classification",)),
     ):
         if getattr(config, flag, 0) and config.task not in tasks:
             shown = f"--{flag.replace('_', '-')}"
@@ -232,3 +245,16 @@ def adapt(made: Any, name: str) -> Task:
 
 def _smoothing(config: Any) -> float:
     return float(getattr(config, "label_smoothing", 0.0))
+
+
+def _weights(config: Any, data: Data) -> tuple[float, ...]:
+    """Return `--class-weights`, which an evaluation does not have."""
+    weights: tuple[float, ...] = getattr(config, "class_weights", None) or ()
+    if weights and len(weights) != len(data.classes):
+        raise UsageFault(f"--class-weights: {len(weights)} numbers for {len(data.classes)} classes")
+    for weight in weights:
+        if not 0 <= weight < math.inf:
+            raise UsageFault(f"--class-weights: {weight:g} is not a weight", hint="give 0 or more")
+    if weights and not any(weights):
+        raise UsageFault("--class-weights: all are 0", hint="give some class a weight above 0")
+    return weights

@@ -32,10 +32,10 @@ from train.data.samples import kind_of
 if TYPE_CHECKING:
     from train.data.data_set import Data
 
-# The sum of a batch's losses, a scalar with a gradient, and the number of what was summed.
-Loss = tuple[torch.Tensor, "int | torch.Tensor"]
+# The sum of a batch's losses, a scalar with a gradient, and the number or total weight of what was summed.
+Loss = tuple[torch.Tensor, "float | torch.Tensor"]
 
-PAIR = "return (sum, count): the sum of the batch's losses as a tensor, and their number as an integer"
+PAIR = "return (sum, count): the sum of the batch's losses as a tensor, and their number or total weight"
 
 # The names by which a batch that is a mapping may hold its target.
 TARGETS = ("labels", "label", "targets", "target", "y")
@@ -133,7 +133,9 @@ class UserTask(Task):
         if wrong:
             raise UsageFault(f"--task {self.name}: loss returned {wrong}", hint=PAIR)
         total, count = returned
-        return total.reshape(()), count if isinstance(count, torch.Tensor) else int(count)
+        if isinstance(count, torch.Tensor):  # the ranks' weights are added in float64
+            return total.reshape(()), count.detach().double() if count.is_floating_point() else count
+        return total.reshape(()), float(count) if isinstance(count, float | numpy.floating) else int(count)
 
 
 def wrong_pair(returned: Any) -> str | None:
@@ -144,15 +146,16 @@ def wrong_pair(returned: Any) -> str | None:
     if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
         return f"{kind_of(total)} as its sum, not a tensor of one number"
     if isinstance(count, torch.Tensor):
-        if count.numel() != 1 or count.is_floating_point() or count.dtype in (torch.bool, torch.complex64):
-            return f"{kind_of(count)} as its count, not an integer"
+        if count.numel() != 1 or count.is_complex() or count.dtype == torch.bool:
+            return f"{kind_of(count)} as its count, not a number"
         if count.device.type != "cpu":  # looking at it would wait for the device
             return None
-    elif isinstance(count, bool) or not isinstance(count, int | numpy.integer):
-        return f"{count if isinstance(count, float) else kind_of(count)} as its count, not an integer"
-    if not 0 <= int(count) < 2**63:
-        return f"a count of {int(count)}"
-    if int(count) == 0 and total.device.type == "cpu" and float(total.detach()) != 0:
+    elif isinstance(count, bool) or not isinstance(count, int | float | numpy.integer | numpy.floating):
+        return f"{kind_of(count)} as its count, not a number"
+    number = count.item() if isinstance(count, torch.Tensor) else count
+    if not 0 <= number < 2**63:  # NaN neither
+        return f"a count of {number}"
+    if number == 0 and total.device.type == "cpu" and float(total.detach()) != 0:
         return f"a count of 0 for a sum of {float(total.detach()):g}"
     return None
 

@@ -6,14 +6,17 @@ Imports torch. Each part has a `check` of its own; what is left to try is the mo
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
 from ckpttool.batchnorm import RunningStatistics
+from ckpttool.distributed.dummy_pass import modes_kept
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError, UsageFault
@@ -29,6 +32,8 @@ from train.tasks.builtin import Classification
 from train.tasks.task import PAIR, Task, UserTask
 from train.trainer import virtual_ranks
 
+TRIED = 8  # samples, of which one should have something that counts
+
 
 def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
     """Raise UsageFault, naming the flag to change, if plan, data, model and task don't fit.
@@ -42,6 +47,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
             f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}",
             hint=f"give --batch-size {plan.samples} or less",
         )
+    _initialise(Trial(config.model, data, task, "training"), model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     optimizer.check_warmup(config, in_epoch)
@@ -78,10 +84,10 @@ class Trial:
     task: Task
     part: str  # "training" or "test"
 
-    def forward(self, model: nn.Module, size: int) -> tuple[Any, Any]:
+    def forward(self, model: nn.Module, size: int, sample: int = 0) -> tuple[Any, Any]:
         """Return the model's outputs for a batch of `size` copies, in its current mode; and the batch."""
         samples = self.data.train if self.part == "training" else self.data.test
-        batch = default_collate([samples[0]] * size)
+        batch = default_collate([samples[sample]] * size)
         if isinstance(self.task, Classification):
             outputs = self.task.forward(model, batch)
             self._check_scores(outputs, size)
@@ -100,7 +106,7 @@ class Trial:
                 f"{len(self.data.classes)} classes"
             )
 
-    def loss(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    def loss(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, float]:
         """Return the loss of a batch, as (sum, count)."""
         self.task.check(batch, [0] * self.task.sample_count(batch), self.part)
         try:
@@ -112,7 +118,7 @@ class Trial:
                 f"--task {self.task.name}: the loss of {self.part} sample 0 of {self.data.name}: "
                 f"{factory.described(error)}"
             ) from error
-        return total, int(count)
+        return total, float(count)
 
     def measure(self, outputs: Any, batch: Any) -> None:
         """Raise UsageFault if a metric does not take the outputs."""
@@ -131,13 +137,24 @@ class Trial:
         return UsageFault(f"--model {self.model}: does not take the {samples} of {self.data.name}: {reason}")
 
 
+def _initialise(trial: Trial, model: nn.Module) -> None:
+    """Let lazy layers take their shapes from a sample; the random numbers are the same on every rank."""
+    tensors = (*model.parameters(), *model.buffers())
+    if any(is_lazy(tensor) for tensor in tensors):
+        try:
+            with modes_kept(model), torch.no_grad():
+                trial.forward(model.eval(), 1)
+        except Exception as error:
+            raise trial.unfit(error) from error
+
+
 def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan, world_size: int) -> None:
     """Run a copy of the model on the smallest batch that any rank gets, forward and backward."""
     # Synchronised layers see the samples of all ranks.
     together = config.batchnorm == "sync"
     sizes = plan.pass_sizes(world_size) if together else plan.micro_batch_sizes(world_size)
     smallest = min(sizes - {0})
-    copied = copy.deepcopy(model).train()
+    copied = copy.deepcopy(model)
     if config.batchnorm == "pooled":
         RunningStatistics(copied)
     if config.grad_checkpoint:
@@ -159,6 +176,13 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
     with torch.no_grad():
         trial.measure(outputs, batch)
     total.backward()
+    for name, parameter in copied.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise UsageFault(
+                f"--model {config.model}: parameter {name} gets a sparse gradient, and ranks average "
+                "dense ones",
+                hint="make its layer without sparse=True",
+            )
     if not config.find_unused:
         _check_used(config.model, copied)
 
@@ -174,31 +198,43 @@ def _check_used(name: str, model: nn.Module) -> None:
 
 
 def _check_sum(trial: Trial, model: nn.Module) -> None:
-    """Refuse a user's loss that is a mean: it is the same for one sample and for two copies of it.
+    """Refuse a user's loss that is a mean, or a count that does not count: two copies tell, of one sample.
 
     A mean would make each rank's samples count the more the fewer they are, and nothing else would show it.
     """
     if not isinstance(trial.task, UserTask):
         return
     quiet = copy.deepcopy(model).eval()
-    try:
-        with torch.no_grad():
-            losses = [trial.loss(*trial.forward(quiet, size)) for size in (1, 2)]
-    except Exception:  # one that only a batch of this size raises, which may never come
-        return
-    (single, of_one), (double, of_two) = ((float(total), count) for total, count in losses)
-    if single and of_two == 2 * of_one and abs(double - single) <= 1e-3 * abs(single):
-        raise UsageFault(
-            f"--task {trial.task.name}: loss returned {single:g} for one sample and for two copies of it, "
-            f"with counts of {of_one} and {of_two}: a mean, not a sum",
-            hint=PAIR,
+    samples = trial.data.train if trial.part == "training" else trial.data.test
+    for sample in range(min(count(samples), TRIED)):
+        try:
+            with torch.no_grad():
+                losses = [trial.loss(*trial.forward(quiet, size, sample)) for size in (1, 2)]
+        except Exception:  # one that only a batch of this size raises, which may never come
+            return
+        (single, of_one), (double, of_two) = ((float(total), counted) for total, counted in losses)
+        if not single or not of_one:  # nothing counts in this sample
+            continue
+        returned, copies = (
+            f"--task {trial.task.name}: loss returned",
+            "for one sample and for two copies of it",
         )
+        if _is_near(double, single) and (_is_near(of_two, of_one) or _is_near(of_two, 2 * of_one)):
+            counts = f"with counts of {of_one:g} and {of_two:g}"
+            raise UsageFault(f"{returned} {single:g} {copies}, {counts}: a mean, not a sum", hint=PAIR)
+        if _is_near(double, 2 * single) and _is_near(of_two, of_one):
+            raise UsageFault(f"{returned} a count of {of_one:g} {copies}", hint=PAIR)
+        return
+
+
+def _is_near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-3)
 
 
 def _takes_two(trial: Trial, model: nn.Module) -> bool:
     try:
         with torch.no_grad():
-            trial.forward(copy.deepcopy(model).train(), 2)
+            trial.forward(copy.deepcopy(model), 2)
     except Exception:
         return False
     return True

@@ -28,7 +28,7 @@ class Sums:
         self.count: torch.Tensor | float = 0
 
     def add(
-        self, loss: torch.Tensor, count: int | torch.Tensor, correct: torch.Tensor | None, *, samples: int
+        self, loss: torch.Tensor, count: float | torch.Tensor, correct: torch.Tensor | None, *, samples: int
     ) -> None:
         """Add what one forward pass gave."""
         self.loss = self.loss + loss.detach().double()

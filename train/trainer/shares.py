@@ -69,7 +69,6 @@ def measure(trainer: Trainer) -> Speed:
     step = feed.plan.of_rank(trainer.progress.epoch, place.rank, place.world_size)[0]
     indices = step.micro_batches[0]
     few = max(1, len(indices) // 4)
-    trainer.ddp.train()
     with leaving_no_trace(trainer.ddp, together=False), wrapping.not_compiled():
         load, whole, part = _seconds(
             lambda: default_collate([feed.samples[index] for index in indices]),

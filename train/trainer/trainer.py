@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
-from ckpttool.distributed.dummy_pass import run_dummy_pass, settle_buckets
+from ckpttool.distributed.dummy_pass import leaving_no_trace, run_dummy_pass, settle_buckets
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
 from ckpttool.errors import CheckFailed
@@ -126,7 +127,6 @@ class Trainer:
         progress, place = self.progress, self.place
         steps = self.feed.plan.of_rank(progress.epoch, place.rank, place.world_size, progress.step)
         batches = self.feed.batches(steps, progress)
-        self.ddp.train()
         for number, step in enumerate(steps, start=progress.global_step + 1):
             heartbeat.begin_step(number)
             yield step, batches
@@ -154,6 +154,20 @@ class Trainer:
     def not_compiled(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a model that is compiled runs as it is."""
         return wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
+
+    def depends_on_passes(self) -> str:
+        """Return why another `--accumulate` would be another training; "" if it would be the same.
+
+        Not a collective; leaves no trace.
+        """
+        norms = [layer for layer in self.ddp.modules() if isinstance(layer, _BatchNorm)]
+        reasons = ["BatchNorm normalises each pass by itself"] * any(layer.training for layer in norms)
+        with torch.no_grad(), leaving_no_trace(self.ddp, together=False), self.not_compiled():
+            before = collectives.digest_all(randomness.take())
+            self.task.forward(self.ddp.module, self._dummy_batch)
+            if collectives.digest_all(randomness.take()) != before:
+                reasons.append("random numbers (as of dropout) are drawn pass by pass")
+        return ", and ".join(reasons)
 
     def average_over_count(self, step: Step, sums: Sums) -> bool:
         """Make the reduced gradients those of the mean over all that the ranks counted. A collective.

@@ -59,7 +59,6 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     in_turn = (step for steps in zip(*of_ranks, strict=True) for step in steps)
     batches = trainer.feed.batches(in_turn, progress)
     gradients = OrderedSum([parameter for _, parameter in trainer.updater.parameters], per_rank)
-    trainer.ddp.train()
     for count, steps in enumerate(zip(*of_ranks, strict=True), start=progress.global_step + 1):
         heartbeat.begin_step(count)
         take_step(trainer, dict(zip(virtual_ranks, steps, strict=True)), batches, gradients)

@@ -11,10 +11,12 @@ import click
 
 from .. import options
 from ..console import Console, counted, fields_of, printable, terminal_width
-from ..reading import note_state, note_unread
+from ..reading import note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.compare import Change, Comparison
+
+Limits = dict[str, float | None]
 
 
 class _Tolerance(click.FloatRange):
@@ -62,12 +64,11 @@ def command(
       ckpttool diff model.bin model.safetensors --atol 1e-6
       ckpttool diff last.pt model.safetensors --ignore-prefix
     """
-    from ... import formats
     from ...analysis.checks import diff
 
     console = options.console(given)
     with ExitStack() as stack:
-        mine, theirs = (stack.enter_context(formats.open(path)) for path in (a, b))
+        mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
             choices: dict[str, Any] = {name: given[name] for name in ("rtol", "atol", "ignore_prefix")}
             choices |= {"model_only": model_only, "state": state, "verify": not no_verify}
@@ -76,11 +77,19 @@ def command(
         if model_only or comparison.aside_a or comparison.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):
                 note_state(console, checkpoint, state, named=True)
-    _report(console, a, b, comparison, sort)
+    limits = {name: given[name] for name in ("rtol", "atol")}
+    _report(console, a, b, comparison, sort, limits)
     return 0 if comparison.same else 1
 
 
-def _report(console: Console, a: str, b: str, comparison: Comparison, sort: str | None) -> None:
+def _report(
+    console: Console,
+    a: str,
+    b: str,
+    comparison: Comparison,
+    sort: str | None,
+    limits: Limits,
+) -> None:
     from ..pages.diff import details, page
 
     for names, file in ((comparison.aside_a, b), (comparison.aside_b, a)):
@@ -93,9 +102,8 @@ def _report(console: Console, a: str, b: str, comparison: Comparison, sort: str 
         lines = details(comparison, sort=sort)
     else:
         lines = page(comparison, sort=sort, width=terminal_width(sys.stdout))
-    console.result(
-        "\n".join([*lines, _verdict(printable(a), printable(b), comparison)]), _data(comparison, sort)
-    )
+    verdict = _verdict(printable(a), printable(b), comparison, limits)
+    console.result("\n".join([*lines, verdict]), {**_data(comparison, sort), **limits})
 
 
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
@@ -106,6 +114,8 @@ def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
         changed = tuple(sorted(changed, key=lambda change: -relative(change)))
     return {
         "same": comparison.same,
+        "identical": comparison.identical,
+        "tolerated": comparison.tolerated,
         "only_a": comparison.only_a,
         "only_b": comparison.only_b,
         "changed": [_fields(change) for change in changed],
@@ -117,15 +127,19 @@ def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
 def _fields(change: Change) -> dict[str, object]:
     data: dict[str, object] = {"name": change.name, "why": change.why, "a": change.a, "b": change.b}
     if (distance := change.distance) is not None:
-        data |= fields_of(distance, without=("where", "a", "b")) | {"index": change.index}
+        data |= fields_of(distance, without=("where", "a", "b", "tolerated")) | {"index": change.index}
     if (norms := change.norms) is not None:
         data |= {"norm_a": norms.a, "norm_b": norms.b, "norm_difference": norms.difference}
         data |= {"relative": norms.relative, "cosine": norms.cosine}
     return data
 
 
-def _verdict(a: str, b: str, comparison: Comparison) -> str:
+def _verdict(a: str, b: str, comparison: Comparison, limits: Limits) -> str:
     compared = counted(comparison.tensors, "tensor", "tensors")
+    if comparison.same and (tolerated := len(comparison.tolerated)):
+        within = ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
+        differ = f"{counted(tolerated, 'value differs', 'values differ')} by less"
+        return f"{a} and {b} are the same within {within} ({compared} compared, {differ})"
     if comparison.same:
         return f"{a} and {b} are the same ({compared} compared)"
     parts = [

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @options.output_argument
 @options.state_option
 @options.device_option
+@options.companions_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option

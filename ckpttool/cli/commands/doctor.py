@@ -13,6 +13,7 @@ import click
 from .. import options
 from ..console import fields_of, printable, stdout_kept_for_results
 from ..failure import mismatch_fields
+from ..reading import open_file
 
 if TYPE_CHECKING:
     from ...models.diagnosis import Diagnosis, Problem
@@ -38,12 +39,11 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
     Example:
       ckpttool doctor last.pt --model torchvision:resnet18
     """
-    from ... import formats
     from ...models.doctor import doctor
     from ...models.skeleton import skeleton
 
     console = options.console(given)
-    with formats.open(file) as checkpoint, stdout_kept_for_results():
+    with open_file(console, file) as checkpoint, stdout_kept_for_results():
         diagnosis = doctor(checkpoint, skeleton(model), state=state, spec=model)
     console.result("\n".join(_script(diagnosis, model)), _fields(diagnosis))
     if any(not problem.is_remark for problem in diagnosis.problems):

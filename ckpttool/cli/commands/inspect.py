@@ -12,7 +12,7 @@ import click
 
 from .. import options
 from ..console import Console, fields_of, terminal_width
-from ..reading import Answer, answer_each
+from ..reading import Answer, answer_each, open_file
 
 if TYPE_CHECKING:
     from ...analysis.other_contents import OtherRow
@@ -49,14 +49,13 @@ def command(
     Example:
       ckpttool inspect last.pt
     """
-    from ... import formats
     from ...analysis.summary import summarize, tensor_rows
     from ..pages.inspect import page, stats_table, tensor_lines
 
     console = options.console(given)
 
     def answer(file: str) -> Answer:
-        with formats.open(file) as checkpoint:
+        with open_file(console, file) as checkpoint:
             summary = summarize(checkpoint, state)
             stats = _measure(console, checkpoint, not no_verify) if measured else {}
             if console.json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 from ...errors import NothingToDo, RanksDiffer, Refused
 from .. import options
 from ..console import Console, counted
-from ..rewriting import OTHERS, Outcome, Target, rewrite
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -32,9 +31,10 @@ if TYPE_CHECKING:
     help="Where ranks should hold the same values, take those of rank R instead of comparing all.",
 )
 @click.option(
-    "--companions",
-    is_flag=True,
-    help="Also copy the small files next to the ranks': config.json, the tokenizer.",
+    "--take-step",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Where files state different training steps, take them all the same, as those of step N.",
 )
 @options.writing_options
 def command(
@@ -43,7 +43,7 @@ def command(
     full: bool,
     dtype: str | None,
     take_rank: int | None,
-    companions: bool,
+    take_step: int | None,
     **given: Any,
 ) -> None:
     """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
@@ -60,40 +60,23 @@ def command(
       ckpttool merge rank0.pt rank1.pt model.safetensors
     """
     from ... import formats
-    from ...formats import companions as of_model
 
     console = options.console(given)
     options.require_new_output(inputs, given["output"], given["force"], alone=False)
-    copied: list[tuple[str, str]] = []
-    kept: list[str] = []  # in a folder that is replaced, until the new ones are copied
 
     def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
-        new, outcome = _merged(checkpoint, dtype, target)
-        found, others = of_model.listed(checkpoint, target.place.path)
-        if companions:
-            place, force = target.place, given["force"]
-            places = of_model.targets(found, place.path, is_folder=place.is_folder, force=force)
-            copied.extend(zip(found, places, strict=True))
-            kept.extend(map(os.path.basename, places))
-            outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
-        if os.path.isdir(inputs[0]):
-            left = [] if companions else [os.path.basename(path) for path in found]
-            outcome.not_copied = {"not copied (--companions does)": left, OTHERS: others}
-        return new, outcome
+        return _merged(checkpoint, dtype, target)
 
     def opening() -> Checkpoint:
-        return formats.open_ranks(inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank)
+        return formats.open_ranks(
+            inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank, take_step=take_step
+        )
 
     try:
-        rewrite(
-            {**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to, kept=kept
-        )
+        rewrite({**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to)
     except RanksDiffer:
         with opening() as checkpoint:
             raise _all_that_differ(console, checkpoint) from None
-    if copied and not given["dry_run"]:
-        of_model.copy([path for path, _ in copied], [place for _, place in copied])
-        console.note_names("copied along", [place for _, place in copied])
 
 
 def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> tuple[Checkpoint, Outcome]:

@@ -40,6 +40,6 @@ def command(adapter: str, **given: Any) -> None:
         def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
             new, merged = merge_lora(checkpoint, opened, state=target.state)
             done = f"added {counted(len(merged.updated), 'update', 'updates')} of {adapter}"
-            return new, Outcome(done, result=merged)
+            return new, Outcome(done, casting=merged.casting, result=merged)
 
         rewrite(given, transform)

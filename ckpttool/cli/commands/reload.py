@@ -10,7 +10,7 @@ import click
 from .. import options
 from ..console import Console, note_fields, printable, show_bytes, stdout_kept_for_results
 from ..options import Shape
-from ..reading import note_state
+from ..reading import note_state, open_file
 
 if TYPE_CHECKING:
     from ...models.reloading import Reloaded
@@ -48,13 +48,12 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     Example:
       ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
     """
-    from ... import formats
     from ...models.reloading import reload
     from ...models.skeleton import skeleton, with_values
 
     console = options.console(given)
     started = time.perf_counter()
-    with formats.open(given["file"]) as checkpoint, stdout_kept_for_results():
+    with open_file(console, given["file"]) as checkpoint, stdout_kept_for_results():
         opened = time.perf_counter()
         # Values that the model keeps take part in the forward pass; else none of its own are needed.
         build = with_values if input_shape and given["allow_missing"] else skeleton

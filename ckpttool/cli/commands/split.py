@@ -10,8 +10,8 @@ import click
 
 from .. import options
 from ..console import counted, fields_of, note_fields, show_bytes
-from ..reading import note_state
-from ..rewriting import Outcome, Target, report_written, rewrite
+from ..reading import note_state, open_file
+from ..rewriting import Companions, Outcome, Target, report_written, rewrite
 from .merge import with_names
 
 if TYPE_CHECKING:
@@ -43,13 +43,25 @@ FORMS = ("dtensor", "dcp")
     metavar="GLOB",
     help="Keys that each rank holds whole, besides integers and BatchNorm's statistics. Repeatable.",
 )
+@click.option(
+    "--replace-all",
+    is_flag=True,
+    help="With --force, also remove OUTPUT's files of a kind that INPUT lacks, such as an optimizer's.",
+)
 @options.state_option
+@options.companions_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option
 @options.reading
 def command(
-    ranks: int, form: str, device: str | None, axis: str | None, whole: tuple[str, ...], **given: Any
+    ranks: int,
+    form: str,
+    device: str | None,
+    axis: str | None,
+    whole: tuple[str, ...],
+    replace_all: bool,
+    **given: Any,
 ) -> None:
     """Write a whole checkpoint as files that the ranks of a training run load: the inverse of merge.
 
@@ -68,9 +80,12 @@ def command(
       ckpttool split run.pt folder/ --ranks 4 --as dcp
     """
     if form == "dcp":
-        _as_dcp(ranks, {"--device": device, "--axis": axis, "--whole": whole}, given)
+        _as_dcp(
+            ranks, {"--device": device, "--axis": axis, "--whole": whole, "--replace-all": replace_all}, given
+        )
     else:
-        _as_dtensors(given, ranks, device or "cuda", axis, whole)
+        choices = {"axis": axis, "whole": whole, "replace_all": replace_all}
+        _as_dtensors(given, ranks, device or "cuda", choices)
 
 
 def _as_dcp(ranks: int, others: dict[str, Any], given: dict[str, Any]) -> None:
@@ -106,23 +121,23 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
     ]
 
 
-def _as_dtensors(
-    given: dict[str, Any], ranks: int, device: str, axis: str | None, whole: tuple[str, ...]
-) -> None:
-    from ... import formats
+def _as_dtensors(given: dict[str, Any], ranks: int, device: str, choices: dict[str, Any]) -> None:
+    from ...formats.saving.destination import Destination
     from ...formats.splitting.splitting import split
 
     console, started = options.console(given), time.perf_counter()
-    settings = {name: given[name] for name in ("state", "verify", "force", "dry_run")}
-    with formats.open(given["input"]) as checkpoint, console.bar("writing") as bar:
+    choices |= {name: given[name] for name in ("state", "verify", "force", "dry_run")}
+    with open_file(console, given["input"]) as checkpoint, console.bar("writing") as bar:
+        companions = Companions.of(checkpoint, given, Destination(given["output"], "dtensor-ranks", True))
         note_state(console, checkpoint, given["state"])
         wrappers = _wrappers(checkpoint, given["state"])
         if console.draws:
-            settings |= {"progress": bar.add, "expect": bar.expect}
-        written = split(checkpoint, given["output"], ranks, device=device, axis=axis, whole=whole, **settings)
+            choices |= {"progress": bar.add, "expect": bar.expect}
+        written = split(checkpoint, given["output"], ranks, device=device, kept=companions.names, **choices)
     for note in wrappers:
         console.note(note)
     note_fields(console, written)
+    companions.copy(console, dry=given["dry_run"])
     console.note(
         f"for ranks on {device}, in a model under fully_shard(model); import torch.distributed.tensor"
     )
@@ -131,6 +146,12 @@ def _as_dtensors(
     )
     size = f"{counted(len(written.files), 'file', 'files')}, {show_bytes(written.nbytes)}"
     keys = len(written.sharded) + len(written.whole)
-    data = {**fields_of(written), "format": "dtensor-ranks", "keys": keys, "renamed": 0}
+    data = {
+        **fields_of(written),
+        "format": "dtensor-ranks",
+        "keys": keys,
+        "renamed": 0,
+        **companions.fields(),
+    }
     seconds = time.perf_counter() - started
     report_written(console, done, written.path, size, seconds, data, dry=given["dry_run"])

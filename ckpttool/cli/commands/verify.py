@@ -9,7 +9,7 @@ import click
 
 from .. import options
 from ..console import Console, counted, fields_of, printable, show_bytes
-from ..reading import Answer, answer_each, note_state, note_unread
+from ..reading import Answer, answer_each, note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.verify import Verified
@@ -56,7 +56,7 @@ def command(
 
     def answer(file: str) -> Answer:
         with ExitStack() as stack:
-            checkpoint = stack.enter_context(formats.open(file))
+            checkpoint = stack.enter_context(open_file(console, file))
             other = stack.enter_context(formats.open(against)) if against else None
             if state is not None and other is None:
                 checkpoint.state(state)

@@ -5,27 +5,38 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT
-from ...errors import Damaged, Unreadable, Unsupported
-from ...files.open_source import open_source_descriptor
+from ...errors import Damaged, Unreadable, Unsupported, UsageFault
+from ...files.open_source import names_in, open_source_descriptor
 from ...inert_pickle.values import Record
 from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
+from ..ranks.agreement import Numbers
 from ..ranks.pieces import Candidates, RankFile, in_order
 
 LATEST = "latest"
+
+# A universal folder has one for each parameter below this, and a file of settings.
+ZERO, SETTINGS = "zero", "optimizer_state.pt"
+
+TAG = re.compile(r"global_step(\d{1,15})")
 
 OF_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states")
 OF_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states")
 OURS = re.compile(r".*(?:mp_rank_\d+|layer_\d+-model_\d+)[-_]?(?:model|optim)_states\.pt")
 
 MAX_RANKS = 1 << 16
+
+OF_PIPELINE = re.compile(r"layer_(\d{1,7})-model_(\d{1,7})")
+
+# DeepSpeed's own program, which knows the rules of the model.
+TO_UNIVERSAL = "ds_to_universal.py --input_folder FOLDER --output_folder UNIVERSAL"
 
 OF_STAGE_3, OF_STAGES_1_AND_2 = "fp32_flat_groups", "single_partition_of_fp32_groups"
 
@@ -51,26 +62,49 @@ class Files:
 
 def candidates(folder: str) -> Candidates:
     """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there."""
-    here = _states_in(folder)
+    here = states_in(folder)
     if here:
         return Candidates(here)
-    tags = {name: states for name in _folders(folder) if (states := _states_in(os.path.join(folder, name)))}
+    tags = {
+        name: states
+        for name in _folders(folder)
+        if (states := states_in(os.path.join(folder, name))) and not is_universal(os.path.join(folder, name))
+    }
     if not tags:
         return Candidates([])
-    latest = os.path.join(folder, LATEST)
     hint = f"name one: {', '.join(shlex.quote(os.path.join(folder, tag)) for tag in [*tags][:4])}"
-    if not os.path.lexists(latest):
+    named = named_by(folder, LATEST)
+    if named is None:
         if len(tags) > 1:
             raise Unreadable(folder, f"has no file '{LATEST}' that names one of its checkpoints", hint=hint)
         return Candidates(tags.popitem()[1])
-    source = Source(latest, open_source_descriptor(latest))
-    tag = source.read(0, min(source.size, 4096)).decode(errors="replace").strip()
+    tag, source = named
     if tag not in tags:
-        raise Damaged(latest, f"names the checkpoint {tag[:80]!r}, which is not next to it", hint=hint)
+        if is_universal(os.path.join(folder, tag)):
+            return Candidates([])
+        raise Damaged(source.path, f"names the checkpoint {tag[:80]!r}, which is not next to it", hint=hint)
     return Candidates(tags[tag], (source,))
 
 
-def _states_in(folder: str) -> list[str]:
+def named_by(folder: str, telling: str) -> tuple[str, Source] | None:
+    """Return the folder that a file such as `latest` names, with the open file; None if there is none."""
+    path = os.path.join(folder, telling)
+    if not os.path.lexists(path):
+        return None
+    source = Source(path, open_source_descriptor(path))
+    return source.read(0, min(source.size, 4096)).decode(errors="replace").strip(), source
+
+
+def is_universal(folder: str) -> bool:
+    """Return whether `ds_to_universal.py` wrote a folder."""
+    zero = os.path.join(folder, ZERO)
+    if "\0" in folder or os.path.basename(folder) in ("", ".", "..") or not os.path.isdir(zero):
+        return False
+    known = (os.path.exists(os.path.join(zero, name, "fp32.pt")) for name in names_in(zero))
+    return os.path.exists(os.path.join(zero, SETTINGS)) or any(known)
+
+
+def states_in(folder: str) -> list[str]:
     try:
         return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if OURS.fullmatch(name)]
     except OSError:
@@ -133,13 +167,20 @@ def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
     if not is_ours(file.path):
         raise Damaged(file.path, "is no file of DeepSpeed's ranks, as the others are", hint="leave it out")
     name = os.path.basename(file.path).removesuffix(".pt")
+    if layer := OF_PIPELINE.match(name):
+        raise Unsupported(
+            file.path,
+            f"is layer {int(layer[1])} of a pipeline, part {int(layer[2])} of it: no file says what the "
+            "model calls its layers",
+            hint=f"make a universal folder of it, which is read here: {TO_UNIVERSAL}",
+        )
     of_model = OF_MODEL.fullmatch(name)
     named = of_model or OF_OPTIMIZER.fullmatch(name)
     if named is None or int(named["mp"]) or contents(file).get("mp_world_size") not in (None, 1):
         raise Unsupported(
             file.path,
             "is of a run that cut the model itself (tensor or pipeline parallel, experts): no file says how",
-            hint="DeepSpeed's ds_to_universal.py merges such runs by the rules of the model",
+            hint=f"make a universal folder of it, which is read here: {TO_UNIVERSAL}",
         )
     _check_not_renamed(file, name)
     return named, of_model is not None
@@ -231,3 +272,42 @@ def _stage_of(file: RankFile) -> int:
     if type(stage) is not int or stage not in (1, 2, 3):
         raise Damaged(file.source.path, "does not say its stage of ZeRO ('zero_stage')")
     return stage
+
+
+# The training step.
+
+
+def one_step(files: Files, optimizer: object, take_step: int | None) -> int | None:
+    """Return the step that a run's files state; Damaged where they state several and none is taken."""
+    # Weights and momenta are the optimizer's files', counters and buffers those of the model states: of two
+    # steps they would be a checkpoint that never was.
+    stated = dict(_steps(files, optimizer))
+    if take_step is not None and take_step not in stated.values():
+        known = ", ".join(f"{step} ({where})" for where, step in stated.items()) or "none"
+        raise UsageFault(f"{files.path}: is of no step {take_step}; its files state {known}")
+    if take_step is None and len({*stated.values()}) > 1:
+        path = files.first.source.path
+        told = ", ".join(f"{where} states {step}" for where, step in stated.items())
+        folder, newest = shlex.quote(files.path), max(stated.values())
+        raise Damaged(
+            path,
+            f"is of another step than what it lies with: {told}",
+            hint=f"copy the files of one step; if you know that they belong together, as after a restart of "
+            f"the optimizer: ckpttool merge {folder} OUTPUT --take-step {newest}",
+        )
+    return take_step if take_step is not None else next(iter(stated.values()), None)
+
+
+def _steps(files: Files, optimizer: object) -> Iterator[tuple[str, int]]:
+    """Yield each place that states the step, with it."""
+    facts = contents(files.first)
+    step, skipped = facts.get("global_steps"), facts.get("skipped_steps")
+    skipped = skipped if type(skipped) is int else 0
+    if type(step) is int:
+        yield "'global_steps'", step
+    numbers, state = Numbers(), optimizer.get("state") if isinstance(optimizer, dict) else None
+    counts = [numbers.of(entry.get("step")) for entry in state.values()] if isinstance(state, dict) else []
+    if made := [count for count in counts if count is not None and count == count]:
+        yield "the optimizer", int(max(made)) + skipped  # it counts no step whose gradients overflowed
+    if tag := TAG.fullmatch(os.path.basename(os.path.dirname(files.first.source.path))):
+        yield "the folder's name", int(tag[1])

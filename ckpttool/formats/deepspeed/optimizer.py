@@ -48,7 +48,7 @@ def merged(
         missing = "the settings of the optimizer's parameter groups, which `elastic_checkpoint` leaves out"
         groups = [{"params": list(listed)} for listed in names]
         return {"state": state, "param_groups": groups}, [*_left_out(files), *joining.left, missing]
-    groups = _param_groups(files, by_rank, names)
+    groups = param_groups(files, by_rank, names)
     return {"state": state, "param_groups": groups}, [*_left_out(files), *joining.left]
 
 
@@ -125,7 +125,7 @@ def _copied(value: object) -> object:
     return value
 
 
-def _param_groups(files: Files, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
+def param_groups(files: Files, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
     """Return the settings of the parameter groups, which list their parameters by name."""
     first = min(bases)
     groups, file = _groups(bases[first]), files.optims[first]

@@ -25,8 +25,18 @@ from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from ..ranks.agreement import same
 from ..ranks.merge_trees import SideBySide
-from ..ranks.pieces import RankFile, Wholes, require_rank, whole_of
-from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, entry, is_ours, of_optimizer, sorted_out
+from ..ranks.pieces import RankFile, Take, Wholes, require_rank, whole_of
+from .files import (
+    OF_STAGE_3,
+    OF_STAGES_1_AND_2,
+    Files,
+    contents,
+    entry,
+    is_ours,
+    of_optimizer,
+    one_step,
+    sorted_out,
+)
 from .files import candidates as candidates
 from .optimizer import dealt_out, merged
 from .zero import Group, Layout, alone, given_order, joined, parameters_cut, vectors_cut
@@ -37,26 +47,31 @@ NAME = "deepspeed-zero"
 OF_PIECES = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
 
 
-def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-    """Return the files of DeepSpeed's ranks as one checkpoint."""
-    # None if none has a name that DeepSpeed gives.
+def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
+    """Return the files of DeepSpeed's ranks as one checkpoint; None if none is named like theirs."""
     if not any(is_ours(file.path) for file in files):
         return None
     run = sorted_out(path, files)
-    _require_states_of(path, take_rank, run)
-    facts = contents(run.first)
-    tree, left, replicated = _joined(run, take_rank) if run.stage else (facts, (), ())
-    version, step = facts.get("ds_version"), facts.get("global_steps")
+    _require_states_of(path, take.rank, run)
+    tree, left, replicated = _joined(run, take.rank) if run.stage else (contents(run.first), (), ())
+    step = one_step(run, tree.get("optimizer"), take.step)
+    if take.step is not None and "global_steps" in tree:
+        tree = tree | {"global_steps": step}
     ranks = Ranks(
-        f"DeepSpeed{f' {version}' if isinstance(version, str) else ''} ZeRO-{run.stage}",
+        f"{framework(run)} ZeRO-{run.stage}",
         run.world_size,
-        step=step if type(step) is int else None,
+        step=step,
         held=_held(files, run),
         replicated=replicated,
         missing=run.missing,
         lacking=run.lacking,
     )
     return whole_of(path, NAME, tree, files, ranks, left)
+
+
+def framework(files: Files) -> str:
+    version = contents(files.first).get("ds_version")
+    return f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
 
 
 def _require_states_of(path: str, take_rank: int | None, files: Files) -> None:
@@ -88,12 +103,12 @@ def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[
     wholes = Wholes(files.path, files.missing, files.world_size, take_rank)
     groups = _groups(files)
     layout = _layout(files, groups)
-    cut = _trained(files, layout, wholes) | _frozen(files, wholes)
-    merging = SideBySide(wholes, [_without_pieces(file, files, cut) for file in files.models.values()])
+    cut = _trained(files, layout, wholes) | frozen_of(files, wholes)
+    merging = SideBySide(wholes, [without_pieces(file, files, cut) for file in files.models.values()])
     tree = merging.merge()
     assert isinstance(tree, dict)
     optimizer, left = merged(files, layout, [[*group] for group in groups], wholes)
-    tree |= {"module": _module(files, tree["module"], cut), "optimizer": optimizer}
+    tree |= {"module": module_of(files, tree["module"], cut), "optimizer": optimizer}
     return tree, (*left, *merging.left), tuple(wholes.replicated)
 
 
@@ -107,7 +122,12 @@ def _groups(files: Files) -> list[Group]:
         if not same(contents(file).get("param_shapes"), listed):
             reason = f"is of another model than {files.first.source.path}: their 'param_shapes' differ"
             raise Damaged(file.source.path, reason, hint=HINT)
-    return [_shapes(files.first, group) for group in (listed if isinstance(listed, list) else [listed])]
+    return shapes_of_groups(files.first)
+
+
+def shapes_of_groups(file: RankFile) -> list[Group]:
+    listed = contents(file).get("param_shapes")
+    return [_shapes(file, group) for group in (listed if isinstance(listed, list) else [listed])]
 
 
 def _shapes(file: RankFile, listed: object) -> Group:
@@ -201,7 +221,7 @@ def _trained(files: Files, layout: Layout, wholes: Wholes) -> dict[str, TensorRe
     }
 
 
-def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
+def frozen_of(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
     """Return the parameters that are not trained, where the files list them; stage 1 does not."""
     listed = contents(files.first).get("frozen_param_shapes")
     shapes = _shapes(files.first, listed) if listed else {}
@@ -224,11 +244,11 @@ def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
     return frozen
 
 
-def _without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -> RankFile:
+def without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -> RankFile:
     """Return a file with model states without what describes pieces, or stands in the place of them."""
     tree = contents(file)
     module = entry(file, tree, "module")
-    buffers = _buffers(files)
+    buffers = buffers_of(files)
     names = [
         name
         for name, value in module.items()
@@ -244,15 +264,15 @@ def _is_placeholder(files: Files, value: object) -> bool:
     return files.stage == 3 and tensor is not None and tensor.shape == (0,)
 
 
-def _buffers(files: Files) -> set[str]:
+def buffers_of(files: Files) -> set[str]:
     listed = contents(files.first).get("buffer_names")
     return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
 
 
-def _module(files: Files, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
+def module_of(files: Files, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
     """Return the model's state under the model's names, in the model's order."""
     facts = contents(files.first)
-    module, ties, buffers = facts["module"], facts.get("shared_params"), _buffers(files)
+    module, ties, buffers = facts["module"], facts.get("shared_params"), buffers_of(files)
     names = {t.view: n for n, value in module.items() if n in cut and (t := tensor_of(value)) and t.numel}
     caster, copies = Caster(DTYPES["float32"]), dict[object, TensorRef]()
     stands_for = (0,) if files.stage == 3 else None

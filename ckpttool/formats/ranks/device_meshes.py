@@ -12,11 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from ...checkpoint.special_tensors import attributes
+from ...errors import Damaged
 from ...inert_pickle.values import Record
-from ...tensors.ref import MAX_AXES, TensorRef, contiguous_stride, is_count
+from ...tensors.ref import MAX_AXES, Source, TensorRef, contiguous_stride, is_count
 
 # The most ranks of a mesh, and the most intervals that a rank's piece may have along one dimension.
 MAX_CHUNKS = 1 << 20
+
+# Steps that a further box of a piece counts as; it takes about 300 bytes of memory.
+BOX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Mesh:
     sizes: tuple[int, ...]  # of each axis
     names: tuple[str, ...]  # of each axis; empty when they have none
     coordinate: tuple[int, ...]  # the rank's place on each axis
-    ranks: tuple[int, ...]  # those of this mesh, which may be a part of a larger one
+    ranks: frozenset[int]  # those of this mesh, which may be a part of a larger one
     rank: int  # the one that wrote it
     # how many ranks there were at least: those of the outermost mesh in the file, which need not be the first
     # ranks of the run.
@@ -38,17 +42,34 @@ class Mesh:
         return " x ".join(f"{name} {size}".strip() for name, size in zip(names, self.sizes, strict=True))
 
 
+class Work:
+    """Bounds the steps that a file's descriptions cost by its bytes: their fields multiply, and repeat."""
+
+    def __init__(self, source: Source) -> None:
+        self.path, self._left = source.path, (1 << 20) + source.size
+
+    def spend(self, steps: int) -> None:
+        """Count steps before they are made; Damaged where the file can't mean as many."""
+        self._left -= steps
+        if self._left < 0:
+            raise Damaged(self.path, "describes its tensors by more pieces than its bytes can hold")
+
+
 class BadMesh(Exception):
     """The description of a mesh is malformed; the message says how."""
 
 
-def read_mesh(value: object) -> Mesh:
+def read_mesh(value: object, work: Work) -> Mesh:
     """Return a pickled DeviceMesh as one rank sees it."""
     if not isinstance(value, Record) or not value.type_name.endswith(".DeviceMesh"):
         raise BadMesh("is none")
     fields = attributes(value)
     axes, is_view = _axes(fields), "_flatten_rank_map" in fields
-    listed = _counts(fields.get("_flatten_rank_map", fields.get("_flatten_mesh_list")), "list of ranks")
+    root = fields.get("_root_mesh")
+    outer = attributes(root).get("_flatten_rank_map") if isinstance(root, Record) else None
+    flat = fields.get("_flatten_rank_map", fields.get("_flatten_mesh_list"))
+    work.spend(sum(len(ranks) for ranks in (flat, outer) if isinstance(ranks, tuple | list)))
+    listed = _counts(flat, "list of ranks")
     coordinate = _counts(fields.get("_coordinate_on_dim"), "coordinate")
     sizes = tuple(math.prod(shape) for shape, _ in axes)
     if len(coordinate) != len(sizes) or any(i >= n for i, n in zip(coordinate, sizes, strict=True)):
@@ -62,10 +83,8 @@ def read_mesh(value: object) -> Mesh:
         rank, ranks = _viewed(axes, coordinate, listed, fields.get("_rank"))
     else:
         rank, ranks = listed[_index(axes, coordinate, len(listed))], listed
-    root = fields.get("_root_mesh")
-    outer = attributes(root).get("_flatten_rank_map") if isinstance(root, Record) else None
     world = max((*listed, *(outer if _is_counts(outer) else ()))) + 1
-    return Mesh(sizes, _axis_names(fields, len(sizes)), coordinate, ranks, rank, world)
+    return Mesh(sizes, _axis_names(fields, len(sizes)), coordinate, frozenset(ranks), rank, world)
 
 
 def _axis_names(fields: Mapping[Any, Any], axes: int) -> tuple[str, ...]:
@@ -93,6 +112,8 @@ def _axes(fields: Mapping[Any, Any]) -> list[Axis]:
         raise BadMesh("has no axes")
     if len(pairs) > MAX_AXES:
         raise BadMesh(f"has {len(pairs)} axes")
+    if any(len(part) > MAX_AXES for pair in pairs for part in pair if isinstance(part, tuple | list)):
+        raise BadMesh("has an axis of too many parts")
     axes = [(_counts(shape, "shape"), _counts(stride, "stride")) for shape, stride in pairs]
     if any(len(shape) != len(stride) or 0 in shape for shape, stride in axes):
         raise BadMesh("has an axis without a size or a stride")
@@ -145,10 +166,12 @@ def _is_counts(value: object) -> TypeGuard[Sequence[int]]:
 Intervals = list[tuple[int, int]]
 
 
-def share(intervals: Intervals, ranks: int, at: int, chunks: int) -> Intervals:
+def share(intervals: Intervals, ranks: int, at: int, chunks: int, work: Work) -> Intervals:
     """Return the share of one rank of an index set, as `torch.chunk` cuts it."""
     taken: Intervals = []
-    for first, last in _chunks(sum(stop - start for start, stop in intervals), chunks):
+    size = sum(stop - start for start, stop in intervals)
+    work.spend(min(size, chunks) * len(intervals))
+    for first, last in _chunks(size, chunks):
         step = -(-(last - first) // ranks)
         start = min(first + at * step, last)
         taken += _between(intervals, start, min(start + step, last))
@@ -170,8 +193,11 @@ def _between(intervals: Intervals, start: int, stop: int) -> Iterator[tuple[int,
         before += last - first
 
 
-def boxes(local: TensorRef, index_sets: Sequence[Intervals]) -> Iterator[tuple[tuple[int, ...], TensorRef]]:
+def boxes(
+    local: TensorRef, index_sets: Sequence[Intervals], work: Work
+) -> Iterator[tuple[tuple[int, ...], TensorRef]]:
     """Cut a rank's values into boxes of the whole: each is begin and values."""
+    work.spend(BOX * (math.prod(map(len, index_sets)) - 1))
     if all(len(intervals) == 1 for intervals in index_sets):
         yield tuple(start for [(start, _)] in index_sets), local
         return

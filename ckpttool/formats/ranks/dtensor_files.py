@@ -25,13 +25,13 @@ from ...inert_pickle.values import tensor_of
 from .agreement import step_of
 from .device_meshes import Mesh
 from .merge_trees import SideBySide
-from .pieces import Candidates, RankFile, RankFiles, Wholes, in_order, require_rank, whole_of
+from .pieces import Candidates, RankFile, RankFiles, Take, Wholes, in_order, require_rank, whole_of
 from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
 
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
 
 # How names of files say which rank wrote them.
-RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+RANK = re.compile(r"(?:rank|(?<![a-z0-9])r)[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
 WORLD = re.compile(r"world_size[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
@@ -69,7 +69,7 @@ class _Facts:
         return int(named[1]) if named else None
 
 
-def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
+def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
     """Return the files of ranks as one checkpoint; None if none of them holds a sharded tensor."""
     # What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Of files without any sharded
     # tensor it gets the entries that are the same on all ranks, or those of `take_rank`; the contents of
@@ -81,8 +81,8 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         return None
     runs, others, left = _kinds(facts)
     _require_one_run(runs)
-    require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
-    tree, replicated, apart = _joined(path, runs, others, take_rank)
+    require_rank(path, take.rank, (file.rank for run in runs.values() for file in run.files))
+    tree, replicated, apart = _joined(path, runs, others, take.rank)
     kind = DTENSORS if first.kind == DTENSOR else FSDP
     ranks = _ranks(kind, facts, runs, replicated)
     return whole_of(path, kind, tree, files, ranks, (*left, *apart))
@@ -141,7 +141,8 @@ def _joined(
     path: str, runs: Runs, others: Mapping[str, Sequence[_Facts]], take_rank: int | None
 ) -> tuple[object, list[str], list[str]]:
     """Return the whole, the names of replicas, and what it lacks in words."""
-    names, replicated, left = _names_of(runs), list[str](), list[str]()
+    names = names_of_kinds({stem: run.files[0].tree for stem, run in runs.items()})
+    replicated, left = list[str](), list[str]()
 
     def merged(wholes: Wholes, files: Sequence[RankFile], where: tuple[str, ...], common: bool) -> Any:
         merging = SideBySide(wholes, files, where, common=common)
@@ -170,7 +171,7 @@ def _joined(
 
 
 def _facts(file: Checkpoint) -> _Facts:
-    reader = ShardedValues(file.path)
+    reader = ShardedValues(file.source)
     first: Sharded | None = None
     mesh: Mesh | None = None
     nbytes = 0
@@ -286,15 +287,15 @@ def _require_one_run(runs: Runs) -> None:
             )
 
 
-def _names_of(runs: Mapping[str, RankFiles]) -> dict[str, str]:
+def names_of_kinds(trees: Mapping[str, object]) -> dict[str, str]:
     """Return the name of each kind of files in the whole: `model`, `optimizer`, or how their names begin."""
-    names = {stem: _begin(stem) for stem in runs}
-    optimizers = [stem for stem, run in runs.items() if is_optimizer(run.files[0].tree)]
-    rest = [stem for stem in runs if stem not in optimizers]
+    names = {stem: _begin(stem) for stem in trees}
+    optimizers = [stem for stem, tree in trees.items() if is_optimizer(tree)]
+    rest = [stem for stem in trees if stem not in optimizers]
     for stems, name in ((rest, "model"), (optimizers, "optimizer")):
         if len(stems) == 1:
             names[stems[0]] = name
-    return names if len({*names.values()}) == len(runs) else {stem: stem for stem in runs}
+    return names if len({*names.values()}) == len(trees) else {stem: stem for stem in trees}
 
 
 def _begin(stem: str) -> str:

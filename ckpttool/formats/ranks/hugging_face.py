@@ -21,7 +21,7 @@ from ...files.open_source import names_in
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import TensorRef
 from ..safetensors.format import parse_object
-from .pieces import MAX_RANKS, Candidates, Piece, Wholes, whole_of
+from .pieces import MAX_RANKS, Candidates, Piece, Take, Wholes, whole_of
 
 NAME = "safetensors-ranks"
 
@@ -36,7 +36,7 @@ def candidates(folder: str) -> Candidates:
     return Candidates([os.path.join(folder, name) for name in names_in(folder) if FILE.fullmatch(name)])
 
 
-def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
+def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
     """Return the files of all ranks as one checkpoint; None if none of them holds pieces."""
     others = [file for file in files if SHARDING not in file.metadata]
     if len(others) == len(files):

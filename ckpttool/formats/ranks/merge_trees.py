@@ -31,7 +31,7 @@ class SideBySide:
         self._path = path
         self._wholes = wholes
         self._files = files
-        self._readers = {file.rank: ShardedValues(file.source.path) for file in files}
+        self._readers = {file.rank: ShardedValues(file.source) for file in files}
         self._numbers = Numbers()
         self._made: dict[tuple[int, ...], object] = {}
         self.left: list[str] = []

@@ -224,6 +224,13 @@ class Candidates(NamedTuple):
     telling: tuple[Source, ...] = ()
 
 
+class Take(NamedTuple):
+    """What the user chose where files contradict each other; None has them compared."""
+
+    rank: int | None = None  # whose values are taken of what several ranks hold
+    step: int | None = None  # the training step that the files are of
+
+
 class Framework(Protocol):
     """A module that reads the files of one framework's ranks."""
 
@@ -231,7 +238,7 @@ class Framework(Protocol):
         """Return the files in a folder whose names are those of this framework's ranks."""
         # They may lie in folders below it. No file is opened, but one that names others.
 
-    def read(self, path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
+    def read(self, path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
         """Return the files of a run's ranks as one checkpoint; None if they are something else."""
 
 

@@ -21,8 +21,8 @@ from ...checkpoint.special_tensors import attributes, shape_of, torch_dtype
 from ...errors import Damaged, Unsupported
 from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of
 from ...tensors.dtypes import DType
-from ...tensors.ref import TensorRef, is_count
-from .device_meshes import MAX_CHUNKS, BadMesh, Intervals, Mesh, boxes, read_mesh, share
+from ...tensors.ref import MAX_AXES, Source, TensorRef, is_count
+from .device_meshes import MAX_CHUNKS, BadMesh, Intervals, Mesh, Work, boxes, read_mesh, share
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 
@@ -37,7 +37,7 @@ class Sharded:
     shape: tuple[int, ...]
     rank: int  # who wrote it
     world_size: int  # how many ranks there were
-    ranks: tuple[int, ...]  # those that have a part of the tensor, or a replica
+    ranks: frozenset[int]  # those that have a part of the tensor, or a replica
     pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # begin and values of each box that the file has
     mesh: Mesh | None = None  # the device mesh; None for a ShardedTensor
 
@@ -45,8 +45,8 @@ class Sharded:
 class ShardedValues:
     """Reads the sharded tensors of one file."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, source: Source) -> None:
+        self.path, self._work = source.path, Work(source)
         self._meshes: dict[int, Mesh] = {}
         self._numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -91,12 +91,14 @@ class ShardedValues:
         index_sets: list[Intervals] = [[(0, size)] for size in shape]
         for dim, cuts in self._cuts(name, placements, len(shape), spec.get("shard_order")):
             for axis, chunks in cuts.items():
-                index_sets[dim] = share(index_sets[dim], mesh.sizes[axis], mesh.coordinate[axis], chunks)
+                index_sets[dim] = share(
+                    index_sets[dim], mesh.sizes[axis], mesh.coordinate[axis], chunks, self._work
+                )
         sizes = tuple(sum(stop - start for start, stop in intervals) for intervals in index_sets)
         if local.shape != sizes:
             what = f"has shape {list(local.shape)}, and its placement says {list(sizes)}"
             raise Damaged(self.path, f"its piece of '{name[:80]}' {what}")
-        places = boxes(local, index_sets) if local.numel else ()
+        places = boxes(local, index_sets, self._work) if local.numel else ()
         pieces = tuple((self._once(begin), piece) for begin, piece in places)
         return Sharded(DTENSOR, dtype, shape, mesh.rank, mesh.world_size, mesh.ranks, pieces, mesh)
 
@@ -108,7 +110,10 @@ class ShardedValues:
         for axis, placement in enumerate(placements):
             if cut := self._cut_of(name, placement, dims):
                 cuts_of.setdefault(cut[0], {})[axis] = cut[1]
-        order = dict(map(_order_of, stated)) if isinstance(stated, tuple | list) else {}
+        stated = stated if isinstance(stated, tuple | list) else ()
+        if len(stated) > dims:
+            raise self._malformed(name)
+        order = dict(map(_order_of, stated))
         for dim, cuts in cuts_of.items():
             is_strided = any(chunks > 1 for chunks in cuts.values())  # which states an order by itself
             known = len(cuts) == 1 or is_strided or not order
@@ -138,7 +143,7 @@ class ShardedValues:
     def _mesh(self, name: str, value: object) -> Mesh:
         if id(value) not in self._meshes:
             try:
-                self._meshes[id(value)] = read_mesh(value)
+                self._meshes[id(value)] = read_mesh(value, self._work)
             except BadMesh as fault:
                 raise Damaged(self.path, f"'{name[:80]}' is a DTensor whose device mesh {fault}") from None
         return self._meshes[id(value)]
@@ -153,6 +158,7 @@ class ShardedValues:
         listed = attributes(state[1]).get("shards_metadata")
         if not is_count(rank) or not is_count(world) or not isinstance(listed, list):
             raise self._malformed(name)
+        self._work.spend(len(state[0]))
         pieces = tuple(self._shard(name, attributes(shard)) for shard in state[0])
         return Sharded(SHARDED_TENSOR, dtype, shape, rank, world, self._owners(name, listed), pieces)
 
@@ -166,14 +172,15 @@ class ShardedValues:
             raise Damaged(self.path, f"its piece of '{name[:80]}' {what}")
         return begin, tensor
 
-    def _owners(self, name: str, listed: Sequence[object]) -> tuple[int, ...]:
-        ranks = []
+    def _owners(self, name: str, listed: Sequence[object]) -> frozenset[int]:
+        self._work.spend(len(listed))
+        ranks = set()
         for shard in map(attributes, listed):
             device = attributes(shard.get("placement"))
             if not is_count(rank := device.get("_rank")):
                 raise self._malformed(name)
-            ranks.append(rank)
-        return self._once(tuple(ranks))
+            ranks.add(rank)
+        return frozenset(ranks)
 
 
 PLACE = ("shard_offsets", "shard_sizes")
@@ -183,6 +190,8 @@ def _order_of(entry: object) -> tuple[int | None, list[int]]:
     """Return a dimension, and the axes of the mesh that cut it in their order, of a `ShardOrderEntry`."""
     args = entry.args if isinstance(entry, Record) else None
     if not isinstance(args, tuple) or len(args) != 2 or not isinstance(args[1], tuple):
+        return None, []
+    if len(args[1]) > MAX_AXES:
         return None, []
     return (args[0] if is_count(args[0]) else None), [axis if is_count(axis) else -1 for axis in args[1]]
 
@@ -199,7 +208,7 @@ def unless_sharded(value: object) -> Iterable[Entry] | None:
 
 def with_pieces(file: Checkpoint) -> Checkpoint:
     """Put what a file has of each sharded tensor, a `Sharded`, in the place of the tensor."""
-    reader, made = ShardedValues(file.path), dict[int, Sharded | None]()
+    reader, made = ShardedValues(file.source), dict[int, Sharded | None]()
     for path, value in file.named(unless_sharded):
         for key, item in _places(value):
             if isinstance(item, Record) and is_sharded(item):

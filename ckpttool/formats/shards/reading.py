@@ -8,8 +8,12 @@ other, and a shard holds nothing that the index does not name.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NamedTuple
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
@@ -21,6 +25,7 @@ from ..pytorch import legacy as torch_legacy
 from ..pytorch import zip as torch_zip
 from ..safetensors import format as safetensors
 from ..safetensors.format import parse_object
+from ..strangers import stranger
 from .writing import SAFETENSORS, TIES, TORCH
 
 # The most bytes of an index; as many as a safetensors header may have.
@@ -32,6 +37,13 @@ KNOWN_FACTS = {"total_size", "total_parameters", full_json.ENTRY, TIES}
 SHARD_FORMATS = ((safetensors, SAFETENSORS), (torch_zip, TORCH), (torch_legacy, TORCH))
 
 
+Shards = Mapping[str, tuple[str, Checkpoint]]  # name -> the format that it makes of the whole, the shard
+
+# How shards are named: by transformers and what follows it; by torchtune, with the epoch.
+NUMBERED = re.compile(r"(?P<begin>.+-)(?P<number>\d{5,7})-of-(?P<count>\d{5,7})(?P<end>\.[a-z]+)")
+OF_TORCHTUNE = re.compile(r"(?P<begin>hf_model_)(?P<number>\d{4})(?P<end>_\d{1,6}\.pt)")
+
+
 def sniff(head: bytes) -> bool:
     """Return whether a file that begins with these bytes may be an index."""
     return head.lstrip()[:1] == b"{"
@@ -41,37 +53,101 @@ def read(source: Source) -> Checkpoint:
     """Read the index and the headers of all shards: one state in several files."""
     index = _parse(source)
     wanted = _wanted(source, index)
+    shards = _read_shards(source, wanted)
+    state, facts = _state_of_all(source, shards, wanted), _facts(source, index)
+    tree, protocol = _whole(source, facts, state, _protocol(shards))
+    unread = tuple(f"metadata '{key}' of the index" for key in facts if key not in KNOWN_FACTS)
+    return replace(_checkpoint(source, shards, tree, protocol, unread), full=full_json.ENTRY in facts)
+
+
+class Series(NamedTuple):
+    """How the names of shards begin and end, and how many they say there are, or None where they don't."""
+
+    begin: str
+    end: str
+    total: int | None
+
+
+def series_in(names: Iterable[str]) -> dict[Series, dict[int, str]]:
+    """Return the shards among names, by series and number."""
+    found: dict[Series, dict[int, str]] = {}
+    for name in names:
+        if named := NUMBERED.fullmatch(name) or OF_TORCHTUNE.fullmatch(name):
+            count = named.groupdict().get("count")
+            series = Series(named["begin"], named["end"], int(count) if count else None)
+            found.setdefault(series, {})[int(named["number"])] = name
+    return found
+
+
+def without_index(path: str, names: Iterable[str]) -> Checkpoint | None:
+    """Return shards in a folder whose index is lost, by the numbers in their names; None if none has any."""
+    series = series_in(names)
+    whole = [numbers for each, numbers in series.items() if not _missing(each, numbers)]
+    if not series:
+        return None
+    if not whole:
+        (first, numbers), *_ = series.items()
+        lacking, pattern = ", ".join(map(str, _missing(first, numbers))), f"{first.begin}*{first.end}"
+        count = first.total or max(numbers)
+        reason = f"has no index, and of its {count} shards {pattern} it lacks number {lacking}"
+        raise Damaged(path, reason, hint="get them again, and the index with them")
+    if len(whole) > 1:
+        commands = (f"ckpttool merge {shlex.quote(path)}/{each.begin}*{each.end} OUTPUT" for each in series)
+        raise Unreadable(path, "has several series of shards without an index", hint="; ".join(commands))
+    shard_names = [whole[0][number] for number in sorted(whole[0])]
+    first_shard = Source(path, open_source_descriptor(os.path.join(path, shard_names[0])))
+    first_shard.size = 0  # its bytes are those of the first shard, which counts itself
+    shards = _read_shards(first_shard, shard_names)
+    wanted = {name: {*_state_of(first_shard, name, shard)} for name, (_, shard) in shards.items()}
+    state = _state_of_all(first_shard, shards, wanted)
+    return _checkpoint(first_shard, shards, state, _protocol(shards), ())
+
+
+def _missing(series: Series, numbers: Mapping[int, str]) -> list[int]:
+    """Return the first few numbers that are not there."""
+    every = range(1, (series.total or max(numbers)) + 1)
+    return list(islice((number for number in every if number not in numbers), 8))
+
+
+def _read_shards(source: Source, names: Iterable[str]) -> Shards:
+    """Read the shards of a folder, which the messages call by its index or itself."""
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
-    allow_open_files(len(wanted), source.path)
-    shards = {name: _read_shard(source, folder, name) for name in wanted}
+    names = list(names)
+    allow_open_files(len(names), source.path)
+    shards = {name: _read_shard(source, folder, name) for name in names}
     _check_distinct(source, {name: shard.source for name, (_, shard) in shards.items()})
-    formats = {kind for kind, _ in shards.values()}
-    if len(formats) > 1:
+    if len({kind for kind, _ in shards.values()}) > 1:
         raise Damaged(source.path, "its shards are of different formats")
+    return shards
+
+
+def _state_of_all(source: Source, shards: Shards, wanted: Mapping[str, set[str]]) -> OrderedDict_:
     state = OrderedDict_()
     for name, (_, shard) in shards.items():
         _take(source, state, name, _state_of(source, name, shard), wanted)
-    checkpoints = [shard for _, shard in shards.values()]
-    protocol = max((shard.protocol for shard in checkpoints), default=2)
-    facts = _facts(source, index)
-    tree, protocol = _whole(source, facts, state, protocol)
+    return state
+
+
+def _protocol(shards: Shards) -> int:
+    return max((shard.protocol for _, shard in shards.values()), default=2)
+
+
+def _checkpoint(
+    source: Source, shards: Shards, tree: object, protocol: int, unread: tuple[str, ...]
+) -> Checkpoint:
     maps = {name: shard.metadata for name, (_, shard) in shards.items()}
     common = _common(maps)
-    apart = [(name, key) for name, found in maps.items() for key in found if key not in common]
+    apart = [(name, key) for name, metadata in maps.items() for key in metadata if key not in common]
     return Checkpoint(
         source,
-        formats.pop() if formats else SAFETENSORS,
+        next((kind for kind, _ in shards.values()), SAFETENSORS),
         tree,
         protocol,
         common,
-        tuple(shard.source for shard in checkpoints),
-        unread=(
-            *(f"metadata '{key}' of the shard '{name}'" for name, key in apart),
-            *(f"metadata '{key}' of the index" for key in facts if key not in KNOWN_FACTS),
-        ),
-        full=full_json.ENTRY in facts,
-        names=frozenset().union(*(shard.names for shard in checkpoints)),
-        remarks=tuple(remark for shard in checkpoints for remark in shard.remarks),
+        tuple(shard.source for _, shard in shards.values()),
+        unread=(*(f"metadata '{key}' of the shard '{name}'" for name, key in apart), *unread),
+        names=frozenset().union(*(shard.names for _, shard in shards.values())),
+        remarks=tuple(remark for _, shard in shards.values() for remark in shard.remarks),
     )
 
 
@@ -145,7 +221,9 @@ def _read_shard(index: Source, folder: str, name: str) -> tuple[str, Checkpoint]
     for module, kind in SHARD_FORMATS:
         if module.sniff(head):
             return kind, module.read(source)
-    raise Damaged(index.path, f"its shard '{name}' is not a checkpoint", hint="get that file again")
+    other = stranger(path, head)
+    hint = other.hint or "get that file again"
+    raise Damaged(index.path, f"its shard '{name}' {other.reason}", hint=hint)
 
 
 def _check_distinct(index: Source, sources: Mapping[str, Source]) -> None:

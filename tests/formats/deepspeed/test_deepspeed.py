@@ -296,7 +296,7 @@ def test_latest_that_names_nothing_is_refused(runs: Path, tmp_path: Path) -> Non
     (folder / "latest").unlink()
     for wrong in ("global_step9", "", "../run/global_step2", ".", "a\0b"):
         (folder / "latest").write_text(wrong)
-        with pytest.raises(Damaged, match="not beside it") as caught:
+        with pytest.raises(Damaged, match="not next to it") as caught:
             opened(folder)
         assert "global_step2" in str(caught.value.hint)
     (folder / "latest").unlink()
@@ -440,6 +440,42 @@ def test_model_states_of_another_step_are_refused(run: Callable[..., Path], runs
     assert caught.value.path == str(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "file"), [("zero2-fp32", "mp_rank_00"), ("zero3-fp32", "zero_pp_rank_?_mp_rank_00")]
+)
+def test_model_states_of_another_step_than_the_optimizer_are_refused(
+    name: str, file: str, run: Callable[..., Path], runs: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    folder = run(name)
+    for path in (runs / name / "global_step2").glob(f"{file}_model_states.pt"):
+        shutil.copy(path, folder)
+    ran = cli("merge", folder, tmp_path / "out.pt", "--take-rank", "0")
+    assert ran.code == 3
+    assert "'global_steps' states 2, the optimizer states 3, the folder's name states 3" in ran.err
+    assert f"ckpttool merge {folder} OUTPUT --take-step 3" in ran.err
+    ran = cli("merge", folder, tmp_path / "out.pt", "--take-rank", "0", "--take-step", "3")
+    assert (ran.code, torch.load(tmp_path / "out.pt")["global_steps"]) == (0, 3), ran.err
+    ran = cli("merge", folder, tmp_path / "other.pt", "--take-rank", "0", "--take-step", "4")
+    assert (ran.code, "is of no step 4" in ran.err) == (2, True)
+
+
+def test_a_folder_named_after_another_step_is_refused(run: Callable[..., Path], runs: Path) -> None:
+    folder = run("zero0-fp32")
+    with pytest.raises(Damaged, match="the optimizer states 2, the folder's name states 9"):
+        opened(folder.rename(folder.with_name("global_step9")), None)
+    with pytest.raises(Damaged, match="the optimizer states 2, the folder's name states 7"):
+        folder = run("zero1-fp32")
+        opened(folder.rename(folder.with_name("global_step7")))
+
+
+def test_steps_that_overflowed_are_no_contradiction(run: Callable[..., Path]) -> None:
+    folder = run("zero2-bf16")
+    for path in folder.glob("*model_states.pt"):
+        changed(path, lambda tree: tree.update(global_steps=5, skipped_steps=3))
+    folder = folder.rename(folder.with_name("best"))
+    assert opened(folder).ranks.step == 5  # type: ignore[union-attr]
+
+
 def test_a_file_of_another_world_size_is_refused(run: Callable[..., Path], runs: Path) -> None:
     folder = run("zero3-fp32")
     file = optimizer_files(folder)[1]
@@ -462,7 +498,6 @@ def test_files_of_two_stages_are_refused(run: Callable[..., Path], runs: Path) -
 def test_a_model_that_was_cut_itself_is_refused(run: Callable[[str], Path]) -> None:
     for name in (
         "mp_rank_01_model_states.pt",
-        "layer_00-model_00-model_states.pt",
         "layer_0_expert_1_mp_rank_00_model_states.pt",
         "expp_rank_0_mp_rank_00_optim_states.pt",
     ):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, Unreadable, Unsupported, UsageFault
 from ckpttool.formats.shards.writing import parse_size
 from ckpttool.tensors.to_torch import live_tensors
-from tests.support.comparing import values
-from tests.support.running import ROOT
+from tests.support.comparing import assert_same, values
+from tests.support.running import ROOT, Ran
+
+Cli = Callable[..., Ran]
 
 State = dict[str, torch.Tensor]
 
@@ -246,11 +248,18 @@ def test_a_shard_that_is_a_folder_is_named(tmp_path: Path) -> None:
     refused(folder, f"its shard '{SECOND}' can't be opened")
 
 
-@pytest.mark.parametrize("raw", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"<html>"])
-def test_a_shard_that_was_never_fetched_is_named(raw: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        (b"", "is not a checkpoint"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        (b"<html>", "is an HTML page"),
+    ],
+)
+def test_a_shard_that_was_never_fetched_is_named(raw: bytes, what: str, tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", SAFE)
     (folder / SECOND).write_bytes(raw)
-    refused(folder, f"its shard '{SECOND}' is not a checkpoint")
+    refused(folder, f"its shard '{SECOND}' {what}")
 
 
 def test_a_shard_that_is_cut_short_is_named(tmp_path: Path) -> None:
@@ -472,3 +481,66 @@ SIZES = {"5GB": 5 * 10**9, "1G": 10**9, "1.5k": 1500, "2 MiB": 2 << 20, "1Ti": 1
 @pytest.mark.parametrize(("text", "size"), SIZES.items())
 def test_a_size_has_a_unit_with_or_without_its_byte(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+# Without an index.
+
+
+def unindexed(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Write a tensor into each file; return all of them."""
+    folder.mkdir()
+    state = {f"w{number}": torch.full((3,), float(number)) for number in range(len(names))}
+    for number, name in enumerate(names):
+        (torch.save if name.endswith("pt") else save_file)({f"w{number}": state[f"w{number}"]}, folder / name)
+    return state
+
+
+THREE = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "names", [THREE, ["hf_model_0001_0.pt", "hf_model_0002_0.pt"], [f"ft-{name}" for name in THREE]]
+)
+def test_shards_whose_index_is_lost_are_joined_by_their_numbers(
+    names: list[str], tmp_path: Path, cli: Cli
+) -> None:
+    state = unindexed(tmp_path / "in", names)
+    for number, inputs in enumerate([[tmp_path / "in"], sorted((tmp_path / "in").iterdir(), reverse=True)]):
+        ran = cli("merge", *inputs, out := tmp_path / f"{number}.safetensors")
+        assert (ran.code, ran.err) == (0, "")
+        assert_same(load_file(out), state)
+    assert cli("verify", tmp_path / "in").code == 0
+
+
+def test_shards_that_are_incomplete_are_named(tmp_path: Path) -> None:
+    unindexed(tmp_path / "in", THREE)
+    (tmp_path / "in" / THREE[1]).unlink()
+    with pytest.raises(
+        Damaged, match=r"has no index, and of its 3 shards model-\*\.safetensors it lacks number 2"
+    ):
+        ckpttool.open(tmp_path / "in")
+
+
+def test_a_name_in_two_shards_without_an_index_is_an_error(tmp_path: Path) -> None:
+    unindexed(tmp_path / "in", THREE)
+    save_file({"w0": torch.zeros(3)}, tmp_path / "in" / THREE[2])
+    with pytest.raises(Damaged, match=r"'w0' is in the shard .* and in another"):
+        ckpttool.open(tmp_path / "in")
+
+
+def test_two_series_without_an_index_get_a_command_each(tmp_path: Path, cli: Cli) -> None:
+    folder = tmp_path / "in"
+    unindexed(folder, ["hf_model_0001_0.pt", "hf_model_0002_0.pt", "hf_model_0001_1.pt"])
+    with pytest.raises(Unreadable, match="several series") as caught:
+        ckpttool.open(folder)
+    command = f"ckpttool merge {folder}/hf_model_*_0.pt OUTPUT"
+    assert command in str(caught.value.hint)
+    assert cli("merge", *folder.glob("hf_model_*_0.pt"), tmp_path / "out.safetensors").code == 0
+
+
+def test_a_pointer_in_the_place_of_a_shard_is_named(tmp_path: Path) -> None:
+    unindexed(tmp_path / "in", THREE)
+    (tmp_path / "in" / THREE[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(Damaged, match=f"its shard '{THREE[1]}' is a Git LFS pointer") as caught:
+        ckpttool.open(tmp_path / "in")
+    assert "git lfs pull" in str(caught.value.hint)

@@ -353,3 +353,14 @@ def test_a_run_whose_weights_become_nan_ends_and_overwrites_nothing(run_ranks, t
         assert all(torch.isfinite(value).all() for value in state.values()), path
         assert unit == "steps"
         assert "is from before" in first
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_file_to_resume_from_that_is_missing_is_named_also_in_a_used_folder(run_ranks, tmp_path, used):
+    if used:
+        run_ranks(2, run, str(tmp_path), {"epochs": 1})
+    before = sorted(os.listdir(tmp_path))
+    first, second = run_ranks(2, run, str(tmp_path), {"resume": f"{tmp_path}-2/nope.pt"})
+    assert first.startswith(f"Unreadable: {tmp_path}-2/nope.pt: no such file or directory")
+    assert second.startswith("RankFailed: rank 0 failed: ")
+    assert sorted(os.listdir(tmp_path)) == before

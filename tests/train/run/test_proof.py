@@ -351,7 +351,7 @@ def test_a_step_that_is_not_in_the_record_is_refused_or_named(cli: Cli, run: Pat
         (b"", "holds no entries"),
         (b"\x00\xff garbage\n", "holds no entries"),
         (b'{"n": 1, "prev": "", "kind": "step", "step": 1}\n', "is no record of a run"),
-        (b'{"n": 1, "prev": "", "kind": "begin"}\n', "is no record of a run"),
+        (b'{"n": 1, "prev": "", "kind": "begin"}\n', "line 1 is no entry of a run: 'begin' lacks 'step'"),
     ],
 )
 def test_what_is_no_record_is_refused(cli: Cli, tmp_path: Path, text: bytes | None, said: str) -> None:

@@ -119,6 +119,32 @@ def masked(model: nn.Module, batch: Any) -> torch.Tensor:
     return total / count
 
 
+WEIGHTS = (0.3, 1.0, 0.0, 2.7, 0.1)
+
+
+def labelled() -> TensorDataset:
+    inputs = numbers().tensors[0]
+    return TensorDataset(inputs, torch.arange(len(inputs)) % 5)
+
+
+def classes() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5, dtype=torch.float64))
+
+
+def weighted_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], torch.tensor(WEIGHTS, dtype=torch.float64))
+
+
+def weighing() -> Any:
+    """Return a user's task whose count is the sum of the weights, a float."""
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+        return F.cross_entropy(outputs, batch[1], weights, reduction="sum"), weights[batch[1]].sum()
+
+    return types.SimpleNamespace(loss=loss)
+
+
 # name: samples, model, and its mean loss over a whole batch, in plain PyTorch.
 KINDS: dict[str, Any] = {
     "regression": (numbers, linear, lambda model, batch: F.mse_loss(model(batch[0]), batch[1])),
@@ -129,16 +155,20 @@ KINDS: dict[str, Any] = {
     ),
     "model-loss": (numbers, OwnLoss, lambda model, batch: model(*batch)[1]),
     "own": (Named, OfNames, masked),
+    "classification": (labelled, classes, weighted_mean),
+    "weighted": (labelled, classes, weighted_mean),
 }
+OWN = {"own": of_names, "weighted": weighing}
 
 
 def data_of(kind: str) -> Data:
     samples = KINDS[kind][0]()
-    return Data(kind, samples, samples, (), (6,), kind, task=kind)
+    names = tuple("abcde") if kind == "classification" else ()
+    return Data(kind, samples, samples, names, (6,), kind, task=kind)
 
 
 def task_of(kind: str, config: TrainConfig, data: Data) -> Task:
-    return tasks.adapt(of_names(), "own.py:make") if kind == "own" else tasks.build(config, data)
+    return tasks.adapt(OWN[kind](), "own.py:make") if kind in OWN else tasks.build(config, data)
 
 
 def expected(kind: str, make: Any) -> list[torch.Tensor]:
@@ -159,6 +189,8 @@ def parameters_on_ranks(
 ) -> tuple[list[torch.Tensor], float]:
     data = data_of(kind)
     usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "epochs": EPOCHS, "task": kind}
+    if kind == "classification":
+        usual["class_weights"] = WEIGHTS
     config = TrainConfig(**usual, **SETTINGS, **settings)
     place = trainings.place(rank, world_size)
     trainer = Trainer(config, data, trainings.seeded(make), place, task_of(kind, config, data))

@@ -358,3 +358,54 @@ def test_the_flag_is_read_and_plain_is_the_default() -> None:
     assert command_line.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
     with pytest.raises(UsageFault, match="--batchnorm"):
         command_line.parse(["--batchnorm", "global"])
+
+
+# ---- layers that the user has frozen -----------------------------------------------------------------------
+
+
+def half_frozen() -> nn.Module:
+    """A net whose first BatchNorm and Dropout are frozen, as for fine-tuning."""
+    net = nn.Sequential(
+        nn.Conv2d(SHAPE[0], 4, 3, dtype=torch.float64),
+        nn.BatchNorm2d(4, dtype=torch.float64),
+        nn.Dropout(0.5),
+        nn.BatchNorm2d(4, dtype=torch.float64),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 10, dtype=torch.float64),
+    )
+    net[1].running_mean.fill_(0.25)
+    net[1].eval()
+    net[2].eval()
+    return net
+
+
+def modes_and_statistics(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    data = trainings.tensors(SHAPE, 24, dtype=torch.float64)
+    trainer = trainings.trainer(rank, world_size, data, trainings.seeded(half_frozen), **SETTINGS, **settings)
+    modes = []
+    for _ in range(2):
+        for _ in steps_of_epoch(trainer):
+            modes.append([module.training for module in trainer.ddp.module.modules()])
+            trainer.evaluate()  # in the middle of an epoch
+        trainer.finish_epoch()
+    return modes, state(trainer.ddp.module)
+
+
+@pytest.mark.parametrize("kind", ["plain", "pooled", "sync", "virtual"])
+def test_what_the_user_froze_stays_frozen(run_ranks: Any, kind: str) -> None:
+    settings = {"virtual_ranks": 4} if kind == "virtual" else {"batchnorm": kind}
+    for modes, final in run_ranks(2, modes_and_statistics, {"batch_size": 12, **settings}):
+        assert modes == [[True, True, False, False, True, True, True, True]] * 4
+        assert (final["1.running_mean"] == 0.25).all()
+        assert int(final["1.num_batches_tracked"]) == 0
+        assert int(final["3.num_batches_tracked"]) > 0
+
+
+def test_a_frozen_layer_takes_a_batch_of_one() -> None:
+    config = TrainConfig(batch_size=1)
+    data = trainings.tensors((3,), 4)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 10))
+    preflight.check(config, data, net, trainings.place(0, 1), tasks.build(config, data))
+    with pytest.raises(UsageFault, match="single sample"):
+        preflight.check(config, data, net.train(), trainings.place(0, 1), tasks.build(config, data))
