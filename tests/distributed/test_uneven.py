@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,23 +91,6 @@ def test_the_weights_are_those_of_one_process(run_ranks: Any, kind: str) -> None
     of_ranks = run_ranks(3, trained, kind)
     for found in of_ranks:
         assert_same(found, alone(kind))
-
-
-def joined(rank: int, world_size: int) -> float:
-    """Return the largest difference from one process that torch's Join leaves, with its best setting."""
-    model = DistributedDataParallel(network())
-    optimizer = sgd(model)
-    with Join([model], divide_by_initial_world_size=True):
-        for inputs, target in batches_of(rank):
-            F.cross_entropy(model(inputs), target).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = alone(ranks=2)
-    return max(float((value - expected[name]).abs().max()) for name, value in state(model).items())
-
-
-def test_torchs_join_weights_samples_by_the_batch_that_they_are_in(run_ranks: Any) -> None:
-    assert min(run_ranks(2, joined)) > 1e-3
 
 
 def tokens(rank: int, world_size: int) -> float:
