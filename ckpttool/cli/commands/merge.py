@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("merge")
-@options.inputs_argument
-@options.output_argument
+@options.inputs_and_output
 @options.to_option
 @options.full_option
 @click.option(
