@@ -12,6 +12,9 @@ MOST_NAMES = 10_000
 """Names of a folder that are compared with a missing one at most."""
 
 
+OF_MACOS = "._"
+"""How the names of files begin in which macOS keeps what other file systems can't hold: they are nobody's."""
+
 CHECKPOINT_ENDINGS = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".safetensors", ".index.json")
 """Usual endings of checkpoints' names. Only for hints: a format is recognised by content."""
 
@@ -48,7 +51,8 @@ def names_in(folder: str) -> list[str]:
     """Return the names in a folder, sorted, MOST_NAMES at most; none where it can't be read."""
     try:
         with os.scandir(folder) as found:
-            return sorted(entry.name for entry in islice(found, MOST_NAMES))
+            names = (entry.name for entry in found if not entry.name.startswith(OF_MACOS))
+            return sorted(islice(names, MOST_NAMES))
     except OSError:
         return []
 
