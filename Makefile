@@ -1,58 +1,63 @@
-# Each target does all of its own set-up; the first one run makes .venv.
+# Each target sets up .venv itself; the first one run makes it.
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Tests and benchmarks start many programs; where Python keeps no bytecode, each would compile all of it anew.
+# Tests and benchmarks start many programs; where Python keeps no bytecode, each would compile all of it again.
 unexport PYTHONDONTWRITEBYTECODE
 
 INSTALLED := .venv/.installed
-
-.PHONY: demo test lint bench fault fuzz docs clean long
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 # Of `make fault` and `make fuzz`.
 SECONDS ?= 600
 
-demo: $(INSTALLED)
+.PHONY: help demo test long coverage drill lint bench fault fuzz docs map clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /    make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+
+demo: $(INSTALLED)  ## train on two ranks, strip the prefix, evaluate in one process
 	$(BIN)/python examples/demo.py
 
-test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not long'
+test: $(INSTALLED)  ## the test suite, in under eight minutes on two cores
+	$(PYTEST) -n 3 -m 'not long'
 
-# Whole runs of the trainer: the commands of its page, hangs, two machines, replays, restarts.
-long: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
+long: $(INSTALLED)  ## the tests that take longest: whole runs, hangs, two machines, replays, restarts
+	$(PYTEST) -n 2 -m long
 
-# Fifteen minutes on an idle machine of two cores: 50 kills. `make test` has two of them.
-drill: $(INSTALLED)
+coverage: $(INSTALLED)  ## the test suite again, with the lines that no test runs
+	$(PYTEST) -n 3 -m 'not long' --cov --cov-report term-missing:skip-covered
+
+drill: $(INSTALLED)  ## runs killed in many ways, compared with undisturbed ones; a quarter of an hour
 	$(BIN)/python -m tests.drill
 
-lint: $(INSTALLED)
+lint: $(INSTALLED)  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks
-	$(BIN)/python -m benchmarks.running_statistics
-
-# Let every system call of the commands that write fail; write the table of what held into docs/security.md.
-fault: $(INSTALLED)
-	$(BIN)/python -m tests.fault $(SECONDS) --write
-
-# Change files of every format and compare with torch, safetensors and zipfile; write both tables.
-fuzz: $(INSTALLED)
-	$(BIN)/python -m tests.fuzz $(SECONDS) --write
-
-# What the program says of itself: its help, the table of formats, the tables of files. Tests fail when one is stale.
-docs: $(INSTALLED)
+docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stale
 	$(BIN)/python -m tests.cli.test_reference
 	$(BIN)/python -m tests.train.test_trainer_page
 	$(BIN)/python -m tests.train.trainer.test_exactness
 	$(BIN)/python -m tests.formats.test_format_table
 	$(BIN)/python -m tests.test_architecture
 
-clean:
-	rm -rf .venv runs dist build
+map: $(INSTALLED)  ## what each file of the package is for
+	@$(BIN)/python -m tests.test_architecture --map
+
+bench: $(INSTALLED)  ## the benchmarks, next to the usual alternatives
+	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.running_statistics
+
+fault: $(INSTALLED)  ## every system call of commands that write fails once; writes docs/security.md (SECONDS=600)
+	$(BIN)/python -m tests.fault $(SECONDS) --write
+
+fuzz: $(INSTALLED)  ## changed files of every format, compared with other libraries; writes docs/security.md
+	$(BIN)/python -m tests.fuzz $(SECONDS) --write
+
+clean:  ## remove .venv, runs and builds
+	rm -rf .venv runs dist build .coverage*
 
 # torch and torchvision in one command: installed apart, pip may pair builds that
 # do not fit ("operator torchvision::nms does not exist") without a warning.

@@ -12,6 +12,11 @@ from pathlib import Path
 from .disk_space import file_system, total_memory
 
 
+def about(folder: Path) -> str:
+    """What measurements with files in a folder apply to."""
+    return f"{date()}; {versions()}; {size(folder)}"
+
+
 def date() -> str:
     return datetime.date.today().isoformat()
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 
-def check_marks(file: Path) -> None:
-    """Check that a page can be updated, before an hour is spent measuring.
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a Markdown table whose first `left` columns are left-aligned."""
+    ruler = ["---" if column < left else "---:" for column in range(len(rows[0]))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ruler, *rows[1:]])
 
-    Raises:
-        ValueError: the file can't be read, or lacks one of the marks.
-    """
+
+def check_marks(file: Path) -> None:
+    """Check that a page can be updated, before an hour is spent measuring."""
     try:
         _split(file)
     except OSError as error:
@@ -20,11 +23,7 @@ def check_marks(file: Path) -> None:
 
 
 def put_between_marks(file: Path, markdown: str) -> None:
-    """Replace what lies between the marks of a page.
-
-    Raises:
-        ValueError: the file lacks one of the marks.
-    """
+    """Replace what lies between the marks of a page."""
     before, after = _split(file)
     file.write_text(f"{before}{BEGIN}\n{markdown}\n{END}{after}", encoding="utf-8")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from .case import Benchmark, Case, Need, Way
 from .commands import CHILDREN, PYTHON, peer, tool
 from .process import timed
+from .program import main
 from .sizes import show_size
 from .targets import at_least_times_faster, at_most_times, peak_at_most
 
@@ -25,13 +26,7 @@ KINDS = {"fsdp": "cut by rows", "tp": "cut by rows and columns"}
 
 
 def set_up(kind: str, folder: Path, size: int) -> Case:
-    """Write the files of the ranks, and the whole for `cp`.
-
-    Args:
-        kind: `fsdp` cuts rows over 8 ranks; `tp` rows over 2 and columns over 4.
-        folder: an empty one.
-        size: bytes of all tensors.
-    """
+    """Write the files of the ranks, and the whole for `cp`."""
     ranks = folder / "ranks"
     ranks.mkdir()
     timed([PYTHON, CHILDREN / "make_ranks.py", ranks, str(size), str(TENSORS), kind])
@@ -55,12 +50,7 @@ def set_up(kind: str, folder: Path, size: int) -> Case:
 
 
 def set_up_zero3(folder: Path, size: int) -> Case:
-    """Write a ZeRO-3 folder; DeepSpeed's own program takes part where DeepSpeed is installed.
-
-    Args:
-        folder: an empty one.
-        size: bytes of the fp32 weights.
-    """
+    """Write a ZeRO-3 folder; DeepSpeed's own program takes part where DeepSpeed is installed."""
     source, merged, saved, whole = (
         folder / name for name in ("run", "merged.safetensors", "out.pt", "whole")
     )
@@ -90,7 +80,4 @@ BENCHMARKS = [
 
 
 if __name__ == "__main__":
-    from .__main__ import main
-
-    only = [word for benchmark in BENCHMARKS for word in ("--only", benchmark.name)]
-    sys.exit(main([*only, *sys.argv[1:]]))
+    sys.exit(main(BENCHMARKS))

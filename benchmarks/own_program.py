@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 from pathlib import Path
 
 from .markdown import check_marks, put_between_marks
 
 
 def parser_of(name: str, about: str | None, **usual: int) -> argparse.ArgumentParser:
-    """Return a parser with a flag for each number, and `--markdown`.
-
-    Args:
-        name: of the module, behind `benchmarks.`.
-        about: its docstring.
-        usual: the numbers' names and defaults.
-    """
+    """Return a parser with a flag for each number, and `--markdown`."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for flag, number in usual.items():
@@ -33,6 +29,12 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--markdown {error}")
     return options
+
+
+def run(*command: object, **environment: str) -> None:
+    """Run a command without its output; raises CalledProcessError."""
+    words, given = [str(word) for word in command], {**os.environ, **environment}
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=given)
 
 
 def show(markdown: str, options: argparse.Namespace) -> None:

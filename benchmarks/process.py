@@ -29,11 +29,7 @@ class CommandFailed(Exception):
 
 
 def timed(command: Sequence[str | Path]) -> Run:
-    """Runs a command to its end.
-
-    Raises:
-        CommandFailed: with the end of its stderr.
-    """
+    """Runs a command to its end."""
     with tempfile.TemporaryFile() as errors:
         # Its own session, so that it can be killed with everything it started.
         launcher = subprocess.Popen(

@@ -18,6 +18,17 @@ def as_text(case: Case, results: Results) -> str:
     return "\n".join([_title(case, results), "\n\n".join(tables)])
 
 
+def for_page(case: Case, results: Results) -> str:
+    """Return the ways as a table, and the targets that were missed."""
+    missed = [
+        f"{text} {value} ({limit})"
+        for text, limit, value, verdict in _verdicts(case, results)
+        if verdict == "MISSED"
+    ]
+    table = _ruled(_columns([_header(case), *_rows(case, results)]))
+    return "\n".join([_title(case, results), *table, *(f"MISSED: {each}" for each in missed)])
+
+
 def _tables(case: Case, results: Results) -> list[list[Row]]:
     """The ways, and the targets if there are any."""
     tables = [[_header(case), *_rows(case, results)]]

@@ -23,6 +23,7 @@ from train.log import log_file
 
 from . import machine
 from .commands import CHILDREN, PYTHON, tool
+from .markdown import table
 from .own_program import parsed, parser_of, show
 
 EXAMPLE = CHILDREN / "digits_by_class.py"
@@ -34,42 +35,24 @@ Train = Callable[[Sequence[str], int, Path], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """Accuracies on the test set, between 0 and 1.
+    """Accuracies on the test set, between 0 and 1."""
 
-    Attributes:
-        plain, pooled: of the two trainings, after each epoch.
-        ranks: at the end, with each rank's statistics.
-        offline: at the end, with the statistics pooled by `convert-batchnorm`.
-        same_weights: whether both trainings ended with the same parameters, bit for bit.
-    """
-
-    plain: list[float]
+    plain: list[float]  # plain, pooled: of the two trainings, after each epoch
     pooled: list[float]
-    ranks: list[float]
-    offline: float
-    same_weights: bool
+    ranks: list[float]  # at the end, with each rank's statistics
+    offline: float  # at the end, with the statistics pooled by `convert-batchnorm`
+    same_weights: bool  # whether both trainings ended with the same parameters, bit for bit
 
 
 def train(arguments: Sequence[str], ranks: int, statistics: Path) -> None:
-    """Run `train/main.py` on several ranks, which leave their statistics in the folder `statistics`.
-
-    Raises:
-        subprocess.CalledProcessError: it failed; its output is on stderr.
-    """
+    """Run `train/main.py` on several ranks, which leave their statistics in the folder `statistics`."""
     _run(PYTHON, ROOT / "train/main.py", "--spawn", ranks, *arguments, STATISTICS=str(statistics))
 
 
 def measure(
     folder: Path, *, ranks: int = 4, epochs: int = 4, seed: int = 0, train: Train = train
 ) -> Measured:
-    """Run the whole example in an empty folder; about 40 seconds on two cores.
-
-    Args:
-        train: called as `train(arguments, ranks, folder)`, for ranks that run already.
-
-    Raises:
-        subprocess.CalledProcessError: one of its commands failed; its output is on stderr.
-    """
+    """Run the whole example in an empty folder; about 40 seconds on two cores."""
     for kind in ("plain", "pooled"):
         arguments = ["--batchnorm", kind, "--out", folder / kind, "--drop-last", "--lr", 0.05]
         arguments += ["--data", f"{EXAMPLE}:shards", "--model", f"{EXAMPLE}:network"]
@@ -124,22 +107,21 @@ def as_markdown(measured: Measured) -> str:
     epochs, ranks = range(1, len(measured.plain) + 1), range(len(measured.ranks))
     return "\n\n".join(
         [
-            _table(
-                ["after epoch", *map(str, epochs)],
-                ["`--batchnorm plain`", *map(_percent, measured.plain)],
-                ["`--batchnorm pooled`", *map(_percent, measured.pooled)],
+            table(
+                [
+                    ["after epoch", *map(str, epochs)],
+                    ["`--batchnorm plain`", *map(_percent, measured.plain)],
+                    ["`--batchnorm pooled`", *map(_percent, measured.pooled)],
+                ]
             ),
-            _table(
-                ["at the end, statistics of", *(f"rank {rank}" for rank in ranks), "all"],
-                ["`convert-batchnorm`", *map(_percent, [*measured.ranks, measured.offline])],
+            table(
+                [
+                    ["at the end, statistics of", *(f"rank {rank}" for rank in ranks), "all"],
+                    ["`convert-batchnorm`", *map(_percent, [*measured.ranks, measured.offline])],
+                ]
             ),
         ]
     )
-
-
-def _table(*rows: Sequence[str]) -> str:
-    ruled = [rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
 
 
 def _percent(share: float) -> str:
@@ -150,7 +132,7 @@ def main() -> int:
     options = parsed(parser_of("running_statistics", __doc__, ranks=4, epochs=4, seed=0))
     with tempfile.TemporaryDirectory(prefix="ckpttool-bench-") as name:
         folder = Path(name)
-        about = f"{machine.date()}; {machine.versions()}; {machine.size(folder)}"
+        about = machine.about(folder)
         measured = measure(folder, ranks=options.ranks, epochs=options.epochs, seed=options.seed)
     weights = "the same" if measured.same_weights else "DIFFERENT"
     markdown = f"{as_markdown(measured)}\n\nWeights of both trainings: {weights}. Measured {about}."

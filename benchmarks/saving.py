@@ -1,4 +1,4 @@
-"""What a save costs a training: train/main.py against torch.save and torch.distributed.checkpoint.async_save.
+"""The cost of a save: train/main.py against torch.save and torch.distributed.checkpoint.async_save.
 
     python -m benchmarks.saving
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any
 
 from . import machine
 from .commands import CHILDREN, PYTHON
-from .own_program import parsed, parser_of, show
+from .markdown import table
+from .own_program import parsed, parser_of, run, show
 
 CHILD = CHILDREN / "saving_turns.py"
 NAMES = {
@@ -34,20 +34,15 @@ NAMES = {
 }
 Found = dict[str, Any]
 
+# Targets: blocked at most so many copies; torch.save blocks so much longer; at most this part of a run.
 OF_COPY, OF_TORCH, OVERHEAD = 1.2, 5.0, 0.03
-"""Targets: blocked at most so many copies; torch.save blocks so much longer; at most this part of a run."""
 
 
 def measure(
     folder: Path, *, megabytes: int = 500, rounds: int = 5, steps: int = 50, batch: int = 512
 ) -> Found:
-    """Return the seconds of each way in each round, as `children/saving_turns.py` writes them.
-
-    Raises:
-        subprocess.CalledProcessError: it failed; its output is on stderr.
-    """
-    command = [PYTHON, CHILD, folder, megabytes, rounds, steps, batch]
-    subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
+    """Return the seconds of each way in each round, as `children/saving_turns.py` writes them."""
+    run(PYTHON, CHILD, folder, megabytes, rounds, steps, batch)
     found: Found = json.loads((folder / "seconds.json").read_text())
     return found
 
@@ -60,33 +55,29 @@ def ratio(seconds: dict[str, list[float]], way: str, against: str) -> float:
 def as_markdown(found: Found) -> str:
     """Return the tables of seconds, and of the targets."""
     blocked, whole = found["blocked"], found["whole"]
-    rows = [["a save", "blocked", "min-max", "× a copy", "the first"], ["---", *["---:"] * 4]]
+    rows = [["a save", "blocked", "min-max", "× a copy", "the first"]]
     for way, seconds in blocked.items():
         spread = f"{min(seconds):.3f}-{max(seconds):.3f} s"
         middle, first = statistics.median(seconds), found["first"][way]
         times = f"{ratio(blocked, way, 'copy'):.2f}"
         rows.append([NAMES[way], f"{middle:.3f} s", spread, times, f"{first:.3f} s"])
-    tables = [_table(rows)]
+    tables = [table(rows)]
     targets = [("async / copy", ratio(blocked, "async", "copy"), OF_COPY, False)]
     targets.append(("torch.save / async", ratio(blocked, "torch.save", "async"), OF_TORCH, True))
     if whole:
-        rows = [["the same steps with", "seconds", "beyond no save", "of CPU time"], ["---", *["---:"] * 3]]
+        rows = [["the same steps with", "seconds", "beyond no save", "of CPU time"]]
         for way, seconds in whole.items():
             beyond = [f"{ratio(each, way, 'none') - 1:+.1%}" for each in (whole, found["cpu"])]
             rows.append([NAMES[way], f"{statistics.median(seconds):.1f} s", *beyond])
-        tables.append(_table(rows))
+        tables.append(table(rows))
         targets.append(("async, beyond no save", ratio(whole, "async", "none") - 1, OVERHEAD, False))
-    rows = [["target", "limit", "measured", ""], ["---", "---:", "---:", "---"]]
+    rows = [["target", "limit", "measured", ""]]
     for text, value, limit, at_least in targets:
         met = value >= limit if at_least else value <= limit
         shown = ["{:.1%}" if limit == OVERHEAD else "{:.2f} ×"] * 2
         limits, measured = (form.format(number) for form, number in zip(shown, (limit, value), strict=True))
         rows.append([text, f"{'≥' if at_least else '≤'} {limits}", measured, "met" if met else "MISSED"])
-    return "\n\n".join([*tables, _table(rows)])
-
-
-def _table(rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n\n".join([*tables, table(rows)])
 
 
 def main() -> int:
@@ -97,7 +88,7 @@ def main() -> int:
         folder, load = Path(name), machine.load()
         counts = {"rounds": options.rounds, "steps": options.steps, "batch": options.batch}
         found = measure(folder, megabytes=options.megabytes, **counts)
-        about = f"{machine.date()}; {machine.versions()}; {machine.size(folder)}; {load} at the start"
+        about = f"{machine.about(folder)}; {load} at the start"
     what = f"A state of {found['bytes'] / 1e6:.0f} MB, {options.rounds} rounds of {options.steps} steps"
     markdown = f"{as_markdown(found)}\n\n{what}, batch {options.batch}. Measured {about}."
     show(markdown, options)

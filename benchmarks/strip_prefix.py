@@ -14,8 +14,8 @@ UNCHECKED = "ckpttool strip-prefix --no-verify"
 MAPPED = "torch.load(mmap=True) + save_file"
 PLAIN = "torch.load + save_file"
 
+# Memory of a process that has only imported torch.
 TORCH = 600_000_000
-"""Memory of a process that has only imported torch."""
 
 
 def set_up(folder: Path, size: int) -> Case:

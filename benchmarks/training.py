@@ -13,9 +13,7 @@ are left out where they are not installed (`pip install -e '.[interop]'`).
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,7 +23,8 @@ from pathlib import Path
 
 from . import machine
 from .commands import CHILDREN, PYTHON
-from .own_program import parsed, parser_of, show
+from .markdown import table
+from .own_program import parsed, parser_of, run, show
 
 CHILD = CHILDREN / "training_turns.py"
 NAMES = {
@@ -50,38 +49,23 @@ def measure(
     steps: int = 2,
     batch: int = 64,
 ) -> Seconds:
-    """Return the seconds, and the CPU seconds of rank 0, of each way's steps in each round.
-
-    Args:
-        folder: for the ranks' files.
-        ways: names of `NAMES`.
-        ranks: processes, each with one thread.
-        launches: process groups, one after another; each sets up the ways in another order.
-        rounds: of each launch; every way has one turn in each.
-        steps: optimizer steps of a turn.
-        batch: samples of a step, on all ranks together.
-
-    Raises:
-        subprocess.CalledProcessError: a rank failed; its output is on stderr.
-    """
+    """Return the seconds, and the CPU seconds of rank 0, of each way's steps in each round."""
     seconds: Seconds = {way: [] for way in ways}
     for launch in range(launches):
         shift = launch % len(ways)
-        own = folder / str(launch)
-        own.mkdir()
-        found = _launch(own, [*ways[shift:], *ways[:shift]], ranks, (rounds, steps, batch))
+        inner = folder / str(launch)
+        inner.mkdir()
+        of_launch = _launch(inner, [*ways[shift:], *ways[:shift]], ranks, (rounds, steps, batch))
         for way in ways:
-            seconds[way] += found[way]
+            seconds[way] += of_launch[way]
     return seconds
 
 
 def _launch(folder: Path, ways: list[str], ranks: int, counts: tuple[int, int, int]) -> Seconds:
     launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, CHILD]
-    given = [*launcher, folder, *counts, *ways]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([str(one) for one in given], check=True, stdout=subprocess.DEVNULL, env=environment)
-    found: Seconds = json.loads((folder / "seconds.json").read_text())
-    return found
+    run(*launcher, folder, *counts, *ways, OMP_NUM_THREADS="1")
+    seconds: Seconds = json.loads((folder / "seconds.json").read_text())
+    return seconds
 
 
 def ratio(seconds: Seconds, way: str, *, cpu: bool = False) -> float:
@@ -97,14 +81,14 @@ def ratios(seconds: Seconds, way: str, *, cpu: bool = False) -> list[float]:
 def as_markdown(seconds: Seconds, steps: int) -> str:
     """Return the table of steps per second and of ratios, with the middle half of the rounds."""
     head = ["", "steps/s", "× the bare loop", "middle half of the rounds", "× by CPU time"]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = [head]
     for way, own in seconds.items():
         of_rounds, quarter = sorted(ratios(seconds, way)), len(own) // 4
         spread = f"{of_rounds[quarter]:.2f} – {of_rounds[-1 - quarter]:.2f}"
         speed = steps / statistics.median(wall for wall, _ in own)
         both = [f"{ratio(seconds, way, cpu=cpu):.3f}" for cpu in (False, True)]
         rows.append([_named(way), f"{speed:.2f}", both[0], spread, both[1]])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(rows)
 
 
 def _named(way: str) -> str:
@@ -122,7 +106,7 @@ def main() -> int:
         load = machine.load()
         counts = {"ranks": options.ranks, "launches": options.launches, "rounds": options.rounds}
         seconds = measure(folder, ways, **counts, steps=options.steps, batch=options.batch)
-        about = f"{machine.date()}; {machine.versions()}; {machine.size(folder)}; {load} at the start"
+        about = f"{machine.about(folder)}; {load} at the start"
     what = f"ResNet-20, {options.ranks} ranks, gloo, global batch {options.batch}"
     turns = f"{options.launches} launches of {options.rounds} rounds of {options.steps} steps"
     markdown = f"{as_markdown(seconds, options.steps)}\n\n{what}; {turns}. Measured {about}."

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +21,7 @@ import torch
 
 from . import machine
 from .commands import CHILDREN, PYTHON
+from .own_program import run
 
 ROOT = Path(__file__).parents[1]
 CHILD = CHILDREN / "slowed_rank.py"
@@ -32,19 +31,10 @@ TARGET = 1.3
 
 def epoch_seconds(folder: Path, flags: list[str], epochs: int) -> tuple[float, tuple[int, ...]]:
     """Train in a folder; return the median time of an epoch, and the ranks' shares."""
-    command = [
-        PYTHON,
-        ROOT / "train/main.py",
-        "--spawn",
-        2,
-        "--model",
-        f"{CHILD}:model",
-        "--data",
-        f"{CHILD}:data",
-    ]
+    command = [PYTHON, ROOT / "train/main.py", "--spawn", 2]
+    command += ["--model", f"{CHILD}:model", "--data", f"{CHILD}:data"]
     command += ["--batch-size", 96, "--epochs", epochs, "--out", folder, *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL, env=environment)
+    run(*command, OMP_NUM_THREADS="1")
     entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     seconds = statistics.median(entry["seconds"] for entry in entries if "step" not in entry)
     plan = torch.load(folder / "last.pt", weights_only=True)["plan"]

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from .proving.proof import prove as prove
     from .tensors.ref import TensorRef as TensorRef
     from .transforms.average import average as average
-    from .transforms.complex_parts import join_complex as join_complex
-    from .transforms.complex_parts import split_complex as split_complex
     from .transforms.disarm import disarm as disarm
     from .transforms.keys import add_prefix as add_prefix
     from .transforms.keys import rename_keys as rename_keys
     from .transforms.keys import strip_prefix as strip_prefix
+    from .transforms.layout import join_complex as join_complex
+    from .transforms.layout import split_complex as split_complex
     from .transforms.lora.adapter import open_adapter as open_adapter
     from .transforms.lora.merge import merge_lora as merge_lora
     from .transforms.selection import drop as drop
@@ -79,7 +79,7 @@ else:
             "models.skeleton": ("skeletons",),
             "tensors.ref": ("TensorRef",),
             "transforms.average": ("average",),
-            "transforms.complex_parts": ("join_complex", "split_complex"),
+            "transforms.layout": ("join_complex", "split_complex"),
             "transforms.disarm": ("disarm",),
             "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
             "transforms.lora.merge": ("merge_lora",),

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-LONGEST = 600
-"""Characters of a reason; of a longer one the beginning and the end are kept."""
+LONGEST = 600  # characters of a reason; of a longer one the beginning and the end are kept
 
 
 class CkptToolError(Exception):

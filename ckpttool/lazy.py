@@ -9,17 +9,10 @@ from importlib import import_module
 def attributes(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return a package's `__getattr__`, `__dir__` and `__all__`.
+    """Return a package's `__getattr__`, `__dir__` and `__all__`, given the public names of its modules.
 
-    Args:
-        package: the package's `__name__`.
-        modules: for each module of the package, the public names that it defines; under `""` the modules
-            that are public themselves.
-
-    Returns:
-        A function that imports a public name's module and returns what the name stands for. It raises
-        AttributeError for any other name, and NeedsTorch if the module imports torch and there is none.
-        A function that returns all public names, and their list.
+    Under `""` are the modules that are public themselves. `__getattr__` raises NeedsTorch where torch is
+    needed and missing.
     """
     home = {name: module for module, names in modules.items() for name in names}
 

@@ -33,9 +33,9 @@ def encoded(text: str) -> torch.Tensor:
 
 def sample(line: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a line as (characters, what comes after each of them), both int64 [LENGTH]."""
-    whole = encoded(f"\n{line}\n")
+    characters = encoded(f"\n{line}\n")
     rest = LENGTH - (len(line) + 1)
-    return F.pad(whole[:-1], (0, rest)), F.pad(whole[1:], (0, rest), value=IGNORED)
+    return F.pad(characters[:-1], (0, rest)), F.pad(characters[1:], (0, rest), value=IGNORED)
 
 
 def lines(chosen: list[str]) -> TensorDataset:
@@ -55,15 +55,15 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.asked, self.found = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        asked = self.asked(self.norm1(x)).unflatten(2, (3, self.heads, -1))
-        queries, keys, values = asked.permute(2, 0, 3, 1, 4)  # each [n, heads, length, width of a head]
-        found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        x = x + self.found(found.transpose(1, 2).flatten(2))
+        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
+        queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # each [n, heads, length, width of a head]
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
 
 
@@ -87,7 +87,7 @@ def model(num_classes: int = len(CHARACTERS)) -> nn.Module:
 
 @torch.no_grad()
 def write(trained: nn.Module, beginning: str) -> str:
-    """Return a line that begins so, each next character drawn as the model thinks it likely."""
+    """Return a line with this beginning, each next character drawn by the probability the model gives it."""
     text = f"\n{beginning}"
     while len(text) < LENGTH and not text[1:].endswith("\n"):
         scores = trained(encoded(text).unsqueeze(0))[0, -1]

@@ -49,10 +49,7 @@ def best_epoch(log: list[dict[str, Any]]) -> dict[str, Any]:
 def report(trained: dict[str, Any], said: str, scored: dict[str, Any]) -> tuple[str, bool]:
     """Return the report, at most 80 columns wide, and whether all is well.
 
-    Args:
-        trained: the training's log entry of the epoch that best.pt is from.
-        said: what `ckpttool strip-prefix` printed.
-        scored: the JSON of the evaluation in one process.
+    It compares the log's entry of the epoch that best.pt is from with the evaluation of the stripped file.
     """
     same = (trained["correct"], trained["samples"]) == (scored["correct"], scored["samples"])
     enough = trained["accuracy"] >= LEAST_ACCURACY
@@ -65,7 +62,7 @@ def report(trained: dict[str, Any], said: str, scored: dict[str, Any]) -> tuple[
         LINE,
     ]
     if not same:
-        lines.append("FAILED: the stripped file gives another count than the training")
+        lines.append("FAILED: the stripped file gives a different count than training")
     if not enough:
         lines.append(f"FAILED: less than {LEAST_ACCURACY:.0%} of the test images are correct")
     if same and enough:
@@ -78,10 +75,7 @@ def _score(entry: dict[str, Any]) -> str:
 
 
 def _run(name: str, program: list[str], arguments: list[str], *, capture: bool = False) -> str:
-    """Print a command as one would type it, run it, and return its output if `capture`.
-
-    A command that fails ends the demo.
-    """
+    """Print a command as one would type it, run it, and return its output if `capture`; end if it fails."""
     print(f"\n$ {shlex.join([name, *arguments])}\n", flush=True)
     # torchrun would set this too, and print a long note about it.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -9,9 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.architecture_page import BEGIN, END, FOLDERS, PAGE, files, tables, write
+from tests.support.architecture_page import BEGIN, END, FOLDERS, PAGE, ROOMS, files, tables, write
 from tests.support.generated_page import generated
-from tests.support.imports import FILES, PACKAGE, calls, first_line, imports_of, levels, own_imports, tree_of
+from tests.support.imports import (
+    FILES,
+    PACKAGE,
+    TRAINER,
+    TRAINER_FILES,
+    calls,
+    first_line,
+    imports_of,
+    levels,
+    own_imports,
+    tree_of,
+)
 from tests.support.running import ROOT
 
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,6 +51,21 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
         if path.parent != PACKAGE
         for module in own_imports(path)
         if (PACKAGE / module.split(".")[1]).is_dir() and order[module.split(".")[1]] > order[folder_of(path)]
+    ]
+    assert offenders == []
+
+
+def test_a_room_of_the_trainer_imports_only_from_those_before_it() -> None:
+    """What lies next to the rooms is a program, which no room imports, or what all of them print with."""
+    order = {name: number for number, name in enumerate(ROOMS)}
+    assert {path.parent.name for path in TRAINER_FILES} == {*ROOMS, "train"}
+    offenders = [
+        f"{path.relative_to(TRAINER)} imports {module}"
+        for path in TRAINER_FILES
+        if path.parent != TRAINER
+        for module in own_imports(path)
+        if module.startswith("train.") and module not in ("train", "train.console")
+        if order.get(module.split(".")[1], len(ROOMS)) > order[path.parent.name]
     ]
     assert offenders == []
 
@@ -181,6 +207,7 @@ def test_a_circle_would_be_found() -> None:
         > heights["ckpttool.formats.reading"]
         > heights["ckpttool.tensors.ref"]
     )
+    assert heights["train.main"] > heights["train.run.run"] > heights["train.trainer.trainer"]
     assert isinstance(tree_of(PACKAGE / "errors.py"), ast.Module)
 
 

@@ -1,4 +1,4 @@
-"""What a program prints: results on stdout, warnings and errors on stderr. Needs no torch."""
+"""What a program prints: results on stdout, warnings and errors on stderr."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import contextlib
 import sys
 
 from ckpttool.errors import CheckFailed
+from ckpttool.files.failures import reason
 
 
 def say(text: str) -> None:
-    """Print a line on stdout at once.
-
-    Raises:
-        CheckFailed: stdout can't be written: the disk is full, or the reader has gone.
-    """
+    """Print a line on stdout at once; raise CheckFailed if the disk is full or the reader has gone."""
     try:
         print(text, flush=True)
     except OSError as error:
-        raise CheckFailed(f"standard output: {(error.strerror or str(error)).lower()}") from error
+        raise CheckFailed(f"standard output: {reason(error)}") from error
 
 
 def note(text: str) -> None:

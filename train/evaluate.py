@@ -26,19 +26,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.distributed.place import started_by_launcher
-from ckpttool.errors import CkptToolError, UsageFault
+from ckpttool.distributed.group import given_rank, started_by_launcher
+from ckpttool.errors import CkptToolError, OutputExists, UsageFault
+from ckpttool.files.failures import reason
 from train import console
-from train.config import parser as flags
-from train.config.shared import DataConfig, RanksConfig, check_pictures, flag
-from train.config.values import integer
-from train.launch import program as launch
-from train.launch import spawn as spawning
+from train.config.command_line import Parser, add_flags, without
+from train.config.shared import DataConfig, RanksConfig, check_pictures, flag, integer
+from train.launch import program
 
+# Imports torch: imported where it is needed, so that wrong flags are refused within a tenth of a second.
 if TYPE_CHECKING:
     from torch import nn
 
-    from ckpttool.distributed.place import Place
+    from ckpttool.distributed.group import Place
     from ckpttool.metrics.predictions import Predictions
     from train.data.data_set import Data
     from train.tasks.task import Task
@@ -97,33 +97,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = parse(arguments)
     except CkptToolError as fault:
-        return launch.complain(fault, echo=launch.rank() != 0, as_json="--json" in arguments)
+        return program.complain(fault, echo=given_rank() != 0, as_json="--json" in arguments)
     if config.spawn:
-        return spawning.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
-    return launch.run_program(lambda: prepare(config), work, as_json=config.json)
+        return program.spawn(__file__, without("--spawn", arguments), config.spawn)
+    return program.run_program(lambda: prepare(config), work, as_json=config.json)
 
 
 def parse(arguments: Sequence[str]) -> EvaluateConfig:
-    """Return the configuration that a command line gives.
-
-    Raises:
-        UsageFault: a value is wrong whatever the data and the model; names the flag.
-    """
-    parser = flags.Parser(
+    parser = Parser(
         prog="train/evaluate.py",
         usage="python train/evaluate.py CKPT --model SPEC [flags]",
         description="Score a checkpoint on a test set, exactly, on one or many ranks.",
         epilog="example:\n  python train/evaluate.py runs/first/best.pt --model simple-cnn\n",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="any checkpoint, with or without prefixes")
-    flags.add_flags(parser, EvaluateConfig)
+    add_flags(parser, EvaluateConfig)
     config = EvaluateConfig(**vars(parser.parse_args(arguments)))
     check(config)
     return config
 
 
 def check(config: EvaluateConfig) -> None:
-    """Raise UsageFault, naming the flag, for flags that contradict each other or the launcher."""
+    """Refuse flags that contradict each other or the launcher."""
     if config.spawn and started_by_launcher():
         raise UsageFault(
             "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
@@ -132,84 +127,65 @@ def check(config: EvaluateConfig) -> None:
 
 
 def prepare(config: EvaluateConfig) -> Job:
-    """Check that the evaluation is possible, on this rank alone.
-
-    Raises:
-        UsageFault: a flag can't be satisfied: no such data or model, or they do not fit.
-        FileError: a sample can't be read.
-    """
+    """Check that the evaluation is possible, on this rank alone."""
     import torch
 
-    from ckpttool.distributed.place import find_place
-    from train.data import data_set as data
+    from ckpttool.distributed.group import find_place
+    from train.data import data_set
     from train.model import builtin as models
-    from train.tasks import task as tasks
+    from train.tasks import builtin as tasks
     from train.trainer import preflight
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
     place = find_place(config.backend)
-    loaded = data.load_test(config)
-    task = tasks.build(config, loaded)
-    model = models.build(config.model, shape=loaded.shape, classes=task.outputs(loaded))
-    preflight.check_evaluation(config.model, loaded, model, task)
-    return Job(config, place, loaded, model, task)
+    program.keep_importable(config.data, config.model, config.task)
+    data = data_set.load_test(config)
+    task = tasks.build(config, data)
+    model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
+    preflight.check_evaluation(config.model, data, model, task)
+    return Job(config, place, data, model, task)
 
 
 def work(job: Job) -> None:
     """Evaluate in a process group, and print the result on rank 0."""
     from ckpttool.distributed.heartbeat import phase
 
-    with launch.process_group(job.place, job.config):
+    with program.process_group(job.place, job.config):
         phase("evaluation")
-        found = evaluate(job)
+        score = evaluate(job)
     if job.place.rank == 0:
-        console.say(json.dumps(as_json(job, found), indent=2) if job.config.json else in_words(job, found))
+        console.say(json.dumps(as_json(job, score), indent=2) if job.config.json else as_line(job, score))
 
 
 def evaluate(job: Job) -> Score:
-    """Return the certificate, on every rank. A collective; only rank 0 reads the checkpoint.
-
-    Raises:
-        FileError, Mismatch, NoState, OutputExists: on rank 0, as `load`; the other ranks raise RankFailed.
-        RanksDiffer: the ranks have loaded different data.
-        CheckFailed: a sample can't be scored; ranks without that sample raise RankFailed.
-    """
+    """Return the score, on every rank. A collective; only rank 0 reads the checkpoint."""
     from ckpttool.distributed import collectives
-    from train.data import data_set as data
-    from train.tasks.task import Classification
+    from train.data import data_set
+    from train.launch import same_settings
+    from train.tasks.builtin import Classification
     from train.trainer.scoring import Scorer
 
     config, model = job.config, job.model
-    data.compare(job.data, "before evaluating")
+    same_settings.report(config)
+    data_set.compare(job.data, "before evaluating")
     digest = collectives.from_rank_zero(lambda: load(job))
     model.to(job.place.device)
     collectives.broadcast_into(model.state_dict().values())
     scorer = Scorer(job.data, job.task, job.place, batch_size=config.eval_batch, workers=config.workers)
     score: Score
-    own: Predictions | None = None
+    predictions: Predictions | None = None
     if isinstance(job.task, Classification):
-        found = scorer.classes(model, checkpoint=digest)
-        own, score = found.own, found.certificate
+        scored = scorer.classes(model, checkpoint=digest)
+        predictions, score = scored.own, scored.certificate
     else:
         score = scorer.score(model, checkpoint=digest)
     if config.out is not None:
-        write(job, score, own)
+        write(job, score, predictions)
     return score
 
 
 def load(job: Job) -> str:
-    """Load the checkpoint into the model.
-
-    `--out` is checked first and emptied last: an earlier evaluation is kept until the new one can begin.
-
-    Returns:
-        The digest of the state.
-
-    Raises:
-        FileError: the checkpoint can't be read, or has no state (NoState).
-        Mismatch: the state does not fit the model.
-        OutputExists: `--out` holds an evaluation.
-    """
+    """Load the checkpoint into the model, and return the digest of its state."""
     from ckpttool import formats
     from ckpttool.files.digest import digest
     from ckpttool.models.reloading import reload
@@ -218,23 +194,14 @@ def load(job: Job) -> str:
     earlier = prepare_output(config)
     loaded = reload(config.checkpoint, job.model, state=config.state)
     with formats.open(config.checkpoint) as checkpoint:
-        found = digest(checkpoint.state(loaded.state).tensors)
-    for path in earlier:
+        of_state = digest(checkpoint.state(loaded.state).tensors)
+    for path in earlier:  # last: an earlier evaluation is kept until the new one can begin
         os.remove(path)
-    return found
+    return of_state
 
 
 def prepare_output(config: EvaluateConfig) -> list[str]:
-    """Make the folder of `--out`.
-
-    Returns:
-        The files of an earlier evaluation in it.
-
-    Raises:
-        OutputExists: there are some, and `--force` is not given.
-        UsageFault: the folder can't be made or written.
-    """
-    from ckpttool.errors import OutputExists
+    """Make the folder of `--out`; return the files of an earlier evaluation in it, for --force to remove."""
     from train.run.folder import check_writable
 
     if config.out is None:
@@ -243,22 +210,15 @@ def prepare_output(config: EvaluateConfig) -> list[str]:
         os.makedirs(config.out, exist_ok=True)
         check_writable(config.out)
     except OSError as error:
-        raise UsageFault(f"--out {config.out}: {(error.strerror or str(error)).lower()}") from error
+        raise UsageFault(f"--out {config.out}: {reason(error)}") from error
     earlier = [name for name in os.listdir(config.out) if name == STATEMENT or RANK_FILE.fullmatch(name)]
     if earlier and not config.force:
         raise OutputExists(f"--out {config.out}: holds an evaluation", hint="overwrite it with --force")
     return [os.path.join(config.out, name) for name in earlier]
 
 
-def write(job: Job, score: Score, own: Predictions | None) -> None:
-    """Write each rank's file and, once all are written, eval.json. A collective.
-
-    Args:
-        own: this rank's predictions; None if the task has no classes, and so no such file.
-
-    Raises:
-        FileError, UsageFault: on the rank whose file can't be written; the other ranks raise RankFailed.
-    """
+def write(job: Job, score: Score, predicted: Predictions | None) -> None:
+    """Write each rank's predictions, if the task has classes, and then eval.json. A collective."""
     from ckpttool.distributed import collectives
     from ckpttool.files.commit import replacing
     from ckpttool.metrics import predictions
@@ -266,24 +226,23 @@ def write(job: Job, score: Score, own: Predictions | None) -> None:
     folder, rank = str(job.config.out), job.place.rank
     with collectives.fail_together():
         os.makedirs(folder, exist_ok=True)  # ranks of another machine have another disk
-        if own is not None:
+        if predicted is not None:
             path = os.path.join(folder, f"rank{rank}.safetensors")
-            predictions.write(path, own, score.evaluation, rank, force=job.config.force)
+            predictions.write(path, predicted, score.evaluation, rank, force=job.config.force)
     with collectives.fail_together():
         if rank == 0:
-            said = {"checkpoint": job.config.checkpoint, **score.statement()}
+            statement = {"checkpoint": job.config.checkpoint, **score.statement()}
             with replacing(os.path.join(folder, STATEMENT)) as file:
-                file.write(f"{json.dumps(said, indent=2, allow_nan=False)}\n".encode())
+                file.write(f"{json.dumps(statement, indent=2, allow_nan=False)}\n".encode())
 
 
 def as_json(job: Job, score: Score) -> dict[str, Any]:
     """Return the result as `--json` prints it."""
-    of = score.evaluation
-    basis = {"threads": of.threads, "batch_size": of.batch_size}
+    basis = {"threads": score.evaluation.threads, "batch_size": score.evaluation.batch_size}
     return {"checkpoint": job.config.checkpoint, **score.score(), **basis}
 
 
-def in_words(job: Job, score: Score) -> str:
+def as_line(job: Job, score: Score) -> str:
     """Return the result as one line."""
     from train.trainer import scoring
 
@@ -292,4 +251,4 @@ def in_words(job: Job, score: Score) -> str:
 
 
 if __name__ == "__main__":
-    launch.leave(main())
+    program.leave(main())

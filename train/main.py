@@ -29,73 +29,51 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError
-from train.config import parser as flags
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.launch import program as launch
-from train.launch import spawn as spawning
 from train.launch.stopping import Starting
 
 # torch is imported only where it is needed, so that wrong flags are refused within a tenth of a second.
 if TYPE_CHECKING:
-    from torch import nn
-
-    from ckpttool.distributed.place import Place
     from ckpttool.distributed.plan import Step
-    from train.data.data_set import Data
-    from train.run.run import Run
-    from train.tasks.task import Task
+    from train.run.run import Job, Run
     from train.trainer.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training run that has passed all checks."""
-
-    config: TrainConfig
-    place: Place
-    data: Data
-    model: nn.Module
-    task: Task
-    remarks: list[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program on this rank and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        config = flags.parse(arguments)
+        config = command_line.parse(arguments)
     except CkptToolError as fault:
-        return launch.complain(fault, echo=launch.rank() != 0)
+        return launch.complain(fault, echo=given_rank() != 0)
     if config.preview:
         from train.run import preview
 
         return launch.run_program(lambda: preview.run(config), lambda _: None)
     if config.spawn:
-        return spawning.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
-    with Starting(launch.rank()):
+        return launch.spawn(__file__, command_line.without("--spawn", arguments), config.spawn)
+    with Starting(given_rank()):
         return launch.run_program(lambda: prepare(config), work)
 
 
 def prepare(config: TrainConfig) -> Job:
-    """Check that the training is possible, on this rank alone.
-
-    Raises:
-        UsageFault: a flag can't be satisfied: no such data or model, or they do not fit.
-        FileError: a sample can't be read.
-    """
+    """Check that the training is possible, on this rank alone; UsageFault or FileError if it isn't."""
     import torch._dynamo  # as DDP does; inside a process group, it would keep the group alive
 
     from ckpttool.distributed import randomness
-    from ckpttool.distributed.place import find_place
+    from ckpttool.distributed.group import find_place
     from train.checkpoint import init_from
-    from train.data import data_set as data
+    from train.data import data_set
     from train.log import trackers
     from train.model import builtin as models
-    from train.tasks import task as tasks
+    from train.run.run import Job
+    from train.tasks import builtin as tasks
     from train.trainer import preflight
 
     trackers.check(config)
@@ -104,13 +82,14 @@ def prepare(config: TrainConfig) -> Job:
         randomness.make_deterministic()
     if config.virtual_ranks and place.device.type == "cpu":
         torch.set_num_threads(1)  # another number, as torchrun and --spawn set it, gives other last bits
-    loaded = data.load(config, seed=config.seed)
+    launch.keep_importable(config.data, config.model, config.task)
+    data = data_set.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
-    task = tasks.build(config, loaded)
-    model = models.build(config.model, shape=loaded.shape, classes=task.outputs(loaded))
-    preflight.check(config, loaded, model, place, task)
+    task = tasks.build(config, data)
+    model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
+    preflight.check(config, data, model, place, task)
     remarks = init_from.load(model, config.init, config.init_allow_missing) if config.init else []
-    return Job(config, place, loaded, model, task, remarks)
+    return Job(config, place, data, model, task, remarks)
 
 
 def work(job: Job) -> int:
@@ -122,45 +101,63 @@ def work(job: Job) -> int:
 def train(job: Job) -> int:
     """Train on every rank of the process group: a new run, or the rest of an interrupted one.
 
-    Returns:
-        The exit code: 0, or 128 + the number of the signal that ended the run.
+    Returns the exit code: 0, or 128 + the number of the signal that ended the run.
     """
     from ckpttool.distributed import collectives
-    from train.data import data_set as data
-    from train.run import folder as run_folder
+    from train.data import data_set
+    from train.launch import same_settings
+    from train.run import folder as folders
     from train.run.run import Run
 
+    same_settings.report(job.config)
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
-    data.compare(job.data, "before training")
-    with contextlib.ExitStack() as held:
-        claimed = run_folder.claimed(job.config, time.strftime("%Y%m%d-%H%M%S"))
-        run = Run(job, collectives.from_rank_zero(lambda: held.enter_context(claimed)))
+    data_set.compare(job.data, "before training")
+    with contextlib.ExitStack() as stack:
+        claimed = folders.claimed(job.config, time.strftime("%Y%m%d-%H%M%S"))
+        run = Run(job, collectives.from_rank_zero(lambda: stack.enter_context(claimed)))
         with run.opened():
             end = train_epochs(run)
         return run.end(end)
 
 
 def train_epochs(run: Run) -> str:
-    """Train the rest of a run; after each step, do what is due.
-
-    Returns:
-        What ended it: a flag, as `--epochs`, or a signal; `""` if there was nothing left to do.
-    """
-    end = run.begin()
+    """Train the rest of a run; return what ended it: a flag, a signal, or `""` if nothing was left to do."""
+    # A signal may have cut short the evaluation after the last step: then the run goes on with that.
+    end = after_step(run) if run.trainer.progress.unscored else run.begin()
     while not end and not run.is_over():
-        began = time.monotonic()
         for _ in run.report.bar(steps_of_epoch(run.trainer)):
-            end = run.after_step(began)  # evaluates, reports and saves
+            end = after_step(run)
             if end:
                 break
     run.finish(end)
     return end
 
 
+def after_step(run: Run) -> str:
+    """Do what is due after a step; return what ends the run here, `""` if it goes on. A collective."""
+    trainer, progress, tested, best = run.trainer, run.trainer.progress, None, False
+    due = run.limits.due(progress)
+    signal = run.agreement.finish(wait=due.evaluate or due.save)
+    if due.evaluate and not signal:
+        tested, signal = run.evaluate()
+    progress.unscored = due.evaluate and tested is None
+    run.report.uncounted()
+    if not progress.unscored:
+        trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
+        best = tested is not None and progress.note_best(tested)
+        run.report.scores(trained, tested, best=best)
+    run.saver.save(
+        last=due.save or bool(signal), best=best
+    )  # after the log: a resume drops what it logs again
+    end = signal or due.end
+    if not end:
+        run.begin_step()
+    return end
+
+
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
-    if trainer.proof:
-        trainer.proof.epoch()
+    trainer.recorder.epoch()
     if trainer.config.virtual_ranks:
         from train.trainer import virtual_ranks
 
@@ -178,9 +175,9 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     so each rank's loss is W · Σℓ / N: exact for shares of any size, unlike the mean of each rank's mean.
     """
     from ckpttool.distributed import global_mean_loss
-    from train.trainer.trainer import Sums
+    from train.trainer.progress import Sums
 
-    task, precision, log = trainer.task, trainer.precision, trainer.log
+    task, precision, log = trainer.task, trainer.updater.precision, trainer.log
     sums = Sums()
     passes = trainer.passes(step)
     for number in range(1, passes + 1):
@@ -200,10 +197,10 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
         sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
     with log.phase("reduce"):
         trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
-        trainer.average_over_count(step, sums)
+        counted = trainer.average_over_count(step, sums)
     with log.phase("update"):
-        trainer.update()
-    trainer.end_step(step, sums)
+        norm = trainer.update(counted=counted)
+    trainer.end_step(step, sums, norm)
 
 
 if __name__ == "__main__":

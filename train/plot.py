@@ -1,11 +1,11 @@
 """Draw the curves of one or several runs into one picture.
 
-    python train/plot.py runs/a -o curves.png
-    python train/plot.py runs/a runs/b runs/c -o curves.svg --force
+    python train/plot.py runs/a -o log_file.png
+    python train/plot.py runs/a runs/b runs/c -o log_file.svg --force
 
 One panel each for the loss, for every score that the runs have (accuracy, or what their task measures), for
-the learning rate, and for the throughput. Curves of the test set are bold, with marks; those of the training
-are thin. Runs may differ in batch size and in number of ranks: all curves are over epochs.
+the learning rate, and for the throughput. Curves of the test set are bold, with marks; those of the
+training are thin. Runs may differ in batch size and in number of ranks: all curves are over epochs.
 
 Needs matplotlib: pip install 'ckpttool[plots]'. Exit codes: 0 drawn, 2 wrong flags or matplotlib is missing,
 3 a log is missing, empty or malformed.
@@ -25,9 +25,9 @@ from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.commit import replacing
 from ckpttool.files.failures import naming
 from train import console
-from train.config import parser as flags
-from train.launch import program as launch
-from train.log import curves
+from train.config.command_line import Parser
+from train.launch import program
+from train.log import log_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,11 +73,8 @@ TITLES = {
     "mae": "Mean absolute error",
     "r2": "R²",
 }
-MIN_SPAN = 0.05
-"""The least part of an axis of accuracy that is shown: a tenth of a per cent shall not look like much."""
-
-MAX_SCORES = 6
-"""Panels of scores, beyond which a picture could not be read."""
+MIN_SPAN = 0.05  # the least part of an axis of accuracy: a tenth of a per cent shall not look like much
+MAX_SCORES = 6  # panels of scores, beyond which a picture could not be read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,23 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         draw(sys.argv[1:] if arguments is None else arguments)
     except CkptToolError as fault:
-        return launch.complain(fault)
+        return program.complain(fault)
     return 0
 
 
 def draw(arguments: Sequence[str]) -> None:
-    """Draw what a command line asks for, and say where it is.
-
-    Raises:
-        UsageFault: the picture's name has another ending, it exists, or matplotlib is missing.
-        Unreadable, Damaged: a log can't be read.
-        FileError: the picture can't be written.
-    """
-    parser = flags.Parser(
+    """Draw what a command line asks for, and say where it is."""
+    parser = Parser(
         prog="train/plot.py",
         usage="python train/plot.py RUN... -o PICTURE [flags]",
         description="Draw the curves of one or several runs into one picture.",
-        epilog="example:\n  python train/plot.py runs/a runs/b -o curves.png\n",
+        epilog="example:\n  python train/plot.py runs/a runs/b -o log_file.png\n",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or its log.jsonl")
     parser.add_argument(
@@ -114,21 +105,21 @@ def draw(arguments: Sequence[str]) -> None:
         raise UsageFault(
             "train/plot.py needs matplotlib, which is not installed", hint="pip install 'ckpttool[plots]'"
         )
-    runs = curves.read(given.runs)
+    runs = log_file.read_runs(given.runs)
     write(picture(runs), given.out)
     console.say(f"drew {len(runs)} run{'s' * (len(runs) != 1)} -> {given.out}")
 
 
 def check_output(path: str, *, force: bool) -> None:
-    """Raise UsageFault if the picture has an unknown ending, or exists and may not be overwritten."""
+    """Refuse a picture with an unknown ending, or one that exists and may not be overwritten."""
     if not path.lower().endswith(ENDINGS):
-        raise UsageFault(f"-o {path}: has none of the endings {' '.join(ENDINGS)}", hint="-o curves.png")
+        raise UsageFault(f"-o {path}: has none of the endings {' '.join(ENDINGS)}", hint="-o log_file.png")
     if os.path.lexists(path) and not force:
         raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
 
 
 def write(figure: Figure, path: str) -> None:
-    """Write a picture; the same logs give the same bytes. Raise FileError if it can't be written."""
+    """Write a picture; the same logs give the same bytes."""
     ending = os.path.splitext(path)[1].lower()
     without_date = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with naming(path), replacing(path) as file, _style():
@@ -150,7 +141,7 @@ def _style() -> Iterator[None]:
 # ---- the picture ---------------------------------------------------------------------------------------
 
 
-def picture(runs: Sequence[curves.Run]) -> Figure:
+def picture(runs: Sequence[log_file.Run]) -> Figure:
     """Return a figure with a panel for each quantity that any of the runs has."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -163,15 +154,15 @@ def picture(runs: Sequence[curves.Run]) -> Figure:
         layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - head / height), h_pad=0.12, w_pad=0.12)
         figure = Figure(figsize=(10, height), dpi=150, layout=layout)
         axes = figure.subplots(rows, 2, squeeze=False).flatten()
-        for each, quantity in zip(axes, quantities, strict=False):
-            _draw_panel(each, quantity, runs)
+        for panel, quantity in zip(axes, quantities, strict=False):
+            _draw_panel(panel, quantity, runs)
         for unused in axes[len(quantities) :]:
             unused.set_visible(False)
         _draw_legend(figure, runs, height)
     return figure
 
 
-def panels(runs: Sequence[curves.Run]) -> list[str]:
+def panels(runs: Sequence[log_file.Run]) -> list[str]:
     """Return the quantities that get a panel: the loss, the scores, the learning rate, the throughput."""
     scores = dict.fromkeys(name for run in runs for name in (*run.test, *run.train))
     others = [name for name in scores if name not in ("loss", "lr", "samples_per_second")]
@@ -188,7 +179,7 @@ def look_of(number: int) -> dict[str, Any]:
     }
 
 
-def _draw_panel(axes: Axes, quantity: str, runs: Sequence[curves.Run]) -> None:
+def _draw_panel(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None:
     for number, run in enumerate(runs):
         tested, trained = run.test.get(quantity, []), run.train.get(quantity, [])
         look = look_of(number)
@@ -215,7 +206,7 @@ def _draw_panel(axes: Axes, quantity: str, runs: Sequence[curves.Run]) -> None:
         _draw_key(axes)
 
 
-def _set_scales(axes: Axes, quantity: str, runs: Sequence[curves.Run]) -> None:
+def _set_scales(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
     longest = max((at for run in runs for c in (run.train, run.test) for p in c.values() for at, _ in p))
@@ -249,13 +240,13 @@ def _draw_key(axes: Axes) -> None:
     axes.legend([trained, tested], ["training", "test"], loc="best", handlelength=2.2)
 
 
-def legend_columns(runs: Sequence[curves.Run]) -> int:
-    """Return how many names of runs stand side by side above the panels."""
+def legend_columns(runs: Sequence[log_file.Run]) -> int:
+    """Return how many names of runs stand in one row above the panels."""
     longest = max(len(run.name) for run in runs)
     return max(1, min(len(runs), 4, 110 // (longest + 6)))
 
 
-def _draw_legend(figure: Figure, runs: Sequence[curves.Run], height: float) -> None:
+def _draw_legend(figure: Figure, runs: Sequence[log_file.Run], height: float) -> None:
     from matplotlib.lines import Line2D
 
     shape: dict[str, Any] = {"linewidth": 2, "markersize": 6.5, "markeredgecolor": "white"}

@@ -27,9 +27,10 @@ from torch.utils.data import Dataset
 
 from ckpttool import distributed
 from train import main
-from train.checkpoint.saver import Saver, capture
-from train.checkpoint.staging import tensors_of
-from train.config import parser as flags
+from train.checkpoint.capture import capture
+from train.checkpoint.pending_save import tensors_of
+from train.checkpoint.saver import Saver
+from train.config import command_line
 from train.launch.stopping import Stop
 from train.run.agreement import Agreement
 from train.trainer.trainer import Trainer
@@ -103,7 +104,7 @@ class Ways:
 
 def measure(folder: Path, rounds: int, steps: int, batch: int) -> dict[str, Any]:
     flags_given = ["--data", f"{__file__}:data", "--model", f"{__file__}:model", "--optimizer", "adam"]
-    job = main.prepare(flags.parse([*flags_given, "--batch-size", str(batch), "--backend", "gloo"]))
+    job = main.prepare(command_line.parse([*flags_given, "--batch-size", str(batch), "--backend", "gloo"]))
     blocked: dict[str, list[float]] = {}
     whole: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
@@ -153,7 +154,7 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     where, numbers = Path(sys.argv[1]), [int(one) for one in sys.argv[2:]]
-    WIDTH = int((numbers[0] * 1e6 / 12 / LAYERS) ** 0.5)  # Adam has two numbers beside each parameter
+    WIDTH = int((numbers[0] * 1e6 / 12 / LAYERS) ** 0.5)  # Adam has two numbers for each parameter
     os.environ["WIDTH"] = str(WIDTH)  # for this file as a module, from which the data and the model come
     found = measure(where, *numbers[1:])
     (where / "seconds.json").write_text(json.dumps(found))

@@ -107,7 +107,7 @@ def with_fabric(after_step: AfterStep, batch: int) -> None:
 def ours(after_step: AfterStep, batch: int, out: str) -> None:
     """Train as train/main.py does, in the group that there is, with its reports and limits."""
     from train import main
-    from train.config import parser as flags
+    from train.config import command_line
 
     take_step = main.take_step
 
@@ -118,7 +118,7 @@ def ours(after_step: AfterStep, batch: int, out: str) -> None:
     arguments = ["--data", f"{__file__}:pictures", "--model", "resnet20", "--batch-size", str(batch)]
     recipe = ["--lr", str(LR), "--momentum", str(MOMENTUM), "--weight-decay", str(DECAY), "--decay-norms"]
     job = main.prepare(
-        flags.parse([*arguments, *recipe, "--backend", "gloo", "--epochs", "999", "--out", out])
+        command_line.parse([*arguments, *recipe, "--backend", "gloo", "--epochs", "999", "--out", out])
     )
     main.take_step = stepped
     main.train(job)

@@ -1,15 +1,22 @@
-"""The digest and the differences of files, by path or opened already."""
+"""The digest of a model (docs/digest.md), and the differences between two files."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
-from ..errors import UsageFault
+from ..checkpoint.special_tensors import SpecialTensor, require_plain
+from ..checkpoint.state import State
+from ..errors import Refused, UsageFault
+from ..files import digest as hashing
 from ..files.copying import Progress
 from ..formats.reading import File, opened
+from ..tensors.dtypes import DTYPES
+from ..tensors.ref import Computed, Storage, TensorRef
 from . import compare as comparing
 from .compare import Comparison
 from .equality import Tolerance
-from .state_digest import state_digest
 
 
 def digest(
@@ -36,10 +43,10 @@ def digest(
             or if `verify` and a checksum is wrong.
     """
     with opened(file) as checkpoint:
-        found = checkpoint.state(state)
-        used = [(name, tensor.storage) for name, tensor in found.tensors.items()] if verify else []
+        chosen = checkpoint.state(state)
+        used = [(name, tensor.storage) for name, tensor in chosen.tensors.items()] if verify else []
         with Checksums(checkpoint, used) as checksums:
-            value = state_digest(checkpoint, found, progress)
+            value = state_digest(checkpoint, chosen, progress)
             checksums.finish()
         return value
 
@@ -93,3 +100,24 @@ def diff(
             verify=verify,
             progress=progress,
         )
+
+
+def state_digest(checkpoint: Checkpoint, state: State, progress: Progress | None = None) -> str:
+    """Return the digest of a state, as 64 hexadecimal digits."""
+    unsure = {name: like for name, like in state.likes.items() if like.is_piece or not like.known}
+    require_plain(checkpoint.path, unsure, "have no digest: this file does not hold or show all their values")
+    tensors = dict(state.tensors)
+    for name, like in state.likes.items():
+        for part, tensor in _parts(checkpoint.path, like):
+            if f"{name}:{part}" in tensors:
+                raise Refused(checkpoint.path, f"'{name}:{part}' is both a tensor and a part of one")
+            tensors[f"{name}:{part}"] = tensor
+    return hashing.digest(tensors, progress)
+
+
+def _parts(path: str, like: SpecialTensor) -> Iterator[tuple[str, TensorRef]]:
+    """Yield the parts of a tensor by name, and under an empty name its description as UTF-8."""
+    text = str(like).encode()
+    data = Computed(path, len(text), lambda start, nbytes: iter((memoryview(text)[start : start + nbytes],)))
+    yield "", TensorRef.contiguous(Storage(data, "ByteStorage"), DTYPES["uint8"], (len(text),))
+    yield from like.parts.items()

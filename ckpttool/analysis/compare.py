@@ -22,14 +22,12 @@ from ..files.copying import Progress
 from ..inert_pickle.values import Record, tensor_of
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Storage, TensorRef
-from .compare_values import Pair, distances, unravelled
+from .compare_values import Norms, Pair, distances, norms, unravelled
 from .distances import Distance, has_numbers
-from .entries import both_by_name
-from .equality import Bare, Tolerance, bare_names, in_words, same_value, shared, unchanged
-from .norms import Norms, norms
+from .equality import Bare, Tolerance, bare_names, both_by_name, in_words, same_value, shared, unchanged
 
+# The formats that hold more than a model's state
 HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
-"""The formats that hold more than a model's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,7 @@ class Comparison:
         aside_a, aside_b: names outside the model's state that were not looked for in the other file, whose
             format could not hold them.
         matched_without_prefix: how many more names both files would share without wrappers' prefixes.
+        tolerated: names in both files whose contents differ, but by no more than the tolerance.
     """
 
     only_a: tuple[str, ...]
@@ -74,11 +73,17 @@ class Comparison:
     aside_a: tuple[str, ...] = ()
     aside_b: tuple[str, ...] = ()
     matched_without_prefix: int = 0
+    tolerated: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Whether nothing that was compared differs."""
+        """Whether nothing that was compared differs by more than the tolerance."""
         return not (self.only_a or self.only_b or self.changed)
+
+    @property
+    def identical(self) -> bool:
+        """Whether nothing that was compared differs at all."""
+        return self.same and not self.tolerated
 
 
 def compare(
@@ -92,26 +97,7 @@ def compare(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> Comparison:
-    """Compare two checkpoints by contents, in constant memory.
-
-    Args:
-        a, b: the checkpoints.
-        tolerance: the distance within which values are the same; None for the same bits. With it, tensors of
-            different types are compared by value, and so are numbers outside the tensors.
-        state: dotted path of the model's state in both files, or in one of them; found when None. When given,
-            only the states are compared.
-        model_only: compare only the states.
-        ignore_prefix: names that differ only in wrappers' prefixes are the same.
-        progress: called with the number of bytes of `a` after each piece.
-        verify: compare what is read with the checksums that the files state.
-
-    Raises:
-        NoState: neither file has a state at `state`; or a file has none at all, and `state` or `model_only`
-            asks for one.
-        Damaged: bytes do not match their checksum, or a file ends early.
-        Unsupported: the dotted names need too much memory.
-        Refused: an expanded tensor, in only one of the files, more than 64 GiB larger than its bytes.
-    """
+    """Compare two checkpoints by contents, in constant memory."""
     states = both_states(a, b, state, needed=model_only)
     work = _Comparing(tolerance)
     aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
@@ -133,7 +119,7 @@ def compare(
                 sides = _Sides(a.path, (mine.anchor, theirs.anchor), bare)
                 work.trees(a.tree if mine.path else {}, b.tree if theirs.path else {}, sides)
             else:
-                aside = _beside(a, mine), _beside(b, theirs)
+                aside = _outside_of(a, mine), _outside_of(b, theirs)
     used = (work.storages(0), work.storages(1)) if verify else ((), ())
     with Checksums(a, used[0]) as sums_of_a, Checksums(b, used[1]) as sums_of_b:
         found = work.result(progress, aside, gained)
@@ -150,16 +136,7 @@ def _gained(mine: State, theirs: State, bare: tuple[Bare, Bare]) -> int:
 def both_states(
     a: Checkpoint, b: Checkpoint, where: str | None, *, needed: bool = False
 ) -> tuple[State, State] | None:
-    """Return both models' states; None when a file has none, and none is needed.
-
-    Args:
-        a, b: the checkpoints.
-        where: dotted path of the state in both, or in one of them, whose state the other file then is.
-        needed: refuse a file without a state.
-
-    Raises:
-        NoState: neither file has a state at `where`; or a file has none at all, and one is needed.
-    """
+    """Return both models' states; None when a file has none, and none is needed."""
     found = _state(a, where), _state(b, where)
     if where is not None and not any(found):
         a.state(where)
@@ -188,27 +165,22 @@ def _plain_values(state: State) -> dict[object, object]:
     return {name: value for name, value in state.others.items() if name not in state.likes}
 
 
-def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
+def _outside_of(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
     return (*(str(name) for name in _plain_values(state)), *checkpoint.outside(state))
 
 
 def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
     """Return whether a file's format could hold what the file lacks."""
-    return checkpoint.format in HOLD_ALL or bool(_beside(checkpoint, state))
+    return checkpoint.format in HOLD_ALL or bool(_outside_of(checkpoint, state))
 
 
 class _Sides(NamedTuple):
-    """The way two trees are walked.
+    """The way two trees are walked."""
 
-    Attributes:
-        path: the first file, for messages.
-        states: the object that holds the model's state in each tree, which is compared separately.
-        bare: the rules under which names are the same.
-    """
-
-    path: str
+    path: str  # the first file, for messages
+    # the object that holds the model's state in each tree, which is compared separately
     states: tuple[object, object] = (None, None)
-    bare: tuple[Bare, Bare] = (unchanged, unchanged)
+    bare: tuple[Bare, Bare] = (unchanged, unchanged)  # the rules under which names are the same
 
 
 class _Comparing:
@@ -220,6 +192,7 @@ class _Comparing:
         self.changes: list[Change] = []
         self.pairs: list[tuple[int, Pair]] = []
         self.tensors_seen = 0
+        self.tolerated: list[str] = []  # values that are no tensors
 
     def tensors(
         self, a: Mapping[str, TensorRef], b: Mapping[str, TensorRef], bare: tuple[Bare, Bare]
@@ -303,6 +276,8 @@ class _Comparing:
         elif not same_value(x, y, self.tolerance, sides.bare):
             why = "value" if type(x) is type(y) else "type"
             self.changes.append(Change(name, why, in_words(x), in_words(y)))
+        elif self.tolerance and not same_value(x, y, None, sides.bare):
+            self.tolerated.append(name)
 
     def result(
         self, progress: Progress | None, aside: tuple[tuple[str, ...], tuple[str, ...]], gained: int
@@ -310,7 +285,9 @@ class _Comparing:
         """Read the values, and put the differences in the order of the first file."""
         place = {id(pair): before for before, pair in self.pairs}
         changes = [(before, 1, change) for before, change in enumerate(self.changes)]
-        differ = list(distances((pair for _, pair in self.pairs), self.tolerance, progress))
+        apart = list(distances((pair for _, pair in self.pairs), self.tolerance, progress))
+        differ = [(pair, distance) for pair, distance in apart if distance.differ]
+        tolerated = [pair.name for pair, distance in apart if not distance.differ]
         measured = norms([(pair.a, pair.b) for pair, _ in differ])
         for (pair, found), lengths in zip(differ, measured, strict=True):
             index = None if found.where is None else unravelled(found.where, pair.a.shape)
@@ -318,7 +295,8 @@ class _Comparing:
             changes.append((place[id(pair)], 0, change))
         changes.sort(key=lambda change: change[:2])
         only = tuple(self.only[0]), tuple(self.only[1])
-        return Comparison(*only, tuple(c for _, _, c in changes), self.tensors_seen, *aside, gained)
+        names = (*tolerated, *self.tolerated)
+        return Comparison(*only, tuple(c for _, _, c in changes), self.tensors_seen, *aside, gained, names)
 
 
 def _type_of_record(value: object) -> str:

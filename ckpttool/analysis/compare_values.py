@@ -1,4 +1,6 @@
-"""The values of two files' tensors, read in step: first as bytes, as numbers only where the bytes differ.
+"""The values of two files' tensors, read in step: how far apart they are, and their norms.
+
+They are compared as bytes first, as numbers only where the bytes differ.
 
 Tensors that are plain bytes in both files are compared in pieces, on several cores; memory holds a few
 pieces.
@@ -7,27 +9,34 @@ pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files.copying import Progress
-from ..files.threads import cores, cut, map_pieces
+from ..files.threads import cores, cut, in_order, map_pieces
+from ..tensors.dtypes import REAL_TYPES, DType
 from ..tensors.ref import ByteRange, TensorRef
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
-from .distances import Distance, Measure, measurer
+from .distances import Distance, Measure, has_numbers, measurer, numbers
 from .equality import Tolerance
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Bytes read of each file at a time; both pieces stay in the processor's cache while they are compared
 READ = 1 << 17
-"""Bytes read of each file at a time; both pieces stay in the processor's cache while they are compared."""
 
-ELEMENTS = 1 << 16
-"""Elements compared at a time when values must be computed."""
+ELEMENTS = 1 << 16  # Elements computed at a time: as float64 they stay in the processor's cache
 
+# Bytes of a tensor compared by one thread; values that must be computed are all compared by one
 PIECE = 16 << 20
-"""Bytes of a tensor compared by one thread; values that must be computed are all compared by one."""
 
 WORKERS = 4
+
+
+BATCH = 4 << 20  # Bytes of small tensors measured as one job
 
 
 class Pair(NamedTuple):
@@ -41,48 +50,31 @@ class Pair(NamedTuple):
 def distances(
     pairs: Iterable[Pair], tolerance: Tolerance | None = None, progress: Progress | None = None
 ) -> Iterator[tuple[Pair, Distance]]:
-    """Yield the pairs that differ, with their distance, in the order given.
-
-    Without a tolerance two elements are the same when their bits are: -0.0 differs from 0.0, and two NaNs may
-    differ, at a distance of nothing.
-
-    Args:
-        pairs: the pairs.
-        tolerance: the distance within which elements are the same; None for the same bits.
-        progress: called with the number of bytes of `a` after each piece.
-
-    Raises:
-        Damaged: a file ends early.
-        Refused: an expanded tensor, in only one of the files, more than 64 GiB larger than its bytes.
-    """
+    """Yield the pairs whose bits differ, with their distance, in the order given; it may be tolerated."""
+    # Without a tolerance elements are the same if their bits are: -0.0 differs from 0.0, and two NaNs may
+    # differ, at a distance of nothing.
     so_far = Distance(0)
     for piece, found in map_pieces(_compare, _pieces(pairs, tolerance), cores(WORKERS)):
         so_far += found
         if progress and piece.nbytes:
             progress(piece.nbytes)
         if piece.is_last:
-            if so_far.differ:
+            if so_far.differ or so_far.tolerated:
                 yield piece.pair, replace(so_far, of=piece.pair.a.numel)
             so_far = Distance(0)
 
 
 class _Piece(NamedTuple):
-    """A stretch of two tensors.
-
-    Attributes:
-        plain: the byte ranges that hold the same elements of one type; None for the whole of two tensors
-            whose values must be computed.
-        first: the number of the first element.
-        nbytes: of the first tensor's values.
-        is_last: whether nothing of the tensors comes after it.
-    """
+    """A stretch of two tensors."""
 
     pair: Pair
     measure: Measure
+    # the byte ranges that hold the same elements of one type; None for the whole of two tensors whose values
+    # must be computed
     plain: tuple[ByteRange, ByteRange] | None
-    first: int
-    nbytes: int
-    is_last: bool
+    first: int  # the number of the first element
+    nbytes: int  # of the first tensor's values
+    is_last: bool  # whether nothing of the tensors comes after it
 
 
 def _pieces(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[_Piece]:
@@ -100,11 +92,7 @@ def _pieces(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[_Pie
 
 
 def _compare(piece: _Piece) -> tuple[_Piece, Distance]:
-    """Compare a piece.
-
-    Full chunks are compared as bytearrays, by memcmp; memoryviews are compared element by element, 20 times
-    as slowly.
-    """
+    """Compare a piece."""
     if piece.plain is None:
         return piece, _in_step(piece.pair, piece.measure)
     found, first = Distance(0), piece.first
@@ -112,6 +100,7 @@ def _compare(piece: _Piece) -> tuple[_Piece, Distance]:
     mine, theirs = bytearray(size), bytearray(size)
     chunks = (data.chunks(memoryview(to)) for data, to in zip(piece.plain, (mine, theirs), strict=True))
     for a, b in zip(*chunks, strict=True):
+        # Bytearrays are compared by memcmp; memoryviews element by element, 20 times as slowly.
         same = mine == theirs if len(a) == size else bytes(a) == bytes(b)
         if not same:
             found += piece.measure(a, b, first)
@@ -156,3 +145,118 @@ def unravelled(where: int, shape: Sequence[int]) -> tuple[int, ...]:
         where, i = divmod(where, size)
         index.append(i)
     return tuple(reversed(index))
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Sums of products of two tensors' elements; `+` makes one of several tensors, as if they were joined.
+
+    Attributes:
+        aa: the sum of |a|².
+        bb: the sum of |b|².
+        dd: the sum of |a - b|².
+        ab: the sum of a·b; of complex numbers, its real part.
+    """
+
+    aa: float = 0.0
+    bb: float = 0.0
+    dd: float = 0.0
+    ab: float = 0.0
+
+    def __add__(self, other: Norms) -> Norms:
+        return Norms(self.aa + other.aa, self.bb + other.bb, self.dd + other.dd, self.ab + other.ab)
+
+    def times(self, count: int) -> Norms:
+        """Return the norms of tensors that repeat every element `count` times."""
+        return Norms(self.aa * count, self.bb * count, self.dd * count, self.ab * count)
+
+    @property
+    def a(self) -> float:
+        """The norm of A: the square root of the sum of squares."""
+        return math.sqrt(self.aa)
+
+    @property
+    def b(self) -> float:
+        """The norm of B."""
+        return math.sqrt(self.bb)
+
+    @property
+    def difference(self) -> float:
+        """The norm of A - B."""
+        return math.sqrt(self.dd)
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of A - B as a part of B's; infinite where B is 0; None where a sum exceeds float64."""
+        if not (math.isfinite(self.dd) and math.isfinite(self.bb)):
+            return None
+        return self.difference / self.b if self.b else math.inf if self.dd else 0.0
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine of the angle between A and B, from -1 to 1; None where one of them is 0 or too large."""
+        lengths = self.a * self.b
+        if not lengths or not math.isfinite(lengths) or not math.isfinite(self.ab):
+            return None
+        return max(-1.0, min(1.0, self.ab / lengths))
+
+
+def norms(pairs: Sequence[tuple[TensorRef, TensorRef]]) -> Iterator[Norms | None]:
+    """Yield the norms of pairs of tensors, in their order; memory holds a few pieces of 64 Ki elements."""
+    for done in in_order(_jobs(pairs), cores(WORKERS)):
+        yield from done
+
+
+def _jobs(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> Iterator[Callable[[], list[Norms | None]]]:
+    small: list[tuple[TensorRef, TensorRef]] = []
+    held = 0
+    for a, b in pairs:
+        small.append((a, b))
+        held += a.nbytes
+        if not all(side.is_plain and isinstance(side.storage.data, ByteRange) for side in (a, b)):
+            yield partial(_measured, small[:-1])
+            yield partial(list, _measured(small[-1:]))  # values that are computed may wait for other threads
+        elif held >= BATCH:
+            yield partial(_measured, small)
+        else:
+            continue
+        small, held = [], 0
+    yield partial(_measured, small)
+
+
+def _measured(pairs: list[tuple[TensorRef, TensorRef]]) -> list[Norms | None]:
+    return [_norms(a, b) if has_numbers(a.dtype) and has_numbers(b.dtype) else None for a, b in pairs]
+
+
+def _norms(a: TensorRef, b: TensorRef) -> Norms:
+    import numpy as np
+
+    total, once = Norms(), repeated_once(a, b)
+    sides = (in_pieces(side, ELEMENTS * side.dtype.itemsize) for side in once)
+    with np.errstate(all="ignore"):
+        for x, y in zip(*sides, strict=True):
+            total += _sums(_floats(a.dtype, x), _floats(b.dtype, y))
+    return total.times(a.numel // once[0].numel) if once[0].numel else total
+
+
+def _floats(dtype: DType, raw: bytes | bytearray) -> NDArray[Any]:
+    """Return elements as float64: (elements,), or (elements, 2) of complex ones."""
+    values = numbers(dtype, memoryview(raw))
+    return values.view("<f8").reshape(-1, 2) if dtype.name in REAL_TYPES else values.astype("<f8", copy=False)
+
+
+def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
+    import numpy as np
+
+    if a.ndim != b.ndim:  # one is complex, the other real
+        a, b = (each if each.ndim == 2 else np.stack([each, np.zeros_like(each)], axis=1) for each in (a, b))
+    a, b = a.reshape(-1), b.reshape(-1)
+    d = a - b
+    # Not np.dot: BLAS would start threads of its own, which wait busily for each other.
+    found = Norms(*(float((x * y).sum()) for x, y in ((a, a), (b, b), (d, d), (a, b))))
+    if math.isfinite(found.dd):
+        return found
+    finite = np.isfinite(a) & np.isfinite(b)
+    if finite.all():
+        return found  # a sum that exceeds float64
+    return _sums(a[finite], b[finite])

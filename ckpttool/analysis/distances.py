@@ -35,6 +35,7 @@ class Distance:
             types.
         where: the place of the largest difference in row-major order; a NaN's place takes precedence.
         a, b: the numbers at that place.
+        tolerated: whether there are also elements that differ by no more than the tolerance.
     """
 
     differ: int
@@ -46,6 +47,7 @@ class Distance:
     where: int | None = None
     a: complex | float | int | None = None
     b: complex | float | int | None = None
+    tolerated: bool = False
 
     def __add__(self, other: Distance) -> Distance:
         """Join two pieces of one tensor; of equal differences the first keeps its place."""
@@ -57,6 +59,7 @@ class Distance:
             max_abs=_larger(self.max_abs, other.max_abs),
             max_rel=_larger(self.max_rel, other.max_rel),
             max_ulp=_larger(self.max_ulp, other.max_ulp),
+            tolerated=self.tolerated or other.tolerated,
         )
 
     def _rank(self) -> tuple[bool, float | int]:
@@ -75,15 +78,7 @@ Measure = Callable[[memoryview, memoryview, int], Distance]
 
 
 def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
-    """Return a function that measures the distance between the same elements of two tensors.
-
-    The function takes the bytes of both, little-endian, and the number of the first element, from which
-    `where` counts. Types without numbers (quantised ones) are compared only by their bits.
-
-    Args:
-        one, other: the element types; they may differ only when there is a tolerance.
-        tolerance: the distance within which elements are the same; None for the same bits.
-    """
+    """Return a function that measures the distance between the same elements of two tensors."""
     as_numbers = has_numbers(one) and has_numbers(other)
 
     def measure(a: memoryview, b: memoryview, first: int) -> Distance:
@@ -99,12 +94,14 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
             places = np.arange(count)
         if not len(places):
             return Distance(0)
-        if not as_numbers:
+        if not as_numbers:  # quantised types are compared only by their bits
             return Distance(len(places), where=first + int(places[0]))
         with np.errstate(all="ignore"):
-            found = _Numbers(one, other, x, y)
-            keep = slice(None) if tolerance is None else np.flatnonzero(~found.within(tolerance))
-            return found.distance(keep, first, places)
+            numbers = _Numbers(one, other, x, y)
+            if tolerance is None:
+                return numbers.distance(slice(None), first, places)
+            keep = np.flatnonzero(~numbers.within(tolerance))
+            return replace(numbers.distance(keep, first, places), tolerated=len(keep) < len(places))
 
     return measure
 
@@ -115,12 +112,7 @@ def has_numbers(dtype: DType) -> bool:
 
 
 def numbers(dtype: DType, raw: memoryview) -> NDArray[Any]:
-    """Return elements as float64, complex128, int64 or uint64: (elements,).
-
-    Args:
-        dtype: a type that `has_numbers`.
-        raw: little-endian elements.
-    """
+    """Return elements as float64, complex128, int64 or uint64: (elements,)."""
     return _values(dtype, _rows(dtype, raw))
 
 
@@ -230,12 +222,10 @@ def _magnitude(values: NDArray[Any]) -> Any:
 
 
 def _steps(dtype: DType, x: NDArray[Any], y: NDArray[Any]) -> Any:
-    """Return the number of steps between numbers of a type; for complex ones, the larger of the parts'.
-
-    In all IEEE 754 types and their kin, the bits of floats of one sign are in the order of the numbers.
-    """
+    """Return the number of steps between numbers of a type; for complex ones, the larger of the parts'."""
     import numpy as np
 
+    # In IEEE 754 types and their kin, the bits of floats of one sign are in the order of the numbers.
     part = real_dtype(dtype)
     top = 8 * part.itemsize - 1
 

@@ -1,34 +1,32 @@
-"""The sameness of two names, or of two plain values."""
+"""Which names and plain values of two files count as the same."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain, count
 
+from ..checkpoint.dotted_names import contents
 from ..checkpoint.rebuilt_tensors import special_tensor
-from ..inert_pickle.values import container_name, in_brief, tensor_of
+from ..inert_pickle.values import Record, container_name, in_brief, tensor_of
 from ..transforms.wrappers import WRAPPERS
 
 WRAPPER = re.compile(rf"(^|\.)(?:{'|'.join(map(re.escape, WRAPPERS))})+")
 
+# The most modules around another that are looked for as a prefix; each costs a pass over all names
 MAX_OUTER = 16
-"""The most modules around another that are looked for as a prefix; each costs a pass over all names."""
 
-LONG = 40
-"""The most characters of a text that are shown."""
+LONG = 40  # The most characters of a text that are shown
 
-Bare = Callable[[str], str]
-"""A rule that takes off a name the prefixes of its own file."""
+Bare = Callable[[str], str]  # A rule that takes off a name the prefixes of its own file
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The tolerance |a - b| <= atol + rtol * |b|, as in `torch.allclose`.
-
-    NaN is the same as NaN, whatever its bits, -0.0 the same as 0.0, and an infinity only the same as itself.
-    """
+    """The tolerance |a - b| <= atol + rtol * |b|, as in `torch.allclose`, with NaN the same as NaN."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -40,13 +38,7 @@ def unchanged(name: str) -> str:
 
 
 def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
-    """Return for each of two states a rule that takes off the prefix of wrappers, or of one outer module.
-
-    A rule that would give two names the same result is not used.
-
-    Args:
-        a, b: the names of the states.
-    """
+    """Return for each of two states a rule that takes off the prefix of wrappers, or of one outer module."""
     names = list(a), list(b)
     rules = [_first_one_to_one(all_, _without_wrappers) for all_ in names]
     short = [{rule(name) for name in all_} for rule, all_ in zip(rules, names, strict=True)]
@@ -72,6 +64,7 @@ def _without(outer: str, rule: Bare) -> Bare:
 
 
 def _first_one_to_one(names: list[str], *rules: Bare) -> Bare:
+    # A rule that would give two names the same result is not used.
     fitting = (rule for rule in rules if len({rule(name) for name in names} - {""}) == len(names))
     return next(fitting, unchanged)
 
@@ -80,8 +73,8 @@ def _outer(longer: set[str], shorter: set[str]) -> str:
     """Return the first parts that most names of one state have more than the other's, or `""`."""
     shared = len(longer & shorter)
     first = min(longer - shorter, default="").split(".", MAX_OUTER + 1)
-    for count in range(1, min(len(first), MAX_OUTER + 1)):
-        outer = ".".join(first[:count]) + "."
+    for length in range(1, min(len(first), MAX_OUTER + 1)):
+        outer = ".".join(first[:length]) + "."
         carried = {name.removeprefix(outer) for name in longer if name.startswith(outer)}
         if len(carried & shorter) > max(shared, len(shorter) // 2):
             return outer
@@ -89,13 +82,7 @@ def _outer(longer: set[str], shorter: set[str]) -> str:
 
 
 def same_value(x: object, y: object, tolerance: Tolerance | None, bare: tuple[Bare, Bare]) -> bool:
-    """Return whether two plain values are the same: of one type, floats bit for bit except NaN.
-
-    Args:
-        x, y: the values.
-        tolerance: numbers of any type within it are the same; None for equality.
-        bare: rules under which texts are the same too, as they may be parameters' names.
-    """
+    """Return whether two plain values are the same: of one type, floats bit for bit except NaN."""
     if tolerance is not None and _is_number(x) and _is_number(y):
         return _close(x, y, tolerance)  # type: ignore[arg-type]
     if isinstance(x, str) and isinstance(y, str):
@@ -134,3 +121,33 @@ def in_words(value: object) -> str:
     if isinstance(value, dict | list | tuple | set | frozenset):
         return f"{container_name(value)} of {len(value)}"
     return in_brief(value)
+
+
+def both_by_name(
+    x: object, y: object, bare: tuple[Bare, Bare]
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the entries of two containers by name."""
+    if not (isinstance(x, set | frozenset) and isinstance(y, set | frozenset)):
+        return _by_name(x, bare[0]), _by_name(y, bare[1])
+    # Equal elements of two sets get one name; the others go by order.
+    names = {element: str(index) for index, element in enumerate(x)}
+    spare = chain((name for element, name in names.items() if element not in y), map(str, count(len(x))))
+    theirs = {names[element] if element in names else next(spare): element for element in y}
+    return {name: element for element, name in names.items()}, theirs
+
+
+def _by_name(container: object, bare: Bare) -> dict[str, object]:
+    """Return a container's entries by name; where two names coincide (0 and '0'), the later is marked."""
+    found: dict[str, object] = {}
+    repeats: Counter[str] = Counter()  # of taken names, so that many equal ones take no longer
+    for name, value in contents(container) or ():
+        if name is None:
+            if isinstance(container, Record):  # an object's attributes
+                found.update(_by_name(value, bare) if isinstance(value, dict) else {"": value})
+            continue
+        name = wanted = bare(name)
+        while name in found:
+            repeats[wanted] += 1
+            name = f"{wanted}'{repeats[wanted]}"
+        found[name] = value
+    return found

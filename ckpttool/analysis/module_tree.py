@@ -16,36 +16,28 @@ from typing import NamedTuple
 from ..checkpoint.states import BUFFERS
 from ..tensors.ref import TensorRef
 
-MAX_LEVELS = 60
-"""The most levels of the tree; real models have about 15."""
+MAX_LEVELS = 60  # The most levels of the tree; real models have about 15
 
 MAX_DIGITS = 9
+# The largest number of a numbered module; of longer ones, the first digits count as text
 MAX_NUMBER = 10**MAX_DIGITS - 1
-"""The largest number of a numbered module; of longer ones, the first digits count as text."""
 
 NUMBERED = re.compile(rf"(.*?)(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A module, a row of identical modules, or a tensor beside modules.
+    """A module, a row of identical modules, or a tensor next to modules."""
 
-    Attributes:
-        name: its path below the branch above; `layers.0-11` is a row of twelve.
-        copies: the number of identical modules in the row.
-        parameters, nbytes: of all of them, in every copy of the modules around them; ties count once.
-        count: tensors in all of them.
-        tensors: its own tensors by name, those of the first copy; `""` names a branch that is a tensor.
-        branches: its children, in the order of the state.
-    """
-
-    name: str
-    copies: int
+    name: str  # its path below the branch above; `layers.0-11` is a row of twelve
+    copies: int  # the number of identical modules in the row
+    # parameters, nbytes: of all of them, in every copy of the modules around them; ties count once
     parameters: int
     nbytes: int
-    count: int
+    count: int  # tensors in all of them
+    # its own tensors by name, those of the first copy; `""` names a branch that is a tensor
     tensors: tuple[tuple[str, TensorRef], ...] = ()
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[Branch, ...] = ()  # its children, in the order of the state
 
     def lines(self, depth: int) -> Iterator[tuple[int, Branch]]:
         """Yield the branch and its descendants `depth` levels deep, each with its level."""
@@ -68,7 +60,7 @@ class Branch:
 
 
 class _Form(NamedTuple):
-    """The common form of alike tensors, and what one of them counts for. One object for each form."""
+    """What tensors of one form share, and what each counts for; one object per form."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -81,11 +73,7 @@ _Entry = tuple[str, TensorRef, _Form]
 
 
 def outline(tensors: Mapping[str, TensorRef]) -> Branch:
-    """Return the tree of a state's modules.
-
-    Args:
-        tensors: name -> tensor, in the state's order.
-    """
+    """Return the tree of a state's modules."""
     shared, dot, _ = commonprefix(list(tensors)).rpartition(".")  # noqa: RUF071 - of characters, as meant
     return _branch(shared, _entries(tensors), len(shared + dot), 1, 1, MAX_LEVELS)
 
@@ -119,23 +107,14 @@ def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
 
 
 def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: int, levels: int) -> Branch:
-    """Return one module.
-
-    Args:
-        name: its name.
-        entries: all tensors in it, its descendants' too.
-        start: the place in their names where the part below the module begins.
-        copies: the number of identical modules that it represents.
-        times: the number of copies of the modules around it.
-        levels: how many more levels the tree may have.
-    """
+    """Return one module."""
     own, modules = _parted(entries, start) if levels else (entries, {})
     times *= copies
     inside = [
         _branch(_label(row), modules[row[0]], start + len(row[0]) + 1, len(row), times, levels - 1)
         for row in _rows(modules, start)
     ]
-    if inside and own:  # tensors beside modules get their own lines, above them
+    if inside and own:  # tensors next to modules get their own lines, above them
         inside[:0] = [_leaf(entry, start, times) for entry in own]
         own = []
     if len(inside) == 1 and copies == 1:  # the module around it needs no line
@@ -164,7 +143,7 @@ def _leaf(entry: _Entry, start: int, times: int) -> Branch:
 
 
 def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]]:
-    """Yield rows of modules: each follows the last, is numbered on from it, and is alike."""
+    """Yield rows of modules: each follows the last, continues its numbering, and is identical."""
     names: Iterable[str] = modules
     if all(map(str.isdecimal, modules)):  # safetensors has 10 before 2
         names = sorted(sorted(modules), key=len)
@@ -188,7 +167,7 @@ def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]
 
 
 def _kind(entries: list[_Entry], start: int) -> _Kind:
-    """Return what makes two modules alike: types, shapes and names of tensors, in their order."""
+    """Return what makes two modules identical: types, shapes and names of tensors, in their order."""
     if len(entries) == 1:
         ((name, _, form),) = entries
         return form, name[start:]
@@ -214,14 +193,7 @@ def _label(row: list[str]) -> str:
 
 
 def tensors_in_words(branch: Branch, usual: str, most: int, *, brief: bool = False) -> str:
-    """Return a branch's own tensors by name and shape: `weight 16×3×3×3; bias 16`.
-
-    Args:
-        branch: the branch.
-        usual: the element type that is not mentioned.
-        most: the most tensors to name.
-        brief: of several tensors of one shape, name only the first and the last.
-    """
+    """Return a branch's own tensors by name and shape: `weight 16×3×3×3; bias 16`."""
     groups: list[tuple[list[str], str]] = []
     for name, tensor in branch.tensors[:most]:
         form = shape_in_words(tensor.shape)

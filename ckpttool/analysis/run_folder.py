@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..checkpoint.special_tensors import SHARDED
 from ..errors import CkptToolError, FileError
+from ..formats.one_of_several import piece_of
 from ..formats.reading import open as open_checkpoint
 from ..formats.roots import checkpoints_below, step_in
 
@@ -39,6 +40,8 @@ def _entry(folder: str, path: str) -> Entry:
             problem = f"files of ranks {missing} are missing" if missing else ""
             if any(like.kind in SHARDED for _, like in checkpoint.special_tensors()):
                 problem = "it holds one rank's pieces of tensors"
+            elif not os.path.isdir(path) and (piece := piece_of(path)) and piece.others:
+                problem = f"it is {piece.what}"
             stated = ranks.step if ranks and step is None else step
             return Entry(path, stated, checkpoint.format, checkpoint.nbytes, problem)
     except CkptToolError as error:

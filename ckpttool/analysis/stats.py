@@ -14,38 +14,24 @@ if TYPE_CHECKING:
 
 INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
 
-BLOCK = 1 << 18
-"""Elements per step: as float64 they stay in the processor's cache."""
+BLOCK = 1 << 18  # Elements per step: as float64 they stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Statistics of a tensor's values.
+    """Statistics of a tensor's values."""
 
-    Attributes:
-        minimum, maximum: of the finite values, in the tensor's own type; None when there are none.
-        mean, deviation: of the finite values, computed in float64; the deviation is a population's (÷ n).
-        non_finite: the number of values that are NaN or infinite.
-    """
-
+    # minimum, maximum: of the finite values, in the tensor's own type; None when there are none
     minimum: float | int | None = None
     maximum: float | int | None = None
+    # mean, deviation: of the finite values, computed in float64; the deviation is a population's (÷ n)
     mean: float | None = None
     deviation: float | None = None
-    non_finite: int = 0
+    non_finite: int = 0  # the number of values that are NaN or infinite
 
 
 def measure(name: str, tensor: TensorRef) -> Stats | None:
-    """Return the statistics of a tensor; None for complex, quantised and other types that have no order.
-
-    Args:
-        name: the tensor's name, for messages.
-        tensor: the tensor; each value is read once.
-
-    Raises:
-        Refused: an expanded tensor more than 64 GiB larger than its bytes.
-        Damaged: the file ends early.
-    """
+    """Return the statistics of a tensor; None for complex, quantised and other types that have no order."""
     kind = tensor.dtype.name
     if kind not in FLOATS and kind not in INTEGERS:
         return None

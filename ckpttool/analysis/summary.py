@@ -10,8 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint, Remark
-from ..checkpoint.dotted_names import Entry, Path, contents, dotted
-from ..checkpoint.nested_states import is_tensor
+from ..checkpoint.dotted_names import Entry, Path, contents, dotted, is_tensor
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ..checkpoint.special_tensors import SpecialTensor
@@ -22,31 +21,30 @@ from ..inert_pickle.values import Record, in_brief, tensor_of
 from ..tensors.ref import TensorRef
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from .module_tree import Branch, outline
-from .non_tensors import OtherRow, other_rows
-from .optimizers import OptimizerRow, SchedulerRow, describe_optimizer, describe_scheduler
+from .other_contents import (
+    OptimizerRow,
+    OtherRow,
+    SchedulerRow,
+    describe_optimizer,
+    describe_scheduler,
+    other_rows,
+)
 
-MAX_OPTIMIZERS = 16
-"""The most entries of a list that are searched for optimizers."""
+MAX_OPTIMIZERS = 16  # The most entries of a list that are searched for optimizers
 
 
 class TensorRow(NamedTuple):
-    """A tensor by its dotted path in the file.
+    """A tensor by its dotted path in the file."""
 
-    Attributes:
-        name: the dotted path.
-        dtype, shape: of the whole tensor; None when the file does not say.
-        nbytes: bytes in this file.
-        shared_with: the first name that uses the same bytes; None when no other does.
-        kind: what it is when it is not a plain tensor: `DTensor`, `sparse COO`, …; None for a plain one.
-        local_shape: the shape of the piece in this file; None when the file has all of it.
-    """
-
-    name: str
+    name: str  # the dotted path
+    # dtype, shape: of the whole tensor; None when the file does not say
     dtype: str | None
     shape: tuple[int, ...] | None
-    nbytes: int
-    shared_with: str | None
+    nbytes: int  # bytes in this file
+    shared_with: str | None  # the first name that uses the same bytes; None when no other does
+    # what it is when it is not a plain tensor: `DTensor`, `sparse COO`, …; None for a plain one
     kind: str | None = None
+    # the shape of the piece in this file; None when the file has all of it
     local_shape: tuple[int, ...] | None = None
 
     @property
@@ -77,89 +75,60 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class OtherTensors:
-    """The tensors below one name beside the state and the optimizers.
+    """The tensors below one name outside the state and the optimizers."""
 
-    Attributes:
-        name: dotted path of the container, or of a tensor that lies in none.
-        tensors: how many.
-        nbytes: their bytes, ties counted once.
-    """
-
-    name: str
-    tensors: int
-    nbytes: int
+    name: str  # dotted path of the container, or of a tensor that lies in none
+    tensors: int  # how many
+    nbytes: int  # their bytes, ties counted once
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A file at a glance.
+    """A file at a glance."""
 
-    Attributes:
-        path, format, nbytes: of the file.
-        state: dotted path of the model's state, `""` for the file itself, None when there is none.
-        model: the class of the pickled model that holds the state; None when a dict does.
-        other_states: further dicts of tensors that a user may have meant.
-        keys: the number of tensors in the state.
-        likes: those that are not plain ones (sharded, sparse, quantised, …), by name.
-        parameters: the number of elements in the state's tensors, without BatchNorm's statistics.
-        prefixes: wrappers' prefixes on the state's keys.
-        modules: the state's modules as a tree.
-        ties: names in the state that are one tensor.
-        here, beside: the tensors of the state, and all the others.
-        unused: bytes of storages that no tensor uses.
-        optimizers, schedulers: those found, in short.
-        other_tensors: the tensors of `beside` that are in no optimizer, by the name they lie below.
-        other: everything that is not a tensor.
-        unknown: names in the file's pickle that are not understood here, those that could run something
-            first; never imported.
-        running: those of them that could run something when they are unpickled without `weights_only`.
-        remarks: where torch refuses the file, or no writer of torch's makes such a thing.
-        metadata: the texts of a safetensors header.
-        ranks: what is known of the ranks that each wrote a part; None when one process wrote the file.
-    """
-
+    # path, format, nbytes: of the file
     path: str
     format: str
     nbytes: int
-    state: str | None
-    model: str | None
-    other_states: tuple[str, ...]
-    keys: int
+    state: str | None  # dotted path of the model's state, `""` for the file itself, None when there is none
+    model: str | None  # the class of the pickled model that holds the state; None when a dict does
+    other_states: tuple[str, ...]  # further dicts of tensors that a user may have meant
+    keys: int  # the number of tensors in the state
+    # those that are not plain ones (sharded, sparse, quantised, …), by name
     likes: Mapping[str, SpecialTensor]
-    parameters: int
-    prefixes: tuple[FoundPrefix, ...]
-    modules: Branch
-    ties: tuple[tuple[str, ...], ...]
+    parameters: int  # the number of elements in the state's tensors, without BatchNorm's statistics
+    prefixes: tuple[FoundPrefix, ...]  # wrappers' prefixes on the state's keys
+    modules: Branch  # the state's modules as a tree
+    ties: tuple[tuple[str, ...], ...]  # names in the state that are one tensor
+    # here, outside: the tensors of the state, and all the others
     here: Kinds
-    beside: Kinds
-    unused: int
+    outside: Kinds
+    unused: int  # bytes of storages that no tensor uses
+    # optimizers, schedulers: those found, in short
     optimizers: tuple[OptimizerRow, ...]
     schedulers: tuple[SchedulerRow, ...]
+    # the tensors of `outside` that are in no optimizer, by the name they lie below
     other_tensors: tuple[OtherTensors, ...]
-    other: tuple[OtherRow, ...]
+    other: tuple[OtherRow, ...]  # everything that is not a tensor
+    # names in the file's pickle that are not understood here, those that could run something first; never
+    # imported
     unknown: tuple[str, ...]
+    # those of them that could run something when they are unpickled without `weights_only`
     running: tuple[str, ...]
-    remarks: tuple[Remark, ...]
-    metadata: dict[str, str]
+    remarks: tuple[Remark, ...]  # where torch refuses the file, or no writer of torch's makes such a thing
+    metadata: dict[str, str]  # the texts of a safetensors header
+    # what is known of the ranks that each wrote a part; None when one process wrote the file
     ranks: Ranks | None = None
 
 
 def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
-    """Return a checkpoint in short.
-
-    Args:
-        checkpoint: the checkpoint.
-        state: dotted path of the model's state; found when None.
-
-    Raises:
-        NoState: there is no state at `state`.
-    """
-    found = checkpoint.found_state() if state is None else checkpoint.state(state)
-    tensors, likes = (found.tensors, found.likes) if found else ({}, {})
-    modules = outline(_in_order(found) if found and likes else tensors)
+    """Return a checkpoint in short."""
+    chosen = checkpoint.found_state() if state is None else checkpoint.state(state)
+    tensors, likes = (chosen.tensors, chosen.likes) if chosen else ({}, {})
+    modules = outline(_in_order(chosen) if chosen and likes else tensors)
     here = _Looks([*tensors.values(), *(part for like in likes.values() for part in like.parts.values())])
-    outside = list(_outside(checkpoint, found))
-    everything = here.beside(tensor for _, tensor in outside) if outside else here
+    outside = list(_outside(checkpoint, chosen))
+    everything = here.with_others(tensor for _, tensor in outside) if outside else here
     others = [(path, tensor) for path, tensor in outside if id(tensor.storage) not in here.storages]
     optimizers, schedulers = _training_rows(checkpoint.tree)
     names = checkpoint.names | names_in(checkpoint.tree)
@@ -167,22 +136,22 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         path=checkpoint.path,
         format=checkpoint.format,
         nbytes=checkpoint.nbytes,
-        state=found.where if found else None,
-        model=found.module.type_name if found and found.module else None,
-        other_states=tuple(checkpoint.other_states(found.path if found else None)),
+        state=chosen.where if chosen else None,
+        model=chosen.module.type_name if chosen and chosen.module else None,
+        other_states=tuple(checkpoint.other_states(chosen.path if chosen else None)),
         keys=len(tensors) + len(likes),
         likes=dict(likes),
         parameters=modules.parameters,
-        prefixes=tuple(_prefixes(checkpoint, found)) if found else (),
+        prefixes=tuple(_prefixes(checkpoint, chosen)) if chosen else (),
         modules=modules,
         ties=tuple(_ties(tensors)) if here.shared else (),
         here=_with_likes(tensors, likes, here.kinds()),
-        beside=_Looks(tensor for _, tensor in others).kinds(),
+        outside=_Looks(tensor for _, tensor in others).kinds(),
         unused=everything.unused(),
         optimizers=optimizers,
         schedulers=schedulers,
-        other_tensors=tuple(_other_tensors(others, found, [row.name for row in optimizers])),
-        other=tuple(other_rows(checkpoint, found)),
+        other_tensors=tuple(_other_tensors(others, chosen, [row.name for row in optimizers])),
+        other=tuple(other_rows(checkpoint, chosen)),
         unknown=tuple(unknown_names(names)),
         running=tuple(names_that_run(names)),
         remarks=checkpoint.remarks,
@@ -245,7 +214,7 @@ def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[tuple[Path
 def _other_tensors(
     tensors: Iterable[tuple[Path, TensorRef]], state: State | None, optimizers: list[str]
 ) -> Iterator[OtherTensors]:
-    """Yield the tensors beside the state, together for each path that leaves the state's."""
+    """Yield the tensors outside the state, together for each path that leaves the state's."""
     way = state.path if state else ()
     inside = tuple(f"{name}." for name in optimizers if name)
     groups: dict[str, list[TensorRef]] = {}
@@ -259,19 +228,13 @@ def _other_tensors(
 
 
 class _Looks:
-    """The bytes that some tensors use, counted by form: most have their own storage, and forms are few.
-
-    Attributes:
-        alone: one tensor of each form with the number of tensors that have it, of those with their own
-            storage.
-        shared: the other tensors, by the storage that they share.
-    """
+    """The bytes that some tensors use, counted by form: most have their own storage, and forms are few."""
 
     def __init__(self, tensors: Iterable[TensorRef]) -> None:
         tensors = list(tensors)
         self.tensors = tensors
         self.storages = {id(storage): storage for storage in map(attrgetter("storage"), tensors)}
-        self.shared: list[list[TensorRef]] = []
+        self.shared: list[list[TensorRef]] = []  # the other tensors, by the storage that they share
         if len(self.storages) < len(tensors):
             groups: dict[int, list[TensorRef]] = {}
             for tensor in tensors:
@@ -280,9 +243,10 @@ class _Looks:
             self.shared = [group for group in groups.values() if len(group) > 1]
         forms = list(map(attrgetter("dtype.name", "shape", "stride"), tensors))
         of_form = dict(zip(forms, tensors, strict=True))
+        # one tensor of each form with the number of tensors that have it, of those with their own storage
         self.alone = [(of_form[form], count) for form, count in Counter(forms).items()]
 
-    def beside(self, others: Iterable[TensorRef]) -> _Looks:
+    def with_others(self, others: Iterable[TensorRef]) -> _Looks:
         """Return the bytes that these tensors and others use together."""
         return _Looks([*self.tensors, *others])
 
@@ -317,7 +281,7 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
     """Return the optimizers and schedulers at the top of a file, or in dicts and lists at its top."""
     optimizers: list[OptimizerRow] = []
     schedulers: list[SchedulerRow] = []
-    inside = dict, list  # not `dict | list`, which would be made anew for every tensor
+    inside = dict, list  # not `dict | list`, which would be created for every tensor
     level: list[tuple[str, object]] = [("", tree)]
     for _ in range(3):
         below: list[tuple[str, object]] = []
@@ -341,13 +305,7 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
 
 
 def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
-    """Yield every tensor of a file, in the file's order.
-
-    A tensor that is not a plain one has one row, with the bytes of its parts.
-
-    Raises:
-        Unsupported: the dotted names need too much memory.
-    """
+    """Yield every tensor of a file, in the file's order."""
 
     def inside(value: object) -> Iterable[Entry] | None:
         return None if isinstance(value, Record) and is_tensor(value) else contents(value)

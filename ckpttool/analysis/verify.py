@@ -13,6 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.ranks import require_all
 from ..checkpoint.state import State
+from ..errors import RanksDiffer
 from ..files.copying import Buffers, Progress
 from ..files.threads import cores, cut, map_pieces
 from ..formats.dcp import reading as dcp
@@ -28,30 +29,26 @@ from ..tensors.ref import ByteRange, Source, Storage, TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from ..transforms.keys import stripping
 from .compare import Change, both_states, compare
-from .rank_differences import tensors_that_differ
 from .zip_structure import zip_frame
 
-ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)
-"""The formats that are zips, or folders of zips."""
+ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)  # The formats that are zips, or folders of zips
 
+# The records that torch.save writes in addition to storages.
 OWN_RECORDS = {
     *("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"),
     *(".data/version", ".data/serialization_id"),
 }
-"""The records that torch.save writes beside storages."""
 
+# The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it
 PROTO, NEWEST = b"\x80", b"\x05"
-"""The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it."""
 
 MISMATCH = "its bytes do not match their checksum"
 
-PIECE = 4 << 20
-"""Bytes of values read as one piece; whole elements."""
+PIECE = 4 << 20  # Bytes of values read as one piece; whole elements
 
 WORKERS = 8
 
-SIGNATURE = b"PK\x03\x04"
-"""The first bytes of a zip; the index of a folder has others."""
+SIGNATURE = b"PK\x03\x04"  # The first bytes of a zip; the index of a folder has others
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,76 +133,56 @@ def verify(
     """
     with ExitStack() as stack:
         checkpoint = stack.enter_context(opened(file))
-        other = None if against is None else stack.enter_context(opened(against))
-        return _verify(checkpoint, other, state, finite, no_code, progress)
-
-
-def _verify(
-    checkpoint: Checkpoint,
-    against: Checkpoint | None,
-    state: str | None,
-    finite: bool,
-    no_code: bool,
-    progress: Progress | None,
-) -> Verified:
-    ranks = checkpoint.ranks
-    if ranks is not None:
-        require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
-    read = _Read(checkpoint)
-    with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums:
-        apart = tensors_that_differ(checkpoint, verify=False)
-        non_finite = dict(_non_finite(checkpoint, apart, progress))
-        damaged = checksums.damaged(progress)
-    zips = checkpoint.format in ZIPS or (ranks is not None and checkpoint.format != dcp.NAME)
-    for source in (each for each in (checkpoint.source, *checkpoint.shards) if each.size):
-        is_one = not source.path.endswith(dcp.ENDING)  # many zips in a row
-        is_zip = zips and is_one and source.read(0, 4) == SIGNATURE
-        read.check_rest(source, is_zip=is_zip, is_of_rank=is_zip and ranks is not None)
-    problems: list[Problem] = []
-    if no_code:
-        problems += (
-            read.strays if checkpoint.format != torch_zip.TORCHSCRIPT else ()
-        )  # it has its code in records
-        running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
-        problems += [Problem("code", name, "could run, when loaded without weights_only") for name in running]
-    problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
-    problems += [Problem("ranks", name, fault.reason) for name, fault in apart.items()]
-    problems += [Problem("checksum", name, MISMATCH) for name, _ in damaged]
-    problems += read.problems
-    if finite:
-        problems += [
-            Problem("non-finite", name, f"{count} of its values are NaN or infinite")
-            for name, count in non_finite.items()
-        ]
-    compared = hint = None
-    if against is not None:
-        compared, differences, hint = _compare(checkpoint, against, state, progress)
-        problems += differences
+        if (ranks := checkpoint.ranks) is not None:
+            require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
+        with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums:
+            differing = tensors_that_differ(checkpoint, verify=False)
+            non_finite = dict(_non_finite(checkpoint, differing, progress))
+            damaged = checksums.damaged(progress)
+        read = _Read(checkpoint)
+        problems = _code(checkpoint, read.strays) if no_code else []
+        problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
+        problems += [Problem("torch", name, f"has {fault}") for name, fault in checkpoint.index_faults()]
+        problems += [Problem("ranks", name, fault.reason) for name, fault in differing.items()]
+        problems += [Problem("checksum", name, MISMATCH) for name, _ in damaged]
+        problems += read.problems
+        if finite:
+            infinite = "of its values are NaN or infinite"
+            problems += [Problem("non-finite", n, f"{count} {infinite}") for n, count in non_finite.items()]
+        compared = hint = None
+        if against is not None:
+            other = stack.enter_context(opened(against))
+            compared, differences, hint = _compare(checkpoint, other, state, progress)
+            problems += differences
     return Verified(read.checked, read.unsummed, non_finite, tuple(problems), dict(read.free), compared, hint)
 
 
-class _Read:
-    """The bytes of a checkpoint's files: those of storages, and the rest, with the problems found there.
+def _code(checkpoint: Checkpoint, strays: list[Problem]) -> list[Problem]:
+    """Return what could run, and records that nothing refers to; TorchScript has its code in such."""
+    running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
+    problems = [Problem("code", name, "could run, when loaded without weights_only") for name in running]
+    return problems if checkpoint.format == torch_zip.TORCHSCRIPT else strays + problems
 
-    Attributes:
-        checked: bytes of storages and records.
-        unsummed: storages that state no checksum.
-        free: bytes that no checksum covers, by what they are.
-        problems: of records, and of what lies around them.
-        strays: records that nothing refers to.
-    """
+
+class _Read:
+    """The bytes of a checkpoint's files: those of storages, and the rest, with the problems found there."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Count the storages, each once."""
-        self.problems: list[Problem] = []
-        self.strays: list[Problem] = []
-        self.checked = self.unsummed = 0
-        self.free: Counter[str] = Counter()
+        self.problems: list[Problem] = []  # of records, and of what lies around them
+        self.strays: list[Problem] = []  # records that nothing refers to
+        self.checked = self.unsummed = 0  # bytes of storages and records
+        self.free: Counter[str] = Counter()  # bytes that no checksum covers, by what they are
         self._within: Counter[int] = Counter()  # bytes of storages in each source, by its id
         self._known: set[tuple[int, int]] = set()
         self._pieces: set[tuple[int, int]] = set()  # the records that whole tensors are put together from
         for storage in {id(storage): storage for _, storage in checkpoint.storages()}.values():
             self._count(storage)
+        of_ranks = checkpoint.ranks is not None
+        zips = checkpoint.format in ZIPS or (of_ranks and checkpoint.format != dcp.NAME)
+        for source in (source for source in (checkpoint.source, *checkpoint.shards) if source.size):
+            is_one = not source.path.endswith(dcp.ENDING)  # many zips in a row
+            is_zip = zips and is_one and source.read(0, 4) == SIGNATURE
+            self._check_rest(source, is_zip=is_zip, is_of_rank=is_zip and of_ranks)
 
     def _count(self, storage: Storage) -> None:
         data = storage.data
@@ -220,17 +197,15 @@ class _Read:
             self._known.add((id(data.source), data.offset))
             self._within[id(data.source)] += data.nbytes
 
-    def check_rest(self, source: Source, *, is_zip: bool, is_of_rank: bool) -> None:
-        """Check everything else in a zip: the pickle, code, and storages that no tensor uses.
-
-        A rank's file may refer to storages of which the whole takes nothing.
-        """
+    def _check_rest(self, source: Source, *, is_zip: bool, is_of_rank: bool) -> None:
+        """Check everything else in a zip: the pickle, code, and storages that no tensor uses."""
         if not is_zip:
             self.free["contents"] += source.size - self._within[id(source)]
             return
         frame = zip_frame(source)
         self.free.update(frame.free)
         self.problems += [Problem("frame", f"record {name}", message) for name, message in frame.faults]
+        # Only a rank's file may refer to storages of which the whole takes nothing.
         referred: set[int] | None = None if is_of_rank else set()
         for record in read_directory(source).values():
             if (id(source), record.data.offset) in self._known:
@@ -268,12 +243,12 @@ def _compare(
     states = both_states(a, b, where)
     whole = where is None and (states is None or all(map(_holds_more, (a, b), states)))
     with Checksums(b, b.storages()) as checksums:  # those of `a` are among the problems already
-        found = compare(a, b, state=where, model_only=not whole, verify=False, progress=progress)
+        comparison = compare(a, b, state=where, model_only=not whole, verify=False, progress=progress)
         checksums.finish()
     problems = [
-        *(Problem("only-here", name, "is not in the other file") for name in found.only_a),
-        *(Problem("only-there", name, "is only in the other file") for name in found.only_b),
-        *map(_problem, found.changed),
+        *(Problem("only-here", name, "is not in the other file") for name in comparison.only_a),
+        *(Problem("only-there", name, "is only in the other file") for name in comparison.only_b),
+        *map(_problem, comparison.changed),
     ]
     hint = None
     if problems and states:
@@ -295,11 +270,7 @@ def _holds_more(checkpoint: Checkpoint, state: State) -> bool:
 def _non_finite(
     checkpoint: Checkpoint, apart: Container[str], progress: Progress | None
 ) -> Iterator[tuple[str, int]]:
-    """Yield tensors and how many of their values are not finite, read on several cores.
-
-    Args:
-        apart: names of tensors that have no one value, as ranks hold others.
-    """
+    """Yield tensors and how many of their values are not finite, read on several cores."""
     names: dict[tuple[object, ...], list[str]] = {}  # by view, so that ties are read once
     views: list[tuple[TensorRef, int]] = []
     for name, tensor in checkpoint.tensors():
@@ -310,13 +281,13 @@ def _non_finite(
             require_bounded(name, once, MAX_REPEATED)
             views.append((once, repeats))
         names.setdefault(tensor.view, []).append(name)
-    found = [0] * len(views)
+    non_finite_counts = [0] * len(views)
     count = partial(_count_non_finite, Buffers())
     for piece, odd in map_pieces(count, _pieces(tensor for tensor, _ in views), cores(WORKERS)):
-        found[piece.number] += odd
+        non_finite_counts[piece.number] += odd
         if progress:
             progress(piece.nbytes)
-    counts = [odd * repeats for odd, (_, repeats) in zip(found, views, strict=True)]
+    counts = [odd * repeats for odd, (_, repeats) in zip(non_finite_counts, views, strict=True)]
     named = {name: odd for odd, those in zip(counts, names.values(), strict=True) for name in those}
     for name, _ in checkpoint.tensors():
         if named.get(name):
@@ -347,3 +318,20 @@ def _count_non_finite(buffers: Buffers, piece: _Piece) -> tuple[_Piece, int]:
         data = piece.data
         chunks = data.chunks(buffer) if isinstance(data, ByteRange) else stream(data, buffer=buffer)
         return piece, sum(count_non_finite(piece.kind, chunk) for chunk in chunks)
+
+
+def tensors_that_differ(checkpoint: Checkpoint, *, verify: bool = True) -> dict[str, RanksDiffer]:
+    """Return the error of each tensor in which the files of ranks differ, by dotted name."""
+    replicated = {*checkpoint.ranks.replicated} if checkpoint.ranks else set[str]()
+    found: dict[str, RanksDiffer] = {}
+    for name, tensor in checkpoint.tensors():
+        if name in replicated:
+            try:
+                for _ in stream(tensor):
+                    pass
+            except RanksDiffer as fault:
+                if verify:
+                    with Checksums(checkpoint, [(name, tensor.storage)]) as checksums:
+                        checksums.finish()
+                found[name] = fault
+    return found

@@ -27,40 +27,27 @@ from ..formats.zip.writer import (
 )
 from ..tensors.ref import Source
 
+# A descriptor behind a record by its size: signature, CRC-32, bytes in the file, bytes once inflated
 DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
-"""A descriptor behind a record by its size: signature, CRC-32, bytes in the file, bytes once inflated."""
 
 DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 
+# Bytes of a directory entry that nothing determines: version made by, internal and external attributes
 FREE_IN_ENTRY = 8
-"""Bytes of a directory entry that nothing determines: version made by, internal and external attributes."""
 
-FREE_AT_END = 4
-"""Bytes of a ZIP64 end record that nothing determines: its two versions."""
+FREE_AT_END = 4  # Bytes of a ZIP64 end record that nothing determines: its two versions
 
 
 @dataclass(frozen=True, slots=True)
 class ZipFrame:
-    """The bytes of a zip outside its records' contents.
+    """The bytes of a zip outside its records' contents."""
 
-    Attributes:
-        faults: (record, what is wrong with the bytes around it) pairs.
-        free: how many bytes nothing determines, by what they are.
-    """
-
-    faults: tuple[tuple[str, str], ...]
-    free: Mapping[str, int]
+    faults: tuple[tuple[str, str], ...]  # (record, what is wrong with the bytes around it) pairs
+    free: Mapping[str, int]  # how many bytes nothing determines, by what they are
 
 
 def zip_frame(source: Source) -> ZipFrame:
-    """Compare the bytes around the records of a zip with what they should be.
-
-    Args:
-        source: the open file.
-
-    Raises:
-        Damaged, Unsupported: as `read_directory`.
-    """
+    """Compare the bytes around the records of a zip with what they should be."""
     records = sorted(read_directory(source).values(), key=lambda record: record.data.offset)
     start, entries = _directory(source, len(records))
     faults: list[tuple[str, str]] = []
@@ -99,10 +86,7 @@ def zip_frame(source: Source) -> ZipFrame:
 
 
 def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[int, ...], bytes]]]:
-    """Return where the directory begins, and of each entry its header's place, its fields and extra fields.
-
-    The reader has checked the directory; the entries are in the order of the file.
-    """
+    """Return where the directory begins; of each entry where its header is, its fields and extra fields."""
     tail = source.read(max(0, source.size - END.size - 0xFFFF), min(source.size, END.size + 0xFFFF))
     at = tail.rfind(b"PK\x05\x06")
     size, start = END.unpack_from(tail, at)[5:7]

@@ -1,8 +1,8 @@
 """Live BatchNorm layers converted to synchronised ones and back. Imports torch when called.
 
 torch converts in one direction, by `SyncBatchNorm.convert_sync_batchnorm`, but not back (pytorch#41081). Here
-a layer stays the same object and changes only its class, as torch's lazy modules do. So parameters, buffers,
-hooks, flags, devices and all references to the layer stay as they are, and the way back is exact.
+a layer stays the same object and changes only its class, as torch's lazy modules do: parameters, hooks, flags
+and all references to the layer stay as they are, and the way back is exact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..errors import UsageFault
-from .layers import KINDS, unwrapped
+from .convert_states import KINDS, unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,7 @@ M = TypeVar("M", bound="torch.nn.Module")
 
 Subclasses = Literal["refuse", "keep"]
 
-COMPILED = ("_orig_mod.",)
-"""What torch.compile puts into paths. The names of other wrappers may be those of a live model's parts."""
+COMPILED = ("_orig_mod.",)  # other wrappers' names may be those of a live model's parts
 
 
 def to_sync(module: M, *, process_group: Any = None, subclasses: Subclasses = "refuse") -> M:
@@ -46,12 +45,12 @@ def to_sync(module: M, *, process_group: Any = None, subclasses: Subclasses = "r
 
     from .sync_batchnorm import SyncBatchNorm as OurSyncBatchNorm
 
-    found = list(_layers(module))
+    layers = list(_layers(module))
     if subclasses == "refuse":
-        for path, layer in found:
+        for path, layer in layers:
             if not (_is_convertible(layer) or _is_sync(layer)):
                 raise _refusal(path, layer)
-    for _, layer in found:
+    for _, layer in layers:
         if _is_convertible(layer):
             layer.process_group, layer.plain_kind = process_group, type(layer).__name__
             layer.__class__ = SyncBatchNorm if _on_gpu(layer) else OurSyncBatchNorm
@@ -70,8 +69,7 @@ def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[s
     Args:
         module: the model, or a single layer.
         like: a model with the same layers, in their plain kinds.
-        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, for instance those that a file records
-            (`batchnorm.layers.recorded_kinds`).
+        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`.
 
     Raises:
         UsageFault: a layer's kind is not known, or its class is derived from SyncBatchNorm; names the layer,
@@ -106,12 +104,12 @@ def kinds_of(module: torch.nn.Module) -> dict[str, str]:
 
     A layer that appears in several places is named in each. Prefixes of torch.compile are left out.
     """
-    found = {}
+    kinds = {}
     for path, layer in module.named_modules(remove_duplicate=False):
         kind = type(layer).__name__ if _is_plain(layer) else getattr(layer, "plain_kind", None)
         if kind in KINDS:
-            found[unwrapped(path, COMPILED)] = kind
-    return found
+            kinds[unwrapped(path, COMPILED)] = kind
+    return kinds
 
 
 def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

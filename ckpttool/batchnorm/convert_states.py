@@ -11,36 +11,137 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
-from ..errors import NothingToDo, UsageFault
+from ..errors import NothingToDo, Refused, UsageFault
 from ..inert_pickle.values import OrderedDict_, remade, tensor_of
+from ..tensors.cast import FLOATS
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Computed, Storage, TensorRef
-from .layers import KIND, TEXT, find, fits, given_kinds, key, recorded_kinds
+from ..transforms.wrappers import WRAPPERS
 
-VERSION = 2
-"""The version in `_metadata` of layers with a counter."""
+WITHOUT_STATISTICS = {"weight", "bias"}  # the keys of a layer with `track_running_stats=False`
+OF_BATCHNORM = {*WITHOUT_STATISTICS, MEAN, VARIANCE, COUNTER}
+
+KINDS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+
+KIND = "kind"  # the key of a recorded kind in `_metadata`
+TEXT = "batchnorm.kinds"  # that in a safetensors header
+
+
+def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
+    """Return the paths of a state's BatchNorm layers that have statistics, in the state's order."""
+    layers = []
+    for layer, names in _members(state, exclude).items():
+        if not names & {MEAN, VARIANCE}:
+            continue
+        fault = _fault(state, layer, names)
+        if fault:
+            raise Refused(
+                path,
+                f"'{layer or 'the model itself'}' is not BatchNorm: {fault}",
+                hint=f"skip it: --exclude {shlex.quote(layer)}",
+            )
+        layers.append(layer)
+    return layers
+
+
+def fits(layer: str, patterns: Iterable[str]) -> bool:
+    """Say whether a path matches one of these shell patterns."""
+    return any(fnmatchcase(layer, pattern) for pattern in patterns)
+
+
+def _members(state: State, exclude: Iterable[str]) -> dict[str, set[str]]:
+    """Return module -> the names of its own entries, without the modules that match a pattern."""
+    members: dict[str, set[str]] = {}
+    for entry in state.container:
+        if isinstance(entry, str):
+            module, _, name = entry.rpartition(".")
+            members.setdefault(module, set()).add(name)
+    for path in state.versions or ():  # `_metadata` also names modules without entries
+        members.setdefault(str(path), set())
+    patterns = tuple(exclude)
+    return {module: names for module, names in members.items() if not fits(module, patterns)}
+
+
+def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
+    """Say why a layer with running statistics is not BatchNorm; None if it may be."""
+    there = {name: state.tensors.get(key(layer, name)) for name in names}
+    mean, variance = there.get(MEAN), there.get(VARIANCE)
+    if mean is None or variance is None:
+        return f"it has no '{VARIANCE if mean is not None else MEAN}'"
+    if mean.dtype.name not in FLOATS or mean.dtype is not variance.dtype:
+        return f"its statistics are {mean.dtype.name} and {variance.dtype.name}"
+    if len(mean.shape) != 1:
+        return f"its '{MEAN}' has the shape {list(mean.shape)}"
+    for name in (VARIANCE, "weight", "bias"):
+        tensor = there.get(name)
+        if tensor is not None and tensor.shape != mean.shape:
+            return f"its '{name}' has the shape {list(tensor.shape)}, and '{MEAN}' {list(mean.shape)}"
+    more = sorted(set(names) - OF_BATCHNORM)
+    return f"it also holds '{more[0]}'" if more else None
+
+
+def recorded_kinds(checkpoint: Checkpoint, state: State) -> dict[str, str]:
+    """Return layer -> kind, as a conversion has recorded it in a file; ignore any other values there."""
+    recorded: dict[object, object] = {}
+    try:
+        text = json.loads(checkpoint.metadata.get(TEXT, "{}"))
+    except (ValueError, RecursionError):
+        text = None
+    if isinstance(text, dict):
+        recorded.update(text)
+    for path, entry in (state.versions or {}).items():
+        if isinstance(entry, dict) and KIND in entry:
+            recorded[path] = entry[KIND]
+    return {path: str(kind) for path, kind in recorded.items() if isinstance(path, str) and kind in KINDS}
+
+
+def given_kinds(
+    path: str, state: State, layers: Iterable[str], kinds: Mapping[str, str], exclude: Iterable[str] = ()
+) -> dict[str, str]:
+    """Return the kinds of a model's layers by their paths in a file, also of layers without statistics."""
+    for name, kind in kinds.items():
+        if kind not in KINDS:
+            raise UsageFault(f"'{name}' is of the kind {kind}", hint=f"one of {', '.join(KINDS)}")
+    tracked, given = set(layers), {}
+    for layer, names in _members(state, exclude).items():
+        name = layer if layer in kinds else unwrapped(layer)
+        if name in kinds and (layer in tracked or names <= WITHOUT_STATISTICS):
+            given[layer] = kinds[name]
+        elif layer in tracked:
+            raise Refused(
+                path,
+                f"'{layer or 'the model itself'}' is not a BatchNorm1d, 2d or 3d in the model",
+                hint=f"skip it: --exclude {shlex.quote(layer)}",
+            )
+    return given
+
+
+def unwrapped(layer: str, wrappers: Collection[str] = WRAPPERS.keys()) -> str:
+    """Return a layer's path without the names of wrappers, of the model or of parts of it."""
+    return ".".join(part for part in layer.split(".") if f"{part}." not in wrappers)
+
+
+def key(layer: str, name: str) -> str:
+    """Return the key of a layer's entry; the layer `""` is the model itself."""
+    return f"{layer}.{name}" if layer else name
+
+
+VERSION = 2  # in `_metadata`, of layers with a counter
 
 Target = Literal["sync", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a conversion did.
-
-    Attributes:
-        layers: the paths of all known BatchNorm layers of the state; `""` is the model itself.
-        added: the keys of the counters that were added.
-        versioned: the layers whose version was set.
-        recorded: layer -> kind, of the layers whose kind was recorded.
-        restored: layer -> kind, of the layers whose record was removed.
-    """
+    """What a conversion did."""
 
     layers: tuple[str, ...]
     added: tuple[str, ...] = ()
@@ -63,54 +164,25 @@ def convert(
     as_text: bool | None = None,
     state: str | None = None,
 ) -> tuple[Checkpoint, Report]:
-    """Convert a checkpoint's BatchNorm layers to synchronised layers, or back to plain ones.
-
-    In both directions, a layer without a counter gets one: an int64 scalar of 0, as torch adds it when it
-    loads such a state. (It matters only to layers with `momentum=None`, whose next batch then replaces their
-    statistics.) A layer with an older version in `_metadata` gets version 2. With `sync`, the known kinds are
-    recorded; with `plain`, the records are removed, so that the way back is exact. Weights and statistics are
-    not changed. A plain dict becomes an OrderedDict if a kind is recorded.
-
-    InstanceNorm with running statistics has exactly BatchNorm's keys, and is taken for it unless `kinds` is
-    given, which names every BatchNorm of a model; then it is refused. Layers without statistics are found
-    only with `kinds`.
-
-    Args:
-        checkpoint: the checkpoint, which is not changed.
-        to: `sync` or `plain`.
-        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, as from `batchnorm.kinds_of(model)`;
-            prefixes of wrappers in the file's paths are ignored.
-        exclude: shell patterns for the paths of layers to skip.
-        as_text: record kinds in the text of a safetensors header; None to do what fits the input's format.
-        state: dotted path of the model's state; None to find it.
-
-    Returns:
-        The new checkpoint, whose tensors still lie in the old file, and what was changed.
-
-    Raises:
-        NothingToDo: no layer is BatchNorm, or none would change.
-        Refused: a layer with running statistics is not BatchNorm; names the layer.
-        UsageFault: `to` or a kind is none of those above.
-        NoState: `state` names no state, or none was found.
-    """
+    """Convert a checkpoint's BatchNorm layers to synchronised layers, or back to plain ones."""
     if to not in ("sync", "plain"):
         raise UsageFault(f"--to {to}: not a kind of BatchNorm", hint="sync or plain")
-    found, patterns = checkpoint.state(state), tuple(exclude)
-    layers = find(checkpoint.path, found, patterns)
-    given = {} if kinds is None else given_kinds(checkpoint.path, found, layers, kinds, patterns)
-    known = recorded_kinds(checkpoint, found)
+    target, patterns = checkpoint.state(state), tuple(exclude)
+    layers = find(checkpoint.path, target, patterns)
+    given = {} if kinds is None else given_kinds(checkpoint.path, target, layers, kinds, patterns)
+    known = recorded_kinds(checkpoint, target)
     if not (layers or given or known):
-        raise _none(checkpoint, found)
+        raise _none(checkpoint, target)
     alone = {path: kind for path, kind in known.items() if fits(path, patterns)}
     wanted = {**known, **given} if to == "sync" else alone
     if as_text is None:
         as_text = checkpoint.format.startswith("safetensors") and not checkpoint.full
-    report = _report(found, layers, [*given, *known], known, wanted)
+    report = _report(target, layers, [*given, *known], known, wanted)
     if not report.changes:
         raise _fits_both(checkpoint, to)
-    entries = _versions(found, report, {} if as_text else wanted)
+    entries = _versions(target, report, {} if as_text else wanted)
     new = checkpoint.changed(
-        found, lambda value: _converted(found, report, entries) if value is found.container else value
+        target, lambda value: _converted(target, report, entries) if value is target.container else value
     )
     return replace(new, metadata=_text(checkpoint.metadata, wanted if as_text else {})), report
 
@@ -136,10 +208,7 @@ def _is_old(state: State, layer: str) -> bool:
 
 
 def _versions(state: State, report: Report, kinds: Mapping[str, str]) -> dict[object, object] | None:
-    """Return the `_metadata` after a conversion, or None for none.
-
-    An entry that becomes empty existed only for a record, and is removed with it; so is an empty `_metadata`.
-    """
+    """Return the `_metadata` after a conversion, or None for none."""
     if state.versions is None and not kinds:
         return None
     old = OrderedDict_() if state.versions is None else state.versions
@@ -181,10 +250,10 @@ def _entries(container: Mapping[object, object], added: set[str]) -> Iterator[tu
             yield counter, zero(tensor.storage)
 
 
-def zero(beside: Storage) -> TensorRef:
+def zero(like: Storage) -> TensorRef:
     """Return an int64 scalar of 0 in its own storage, with the file and device of another storage."""
-    data = Computed(beside.data.path, 8, lambda start, count: iter([memoryview(bytes(count))]))
-    storage = Storage(data, "LongStorage", beside.location, byteorder=beside.byteorder)
+    data = Computed(like.data.path, 8, lambda start, count: iter([memoryview(bytes(count))]))
+    storage = Storage(data, "LongStorage", like.location, byteorder=like.byteorder)
     return TensorRef.contiguous(storage, DTYPES["int64"], ())
 
 
@@ -197,7 +266,7 @@ def _text(metadata: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, st
 def _none(checkpoint: Checkpoint, state: State) -> NothingToDo:
     where = f" in '{state.where}'" if state.where else ""
     return NothingToDo(
-        f"{checkpoint.path}: there is no BatchNorm{where}: no '{MEAN}' beside a '{VARIANCE}'",
+        f"{checkpoint.path}: there is no BatchNorm{where}: no '{MEAN}' next to a '{VARIANCE}'",
         hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
     )
 

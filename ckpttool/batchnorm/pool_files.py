@@ -15,37 +15,29 @@ from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
 from ..files.digest import tensor_digests
 from ..inert_pickle.values import tensor_of
-from ..tensors.cast import TARGETS, carrier, reader
-from ..tensors.dtypes import DType
+from ..tensors.cast import TARGETS
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import require_bounded, stream
+from ..transforms.mean import in_float64, nearest
 from ..transforms.selection import replace_state
-from .layers import find, fits, key
+from .convert_states import find, fits, key
 from .pooling import Counts, pool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-MAX_NAMED = 8
-"""The most keys that a hint lists, each with its flag."""
+MAX_NAMED = 8  # keys that a hint lists, each with its flag
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """What was pooled.
-
-    Attributes:
-        layers: the paths of the BatchNorm layers.
-        pooled: the keys with a new value.
-        from_first: the keys that differ between the files and were taken from the first, as asked.
-        exact: whether counts were given; otherwise equal ones were assumed and the unbiased factors kept.
-    """
+    """What was pooled."""
 
     layers: tuple[str, ...]
-    pooled: tuple[str, ...]
-    from_first: tuple[str, ...]
-    exact: bool
+    pooled: tuple[str, ...]  # keys with a new value
+    from_first: tuple[str, ...]  # keys that differ between the files and were taken from the first, as asked
+    exact: bool  # counts were given; otherwise equal ones were assumed and the unbiased factors kept
 
 
 def pool_states(
@@ -58,33 +50,7 @@ def pool_states(
     keep_first: Iterable[str] = (),
     state: str | None = None,
 ) -> tuple[Checkpoint, PoolReport]:
-    """Return the first of several ranks' checkpoints with the running statistics of all, computed by `pool`.
-
-    Statistics keep their dtype and are rounded once. Counters become the largest, because a rank without
-    samples in a step does not count that step. Everything outside the model's state is the first file's.
-
-    Args:
-        checkpoints: one per rank, of one model at one step.
-        counts: shell pattern for layers -> values per channel in a batch of each rank; the first pattern that
-            matches a layer applies. None for equal counts.
-        cumulative: shell patterns for layers with `momentum=None`, whose statistics are averages over all
-            batches: ranks are also weighted by their counters of batches.
-        momentum: of the layers, above 0 and at most 1: add the variance between ranks that averaging over
-            batches removes, as `pool` does; needs counts.
-        exclude: shell patterns for layers that are not BatchNorm, or not to be pooled.
-        keep_first: shell patterns for keys that may differ; the first file's values are taken.
-        state: dotted path of the model's state; None to find it.
-
-    Returns:
-        The new checkpoint, whose other tensors still lie in the first file, and what was pooled.
-
-    Raises:
-        NothingToDo: there is no BatchNorm, or all files have the same statistics.
-        Refused: the files differ in anything else, which is named, or a cumulative layer has no counter.
-        UsageFault: fewer than two files, counts that do not fit the files, or a pattern that matches no
-            layer.
-        NoState: `state` names no state in a file, or none was found.
-    """
+    """Return the first of several ranks' checkpoints with the running statistics of all, pooled by `pool`."""
     _check_counts(checkpoints, counts)
     _check_momentum(momentum, counts)
     first, states = checkpoints[0], [checkpoint.state(state) for checkpoint in checkpoints]
@@ -94,7 +60,7 @@ def pool_states(
     averaged = tuple(cumulative)
     _check_patterns(layers, {"--counts": counts or (), "--cumulative": averaged})
     own = {key(layer, name) for layer in layers for name in (MEAN, VARIANCE, COUNTER)}
-    from_first = _check_alike(checkpoints, states, own, tuple(keep_first))
+    from_first = _check_same(checkpoints, states, own, tuple(keep_first))
     new: dict[str, TensorRef] = {}
     for layer in layers:
         rest = _counts_of(layer, counts), fits(layer, averaged), momentum
@@ -144,24 +110,24 @@ def _check_patterns(layers: Sequence[str], given: Mapping[str, Iterable[str]]) -
 def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None:
     if counts is None:
         return None
-    found = next((numbers for pattern, numbers in counts.items() if fits(layer, [pattern])), None)
-    if found is None:
+    chosen = next((numbers for pattern, numbers in counts.items() if fits(layer, [pattern])), None)
+    if chosen is None:
         raise UsageFault(
             f"--counts: none matches the layer '{layer}'", hint="give the last one without a pattern"
         )
-    return found
+    return chosen
 
 
-def _check_alike(
+def _check_same(
     checkpoints: Sequence[Checkpoint], states: Sequence[State], own: set[str], keep: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the keys that may differ and do. Raises Refused for any other difference between the files."""
     first, known = checkpoints[0].path, _described(states[0], own)
     differing: dict[str, str] = {}
     for checkpoint, state in zip(checkpoints[1:], states[1:], strict=True):
-        found = _described(state, own)
-        for name in dict.fromkeys((*known, *found)):
-            if known.get(name) != found.get(name):
+        described = _described(state, own)
+        for name in dict.fromkeys((*known, *described)):
+            if known.get(name) != described.get(name):
                 differing.setdefault(name, checkpoint.path)
     wrong = [name for name in differing if not fits(name, keep)]
     if wrong:
@@ -212,16 +178,18 @@ def _pooled_layer(
     sources = [state.tensors[at] for state in states for at in names.values() if at in state.tensors]
     origins = tuple(tensor.storage for tensor in sources)
     new = {}
-    if any(not np.array_equal(one, read[name][0]) for name in (MEAN, VARIANCE) for one in read[name]):
+    if any(not np.array_equal(rank, read[name][0]) for name in (MEAN, VARIANCE) for rank in read[name]):
         if cumulative and COUNTER not in read:
             raise Refused(path, f"'{names[COUNTER]}' is not there: how many batches were averaged?")
-        batches = [float(one) for one in read[COUNTER]] if cumulative else None
+        batches = [float(count) for count in read[COUNTER]] if cumulative else None
         try:
-            pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches, momentum=momentum)
+            with np.errstate(all="ignore"):  # infinite statistics give NaN, as in one process
+                pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches, momentum=momentum)
         except ValueError as error:
             raise Refused(path, f"'{layer}' can't be pooled: {error}") from error
         new = {names[MEAN]: pooled.mean, names[VARIANCE]: pooled.variance}
-    if COUNTER in read and any(one != read[COUNTER][0] for one in read[COUNTER]):
+    if COUNTER in read and any(count != read[COUNTER][0] for count in read[COUNTER]):
+        # The largest: a rank without samples in a step does not count that step.
         new[names[COUNTER]] = np.max(read[COUNTER], axis=0)
     return {name: _tensor(states[0].tensors[name], values, origins) for name, values in new.items()}
 
@@ -231,21 +199,19 @@ def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
     import numpy as np
 
     require_bounded(name, tensor)
-    raw = b"".join(bytes(piece) for piece in stream(tensor))
     if tensor.dtype.name == "int64":
-        return np.frombuffer(raw, dtype="<i8").reshape(tensor.shape)
+        return np.frombuffer(b"".join(map(bytes, stream(tensor))), dtype="<i8").reshape(tensor.shape)
     if tensor.dtype.name not in TARGETS:
         raise Refused(path, f"'{name}' is {tensor.dtype.name}, which can't be pooled")
-    return (
-        reader(tensor.dtype)(np.frombuffer(raw, dtype=carrier(tensor.dtype)))
-        .astype("f8")
-        .reshape(tensor.shape)
-    )
+    return in_float64(tensor)
 
 
 def _tensor(old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]) -> TensorRef:
     """Return a tensor like `old`, with these values in its own storage."""
-    raw = _rounded(values, old.dtype)
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        raw = values.astype("<i8") if old.dtype.name == "int64" else nearest(values, old.dtype)
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
     make = partial(_stretch, raw.tobytes())
@@ -256,22 +222,6 @@ def _tensor(old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]) 
 
 def _stretch(raw: bytes, start: int, nbytes: int) -> Iterator[memoryview]:
     yield memoryview(raw)[start : start + nbytes]
-
-
-def _rounded(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Return float64 values in another dtype, rounded once, to nearest, ties to even."""
-    import numpy as np
-
-    with np.errstate(over="ignore"):
-        if dtype.name != "bfloat16":
-            return values.astype("<i8" if dtype.name == "int64" else f"<f{dtype.itemsize}")
-        single = values.astype("<f4")
-        # Round to odd in float32, so that only the rounding to bfloat16 counts (Boldo and Melquiond 2008).
-        single = np.where(np.abs(single) > np.abs(values), np.nextafter(single, np.float32(0)), single)
-        bits = single.view("<u4") | (single != values).astype("<u4")
-        nan = np.isnan(values)
-        bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        return np.where(nan, 0x7FC0, bits >> np.uint32(16)).astype("<u2")
 
 
 def _replaced(old: Mapping[object, object], new: Mapping[str, TensorRef]) -> Iterator[tuple[object, object]]:

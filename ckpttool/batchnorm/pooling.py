@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Counts = Sequence[float]
 
@@ -52,18 +52,17 @@ def pool(
 ) -> Pooled:
     """Pool the running means and variances of all ranks, in float64 and in rank order.
 
-    For a single batch (momentum 1) the result is exactly what one process would keep of the whole batch. For
-    averages over batches the mean is exact, if each rank's share of the batches is constant. The variance is
-    too small unless `momentum` is given; with it, it is right in expectation. Exact running averages need the
-    moments of every batch: `RunningStatistics`.
+    For a single batch (momentum 1) the result is exactly what one process would keep. For averages over
+    batches the mean is exact, if each rank's share of the batches is constant, and the variance too small
+    unless `momentum` is given, then right in expectation. `RunningStatistics` is exact for any momentum.
 
     Args:
         means, variances: of each rank, as BatchNorm keeps them: NumPy arrays, torch tensors or numbers, of
             one shape.
         counts: values per channel in a batch of each rank, batch × positions. A rank with 0 is left out. None
             for equal and large counts, whose factors are 1.
-        batches: batches that each rank has seen, for averages over all batches (a layer's `momentum=None`);
-            ranks are also weighted by them. None for equal numbers.
+        batches: that each rank has seen, for averages over all batches (a layer's `momentum=None`); ranks
+            are also weighted by them. None for equal numbers.
         momentum: of the layer, above 0 and at most 1: add the variance between ranks that averaging over
             batches removes. None adds nothing, as 1 does. With `batches`, these take its place.
 
@@ -71,32 +70,55 @@ def pool(
         ValueError: lists of different lengths, a negative count, fewer than two values in all, or a momentum
             that is out of range or given without counts.
     """
-    exact, averages_all = counts is not None, batches is not None
-    counts = [1.0] * len(means) if counts is None else counts
-    batches = [1.0] * len(means) if batches is None else batches
+    exact, equal = counts is not None, [1.0] * len(means)
+    if momentum is not None and not (exact and 0 < momentum <= 1):
+        raise ValueError(f"a momentum of {momentum:g} needs counts, and is above 0 and at most 1")
+    ranks = _ranks(
+        means, variances, equal if counts is None else counts, equal if batches is None else batches
+    )
+    count = float(sum(rank.values for rank in ranks))
+    total = sum(rank.weight for rank in ranks)
+    if not ranks or (exact and count <= 1):
+        raise ValueError("a variance needs at least two values")
+    mean = sum(rank.weight * rank.mean for rank in ranks) / total
+    biased = sum(rank.weight * (rank.biased(exact) + (rank.mean - mean) ** 2) for rank in ranks) / total
+    if momentum is not None:
+        averaged = [(2 - momentum) / momentum if batches is None else rank.batches for rank in ranks]
+        biased = sum(
+            (rank.between(total) * (1 - 1 / k) for rank, k in zip(ranks, averaged, strict=True)), biased
+        )
+    return Pooled(mean, biased * (count / (count - 1) if exact else 1.0), count)
+
+
+class _Rank(NamedTuple):
+    """What one rank has seen, its statistics in float64."""
+
+    mean: Any
+    variance: Any
+    values: float  # per channel in a batch
+    batches: float
+
+    @property
+    def weight(self) -> float:
+        return self.values * self.batches
+
+    def biased(self, exact: bool) -> Any:
+        return self.variance * ((self.values - 1) / self.values if exact else 1.0)
+
+    def between(self, total: float) -> Any:
+        """Return this rank's term of the variance between ranks, which averaging over batches removes."""
+        share = self.weight / total
+        return share * (1 - share) * self.variance / self.values
+
+
+def _ranks(means: Sequence[Any], variances: Sequence[Any], counts: Counts, batches: Counts) -> list[_Rank]:
+    """Return the ranks that have seen anything."""
     if not len(means) == len(variances) == len(counts) == len(batches):
         raise ValueError("each rank needs a mean, a variance and a count")
     if min(counts, default=0) < 0 or min(batches, default=0) < 0:
         raise ValueError("a count is negative")
-    if momentum is not None and not (exact and 0 < momentum <= 1):
-        raise ValueError(f"a momentum of {momentum:g} needs counts, and is above 0 and at most 1")
-    ranks = [
-        (n * t, _double(mean), _double(variance) * ((n - 1) / n if exact else 1.0))
-        for mean, variance, n, t in zip(means, variances, counts, batches, strict=True)
-        if n * t
-    ]
-    count = float(sum(n for n, t in zip(counts, batches, strict=True) if t))
-    total = sum(weight for weight, _, _ in ranks)
-    if not ranks or (exact and count <= 1):
-        raise ValueError("a variance needs at least two values")
-    mean = sum(weight * own for weight, own, _ in ranks) / total
-    biased = sum(weight * (spread + (own - mean) ** 2) for weight, own, spread in ranks) / total
-    if momentum is not None:
-        for variance, n, t in zip(variances, counts, batches, strict=True):
-            if n * t:
-                share, averaged = n * t / total, t if averages_all else (2 - momentum) / momentum
-                biased = biased + share * (1 - share) * _double(variance) / n * (1 - 1 / averaged)
-    return Pooled(mean, biased * (count / (count - 1) if exact else 1.0), count)
+    rows = zip(means, variances, counts, batches, strict=True)
+    return [_Rank(_double(mean), _double(variance), n, t) for mean, variance, n, t in rows if n * t]
 
 
 def _double(value: Any) -> Any:

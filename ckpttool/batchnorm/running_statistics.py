@@ -17,9 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..distributed import collectives
-from .moments import combine, moments, update_running
 from .pooling import pool
-from .sync_batchnorm import SyncBatchNorm
+from .sync_batchnorm import SyncBatchNorm, combine, moments, update_running
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -33,13 +32,12 @@ class RunningStatistics:
             statistics.end_step()
             optimizer.step()
 
-    After each step every rank has the same statistics, to the bit: those that one process would have after
-    the same forward passes with the samples of all ranks. The n-th passes of all ranks through a layer in a
-    step count as one; a rank that passes less often counts as without samples. Each layer's momentum, None
-    included, applies as in torch. Layers in evaluation mode, without running statistics, or synchronised are
-    left alone. Samples are still normalised by each rank's own, so weights are those of plain BatchNorm.
-
-    Under `torch.compile` there is a graph break at each layer; `fullgraph=True` fails.
+    After each step every rank has, to the bit, the statistics that one process would have after the same
+    forward passes with the samples of all ranks. The n-th passes of all ranks through a layer in a step count
+    as one; a rank that passes less often counts as without samples. Each layer's momentum, None included,
+    applies as in torch. Layers in evaluation mode, without running statistics, or synchronised are left
+    alone. Samples are still normalised by each rank's own, so weights are those of plain BatchNorm. Under
+    `torch.compile` there is a graph break at each layer; `fullgraph=True` fails.
 
     Attributes:
         layers: path -> layer, each layer once.
@@ -69,13 +67,13 @@ class RunningStatistics:
         """
         if not self.layers or collectives.world_size() == 1:
             return
-        own = torch.cat(self._moments, dim=1) if self._moments else torch.zeros(3, 0, dtype=torch.float64)
-        of_ranks = collectives.gather((self._calls, own.cpu().numpy()))
+        rows = torch.cat(self._moments, dim=1) if self._moments else torch.zeros(3, 0, dtype=torch.float64)
+        of_ranks = collectives.gather((self._calls, rows.cpu().numpy()))
         for buffer, before in (pair for pairs in self._before.values() for pair in pairs):
             buffer.copy_(before)
         self._calls, self._moments, self._before = [], [], {}
-        passes, side_by_side = self._aligned(of_ranks)
-        counts, mean, variance = combine(side_by_side)
+        passes, aligned = self._aligned(of_ranks)
+        counts, mean, variance = combine(aligned)
         device = next(iter(self.layers.values())).get_buffer("running_mean").device
         mean, variance = torch.stack([mean, variance]).to(device)
         start = 0
@@ -102,27 +100,20 @@ class RunningStatistics:
         self._moments.append(moments(input))
 
     def _aligned(self, of_ranks: list[tuple[list[str], Any]]) -> tuple[list[Any], torch.Tensor]:
-        """Align the ranks' passes through the layers in a step.
-
-        Args:
-            of_ranks: for each rank, the paths of the layers it passed through, and its moments [3, channels].
-
-        Returns:
-            The layers, one for each pass, and float64 [ranks, 3, channels], 0 where a rank passed less often.
-        """
-        found: dict[tuple[str, int], torch.Tensor] = {}
-        for rank, (calls, own) in enumerate(of_ranks):
+        """Return the layers, one a pass, and [ranks, 3, channels], 0 where a rank passed less often."""
+        by_pass: dict[tuple[str, int], torch.Tensor] = {}
+        for rank, (calls, rows) in enumerate(of_ranks):
             widths = [self.layers[path].num_features for path in calls]
-            columns = torch.split(torch.from_numpy(own), widths, dim=1)
+            columns = torch.split(torch.from_numpy(rows), widths, dim=1)
             passes: Counter[str] = Counter()
             for path, column in zip(calls, columns, strict=True):
                 key = path, passes[path]
                 passes[path] += 1
-                if key not in found:
-                    found[key] = torch.zeros(len(of_ranks), *column.shape, dtype=torch.float64)
-                found[key][rank] = column
+                if key not in by_pass:
+                    by_pass[key] = torch.zeros(len(of_ranks), *column.shape, dtype=torch.float64)
+                by_pass[key][rank] = column
         nothing = torch.zeros(len(of_ranks), 3, 0, dtype=torch.float64)
-        return [self.layers[path] for path, _ in found], torch.cat([nothing, *found.values()], dim=2)
+        return [self.layers[path] for path, _ in by_pass], torch.cat([nothing, *by_pass.values()], dim=2)
 
 
 def pool_over_ranks(
@@ -140,16 +131,17 @@ def pool_over_ranks(
     Returns:
         Mean and variance of each layer, float64, on the CPU; this rank's own if no rank has seen two values.
     """
-    own = []
+    local = []
     for layer, (values, batches) in zip(layers, seen, strict=True):
-        kept = (layer.get_buffer(name).double().cpu().numpy() for name in ("running_mean", "running_var"))
-        own.append((*kept, values / batches if batches else 0.0, batches))
-    found = []
-    for layer, this, of_ranks in zip(layers, own, zip(*collectives.gather(own), strict=True), strict=True):
+        buffers = (layer.get_buffer(name).double().cpu().numpy() for name in BUFFERS[:2])
+        local.append((*buffers, values / batches if batches else 0.0, batches))
+    statistics = []
+    gathered = zip(*collectives.gather(local), strict=True)
+    for layer, this, of_ranks in zip(layers, local, gathered, strict=True):
         means, variances, sizes, counters = zip(*of_ranks, strict=True)
         mean, variance = this[:2]
         if sum(sizes) > 1:
             pooled = pool(means, variances, sizes, batches=counters if layer.momentum is None else None)
             mean, variance = pooled.mean, pooled.variance
-        found.append((torch.from_numpy(mean), torch.from_numpy(variance)))
-    return found
+        statistics.append((torch.from_numpy(mean), torch.from_numpy(variance)))
+    return statistics

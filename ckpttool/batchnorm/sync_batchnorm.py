@@ -1,8 +1,10 @@
 """BatchNorm over the samples of all ranks, on any device and backend. Imports torch.
 
-torch's SyncBatchNorm raises on a CPU; this is the same mathematics. Forward gathers each rank's moments and
-combines them (`moments.py`). Backward sums two numbers per channel over ranks: the gradient, and the gradient
-times the normalised input. A rank without samples takes part with a count of 0.
+torch's SyncBatchNorm raises on a CPU; this is the same mathematics. Forward gathers each rank's count, mean
+and sum of squared deviations, and combines them in float64 and in rank order (Chan, Golub and LeVeque 1979,
+"Updating formulae and a pairwise algorithm for computing sample variances"), so that all ranks have the same
+bits, and a large mean costs no digits. Backward sums two numbers per channel over ranks: the gradient, and
+the gradient times the normalised input. A rank without samples takes part with a count of 0.
 """
 
 from __future__ import annotations
@@ -14,9 +16,56 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .moments import accumulator, combine, moments, update_running
-
 Tensor = torch.Tensor
+
+
+def moments(input: Tensor) -> Tensor:
+    """Return a batch's count, mean and sum of squared deviations of each channel: float64 [3, channels]."""
+    channels = input.shape[1]
+    count = input.numel() // max(channels, 1)
+    rows = torch.zeros(3, channels, dtype=torch.float64, device=input.device)
+    if count:
+        mean, variance = _mean_and_variance(input.detach().to(accumulator(input)))
+        rows[0], rows[1], rows[2] = count, mean, variance.double() * count
+    return rows
+
+
+def combine(of_ranks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the count, mean and biased variance of each channel over all ranks; of [ranks, 3, channels]."""
+    counts, means, deviations = of_ranks.unbind(1)
+    count = counts.sum(0)
+    divisor = count.clamp(min=1)
+    mean = (counts * means).sum(0) / divisor
+    variance = (deviations + counts * (means - mean) ** 2).sum(0) / divisor
+    return count, mean, variance.masked_fill(count == 0, 1.0)
+
+
+def update_running(layer: Any, mean: Tensor, variance: Tensor, count: float) -> None:
+    """Update a layer's running statistics and counter with a batch, as torch's BatchNorm does."""
+    counter, momentum = layer.num_batches_tracked, layer.momentum
+    if counter is not None:
+        counter.add_(1)
+    if momentum is None:  # as in torch, an average without a counter does not change
+        momentum = 1.0 / float(counter) if counter is not None else 0.0
+    unbiased = variance * (count / (count - 1))
+    for buffer, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+        buffer.mul_(1 - momentum).add_(new.to(buffer.device, buffer.dtype), alpha=momentum)
+
+
+def accumulator(input: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: float64 for float64, and float32 for all others."""
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
+def _mean_and_variance(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and biased variance of each channel, to the last digit of the input's dtype."""
+    if input.device.type == "cpu":
+        # Plain BatchNorm's kernel is five times as fast as `var_mean`. It sums contiguous values in float64,
+        # but channels-last ones in float32, which leaves five digits.
+        mean, variance = torch.ops.aten.batch_norm_update_stats(input.contiguous(), None, None, 0.0)
+        return mean, variance
+    variance, mean = torch.var_mean(input, [0, *range(2, input.dim())], correction=0)
+    return mean, variance
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -85,7 +134,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save as any layer does, with the kind beside the version in `_metadata`, which loading ignores."""
+        """Save as any layer does, with the kind next to the version in `_metadata`, which loading ignores."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.plain_kind is not None and hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]]["kind"] = self.plain_kind
@@ -95,12 +144,11 @@ SyncBatchNorm.__module__ = "ckpttool.batchnorm"  # pickles of whole models name 
 
 
 class _Synchronised(torch.autograd.Function):
-    """Normalise by the statistics of all ranks; the gradient is that of the sum of all ranks' losses.
+    """Normalise by the statistics of all ranks; the gradient is that of the sum of all ranks' losses."""
 
-    So under DistributedDataParallel, which averages, each rank's loss is weighted before backward. The
-    gradients of weight and bias are of this rank's samples only; what sums those of all parameters over ranks
-    sums these too.
-    """
+    # So under DistributedDataParallel, which averages, each rank's loss is weighted before backward. The
+    # gradients of weight and bias are of this rank's samples only: what sums those of all parameters over
+    # ranks sums these too.
 
     @staticmethod
     def forward(
@@ -113,8 +161,8 @@ class _Synchronised(torch.autograd.Function):
         group: Any,
         absent: bool,
     ) -> Tensor:
-        own = moments(input[:0] if absent else input)
-        counts, mean, variance = combine(_of_all_ranks(own, group))
+        local = moments(input[:0] if absent else input)
+        counts, mean, variance = combine(_of_all_ranks(local, group))
         count = float(counts[0]) if len(counts) else 0.0
         if count == 1:
             raise ValueError(
@@ -125,7 +173,7 @@ class _Synchronised(torch.autograd.Function):
         exact = accumulator(input)
         ctx.of_weight = None if weight is None else weight.dtype
         mean, variance = mean.to(exact), variance.to(exact)
-        weight, bias = (None if one is None else one.to(exact) for one in (weight, bias))
+        weight, bias = (None if scale is None else scale.to(exact) for scale in (weight, bias))
         ctx.save_for_backward(input, weight, mean, variance)
         ctx.eps, ctx.group, ctx.absent, ctx.count = eps, group, absent, count
         return _normalised(input, mean, variance, weight, bias, eps)
@@ -134,25 +182,24 @@ class _Synchronised(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors
-        whole = ctx.needs_input_grad[0]
-        own, times_normalised, direct = _local_gradients(ctx, gradient, input, weight, mean, variance)
+        summed, times_normalised, direct = _local_gradients(ctx, gradient, input, weight, mean, variance)
         to_input = None
-        if whole:
-            sums = torch.stack([own, times_normalised]).double()
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([summed, times_normalised]).double()
             if _size(ctx.group) > 1:
                 dist.all_reduce(sums, group=ctx.group)
             if ctx.absent or not input.numel():
                 to_input = torch.zeros_like(input)
             else:
                 scale = weight if weight is not None else torch.ones_like(mean)
-                one, other = (sums / ctx.count).to(mean.dtype)
+                of_mean, of_variance = (sums / ctx.count).to(mean.dtype)
                 slope = -scale * torch.rsqrt(variance + ctx.eps)
                 # What the mean and the variance pass back: linear in the normalised input.
                 to_input = direct.add_(
-                    _normalised(input, mean, variance, slope * other, slope * one, ctx.eps)
+                    _normalised(input, mean, variance, slope * of_variance, slope * of_mean, ctx.eps)
                 )
         to_weight = times_normalised.to(ctx.of_weight) if ctx.needs_input_grad[1] else None
-        to_bias = own.to(ctx.of_weight) if ctx.needs_input_grad[2] else None
+        to_bias = summed.to(ctx.of_weight) if ctx.needs_input_grad[2] else None
         return to_input, to_weight, to_bias, None, None, None, None
 
 
@@ -161,12 +208,12 @@ def _size(group: Any) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def _of_all_ranks(own: Tensor, group: Any) -> Tensor:
+def _of_all_ranks(local: Tensor, group: Any) -> Tensor:
     """Return each rank's tensor, in rank order: [ranks, ...]."""
     if _size(group) == 1:
-        return own[None]
-    of_ranks = [torch.empty_like(own) for _ in range(_size(group))]
-    dist.all_gather(of_ranks, own, group=group)
+        return local[None]
+    of_ranks = [torch.empty_like(local) for _ in range(_size(group))]
+    dist.all_gather(of_ranks, local, group=group)
     return torch.stack(of_ranks)
 
 
@@ -182,14 +229,11 @@ def _normalised(
 def _local_gradients(
     ctx: Any, gradient: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor
 ) -> tuple[Tensor, Tensor, Any]:
-    """Return what this rank's samples add to the gradients.
-
-    These are the sums, over all axes but channels, of the gradient and of the gradient times the normalised
-    input; and the input's gradient as if mean and variance were constants, None on a rank without samples.
-    """
+    """Return what this rank's samples add to the gradients of bias and weight, and to the input's."""
+    # The last as if mean and variance were constants; None on a rank without samples.
     if ctx.absent or not input.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean), None
-    direct, times_normalised, own = torch.ops.aten.native_batch_norm_backward(
+    direct, times_normalised, summed = torch.ops.aten.native_batch_norm_backward(
         gradient,
         input,
         weight,
@@ -201,4 +245,4 @@ def _local_gradients(
         ctx.eps,
         [ctx.needs_input_grad[0], True, True],
     )
-    return own, times_normalised, direct
+    return summed, times_normalised, direct

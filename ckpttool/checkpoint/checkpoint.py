@@ -1,43 +1,40 @@
-"""A checkpoint as it was read: the tree of values, and the model's state found in it."""
+"""A checkpoint as it was read: the tree of values, and the model's state in it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from ..errors import NoState, Refused
 from ..inert_pickle.values import Global, TooDeep, in_brief, rebuild, tensor_of
 from ..tensors.ref import Source, Storage, TensorRef
-from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted
+from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted, follow
 from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, special_tensor
+from .sparse_tensors import index_fault
 from .special_tensors import SpecialTensor
-from .state import State, in_part
-from .state_search import StateSearch
-from .states import follow, is_offered
+from .state import State, StateSearch, in_part
+from .states import is_offered
 
+# The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
+# header that has metadata but not this entry.
 OF_TORCH = {"format": "pt"}
-"""The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
-header that has metadata but not this entry."""
 
 
+# The metadata by which HuggingFaceStorageWriter says where a rank's pieces lie in their tensors.
 SHARDING = "DCP_SHARDING_INFO"
-"""The metadata by which HuggingFaceStorageWriter says where a rank's pieces lie in their tensors."""
 
 
 class Remark(NamedTuple):
-    """Something in a file that its format does not allow.
+    """Something in a file that its format does not allow."""
 
-    Attributes:
-        name: the record, tensor or storage.
-        message: what is wrong with it, to be read after the name.
-    """
-
-    name: str
-    message: str
+    name: str  # the record, tensor or storage
+    message: str  # what is wrong with it, to be read after the name
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +205,12 @@ class Checkpoint:
             if like is not None and plain_tensor(value) is None:
                 yield dotted(path), like
 
+    def index_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield the sparse tensors whose indices torch refuses, with what is wrong. Reads the indices."""
+        for name, like in self.special_tensors():
+            if fault := index_fault(name, like):
+                yield name, fault
+
     def found_state(self) -> State | None:
         """Return the model's state; None when there is none, a rank is missing, or it can't be said which."""
         if self.ranks is not None and self.ranks.missing:
@@ -255,14 +258,14 @@ class Checkpoint:
         Raises:
             Refused: the tree is nested too deeply to be copied.
         """
-        states = {id(each.anchor): each for each in (*also, state)}
+        states = {id(changed.anchor): changed for changed in (*also, state)}
 
         def at(value: object) -> object:
-            found = states.get(id(value))
-            if found is None:
+            changed = states.get(id(value))
+            if changed is None:
                 return change(value)
-            new = change(found.container)
-            return found.restored(new) if isinstance(new, dict) else new
+            new = change(changed.container)
+            return changed.restored(new) if isinstance(new, dict) else new
 
         opened = self.opened
         if state.module is not None:
@@ -282,3 +285,34 @@ class Checkpoint:
             return replace(self, tree=rebuild(self.tree, change))
         except (TooDeep, RecursionError):
             raise Refused(self.path, "its contents are nested too deeply to be copied") from None
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_checkpoint(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function refuse a `checkpoint` that is not an open one, by a TypeError that says what to pass."""
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = args[:1] or [kwargs[name] for name in ("checkpoint",) if name in kwargs]
+        if given and not isinstance(given[0], Checkpoint):
+            raise TypeError(_what_to_pass(function.__name__, given[0]))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _what_to_pass(name: str, given: object) -> str:
+    if isinstance(given, str | os.PathLike):
+        path = repr(os.fspath(given))
+        return (
+            f"{name}() takes an open checkpoint, not a path: "
+            f"with ckpttool.open({path}) as checkpoint: ckpttool.{name}(checkpoint, …)"
+        )
+    if isinstance(given, tuple) and given and isinstance(given[0], Checkpoint):
+        return (
+            f"{name}() takes a checkpoint, not the pair that a function returned: pass the first of the two"
+        )
+    return f"{name}() takes a checkpoint that ckpttool.open returned, not {type(given).__name__}"

@@ -17,47 +17,32 @@ from .checkpoint import Checkpoint
 
 Named = tuple[str, Storage]
 
+# Bytes summed as one piece where they are read for their checksum alone.
 PIECE = 4 << 20
-"""Bytes summed as one piece where they are read for their checksum alone."""
 
 WORKERS = 8
 
 
 def each_once(storages: Iterable[Named]) -> Iterator[Named]:
-    """Yield storages and those that they come from, each once.
-
-    Args:
-        storages: with the name of a tensor that uses each; some repeatedly.
-    """
+    """Yield storages and those that they come from once, each with the name of a tensor that uses it."""
     seen: set[int] = set()
-    for name, storage in storages:
-        below = [storage]
+    for name, used in storages:
+        below = [used]
         while below:
-            each = below.pop()
-            if id(each) not in seen:
-                seen.add(id(each))
-                below += each.origins
-                yield name, each
+            storage = below.pop()
+            if id(storage) not in seen:
+                seen.add(id(storage))
+                below += storage.origins
+                yield name, storage
 
 
 class Checksums:
-    """Sums bytes while they are read for another purpose, and compares the sums. Use it as a context manager.
-
-    While the block runs, every stretch that is read of a storage is summed in the thread that reads it.
-    `finish` puts the sums together, and reads what was not read: the bytes between views, and all of a
-    storage that was mapped.
-    """
+    """Sums bytes while they are read for another purpose, and compares the sums. A context manager."""
 
     def __init__(self, checkpoint: Checkpoint, storages: Iterable[Named], *, every: bool = False) -> None:
-        """Prepare the comparison of storages.
-
-        Args:
-            checkpoint: what is being read; for the hint of the error.
-            storages: those that are used, with the name of a tensor that uses each. Those that they come from
-                are compared too.
-            every: read the storages without a checksum too, as far as nothing else reads them; of one that
-                is put together from others, those.
-        """
+        # While the block runs, every stretch of a storage is summed in the thread that reads it. `finish`
+        # reads what was not read: the bytes between views, and storages that were mapped. With `every`,
+        # storages without a checksum are read too, or those that they are put together from.
         self._checkpoint = checkpoint
         self._sums = [
             _Sums(name, storage, {})
@@ -82,44 +67,32 @@ class Checksums:
             source.observers.remove(watch.see)
 
     def finish(self) -> None:
-        """Compare all checksums; call it when everything was read.
-
-        Raises:
-            Damaged: bytes do not match their checksum, the first in the order of the storages; or a file
-                ends early.
-        """
-        for each in self._differing(None):
-            raise self._damaged(each)
+        """Compare all checksums when everything was read; Damaged names the first that differs."""
+        for sums in self._differing(None):
+            raise self._damaged(sums)
 
     def damaged(self, progress: Progress | None = None) -> list[Named]:
-        """Return the storages whose bytes do not match their checksum; call it when everything was read.
-
-        Args:
-            progress: called with numbers of bytes that nothing had read, or that must be read again.
-
-        Raises:
-            Damaged: a file ends early.
-        """
-        return [(each.name, each.storage) for each in self._differing(progress)]
+        """Return the storages whose bytes do not match their checksum, when everything was read."""
+        return [(sums.name, sums.storage) for sums in self._differing(progress)]
 
     def _differing(self, progress: Progress | None) -> Iterator[_Sums]:
         self.__exit__()
-        unread = [(each, *gap) for each in self._sums for gap in each.gaps()]
-        places = [each.storage.data.part(start, end - start) for each, start, end in unread]
-        for (each, start, end), crc in zip(unread, _crc32s(places, progress), strict=True):
-            each.stretches[start] = end, crc
-        for each in self._sums:
-            stated = each.storage.crc32
-            if stated is not None and each.whole() != stated:
-                yield each
+        unread = [(sums, *gap) for sums in self._sums for gap in sums.gaps()]
+        places = [sums.storage.data.part(start, end - start) for sums, start, end in unread]
+        for (sums, start, end), crc in zip(unread, _crc32s(places, progress), strict=True):
+            sums.stretches[start] = end, crc
+        for sums in self._sums:
+            stated = sums.storage.crc32
+            if stated is not None and sums.crc32() != stated:
+                yield sums
 
     def _damaged(self, sums: _Sums) -> Damaged:
-        own = {each.path for each in (self._checkpoint.source, *self._checkpoint.shards)}
+        files = {source.path for source in (self._checkpoint.source, *self._checkpoint.shards)}
         path = sums.storage.data.path
-        whole = self._checkpoint.path if path in own else path  # the folder, not one of its files
-        hint = f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
+        checkpoint = self._checkpoint.path if path in files else path  # the folder, not one of its files
+        hint = f"list all that is damaged: ckpttool verify {shlex.quote(checkpoint)}"
         reason = f"the bytes of '{sums.name[:80]}' do not match their checksum"
-        return Damaged(path, reason, hint=None if whole == "-" else hint)
+        return Damaged(path, reason, hint=None if checkpoint == "-" else hint)
 
 
 class _Sums(NamedTuple):
@@ -141,12 +114,12 @@ class _Sums(NamedTuple):
             yield at, end
             at = end
 
-    def whole(self) -> int:
+    def crc32(self) -> int:
         """Return the CRC-32 of the storage, whose stretches have no gaps."""
         at = crc = 0
         while at < self.storage.nbytes:
-            end, found = self.stretches[at]
-            crc, at = combined(crc, found, end - at), end
+            end, of_stretch = self.stretches[at]
+            crc, at = combined(crc, of_stretch, end - at), end
         return crc
 
 
@@ -190,13 +163,13 @@ def _crc32s(places: list[ByteRange | Computed], progress: Progress | None) -> li
         for number, data in enumerate(places)
         for start, size in cut(data.nbytes, PIECE if isinstance(data, ByteRange) else data.nbytes or 1)
     )
-    found = [0] * len(places)
+    crcs = [0] * len(places)
     buffers = Buffers()
     for part, crc in map_pieces(partial(_crc32_of_part, buffers), parts, cores(WORKERS)):
-        found[part.number] = combined(found[part.number], crc, part.nbytes)
+        crcs[part.number] = combined(crcs[part.number], crc, part.nbytes)
         if progress:
             progress(part.nbytes)
-    return found
+    return crcs
 
 
 def _crc32_of_part(buffers: Buffers, part: _Part) -> tuple[_Part, int]:

@@ -1,15 +1,16 @@
-"""Dotted names of the values in a tree: `optimizer.state.0.exp_avg`."""
+"""Dotted names of the values in a tree: `optimizer.state.0.exp_avg`; nested dicts under such names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ..inert_pickle.values import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, tensor_of
+from ..inert_pickle.values import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, remade, tensor_of
 from ..tensors.ref import TensorRef
 from .pickled_modules import inside, is_module
+from .rebuilt_tensors import plain_tensor, special_tensor
 
+# Characters that the dotted names of a file may have together, whatever its size.
 MAX_NAMES = 16 << 20
-"""Characters that the dotted names of a file may have together, whatever its size."""
 
 Path = tuple[str, ...]
 Entry = tuple[str | None, object]
@@ -20,16 +21,22 @@ def dotted(path: Path) -> str:
     return ".".join(path)
 
 
+def follow(root: object, path: Path) -> object:
+    """Return the value at a path; None when there is none."""
+    value = root
+    for name in path:
+        value = value[name] if isinstance(value, dict) else None
+    return value
+
+
 def contents(value: object) -> Iterable[Entry] | None:
     """Return the entries of a container; None for a leaf such as a tensor, a number or a name."""
     return None if isinstance(value, LEAVES) or tensor_of(value) is not None else entries(value)
 
 
 def entries(value: object) -> Iterator[Entry]:
-    """Yield the entries directly inside a container under the names a person would use.
-
-    A name is None when the entry adds no step to the path, as the attributes of an object do not.
-    """
+    """Yield the entries directly inside a container under the names a person would use."""
+    # A name is None if the entry adds no step to the path, as the attributes of an object do not.
     if isinstance(value, dict):
         for key, item in value.items():
             yield in_brief(key), item
@@ -63,32 +70,135 @@ def named_values(
 ) -> Iterator[tuple[Path, object]]:
     """Yield every value of a tree with its path, in the file's order, a container before its contents.
 
-    A container that appears in several places is entered once, at the first. No container is entered below
-    MAX_DEPTH levels, which no honest file reaches.
-
-    Args:
-        root: the tree.
-        inside: returns the entries of a value by name, or None for a value not to be entered. Never called
-            for tensors.
-        limit: the most characters of all paths together.
-
-    Raises:
-        TooManyNames: the paths have more than `limit` characters.
+    `inside` returns the entries of a container, or None for a value not to be entered. A container is entered
+    once, at its first place, and not below MAX_DEPTH levels, which no honest file reaches. TooManyNames if
+    the paths have more than `limit` characters.
     """
     seen: set[int] = set()
     stack: list[tuple[Path, object]] = [((), root)]
     while stack:
         path, value = stack.pop()
-        found = None if type(value) is TensorRef else inside(value)
-        if found is not None:
+        inner = None if type(value) is TensorRef else inside(value)
+        if inner is not None:
             if id(value) in seen:
                 continue
             seen.add(id(value))
             if len(path) < MAX_DEPTH:
-                here = [(path if name is None else (*path, name), item) for name, item in found]
+                here = [(path if name is None else (*path, name), item) for name, item in inner]
                 limit -= len(here) * sum(map(len, path)) + sum(len(at[-1]) for at, _ in here if at)
                 if limit < 0:
                     raise TooManyNames
                 here.reverse()
                 stack += here
         yield path, value
+
+
+Container = dict[object, object]
+
+# The end of the name under which a module keeps what it likes: one entry, even when it is a dict.
+EXTRA_STATE = "_extra_state"
+
+# Characters that each name counts on top of its own, as shared dicts can have very many short names.
+PER_NAME = 100
+
+
+class TwiceNamed(ValueError):
+    """Two entries of nested dicts have one dotted name; the message is the name."""
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor of any kind."""
+    return plain_tensor(value) is not None or special_tensor(value) is not None
+
+
+def holds_only_tensors(root: Container) -> bool:
+    """Return whether a dict has dicts inside, and these nothing but tensors (or `_extra_state`) by text."""
+    seen: set[int] = set()
+    has_tensor = False
+    stack = [root]
+    while stack:
+        container = stack.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        for key, value in container.items():
+            if not isinstance(key, str):
+                return False
+            if isinstance(value, dict):
+                stack.append(value)
+            elif is_tensor(value):
+                has_tensor = True
+            elif not key.endswith(EXTRA_STATE):
+                return False
+    return has_tensor and len(seen) > 1
+
+
+def flattened(root: Container, limit: int) -> dict[str, Path]:
+    """Return the path of each entry of nested dicts by its dotted name. Raises TooManyNames, TwiceNamed."""
+    # A dict is opened when its keys are text and a tensor is inside; otherwise it is an entry itself.
+    places: dict[str, Path] = {}
+    opened = _with_tensors(root)
+    stack: list[tuple[Path, object]] = [((), root)]
+    while stack:
+        path, value = stack.pop()
+        is_extra = bool(path) and path[-1].endswith(EXTRA_STATE)
+        if not isinstance(value, dict) or id(value) not in opened or is_extra:
+            name = dotted(path)
+            if name in places:
+                raise TwiceNamed(name)
+            places[name] = path
+            continue
+        limit -= len(value) * (sum(map(len, path)) + PER_NAME)
+        if limit < 0 or len(path) > MAX_DEPTH:
+            raise TooManyNames
+        stack.extend(((*path, str(key)), item) for key, item in reversed(value.items()))
+    return places
+
+
+def _with_tensors(root: Container) -> set[int]:
+    """Return the ids of the dicts by text, from the root on, in which a tensor is, at whatever depth."""
+    inside: dict[int, list[int]] = {}  # the dicts that hold a dict
+    stack, seen, ready = [root], {id(root)}, []
+    while stack:
+        value = stack.pop()
+        if not all(isinstance(key, str) for key in value) or {"state", "param_groups"} <= value.keys():
+            continue  # an optimizer's state is no model's
+        if any(map(is_tensor, value.values())):
+            ready.append(id(value))
+        for item in value.values():
+            if isinstance(item, dict):
+                inside.setdefault(id(item), []).append(id(value))
+                if id(item) not in seen:
+                    seen.add(id(item))
+                    stack.append(item)
+    with_tensors = {id(root)}
+    while ready:
+        container = ready.pop()
+        with_tensors.add(container)
+        ready += inside.pop(container, ())
+    return with_tensors
+
+
+def regrouped(root: Container, places: Mapping[str, Path], entries: Mapping[object, object]) -> Container:
+    """Return nested dicts like those that `entries` were flattened from; or `entries`, when names changed."""
+    if not all(name in places for name in entries):
+        return dict(entries)
+    made: dict[Path, Container] = {(): remade(root, ())}
+
+    def at(path: Path) -> Container:
+        if path not in made:
+            old = follow(root, path)
+            assert isinstance(old, dict)
+            made[path] = at(path[:-1])[path[-1]] = remade(old, ())
+        return made[path]
+
+    for name, value in entries.items():
+        *above, key = places[str(name)]
+        at(tuple(above))[key] = value
+    return made[()]
+
+
+def values_at(root: Container, places: Mapping[str, Path]) -> Iterator[tuple[str, object]]:
+    """Yield the value of each entry of nested dicts with its dotted name."""
+    for name, path in places.items():
+        yield name, follow(root, path)

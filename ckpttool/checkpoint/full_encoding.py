@@ -27,23 +27,18 @@ from ..tensors.dtypes import DTYPES, STORAGE_DTYPES, DType, real_dtype
 from ..tensors.ref import Storage, TensorRef
 from .dotted_names import contents, dotted, named_values
 
+# The version of the layout.
 VERSION = 1
-"""The version of the layout."""
 
+# Characters of all names together; a safetensors header holds a tenth of them.
 MAX_NAMES = 1 << 30
-"""Characters of all names together; a safetensors header holds a tenth of them."""
 
+# Integers from here on lose digits in JSON readers that know only doubles, so they are written as hex.
 SAFE_INTEGER = 2**53
-"""Integers from here on lose digits in JSON readers that know only doubles, so they are written as hex."""
 
 
 class Unholdable(ValueError):
-    """A value that JSON can't express.
-
-    Attributes:
-        name: its dotted path.
-        what: its type.
-    """
+    """A value that JSON can't express."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"'{name}', a {what}")
@@ -59,17 +54,7 @@ class Flat:
 
 
 def encode(tree: object, protocol: int = 2) -> Flat:
-    """Take a tree apart.
-
-    Args:
-        tree: the values.
-        protocol: the pickle protocol to keep with them.
-
-    Raises:
-        TooDeep: the tree is nested deeper than MAX_DEPTH, or than Python can follow.
-        TooManyNames: the dotted names have more than MAX_NAMES characters.
-        Unholdable: the tree has a value that JSON can't express.
-    """
+    """Take a tree apart. TooDeep, TooManyNames (MAX_NAMES) or Unholdable if that can't be done."""
     encoder = _Encoder(tree)
     try:
         document = {"version": VERSION, "protocol": protocol, "tree": encoder.node(tree, ())}
@@ -236,12 +221,8 @@ def _is_whole(tensor: TensorRef) -> bool:
 
 
 def flat(storage: Storage, dtype: DType | None = None) -> TensorRef:
-    """Return all elements of a storage as one tensor of a type that safetensors has, complex ones as pairs.
-
-    Args:
-        storage: the storage.
-        dtype: the type of a tensor that uses it, for storages without a type of their own.
-    """
+    """Return all elements of a storage as one tensor of a type that safetensors has, complex ones as
+    pairs."""
     dtype = STORAGE_DTYPES.get(storage.kind, dtype or DTYPES["uint8"])
     if dtype.safetensors is None:
         dtype = real_dtype(dtype)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from ..inert_pickle.values import FROM_TYPE, MAX_DEPTH, Global, Record, in_brief, tensor_of
 
+# torch.fx pickles a model as a call on its attributes, not as an object with attributes.
 GRAPH_MODULES = {
     Global("torch.fx.graph_module", "reduce_graph_module"),
     Global("torch.fx.graph_module", "reduce_package_graph_module"),
 }
-"""torch.fx pickles a model as a call on its attributes, not as an object with attributes."""
 
 PLAIN_CLASSES = {
     Global("torch", "Tensor"),
@@ -27,16 +27,16 @@ PLAIN_CLASSES = {
     Global("torch.nn.parameter", "Parameter"),
 }
 
+# The wrapper of torch.compile is pickled as a call on the model inside.
 COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")
-"""The wrapper of torch.compile is pickled as a call on the model inside."""
 
 GROUPS = ("_parameters", "_buffers", "_modules")
 
 MAX_TEXT = 2_000_000
+# The limit on the names of a model: MAX_TEXT characters, or MAX_REPEATS times those it has when each module
+# is named once; each name counts 100 characters more. A shared module has a name for every way to it, and
+# ways can multiply.
 MAX_REPEATS = 64
-"""The limit on the names of a model: MAX_TEXT characters, or MAX_REPEATS times those it has when each module
-is named once; each name counts 100 characters more. A shared module has a name for every way to it, and
-ways can multiply."""
 
 
 class BadModules(ValueError):
@@ -55,13 +55,13 @@ def attributes(value: object) -> dict[object, object] | None:
     """Return the attributes of a pickled module; None when the value is not a module."""
     if not isinstance(value, Record):
         return None
-    found = value.state
+    state = value.state
     if value.callable == COMPILED and isinstance(value.args, tuple) and value.args:
-        found = {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": value.args[0]}}
+        state = {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": value.args[0]}}
     if value.callable in GRAPH_MODULES and isinstance(value.args, tuple) and value.args:
-        found = value.args[0]
-    if isinstance(found, dict) and all(isinstance(found.get(name), dict) for name in GROUPS):
-        return found
+        state = value.args[0]
+    if isinstance(state, dict) and all(isinstance(state.get(name), dict) for name in GROUPS):
+        return state
     return None
 
 
@@ -72,14 +72,14 @@ def is_module(value: object) -> bool:
 
 def parts(module: object) -> Parts:
     """Return the parts of a pickled module, without absent ones such as the bias of `bias=False`."""
-    found = attributes(module) or {}
-    hidden = found.get("_non_persistent_buffers_set")
+    values = attributes(module) or {}
+    hidden = values.get("_non_persistent_buffers_set")
     hidden = hidden if isinstance(hidden, set | frozenset) else set()
-    tensors = _present(found.get("_parameters"))
+    tensors = _present(values.get("_parameters"))
     tensors.update(
-        (name, item) for name, item in _present(found.get("_buffers")).items() if name not in hidden
+        (name, item) for name, item in _present(values.get("_buffers")).items() if name not in hidden
     )
-    return Parts(tensors, {k: v for k, v in _present(found.get("_modules")).items() if is_module(v)})
+    return Parts(tensors, {k: v for k, v in _present(values.get("_modules")).items() if is_module(v)})
 
 
 def _present(items: object) -> dict[str, object]:
@@ -88,11 +88,9 @@ def _present(items: object) -> dict[str, object]:
 
 
 def own_attributes(module: object) -> Iterator[tuple[str, object]]:
-    """Yield what an author put into a pickled model, such as `class_names`, by dotted name.
-
-    It is in no state dict. Parameters, buffers, modules and what torch keeps in each module are left out, so
-    are numbers and texts in torch's own classes, which are settings of a layer. Wrappers are looked through.
-    """
+    """Yield what an author put into a pickled model, such as `class_names`, by dotted name."""
+    # It is in no state dict. Left out is what torch keeps in each module, and numbers and texts in torch's
+    # own classes, which are settings of a layer. Wrappers are looked through.
     prefix = ""
     for _ in range(MAX_DEPTH):  # a crafted wrapper may hold itself
         if not _is_wrapper(module) or not (inner := parts(module).modules):
@@ -101,8 +99,8 @@ def own_attributes(module: object) -> Iterator[tuple[str, object]]:
         prefix += f"{name}."
     of_torch = isinstance(module, Record) and module.type_name.startswith("torch.")
     for key, item in (attributes(module) or {}).items():
-        own = isinstance(key, str) and not key.startswith("_") and key != "training"
-        if own and (not of_torch or isinstance(item, dict | list)):
+        is_author_s = isinstance(key, str) and not key.startswith("_") and key != "training"
+        if is_author_s and (not of_torch or isinstance(item, dict | list)):
             yield f"{prefix}{key}", item
 
 
@@ -114,10 +112,10 @@ def _is_wrapper(module: object) -> bool:
 
 def inside(module: object) -> Iterator[tuple[str, object]]:
     """Yield everything in a pickled module under its Python name: tensors, modules, other attributes."""
-    found = attributes(module) or {}
+    values = attributes(module) or {}
     for group in GROUPS:
-        yield from _present(found.get(group)).items()
-    yield from ((in_brief(name), item) for name, item in found.items() if name not in GROUPS)
+        yield from _present(values.get(group)).items()
+    yield from ((in_brief(name), item) for name, item in values.items() if name not in GROUPS)
 
 
 def detached(value: object) -> object:
@@ -134,19 +132,12 @@ def _is_subclass(value: Record) -> bool:
 
 
 def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tuple[str, object]]:
-    """Yield the entries of a model's state dict in its order, a module's own before those of its children.
+    """Yield the entries of a model's state dict in its order, a module's own before its children's.
 
-    A module that appears in several places is named in each, as torch does.
-
-    Args:
-        root: the outermost module.
-        parts: returns the parts of a module.
-
-    Raises:
-        BadModules: a module contains itself, is nested deeper than MAX_DEPTH, or is shared in more ways than
-            can be named.
+    A module in several places is named in each, as torch does. BadModules if modules contain themselves, are
+    nested too deeply, or are shared in more ways than can be named.
     """
-    kept: dict[int, Parts] = {}
+    parts_of: dict[int, Parts] = {}
     text, once = 0, 0
     above: list[int] = []  # the modules around the current one, outermost first
     stack: list[tuple[str, int, object]] = [("", 0, root)]
@@ -156,16 +147,14 @@ def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tu
         if id(module) in above or depth > MAX_DEPTH:
             raise BadModules(f"its module '{prefix[:80]}' is nested in itself, or too deep")
         above.append(id(module))
-        new = id(module) not in kept
+        new = id(module) not in parts_of
         if new:
-            kept[id(module)] = parts(module)
-        found = kept[id(module)]
-        for name, item in found.tensors.items():
+            parts_of[id(module)] = parts(module)
+        own = parts_of[id(module)]
+        for name, item in own.tensors.items():
             yield prefix + name, detached(item)
-        stack.extend(
-            (f"{prefix}{name}.", depth + 1, inner) for name, inner in reversed(found.modules.items())
-        )
-        here = sum(100 + len(prefix) + len(name) for name in (*found.tensors, *found.modules))
+        stack.extend((f"{prefix}{name}.", depth + 1, inner) for name, inner in reversed(own.modules.items()))
+        here = sum(100 + len(prefix) + len(name) for name in (*own.tensors, *own.modules))
         text, once = text + here, once + here * new
         if text > max(MAX_TEXT, MAX_REPEATS * once):
             raise BadModules("its modules are nested in each other in too many ways")

@@ -44,17 +44,7 @@ class Ranks:
 def require_all(
     path: str, missing: Sequence[int], world_size: int | None, lacking: Sequence[str] = ()
 ) -> None:
-    """Check that no rank's file is missing.
-
-    Args:
-        path: the folder, for the message.
-        missing: the ranks whose files are not there.
-        world_size: how many ranks there were; None when nothing says it.
-        lacking: the names of these files, as far as they are known.
-
-    Raises:
-        Damaged: some are missing; the message names them.
-    """
+    """Check that no rank's file is missing."""
     if missing:
         listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if missing[8:] else "")
         of = "" if world_size is None else f" of {world_size}"

@@ -10,51 +10,91 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
-from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of, walk, with_tensor
-from ..tensors.dtypes import STORAGE_DTYPES
-from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor
+from ..inert_pickle.values import (
+    FROM_TYPE,
+    PARAMETER,
+    Global,
+    Record,
+    attributes_in,
+    container_name,
+    in_brief,
+    names_of,
+    tensor_of,
+    walk,
+    with_tensor,
+)
+from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
+from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, extent, has_gradients, is_count
+from .sparse_tensors import read_sparse
 from .special_tensors import SpecialTensor, attributes, shape_of, torch_dtype
 
+# The ends of the names of classes that are taken for tensors, though they are not known here.
 ENDINGS = ("Tensor", "Parameter", "Buffer")
-"""The ends of the names of classes that are taken for tensors, though they are not known here."""
 
+# The most calls nested in each other that are read, such as a Parameter of a subclass of a sparse tensor.
 LEVELS = 8
-"""The most calls nested in each other that are read, such as a Parameter of a subclass of a sparse tensor."""
 
+# The most values searched for tensors inside an object of an unknown class.
 MAX_INSIDE = 10_000
-"""The most values searched for tensors inside an object of an unknown class."""
 
+PLAIN = names_of("torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3")
 WRAPPER_SUBCLASS = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
 def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
-    """Return the description of a value that is a tensor but not a plain one; None for any other value.
-
-    Args:
-        value: a value of a file's tree. A plain tensor is none, in a Parameter or of a subclass neither.
-        levels: how deep calls may be nested in each other.
-    """
+    """Return the description of a value that is a tensor but not a plain one; None for any other value."""
     if not isinstance(value, Record) or tensor_of(value) is not None or not levels:
         return None
     args = value.args if isinstance(value.args, tuple) else ()
     if value.callable in PARAMETER:
-        return special_tensor(args[0], levels - 1) if args else None
+        return _of_parameter(args[0], levels - 1) if args else None
     if value.callable in FROM_TYPE and len(args) == 4:
         return _of_subclass(value, *args, levels=levels - 1)
     if value.callable in READERS:
         kind, read = READERS[value.callable]
-        return read(args) or _unknown(kind, value)
+        try:
+            return read(args) or _unknown(kind, value)
+        except BadTensor:
+            return _unknown(kind, value)
     name = value.type_name.rpartition(".")[2]
-    found = _unknown(name, value) if name.endswith(ENDINGS) else None
-    return found if found is not None and found.parts else None
+    unknown = _unknown(name, value) if name.endswith(ENDINGS) else None
+    return unknown if unknown is not None and unknown.parts else None
+
+
+def rebuilds(function: object) -> bool:
+    """Return whether a function is one of torch's own that make tensors."""
+    return isinstance(function, Global) and (
+        function in READERS or function in FROM_TYPE | PARAMETER or function in PLAIN
+    )
+
+
+def require_sound(function: object, args: tuple[object, ...]) -> None:
+    """Raise BadTensor for a call of torch's own functions that torch refuses."""
+    if function in READERS:
+        READERS[function][1](args)
+    elif function in FROM_TYPE:
+        if len(args) != 4 or not isinstance(args[2], tuple | list):
+            raise BadTensor("of a class, in a call whose arguments torch refuses")
+        require_sound(args[0], tuple(args[2]))
+    elif function in PARAMETER:
+        _require_parameter(args, has_state=isinstance(function, Global) and function.name.endswith("_state"))
+
+
+def _require_parameter(args: tuple[object, ...], has_state: bool) -> None:
+    """Check `_rebuild_parameter(tensor, requires_grad, hooks)`, or with a state behind these."""
+    if len(args) != 3 + has_state or type(args[1]) is not bool:
+        raise BadTensor("in a Parameter, in a call whose arguments torch refuses")
+    inner, tensor = args[0], tensor_of(args[0])
+    if not isinstance(inner, TensorRef | Record):
+        raise BadTensor(f"in a Parameter that is none, but a {container_name(inner)}")
+    if tensor is not None and args[1] and not has_gradients(tensor.dtype):
+        raise BadTensor(f"of {tensor.dtype.name} in a Parameter that requires gradients")
+    if has_state and attributes_in(args[3]) is None:
+        raise BadTensor("in a Parameter whose attributes are none")
 
 
 def plain_tensor(value: object) -> TensorRef | None:
-    """Return the plain tensor that has all values of a value; None when there is none.
-
-    Args:
-        value: a tensor, also in a Parameter or subclass; or a DTensor of which this file holds everything.
-    """
+    """Return the plain tensor with all of a value: of a Parameter, subclass or whole DTensor too."""
     tensor = tensor_of(value)
     if tensor is not None or not isinstance(value, Record):
         return tensor
@@ -64,13 +104,16 @@ def plain_tensor(value: object) -> TensorRef | None:
 
 
 def with_plain_tensor(value: object, tensor: TensorRef) -> object:
-    """Return a value around another plain tensor: a Parameter stays one, a whole DTensor becomes plain.
-
-    Args:
-        value: a value for which `plain_tensor` returns a tensor.
-        tensor: the tensor to put in its place.
-    """
+    """Return a value with its plain tensor replaced: a Parameter stays one, a whole DTensor becomes plain."""
     return with_tensor(value, tensor) if tensor_of(value) is not None else tensor
+
+
+def _of_parameter(inner: object, levels: int) -> SpecialTensor | None:
+    """Read what a Parameter is made of; an object of an unknown class is one that torch may make a tensor."""
+    found = special_tensor(inner, levels)
+    if found is None and levels and isinstance(inner, Record) and inner.callable not in PARAMETER:
+        found = _unknown(inner.type_name.rpartition(".")[2], inner)
+    return found
 
 
 def _of_subclass(
@@ -78,86 +121,87 @@ def _of_subclass(
 ) -> SpecialTensor:
     """Read `_rebuild_from_type_v2(function, kind, args, state)`: a tensor made by a function, of a class."""
     values = args if isinstance(args, tuple) else ()
-    whole = SHARDED_TYPES.get(kind) if isinstance(kind, Global) else None
-    if whole:
-        found = whole(values, state)
+    read = SHARDED_TYPES.get(kind) if isinstance(kind, Global) else None
+    if read:
+        tensor = read(values, state)
     else:
-        found = (
+        tensor = (
             special_tensor(Record("reduce", function, args), levels) if isinstance(function, Global) else None
         )
-    if found is None:
+    if tensor is None:
         name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else "object"
-        found = _unknown(name, value)
+        tensor = _unknown(name, value)
         if function == WRAPPER_SUBCLASS and len(values) > 2:
-            found = replace(found, dtype=torch_dtype(values[1]), shape=shape_of(values[2]))
-    return found
+            tensor = replace(tensor, dtype=torch_dtype(values[1]), shape=shape_of(values[2]))
+    return tensor
 
 
 def _unknown(kind: str, value: Record) -> SpecialTensor:
     """Return a tensor of which only the class is known, with the plain tensors inside it."""
-    inside = [each for each in islice(walk(value), MAX_INSIDE) if isinstance(each, TensorRef)]
-    return SpecialTensor(kind, parts={str(i): each for i, each in enumerate(inside)}, known=False)
+    inside = [item for item in islice(walk(value), MAX_INSIDE) if isinstance(item, TensorRef)]
+    return SpecialTensor(kind, parts={str(i): tensor for i, tensor in enumerate(inside)}, known=False)
 
 
-def _sparse(args: tuple[object, ...]) -> SpecialTensor | None:
-    """Read `_rebuild_sparse_tensor(layout, (indices, values, size, …))`, or its compressed forms."""
+def _quantised(args: tuple[object, ...]) -> SpecialTensor:
+    """Read `_rebuild_qtensor(storage, offset, size, stride, (scheme, …), requires_grad, hooks)`."""
     match args:
-        case (Record(args=(str(layout),)), (TensorRef() as at, TensorRef() as values, size, *rest)) if (
-            layout.endswith("_coo")
-        ):
-            parts, settings = {"indices": at, "values": values}, rest[:1]
-        case (
-            Record(args=(str(layout),)),
-            (TensorRef() as at, TensorRef() as plain, TensorRef() as values, size),
-        ):
-            parts, settings = {"compressed indices": at, "plain indices": plain, "values": values}, []
-        case _:
-            return None
-    kind = f"sparse {layout.removeprefix('torch.sparse_').upper()}"
-    form = "coalesced" if settings == [True] else ""
-    return SpecialTensor(kind, values.dtype, shape_of(size), parts, form)
-
-
-def _quantised(args: tuple[object, ...]) -> SpecialTensor | None:
-    """Read `_rebuild_qtensor(storage, offset, size, stride, (scheme, scale, zero point[, axis]), …)`."""
-    match args:
-        case (Storage() as storage, offset, size, stride, (Global() as scheme, scale, zero, *axis), *_):
+        case (Storage() as storage, offset, size, stride, (tuple() | list() as quantizer), False, _):
             dtype, shape = STORAGE_DTYPES.get(storage.kind), shape_of(size)
         case _:
-            return None
-    if dtype is None or shape is None:
-        return None
-    try:
-        values = checked_tensor(storage, dtype, shape, stride, offset)
-    except BadTensor:
-        return None
-    settings = {"scale": scale, "zero point": zero, "axis": axis[0] if axis else None}
-    parts = {name: each for name, each in settings.items() if isinstance(each, TensorRef)}
-    scalars = [f"{n} {each!r}" for n, each in settings.items() if isinstance(each, int | float)]
-    form = ", ".join([scheme.name, *scalars])
-    return SpecialTensor("quantised", dtype, shape, {"values": values, **parts}, form)
-
-
-def _nested(args: tuple[object, ...]) -> SpecialTensor | None:
-    """Read `_rebuild_nested_tensor(buffer, sizes, strides, offsets)`."""
-    match args:
-        case (
-            TensorRef() as buffer,
-            TensorRef() as sizes,
-            TensorRef() as strides,
-            TensorRef() as offsets,
-            *_,
+            raise BadTensor("that is quantised, in a call whose arguments torch refuses")
+    if dtype is None or shape is None or not dtype.name.startswith("q"):
+        raise BadTensor("that is quantised, and whose storage or size is not")
+    parts: dict[str, TensorRef] = {}
+    settings: dict[str, object]
+    match quantizer:
+        case (Global("torch", "per_tensor_affine" as scheme), int() | float() as scale, int() as zero) if (
+            is_count(abs(zero))
         ):
-            parts = {"values": buffer, "sizes": sizes, "strides": strides, "offsets": offsets}
-            return SpecialTensor("nested", buffer.dtype, None, parts)
-    return None
+            settings = {"scale": scale, "zero point": zero}
+        case (Global("torch", str(scheme)), scale, zero, int() as axis) if scheme in PER_CHANNEL:
+            settings = {"scale": scale, "zero point": zero, "axis": axis}
+            parts = {name: each for name, each in settings.items() if isinstance(each, TensorRef)}
+            if not (0 <= axis < len(shape) and _are_of_channels(scale, zero, shape[axis])):
+                raise BadTensor("whose quantizer does not fit its channels")
+        case _:
+            raise BadTensor("whose quantizer is none")
+    if dtype.name in PACKED:  # several elements in a byte: no view says so
+        packed = -(-extent(shape) // PACKED[dtype.name]) if 0 not in shape else 0
+        values = checked_tensor(storage, DTYPES["uint8"], (packed,), (1,), offset)
+        settings["stride"] = in_brief(stride)
+    else:
+        steps = tuple(stride) if isinstance(stride, list) else stride
+        values = checked_tensor(storage, dtype, shape, steps, offset)
+    said = [f"{name} {in_brief(each)}" for name, each in settings.items() if name not in parts]
+    return SpecialTensor("quantised", dtype, shape, {"values": values, **parts}, ", ".join([scheme, *said]))
+
+
+PER_CHANNEL = ("per_channel_affine", "per_channel_affine_float_qparams")
+PACKED = {"quint4x2": 2, "quint2x4": 4}  # elements in a byte
+
+
+def _are_of_channels(scale: object, zero: object, channels: int) -> bool:
+    if isinstance(scale, TensorRef) and isinstance(zero, TensorRef):
+        return scale.shape == zero.shape == (channels,)
+    if not isinstance(scale, list) or not isinstance(zero, list):
+        return False
+    return len(scale) == len(zero) == channels and all(type(n) in (int, float) for n in [*scale, *zero])
+
+
+def _nested(args: tuple[object, ...]) -> SpecialTensor:
+    """Read `_rebuild_nested_tensor(buffer, sizes, strides, offsets)`."""
+    tensors = [part for part in args if isinstance(part, TensorRef)]
+    if not len(args) == len(tensors) == 4:
+        raise BadTensor("that is nested, in a call whose arguments torch refuses")
+    parts = dict(zip(("values", "sizes", "strides", "offsets"), tensors, strict=True))
+    return SpecialTensor("nested", parts["values"].dtype, None, parts)
 
 
 def _jagged(args: tuple[object, ...]) -> SpecialTensor | None:
     """Read `_rebuild_njt({values, offsets, lengths, _ragged_idx, …})`, a nested tensor of layout jagged."""
     given = args[0] if args and isinstance(args[0], dict) else {}
-    found = {name: tensor_of(given.get(name)) for name in ("values", "offsets", "lengths")}
-    parts = {name: tensor for name, tensor in found.items() if tensor is not None}
+    tensors = {name: tensor_of(given.get(name)) for name in ("values", "offsets", "lengths")}
+    parts = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if "values" not in parts:
         return None
     return SpecialTensor(
@@ -165,18 +209,28 @@ def _jagged(args: tuple[object, ...]) -> SpecialTensor | None:
     )
 
 
-def _meta(args: tuple[object, ...]) -> SpecialTensor | None:
+def _meta(args: tuple[object, ...]) -> SpecialTensor:
     """Read `_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)`."""
-    return SpecialTensor("meta", torch_dtype(args[0]), shape_of(args[1])) if len(args) > 1 else None
+    match args:
+        case (dtype, size, stride, bool(grad)):
+            made, steps = SpecialTensor("meta", torch_dtype(dtype), shape_of(size)), shape_of(stride)
+        case _:
+            raise BadTensor("without values, in a call whose arguments torch refuses")
+    if made.dtype is None or made.shape is None or steps is None or len(steps) != len(made.shape):
+        raise BadTensor("without values, of no type, size or stride")
+    if grad and not has_gradients(made.dtype):
+        raise BadTensor(f"of {made.dtype.name} that requires gradients")
+    return made
 
 
 def _uninitialised(args: tuple[object, ...]) -> SpecialTensor:
     return SpecialTensor("uninitialised")
 
 
+# The functions and classes that make a tensor, with what it is called and how their arguments are read.
 READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | None]]] = {
-    Global("torch._utils", "_rebuild_sparse_tensor"): ("sparse", _sparse),
-    Global("torch._utils", "_rebuild_sparse_csr_tensor"): ("sparse", _sparse),
+    Global("torch._utils", "_rebuild_sparse_tensor"): ("sparse", read_sparse),
+    Global("torch._utils", "_rebuild_sparse_csr_tensor"): ("sparse", read_sparse),
     Global("torch._utils", "_rebuild_qtensor"): ("quantised", _quantised),
     Global("torch._utils", "_rebuild_nested_tensor"): ("nested", _nested),
     Global("torch.nested._internal.nested_tensor", "_rebuild_njt"): ("nested", _jagged),
@@ -187,25 +241,24 @@ READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | 
     Global("torch.nn.parameter", "UninitializedParameter"): ("uninitialised", _uninitialised),
     Global("torch.nn.parameter", "UninitializedBuffer"): ("uninitialised", _uninitialised),
 }
-"""The functions and classes that make a tensor, with what it is called and how their arguments are read."""
 
 
 def _dtensor(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     """Read a DTensor: a local tensor, and the mesh and placements that say which piece of the whole it is."""
-    own = attributes(state)
-    local, spec = tensor_of(own.get("_local_tensor")), attributes(own.get("_spec"))
+    fields = attributes(state)
+    local, spec = tensor_of(fields.get("_local_tensor")), attributes(fields.get("_spec"))
     shape, placements = shape_of(args[2]) if len(args) > 2 else None, spec.get("placements")
     if local is None or shape is None or not isinstance(placements, tuple | list):
         return None
-    words = [_placement(each) for each in placements]
-    whole = local.shape == shape and not any(word.startswith("Partial") for word in words)
+    words = list(map(_placement, placements))
+    is_whole = local.shape == shape and not any(word.startswith("Partial") for word in words)
     mesh = attributes(spec.get("mesh"))
     rank, ranks = mesh.get("_rank"), mesh.get("_flatten_rank_map")
     here = f"rank {rank}" if type(rank) is int else None
     of = f" of {len(ranks)}" if here and isinstance(ranks, tuple) else ""
     form = ", ".join([*words, *([here + of] if here else [])])
     return SpecialTensor(
-        "DTensor", local.dtype, shape, {"local": local}, form, None if whole else local.shape
+        "DTensor", local.dtype, shape, {"local": local}, form, None if is_whole else local.shape
     )
 
 
@@ -213,7 +266,7 @@ def _placement(value: object) -> str:
     """Return a placement as torch writes it: `Shard(0)`."""
     name = value.type_name.rpartition(".")[2] if isinstance(value, Record) else in_brief(value)
     settings = attributes(value).values()
-    return f"{name}({', '.join(in_brief(each) for each in settings)})"
+    return f"{name}({', '.join(map(in_brief, settings))})"
 
 
 def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:
@@ -240,10 +293,10 @@ def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     )
 
 
+# The classes of tensors that lie on several ranks, with how their state is read.
 SHARDED_TYPES: dict[object, Callable[[tuple[object, ...], object], SpecialTensor | None]] = {
     Global("torch.distributed.tensor", "DTensor"): _dtensor,
     Global("torch.distributed._tensor.api", "DTensor"): _dtensor,
     Global("torch.distributed.tensor._api", "DTensor"): _dtensor,
     Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _sharded,
 }
-"""The classes of tensors that lie on several ranks, with how their state is read."""

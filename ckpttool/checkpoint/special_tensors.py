@@ -16,38 +16,33 @@ from ..tensors.ref import MAX_AXES, MAX_BYTES, Computed, Storage, TensorRef, ext
 
 Shape = tuple[int, ...]
 
+# Kinds of which a file usually holds one rank's piece.
 SHARDED = ("DTensor", "ShardedTensor")
-"""Kinds of which a file usually holds one rank's piece."""
 
+# The most names that a hint lists, each with its flag.
 MAX_NAMED = 8
-"""The most names that a hint lists, each with its flag."""
 
 PLACEHOLDER = "ZeRO-3 placeholder"
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialTensor:
-    """A tensor that a file describes by other tensors and settings.
+    """A tensor that a file describes by other tensors and settings."""
 
-    Attributes:
-        kind: `DTensor`, `ShardedTensor`, `sparse COO`, `quantised`, `nested`, `meta`, `uninitialised`,
-            `ZeRO-3 placeholder`, or the name of a class that is not known here.
-        dtype: the element type; None when the file does not say.
-        shape: the shape of the whole tensor; None when the file does not say, or rows differ in length.
-        parts: the tensors of the file that its values are made of, by what they are.
-        form: the settings that its values also depend on, as text that is the same for the same tensor:
-            the scale of a quantised tensor, the place of a shard.
-        local_shape: the shape of the piece that this file holds; None when it holds all of the tensor.
-        known: whether `parts` and `form` determine the values.
-    """
-
+    # `DTensor`, `ShardedTensor`, `sparse COO`, `quantised`, `nested`, `meta`, `uninitialised`, `ZeRO-3
+    # placeholder`, or the name of a class that is not known here
     kind: str
-    dtype: DType | None = None
+    dtype: DType | None = None  # the element type; None when the file does not say
+    # the shape of the whole tensor; None when the file does not say, or rows differ in length
     shape: Shape | None = None
+    # the tensors of the file that its values are made of, by what they are
     parts: Mapping[str, TensorRef] = field(default_factory=dict)
+    # settings that its values also depend on, as text that is the same for the same tensor: the scale of a
+    # quantised tensor, the place of a shard
     form: str = ""
+    # the shape of the piece that this file holds; None when it holds all of the tensor
     local_shape: Shape | None = None
-    known: bool = True
+    known: bool = True  # whether `parts` and `form` determine the values
 
     @property
     def nbytes(self) -> int:
@@ -60,41 +55,31 @@ class SpecialTensor:
         return self.local_shape is not None or (self.kind in SHARDED and not self.known)
 
     def __str__(self) -> str:
-        """The tensor in words: `DTensor float32 [7, 5], here [3, 5], Shard(0), rank 1 of 2`."""
+        # DTensor float32 [7, 5], here [3, 5], Shard(0), rank 1 of 2
         words = f"{self.kind}{f' {self.dtype.name}' if self.dtype else ''}"
         words += f" {list(self.shape)}" if self.shape is not None else ""
         here = None if self.local_shape is None else f"here {list(self.local_shape)}"
         return ", ".join(filter(None, (words, here, self.form)))
 
     def as_tensor(self) -> TensorRef:
-        """Return a tensor of the same dtype and shape without values, to list beside others."""
+        """Return a tensor of the same dtype and shape without values, to list with others."""
         nothing = Storage(Computed("", 0, lambda start, nbytes: iter(())), "UntypedStorage", "meta")
         return TensorRef.contiguous(nothing, self.dtype or DTYPES["uint8"], self.shape or (0,))
 
 
 def placeholders(tree: object) -> dict[str, Shape]:
-    """Return the shapes of the parameters that DeepSpeed keeps in other files, by their names in `module`.
-
-    ZeRO stage 3 cuts each parameter over the ranks and writes an empty tensor in its place. `param_shapes`
-    beside `module` has the names and shapes, also in the stages that write whole parameters.
-
-    Args:
-        tree: the contents of a file.
-    """
+    """Return the shapes of the parameters that DeepSpeed keeps in other files, by their names in `module`."""
+    # ZeRO stage 3 cuts each parameter over the ranks and writes an empty tensor in its place. `param_shapes`
+    # has the names and shapes, also in the stages that write whole parameters.
     listed = [tree.get("param_shapes"), tree.get("frozen_param_shapes")] if isinstance(tree, dict) else []
-    groups = [group for each in listed for group in (each if isinstance(each, list) else [each])]
+    groups = [group for groups in listed for group in (groups if isinstance(groups, list) else [groups])]
     pairs = [pair for group in groups if isinstance(group, dict) for pair in group.items()]
-    found = ((name, shape_of(size)) for name, size in pairs if isinstance(name, str))
-    return {name: shape for name, shape in found if shape is not None and 0 not in shape}
+    shapes = ((name, shape_of(size)) for name, size in pairs if isinstance(name, str))
+    return {name: shape for name, shape in shapes if shape is not None and 0 not in shape}
 
 
 def placeholder(tensor: TensorRef, shape: Shape | None) -> SpecialTensor:
-    """Return the description of an empty tensor in the place of a parameter that ZeRO-3 keeps elsewhere.
-
-    Args:
-        tensor: the empty tensor.
-        shape: the parameter's shape; None when its name is not listed.
-    """
+    """Return the description of an empty tensor in the place of a parameter that ZeRO-3 keeps elsewhere."""
     return SpecialTensor(PLACEHOLDER, tensor.dtype, shape, local_shape=tensor.shape)
 
 
@@ -121,7 +106,7 @@ def shape_of(value: object) -> Shape | None:
         value = value.args[0] if value.args else ()
     if not isinstance(value, tuple | list) or len(value) > MAX_AXES:
         return None
-    sizes = tuple(each for each in value if is_count(each))
+    sizes = tuple(size for size in value if is_count(size))
     return sizes if len(sizes) == len(value) and extent(sizes) <= MAX_BYTES else None
 
 
@@ -149,16 +134,7 @@ def _ways_out(path: str, likes: Mapping[str, SpecialTensor], holds: bool) -> str
 
 
 def require_plain(path: str, likes: Mapping[str, SpecialTensor], why: str, *, holds: bool = True) -> None:
-    """Refuse tensors that are not plain ones, if there are any.
-
-    Args:
-        path: the file, for the message.
-        likes: the tensors by name.
-        why: what can't be done with them, to follow their names.
-        holds: whether the output's format could hold them, so that another format is no way out.
-
-    Raises:
-        Refused: there are such tensors; the message names the first of them.
-    """
+    """Refuse tensors that are not plain ones: `why` says what can't be done with them."""
+    # `holds`: the output's format could hold them, so that another format is no way out.
     if likes:
         raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(path, likes, holds))

@@ -1,18 +1,44 @@
-"""A model's state: its tensors by name, and everything else in the dict that holds them."""
+"""A model's state: its tensors by name, the rest of the dict that holds them, and the search for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from ..inert_pickle.values import OrderedDict_, Record, remade
+from ..errors import Damaged, NoState, Refused, Unsupported
+from ..inert_pickle.values import OrderedDict_, Record, in_brief, remade
 from ..tensors.ref import TensorRef
-from .dotted_names import Path, dotted
-from .nested_states import Container, regrouped
+from .dotted_names import (
+    Container,
+    Entry,
+    Path,
+    TooManyNames,
+    TwiceNamed,
+    contents,
+    dotted,
+    flattened,
+    follow,
+    is_tensor,
+    named_values,
+    regrouped,
+    values_at,
+)
+from .pickled_modules import BadModules, is_module, named
 from .rebuilt_tensors import plain_tensor, special_tensor
-from .special_tensors import Shape, SpecialTensor, placeholder, require_plain
+from .special_tensors import Shape, SpecialTensor, placeholder, placeholders, require_plain
+from .states import (
+    Likelihood,
+    candidates,
+    equally_likely,
+    is_nested,
+    is_state,
+    likelihood,
+    path_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -92,10 +118,10 @@ class State:
     def restored(self, container: Container) -> Container:
         """Return a changed `container` in the form that the tree has: nested dicts when names stayed."""
         if self.part_of is not None:
-            whole = self.part_of
-            rest = {key: value for key, value in whole.container.items() if not in_part(key, self.prefix)}
-            own = {_outer(key, self.prefix): value for key, value in container.items()}
-            return whole.restored(remade(whole.container, (rest | own).items()))
+            outer = self.part_of
+            rest = {key: value for key, value in outer.container.items() if not in_part(key, self.prefix)}
+            changed = {_outer(key, self.prefix): value for key, value in container.items()}
+            return outer.restored(remade(outer.container, (rest | changed).items()))
         return container if self.nested is None else regrouped(self.nested, self.places, container)
 
 
@@ -110,22 +136,14 @@ def _outer(key: object, prefix: str) -> object:
     return key if prefix.startswith("!") else f"{prefix}{key}"
 
 
-def part(whole: State, prefix: str) -> State | None:
-    """Return the part of a state whose keys begin with a prefix, without it; or all others, for `!prefix`.
-
-    Args:
-        whole: the state.
-        prefix: with its dot at the end.
-
-    Returns:
-        The part; None if it has no tensor, or if no key begins with what it leaves out.
-    """
+def part(state: State, prefix: str) -> State | None:
+    """Return the part of a state whose keys begin with a prefix, without it; or all others, for `!prefix`."""
     cut = 0 if prefix.startswith("!") else len(prefix)
-    found = {key: value for key, value in whole.container.items() if in_part(key, prefix)}
-    if not cut and len(found) == len(whole.container):
+    entries = {key: value for key, value in state.container.items() if in_part(key, prefix)}
+    if not cut and len(entries) == len(state.container):
         return None
-    state = make_state(whole.path, OrderedDict_((str(key)[cut:], value) for key, value in found.items()))
-    return replace(state, part_of=whole, prefix=prefix) if state.tensors or state.likes else None
+    inner = make_state(state.path, OrderedDict_((str(key)[cut:], value) for key, value in entries.items()))
+    return replace(inner, part_of=state, prefix=prefix) if inner.tensors or inner.likes else None
 
 
 def make_state(
@@ -137,16 +155,8 @@ def make_state(
     places: Mapping[str, Path] | None = None,
     elsewhere: Mapping[str, Shape] | None = None,
 ) -> State:
-    """Return a dict as a state, its tensors apart from its other entries.
-
-    Args:
-        path: the keys that lead to the dict.
-        container: the dict.
-        module: the pickled model that the dict was made from; None when the file holds the dict itself.
-        nested: the outermost of the nested dicts whose entries `container` lists; None for one dict.
-        places: the path of each entry in `nested`.
-        elsewhere: the shapes of parameters whose values may be in other files (`placeholders`).
-    """
+    """Return a dict as a state, its tensors apart from its other entries."""
+    # `elsewhere` has the shapes of parameters whose values may be in other files (`placeholders`).
     tensors: dict[str, TensorRef] = {}
     others: dict[str, object] = {}
     likes: dict[str, SpecialTensor] = {}
@@ -166,16 +176,14 @@ def make_state(
                 likes[name] = like
     versions = None
     if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
-        found = container.attributes.get("_metadata")
-        versions = found if isinstance(found, dict) else None
+        metadata = container.attributes.get("_metadata")
+        versions = metadata if isinstance(metadata, dict) else None
     return State(path, container, tensors, others, versions, likes, module, nested, places or {})
 
 
 def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, SpecialTensor]:
-    """Return the empty tensors of a state that stand for parameters in other files.
-
-    Names that are not listed were renamed since, so when none is listed, every empty float tensor counts.
-    """
+    """Return the empty tensors of a state that stand for parameters in other files."""
+    # Names that are not listed were renamed since: when none is listed, every empty float tensor counts.
     tensors = {str(key): plain_tensor(value) for key, value in container.items()} if elsewhere else {}
     empty = {name: t for name, t in tensors.items() if t is not None and t.shape == (0,)}
     listed = [name for name in tensors if name in elsewhere]
@@ -184,3 +192,149 @@ def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, Sp
         for name, tensor in empty.items()
         if name in elsewhere or (not listed and "float" in tensor.dtype.name)
     }
+
+
+@dataclass(frozen=True, slots=True)
+class StateSearch:
+    """Finds states in a tree of values, and names values."""
+
+    path: str  # the file, for messages
+    tree: object
+    most: int  # characters that all dotted names together may have
+
+    def named(self, inside: Callable[[object], Iterable[Entry] | None]) -> Iterator[tuple[Path, object]]:
+        """Yield every value with its path, as `Checkpoint.named` does."""
+        try:
+            yield from named_values(self.tree, inside, self.most)
+        except TooManyNames:
+            raise Unsupported(self.path, "its dotted names need too much memory") from None
+
+    def states(self) -> list[Path]:
+        """Return the paths of everything that could be a model's state, the likeliest first."""
+        return [path for _, path in self._ranked()]
+
+    def only(self) -> State:
+        """Return the one state that is likelier than all others."""
+        return self.at(self._only())
+
+    def by_name(self, where: str) -> State:
+        """Return the state behind a dotted name, or the part of one whose keys begin so."""
+        if (path := self._named(where)) is not None:
+            return self.at(path)
+        if (state := self._part(where)) is not None:
+            return state
+        raise NoState(self.path, f"holds no state named '{where[:80]}'", hint=self._where_to_look())
+
+    def at(self, path: Path) -> State:
+        """Return the state at a path."""
+        value, elsewhere = follow(self.tree, path), placeholders(self.tree)
+        if isinstance(value, Record) and is_module(value):
+            return make_state(path, self._of_module(value), module=value, elsewhere=elsewhere)
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise self._no_dict(path)
+        if not is_nested(path, value) and (is_state(value) or not value):
+            return make_state(path, value, elsewhere=elsewhere)
+        places = self._places(value)
+        entries = OrderedDict_(values_at(value, places))
+        if not any(map(is_tensor, entries.values())):
+            raise self._no_dict(path)
+        return make_state(path, entries, nested=value, places=places, elsewhere=elsewhere)
+
+    def _ranked(self) -> list[tuple[Likelihood, Path]]:
+        """Return the paths of states with their likelihood, the likeliest first."""
+        paths = candidates(self.tree)
+        rated = [(likelihood(path, partial(self._entries, path)), path) for path in paths]
+        return sorted(rated, key=lambda pair: pair[0])
+
+    def _entries(self, path: Path) -> Mapping[object, object]:
+        value = follow(self.tree, path)
+        if isinstance(value, Record):
+            return self._of_module(value)
+        assert isinstance(value, dict)
+        try:
+            return dict(values_at(value, self._places(value))) if is_nested(path, value) else value
+        except Refused:  # as soon as this state is taken; another one may be named
+            return value
+
+    def _only(self) -> Path:
+        """Return the path of the one state that is likelier than all others."""
+        ranked = self._ranked()
+        if not ranked:
+            reason = "holds no dict of tensors by name, so no model's state"
+            for path, value in self.named(contents):
+                if (key := _key_that_is_no_name(value)) is not None:
+                    where = f"'{dotted(path)[:80]}'" if path else "the dict at the top"
+                    reason += f": {where} has tensors, but its key {key} is no text"
+                    break
+            raise NoState(self.path, reason, hint=self._where_to_look())
+        first, *rivals = equally_likely(self.tree, ranked)
+        if rivals:
+            names = [dotted(path) for path in (first, *rivals)]
+            shown = ", ".join(f"'{name[:80]}'" for name in names[:8])
+            more = f" and {len(names) - 8} more" if names[8:] else ""
+            raise NoState(
+                self.path,
+                f"holds {len(names)} states, and nothing says which is the model's: {shown}{more}",
+                hint=f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''",
+            )
+        return first
+
+    def _named(self, where: str) -> Path | None:
+        """Return the path behind a dotted name; of several that fit it, the likeliest state's."""
+        # Keys may contain dots, so one dotted name may fit several paths.
+        fitting = (path for path in self.states() if where == dotted(path))
+        return next(fitting, None) or path_of(self.tree, where)
+
+    def _part(self, where: str) -> State | None:
+        """Return the part of a state whose keys a dotted name is a prefix of: `state_dict.ema_model`."""
+        for path in self.states():
+            inner = f"{dotted(path)}." if path else ""
+            try:
+                state = self.at(path)
+            except (NoState, Refused):  # whose names are ambiguous; another state may have the keys
+                continue
+            for name in dict.fromkeys((where.removeprefix(inner), where)):
+                found = part(state, f"{name}.") if name.strip("!") else None
+                if found is not None:
+                    return found
+        return None
+
+    def _places(self, value: dict[object, object]) -> dict[str, Path]:
+        try:
+            return flattened(value, self.most)
+        except TooManyNames:
+            raise Unsupported(self.path, "its dotted names need too much memory") from None
+        except TwiceNamed as fault:
+            reason = f"two entries of its nested dicts are named '{str(fault)[:80]}'"
+            named = self.named(contents)
+            dicts = (path for path, value in named if path and isinstance(value, dict) and is_state(value))
+            choices = " or ".join(f"--state {shlex.quote(dotted(path))}" for path in islice(dicts, 4))
+            hint = f"take one of the dicts: {choices}" if choices else None
+            raise Refused(self.path, reason, hint=hint) from None
+
+    def _of_module(self, value: Record) -> dict[object, object]:
+        try:
+            return OrderedDict_(named(value))
+        except BadModules as fault:
+            raise Damaged(self.path, str(fault)) from None
+
+    def _no_dict(self, path: Path) -> NoState:
+        reason = f"'{dotted(path)[:80]}' is not a dict of tensors by name"
+        if (key := _key_that_is_no_name(follow(self.tree, path))) is not None:
+            reason += f": it has the key {key}, which is no text"
+        return NoState(self.path, reason, hint=self._where_to_look())
+
+    def _where_to_look(self) -> str:
+        names = [shlex.quote(dotted(path)) for path in self.states()]
+        if not names:
+            return f"see what is in it: ckpttool inspect {shlex.quote(self.path)}"
+        if names == ["''"]:
+            return "the file itself is the state: leave out --state"
+        return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
+
+
+def _key_that_is_no_name(value: object) -> str | None:
+    """Return a key of a dict of tensors that is no text, as a number; None if all keys are text."""
+    if not isinstance(value, dict) or not any(map(is_tensor, value.values())):
+        return None
+    return next((in_brief(key) for key in value if not isinstance(key, str)), None)

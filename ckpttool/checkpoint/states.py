@@ -9,8 +9,7 @@ from itertools import islice
 
 from ..inert_pickle.values import Record
 from ..tensors.ref import TensorRef
-from .dotted_names import Path
-from .nested_states import Container, holds_only_tensors, is_tensor
+from .dotted_names import Container, Path, follow, holds_only_tensors, is_tensor
 from .pickled_modules import is_module
 from .rebuilt_tensors import plain_tensor, special_tensor
 
@@ -31,17 +30,17 @@ MODEL_NAMES = (
 # Keys under which they keep an average of it, which is taken only when there is nothing else.
 AVERAGE_NAMES = ("state_dict_ema", "ema_state_dict", "model_ema", "ema_model", "ema")
 
+# Words in other keys of averages.
 AVERAGES = {"ema", "swa", "avg", "average", "averaged", "shadow"}
-"""Words in other keys of averages."""
 
+# Words in the keys of dicts that may hold tensors by name and are no model's state.
 OF_TRAINING = {"optimizer", "optimizers", "optim", "opt", "scheduler", "schedulers", "scaler", "rng", "grads"}
-"""Words in the keys of dicts that may hold tensors by name and are no model's state."""
 
+# The buffers of BatchNorm: part of a model's state, but not parameters.
 BUFFERS = MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
-"""The buffers of BatchNorm: part of a model's state, but not parameters."""
 
+# Levels that are searched for states: the file itself and three below it.
 LEVELS = 4
-"""Levels that are searched for states: the file itself and three below it."""
 
 
 def is_state(value: Container) -> bool:
@@ -50,13 +49,9 @@ def is_state(value: Container) -> bool:
 
 
 def is_nested(path: Path, value: Container) -> bool:
-    """Return whether a dict and the dicts in it are one state: two entries or more, nothing but tensors.
-
-    Args:
-        path: the keys that lead to the dict.
-        value: the dict. With a key that states have (`model`) or training has (`optimizer`) it holds several
-            things, unless its own path has a known name: a model may have a part called `net`.
-    """
+    """Return whether a dict and the dicts in it are one state: two entries or more, nothing but tensors."""
+    # With a key that states have (`model`) or training has (`optimizer`) it holds several things, unless its
+    # own path has a known name: a model may have a part called `net`.
     if len(value) < 2 or all_tensors(value.values()):
         return False
     names = [str(key) for key, item in value.items() if isinstance(item, dict)]
@@ -82,13 +77,10 @@ def is_optimizer(value: object) -> bool:
 
 
 def candidates(root: object) -> Iterator[Path]:
-    """Yield the paths of states: dicts by text with a tensor inside, nested dicts, and models.
-
-    They are searched down to three levels, outside optimizers. A file that is one empty dict is the state of
-    a model without parameters.
-    """
+    """Yield the paths of states: dicts by text with a tensor inside, nested dicts, and models."""
+    # A file that is one empty dict is the state of a model without parameters.
     seen: set[int] = set()
-    inside = dict, Record  # not `dict | Record`, which would be made anew for every tensor
+    inside = dict, Record  # not `dict | Record`, which would be made again for every tensor
     level: list[tuple[Path, object]] = [((), root)]
     for _ in range(LEVELS):
         below: list[tuple[Path, object]] = []
@@ -115,10 +107,8 @@ def candidates(root: object) -> Iterator[Path]:
 class Kind(IntEnum):
     """What a candidate is by its name and place, the likeliest first."""
 
-    NAMED = 0
-    """It has a name under which checkpoints keep the model's state."""
-    FILE = 1
-    """It is a file that is mostly tensors."""
+    NAMED = 0  # it has a name under which checkpoints keep the model's state
+    FILE = 1  # it is a file that is mostly tensors
     UNKNOWN = 2
     AVERAGE = 3
     OF_TRAINING = 4
@@ -128,15 +118,9 @@ Likelihood = tuple[Kind, int, int]
 
 
 def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> Likelihood:
-    """Return a sort key for a candidate, smaller is likelier.
-
-    A known name comes first, then a file that is mostly tensors, then the most bytes; after these averages of
-    a model, and last what has a name of training's state.
-
-    Args:
-        path: the candidate's path.
-        container: returns its dict; called only when the path does not decide.
-    """
+    """Return a sort key for a candidate, smaller is likelier."""
+    # A known name comes first, then a file that is mostly tensors, then the most bytes; after these averages
+    # of a model, and last what has a name of training's state.
     words = {word for name in path for word in _words(name)}
     ranks = [rank for name in path if (rank := _rank(name)) is not None]
     if words & AVERAGES:
@@ -149,23 +133,18 @@ def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> 
     value = container()
     if not path and all_tensors(value.values()):
         return Kind.FILE, 0, 0
-    sizes = [each.nbytes for item in value.values() if (each := plain_tensor(item) or special_tensor(item))]
+    sizes = [
+        tensor.nbytes for item in value.values() if (tensor := plain_tensor(item) or special_tensor(item))
+    ]
     if not path and 2 * len(sizes) > len(value):
         return Kind.FILE, 0, 0
     return Kind.UNKNOWN, -sum(sizes), len(path)
 
 
 def equally_likely(root: object, ranked: list[tuple[Likelihood, Path]]) -> list[Path]:
-    """Return the candidates of which nothing says that one rather than another is the model's state.
-
-    Args:
-        root: the tree.
-        ranked: the candidates with their likelihood, the likeliest first.
-
-    Returns:
-        The likeliest, and those that are no less likely: of the same known name at the same depth, or all of
-        unknown names with a tensor that may be a weight, whatever their size.
-    """
+    """Return the likeliest candidate, and those that are no less likely to be the model's state."""
+    # These have the same known name at the same depth, or all unknown names and a tensor that may be a
+    # weight.
     (first, path), *rest = ranked
     if first[0] is Kind.UNKNOWN:
         rivals = [at for likely, at in rest if likely[0] is Kind.UNKNOWN and _is_rival(at, follow(root, at))]
@@ -175,11 +154,9 @@ def equally_likely(root: object, ranked: list[tuple[Likelihood, Path]]) -> list[
 
 
 def is_offered(path: Path, value: object) -> bool:
-    """Return whether a candidate that was not taken is worth a mention.
-
-    A pickled model is, a dict of a name that states have, and one with two tensors that may be weights, as
-    neither scalars (a best score) nor bytes (the state of a random generator) may.
-    """
+    """Return whether a candidate that was not taken is worth a mention."""
+    # Two tensors that may be weights are: neither scalars (a best score) nor bytes (a random generator's
+    # state).
     if is_module(value) or (path and (_rank(path[-1]) is not None or path[-1].lower() in AVERAGE_NAMES)):
         return True
     if not isinstance(value, dict):
@@ -197,7 +174,7 @@ def _is_rival(path: Path, value: object) -> bool:
 def _weights(value: Container) -> Iterator[object]:
     """Yield the tensors of a dict, and of dicts directly in it, that may be weights."""
     inner = [item.values() for item in value.values() if isinstance(item, dict)]
-    for item in (*value.values(), *(each for items in inner for each in items)):
+    for item in (*value.values(), *(item for items in inner for item in items)):
         tensor = plain_tensor(item)
         if tensor is not None and tensor.shape and tensor.dtype.name != "uint8":
             yield tensor
@@ -214,19 +191,9 @@ def _words(name: str) -> set[str]:
     return set(re.split(r"[^a-z]+", name.lower()[:200]))
 
 
-def follow(root: object, path: Path) -> object:
-    """Return the value at a path; None when there is none."""
-    value = root
-    for name in path:
-        value = value[name] if isinstance(value, dict) else None
-    return value
-
-
 def path_of(root: object, where: str) -> Path | None:
-    """Return the path behind a dotted name; None when there is none.
-
-    Keys may contain dots, so every way to split the name is tried, each once.
-    """
+    """Return the path behind a dotted name; None when there is none."""
+    # Keys may contain dots, so every way to split the name is tried, each once.
     tried: set[tuple[int, int]] = set()
     dotted = where + "." if where else ""
     stack: list[tuple[Path, object, int]] = [((), root, 0)]

@@ -1,4 +1,4 @@
-"""How a command talks: to a terminal, in JSON, and by its exit code.
+"""How a command talks: lines cut to a terminal, notes, progress bars, and a result as JSON.
 
 Data goes to stdout; progress, notes, hints and errors go to stderr.
 """
@@ -10,62 +10,75 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, TextIO
 
 import click
 
-from ..errors import Mismatch
 from ..files.copying import Progress
-from .columns import wrapped
 
-if TYPE_CHECKING:
-    from ..models.diagnosis.fit import Fit
+BAR_FROM = 64 << 20  # bytes of work from which a progress bar is drawn
 
-BAR_FROM = 64 << 20
-"""Bytes of work from which a progress bar is drawn."""
+MAX_INDENTED = 1 << 20  # characters of JSON up to which it is indented
 
-MAX_INDENTED = 1 << 20
-"""Characters of JSON up to which it is indented."""
+# What a note says before the names in a field of a result, by the result's class
+SAID = {
+    "Outcome": {"kept": "kept as they were", "left_out": "left out"},
+    "Saved": {
+        "tied": "written once, with the tie in the metadata",
+        "copied": "written once per name, though they share memory",
+        "given_back": "put into the folder by another process meanwhile, and kept",
+        "not_removed": "could not be removed",
+    },
+    "Split": {
+        "whole": "whole on every rank, as buffers are (--whole adds others)",
+        "perhaps_buffers": "cut, though no parameter of the optimizer (--whole NAME, if it is a buffer)",
+        "repeated": "the same in extra_state of every rank",
+        "removed": "removed, as files of an earlier split",
+        "left_out": "left out",
+    },
+    "Merged": {
+        "replaced": "replaced by the adapter's",
+        "cast": "of other types in the adapter, and cast to the model's",
+        "added": "added",
+        "followed": "tied to an updated weight, and changed with it as in PEFT's merge",
+        "untied": 'no longer tied: set "tie_word_embeddings": false in config.json',
+    },
+    "Reloaded": {
+        "kept": "kept as they are in the model",
+        "ignored": "ignored, as the model does not have them",
+        "added": "missing in the file, kept as they are in the model",
+    },
+}
+
+# Names in JSON of fields that are called otherwise in the library
+RENAMED = {"path": "output", "nbytes": "bytes", "taken": "taken_from_last"}
+
+COUNTED = {"averaged", "sharded"}  # fields of names, of which JSON has the number
+
+# Fields that JSON has only if there is something to say
+IF_ANY = {"shards", "text_keys", "keyed_by_text", "not_copied", "given_back", "not_removed"}
 
 
 @dataclass(frozen=True, slots=True)
 class Console:
-    """How one command talks, by its options.
+    """How one command talks, by its options."""
 
-    Attributes:
-        json: print one JSON object on stdout and nothing else there.
-        quiet: print nothing but errors.
-        verbose: print every name instead of the first few.
-        to_stderr: print results on stderr, because the output file goes to stdout.
-    """
-
-    json: bool = False
-    quiet: bool = False
-    verbose: bool = False
-    to_stderr: bool = False
+    json: bool = False  # print one JSON object on stdout and nothing else there
+    quiet: bool = False  # print nothing but errors
+    verbose: bool = False  # print every name instead of the first few
+    to_stderr: bool = False  # print results on stderr, because the output file goes to stdout
 
     def result(self, text: str, data: Mapping[str, object], *, in_quiet: str | None = None) -> None:
-        """Print the outcome.
-
-        Args:
-            text: the outcome for people.
-            data: the outcome for scripts, printed as JSON.
-            in_quiet: what -q leaves of `text`; None leaves nothing.
-        """
+        """Print the outcome."""
         said = to_json(data) if self.json else in_quiet if self.quiet else text
         if said is not None:
             click.echo(said, err=self.to_stderr)
 
     def note(self, text: str, *, pasted: bool = False) -> None:
-        """Print something worth knowing beside the result, on stderr.
-
-        Args:
-            text: what to say; a terminal gets it wrapped to its width.
-            pasted: do not wrap, because `text` holds a command to paste.
-        """
+        """Print something worth knowing about the result, on stderr."""
         if not (self.quiet or self.json):
             width = None if pasted else terminal_width(sys.stderr)
             lines = [text] if width is None else wrapped(text, width)
@@ -76,6 +89,11 @@ class Console:
         """Join the first few names, or with -v all of them."""
         return show_names(names, len(names) if self.verbose else 4)
 
+    def note_names(self, said: str, names: Sequence[str]) -> None:
+        """Note names, if there are any, after what is said of them."""
+        if names:
+            self.note(f"{said}: {self.names(names)}")
+
     @property
     def draws(self) -> bool:
         """Whether a progress bar is drawn: on a terminal, and not with -q or --json."""
@@ -83,12 +101,7 @@ class Console:
 
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Progress | None]:
-        """Draw a bar of bytes on stderr while the block runs; yield what to call after each piece.
-
-        Args:
-            total: bytes of the whole work; an estimate is enough.
-            label: what is done with them, e.g. "reading".
-        """
+        """Draw a bar of bytes on stderr while the block runs; yield what to call after each piece."""
         with self.bar(label) as bar:
             if self.draws:
                 bar.expect(total)
@@ -131,16 +144,41 @@ class Bar:
             self._shown.close()
 
 
-def terminal_width(stream: TextIO) -> int | None:
-    """Return the columns of the terminal that `stream` is; None if it is none."""
-    return shutil.get_terminal_size().columns if stream.isatty() else None
+def note_fields(console: Console, result: object) -> None:
+    """Note the names in a result's fields that SAID has words for."""
+    for name, said in SAID.get(type(result).__name__, {}).items():
+        console.note_names(said, getattr(result, name))
+
+
+def fields_of(
+    result: object, renamed: Mapping[str, str] = RENAMED, *, without: Collection[str] = ()
+) -> dict[str, object]:
+    """Return the fields of a result for JSON; of no result, none."""
+    if not is_dataclass(result):
+        return {}
+    shown = (each.name for each in fields(result) if each.metadata.get("json", True))
+    data = {name: getattr(result, name) for name in shown if name not in without}
+    return {
+        renamed.get(name, name): len(value) if name in COUNTED else _plain(value)
+        for name, value in data.items()
+        if value or name not in IF_ANY
+    }
+
+
+def _plain(value: Any) -> object:
+    """Return dataclasses and named tuples, also in a tuple, as dicts."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    if isinstance(value, tuple) and value and not isinstance(value[0], str):
+        return [_plain(item) for item in value]
+    return value
 
 
 def to_json(data: Mapping[str, object]) -> str:
-    """Return `data` as strict JSON: NaN and infinity become strings, lone surrogates are escaped.
-
-    More than MAX_INDENTED characters get one line per field, because json indents ten times as slowly.
-    """
+    """Return `data` as strict JSON: NaN and infinity become strings, lone surrogates are escaped."""
+    # More than MAX_INDENTED characters get one line per field: json indents ten times as slowly.
     try:
         fields = {key: json.dumps(value, allow_nan=False) for key, value in data.items()}
     except (TypeError, ValueError):
@@ -206,10 +244,86 @@ def stdout_kept_for_results() -> Iterator[None]:
         os.close(stdout)
 
 
-def mismatch_fields(error: Mismatch | Fit) -> dict[str, object]:
-    """Return the JSON fields that name the keys in which a state and a model differ."""
-    return {
-        "missing": error.missing,
-        "unexpected": error.unexpected,
-        "mismatched": [{"name": n, "file": theirs, "model": mine} for n, theirs, mine in error.mismatched],
-    }
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of the terminal that `stream` is; None if it is none."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def columns(text: str) -> int:
+    """Return the number of columns that a line of printable text takes."""
+    if _is_narrow(text):
+        return len(text)
+    from wcwidth import width
+
+    return width(text)
+
+
+def _is_narrow(text: str) -> bool:
+    """Whether each character takes one column: then wcwidth, whose import takes 40 ms, is not needed."""
+    return text.isascii() or max(text.replace("…", ""), default="") < "\u0300"
+
+
+def _clip(text: str, start: int, end: int) -> str:
+    """Return the characters that lie whole between two columns."""
+    if _is_narrow(text):
+        return text[start:end]
+    from wcwidth import clip
+
+    return clip(text, start, end, fillchar="")
+
+
+def cut(text: str, width: int | None) -> str:
+    """Cut the end of `text` to `width` columns, with "…" in its place; None cuts nothing."""
+    if width is None or columns(text) <= width:
+        return text
+    return _clip(text, 0, max(width - 1, 1)) + "…"
+
+
+def cut_front(text: str, width: int) -> str:
+    """Cut the start of `text` to `width` columns: names that share their start differ at their end."""
+    wide = columns(text)
+    return text if wide <= width else "…" + _clip(text, wide - max(width - 1, 1), wide)
+
+
+def cut_middle(text: str, width: int) -> str:
+    """Cut the middle of `text` to `width` columns: both ends of a path tell where something is."""
+    wide = columns(text)
+    if wide <= width:
+        return text
+    end = max(width - 1, 0) // 2
+    return _clip(text, 0, width // 2) + "…" + _clip(text, wide - end, wide)
+
+
+def left(text: str, width: int) -> str:
+    """Pad `text` with spaces on its right to `width` columns."""
+    return text + " " * (width - columns(text))
+
+
+def right(text: str, width: int) -> str:
+    """Pad `text` with spaces on its left to `width` columns."""
+    return " " * (width - columns(text)) + text
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Break `text` between words into lines of at most `width` columns; break longer words where they end."""
+    if _is_narrow(text):
+        from textwrap import wrap
+    else:
+        from wcwidth import wrap
+    return wrap(text, width, break_on_hyphens=False)
+
+
+def table(
+    rows: Sequence[Sequence[str]], to_the_left: Collection[int], width: int | None = None
+) -> Iterator[str]:
+    """Yield one line per row, each column as wide as its widest cell."""
+    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
+    if width is not None and rows:
+        least = min(widths[0], 16)
+        rest = sum(widths[1:]) + 2 * (len(widths) - 1)
+        widths[:1] = [min(widths[0], max(width - rest, least))]
+    for first, *others in rows:
+        padded = [left(cut_front(first, widths[0]), widths[0])]
+        for i, cell in enumerate(others, 1):
+            padded.append((left if i in to_the_left else right)(cell, widths[i]))
+        yield cut("  ".join(padded).rstrip(), width)

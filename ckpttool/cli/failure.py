@@ -7,6 +7,7 @@ import os
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,8 +22,13 @@ from ..errors import (
     Unsupported,
     UsageFault,
 )
-from .console import coloured, mismatch_fields, printable, to_json
+from ..files.failures import reason
+from .console import coloured, printable, to_json
 
+if TYPE_CHECKING:
+    from ..models.diagnosis.fit import Fit
+
+# The next thing to do after an error of the operating system, by its number
 HINTS = {
     errno.ENOSPC: "free some space, or send the output elsewhere",
     errno.EDQUOT: "free some space, or send the output elsewhere",
@@ -30,43 +36,25 @@ HINTS = {
     errno.EROFS: "the file system is read-only: send the output elsewhere",
     errno.EMFILE: "allow more open files: ulimit -n 65536",
 }
-"""The next thing to do after an error of the operating system, by its number."""
 
+# Options of most commands, which some type before the command
 SHARED = ("-q", "--quiet", "-v", "--verbose", "--json", "--force", "--dry-run", "--state")
-"""Options of most commands, which some type before the command."""
 
+# Libraries that a plain install lacks, and the extra of ckpttool that brings each
 EXTRAS = {"torch": "torch", "safetensors": "torch", "torchvision": "train", "sklearn": "train"}
-"""Libraries that a plain install lacks, and the extra of ckpttool that brings each."""
 
 
 @dataclass(slots=True)
 class Call:
-    """What the report of an error needs to know of the command line; the options fill it in.
+    """What the report of an error needs to know of the command line; the options fill it in."""
 
-    Attributes:
-        command: the command as it was typed: `ckpttool convert`.
-        paths: the files that were named as input.
-        to_stderr: the output file goes to stdout, so words must not.
-    """
-
-    command: str = "ckpttool"
-    paths: tuple[str, ...] = ()
-    to_stderr: bool = False
+    command: str = "ckpttool"  # the command as it was typed: `ckpttool convert`
+    paths: tuple[str, ...] = ()  # the files that were named as input
+    to_stderr: bool = False  # the output file goes to stdout, so words must not
 
 
 def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> int:
-    """Print what went wrong, and return the exit code.
-
-    Args:
-        error: what was raised.
-        as_json: also print one object on stdout, `{"error": {"kind", "message", "hint"}}`. If the output
-            file goes to stdout, the object alone is printed, on stderr.
-        call: the command line, for the hint and for an error that names no file.
-
-    Raises:
-        BrokenPipeError: the reader of stdout has gone.
-        BaseException: `error` itself, if it is none that is expected: a bug.
-    """
+    """Print what went wrong, and return the exit code. Raises a bug, and BrokenPipeError."""
     call = call or Call()
     _, message, hint, code = describe(error, call)
     if as_json:
@@ -97,12 +85,17 @@ def error_fields(error: BaseException, call: Call) -> dict[str, object]:
     return {"error": body}
 
 
-def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, int]:
-    """Return (kind, message, hint, exit code) of an error.
+def mismatch_fields(error: Mismatch | Fit) -> dict[str, object]:
+    """Return the JSON fields that name the keys in which a state and a model differ."""
+    return {
+        "missing": error.missing,
+        "unexpected": error.unexpected,
+        "mismatched": [{"name": n, "file": theirs, "model": mine} for n, theirs, mine in error.mismatched],
+    }
 
-    Raises:
-        BaseException: `error` itself, if it is none that is expected: a bug.
-    """
+
+def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, int]:
+    """Return (kind, message, hint, exit code) of an error; raise one that is not expected: a bug."""
     hint: str | None
     if isinstance(error, CkptToolError):
         hint = _extra_of(error.__cause__) or _own_hint(error) or error.hint or _usual_hint(error, call)
@@ -121,7 +114,7 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
     if isinstance(error, OSError):
         named = error.filename if isinstance(error.filename, str | bytes) else None  # or a descriptor
         where = os.fsdecode(named) if named else "stdout" if _is_of_click(error) else ""
-        message = f"{where}: " * bool(where) + (error.strerror or str(error)).lower()
+        message = f"{where}: " * bool(where) + reason(error)
         return "system", message, HINTS.get(error.errno or 0, "check the disk and the permissions"), 3
     if isinstance(error, ImportError) and not (error.name or "").startswith("ckpttool"):
         if (hint := _extra_of(error)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -12,7 +12,68 @@ import click
 from ..errors import CkptToolError, OutputExists
 from .console import Console
 from .failure import Call
-from .parameters import Size
+
+
+class Shape(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers separated by commas: `1,3,32,32`."""
+
+    name = "shape"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = value.split(",")
+        if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+            self.fail(f"'{value}' is not a shape such as 1,3,32,32", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]
+    """A number of bytes: `500MB`, `5G`, `1GiB`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """Return the bytes. Raises UsageFault if the text is no size."""
+        from ..formats.shards.writing import parse_size
+
+        return value if isinstance(value, int) else parse_size(value)
+
+
+class Pair(click.ParamType):  # type: ignore[type-arg]
+    """Two parts separated by =, at the last one: names may hold others."""
+
+    name = "pair"
+    cut = staticmethod(str.rpartition)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, Any]:
+        if isinstance(value, tuple):
+            return value
+        left, equals, right = self.cut(value, "=")
+        if not (left and equals and right):
+            self.fail(f"'{value}' is not two parts separated by =", param, ctx)
+        return left, self.second(right, param, ctx)
+
+    def second(self, value: str, param: Any, ctx: Any) -> Any:
+        """Convert the second part; a subclass may fail there."""
+        return value
+
+
+class Entry(Pair):
+    """A name and a text separated by =, at the first one: the text may hold others."""
+
+    name = "entry"
+    cut = staticmethod(str.partition)
+
+
+class SizesFor(Pair):
+    """A shell pattern of keys, and whole numbers: `*.weight=1,0`."""
+
+    name = "sizes"
+
+    def second(self, value: str, param: Any, ctx: Any) -> tuple[int, ...]:
+        return Shape().convert(value, param, ctx)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,6 +148,11 @@ to_option = click.option(
 full_option = click.option(
     "--full", is_flag=True, help="Keep everything, also in safetensors: optimizer, counters, settings."
 )
+companions_option = click.option(
+    "--companions",
+    is_flag=True,
+    help="Also copy the small files of the model in INPUT's folder: config.json, the tokenizer.",
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."
 )
@@ -97,17 +163,7 @@ verbose_option = click.option(
 
 
 def require_new_output(inputs: Sequence[str], output: str, force: bool, *, alone: bool = True) -> None:
-    """Refuse an OUTPUT that may be the last of several INPUTs.
-
-    Args:
-        inputs: the files that were named before it.
-        output: the last argument.
-        force: whether --force was given.
-        alone: whether one file makes sense as the only input.
-
-    Raises:
-        OutputExists: there is a checkpoint at `output`, and `force` is not set.
-    """
+    """Refuse an OUTPUT that may be the last of several INPUTs."""
     from .. import formats
 
     is_plain = len(inputs) == 1 and (alone or os.path.isdir(inputs[0]))
@@ -135,25 +191,25 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-reading = _all(json_option, quiet_option, verbose_option)
-"""The options of every command."""
+reading = _all(json_option, quiet_option, verbose_option)  # The options of every command
 
+# The options of every command that writes a state
 writing_options = _all(
     state_option,
     shard_size_option,
     device_option,
+    companions_option,
     verify_option,
     dry_run_option,
     force_option,
     reading,
 )
-"""The options of every command that writes a state."""
 
+# The arguments and options of every command that writes one file from another
 writing = _all(input_argument, output_argument, writing_options)
-"""The arguments and options of every command that writes one file from another."""
 
 
-def console(options: dict[str, Any]) -> Console:
+def console(options: Mapping[str, Any]) -> Console:
     """Return the console that a command's options ask for."""
     return Console(
         json=options.get("as_json", False),

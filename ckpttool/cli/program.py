@@ -6,14 +6,189 @@ import gc
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from .all_commands import ReaderGone, group
+from .. import __version__
+from .commands import (
+    average,
+    convert,
+    convert_batchnorm,
+    diff,
+    digest,
+    disarm,
+    doctor,
+    gather_metrics,
+    inspect,
+    keys,
+    merge,
+    merge_lora,
+    optimizer,
+    prove,
+    reload,
+    slim,
+    split,
+    verify,
+)
 from .failure import Call, fail
+
+EPILOG = """\
+\b
+Exit codes: 0 done, or same; 1 differs, a check failed or nothing to do;
+2 usage; 3 unreadable, damaged or refused.
+`ckpttool COMMAND --help` ends in an example. Completion of commands, options
+and files: eval "$(_CKPTTOOL_COMPLETE=bash_source ckpttool)", or zsh_source.
+"""
+
+# The commands by section, each with its line of help
+SECTIONS: dict[str, dict[click.Command, str]] = {
+    "Look": {
+        inspect.command: "Show what is in a file, without running any of it",
+        digest.command: "One SHA-256 for a model, the same in every format",
+    },
+    "Rename": {
+        keys.strip_prefix: "Take a wrapper's prefix off the keys",
+        keys.add_prefix: "Put a wrapper's prefix before every key",
+        keys.rename_keys: "Rename keys by regular expressions",
+    },
+    "Convert": {
+        convert.command: "Write another format, or other element types",
+        merge.command: "Write what many ranks wrote as one checkpoint",
+        split.command: "Write one checkpoint as files for many ranks",
+        slim.command: "Write only the model's state, without unused bytes",
+        disarm.command: "Plain values for objects, as weights_only wants",
+        convert_batchnorm.command: "BatchNorm to SyncBatchNorm and back; pool ranks",
+    },
+    "Train on": {
+        merge_lora.command: "Add a LoRA adapter to its base model",
+        average.command: "The mean of several checkpoints, rounded once",
+        optimizer.command: "Optimizer state by name or index, or for another order",
+    },
+    "Check": {
+        diff.command: "What differs between two files, by name and value",
+        verify.command: "Read every byte: structure, checksums, NaN, infinity",
+        prove.command: "Whether a training run's record holds, bit for bit",
+        gather_metrics.command: "Exact metrics from one prediction file per rank",
+    },
+    "Load": {
+        doctor.command: "Why it does not load, and the commands that fix it",
+        reload.command: "Load strictly into a plain model, in one process",
+    },
+}
+
+
+class Stopped(BaseException):
+    """A signal asked the process to end; no `except Exception`, nor one of SystemExit, holds it up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class ReaderGone(Exception):
+    """The reader of stdout has stopped, as `| head` does."""
+
+
+@contextmanager
+def _broken_pipe_raised() -> Iterator[None]:
+    """Raise ReaderGone for a broken pipe, which click would take for a failure or for success."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ReaderGone from error
+
+
+class Commands(click.Group):
+    """The group of all commands, shown in our order, with suggestions for misspelt names."""
+
+    def make_context(self, *args: Any, **given: Any) -> click.Context:
+        with _broken_pipe_raised():  # --help and --version print while the arguments are parsed
+            return super().make_context(*args, **given)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with _broken_pipe_raised():
+                return super().invoke(ctx)
+        except click.UsageError as error:  # click's parser does not say which command it was
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            if error.ctx is None and command is not None:
+                error.ctx = click.Context(command, info_name=command.name, parent=ctx)
+            raise
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # click sorts them
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        raise click.UsageError(f"there is no command '{name}'{_suggestion(name, self.commands)}", ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one table for each section, with the same columns in all."""
+        widest = max(map(len, self.commands))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                rows = [(f"{command.name:{widest}}", line) for command, line in commands.items()]
+                formatter.write_dl(rows)
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _show_versions(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
+    """Print the versions that a bug report should name, without importing what has them."""
+    if not asked or ctx.resilient_parsing:
+        return
+    click.echo(f"ckpttool {__version__}")
+    others = [_installed(name) for name in ("torch", "safetensors", "click")]
+    click.echo(f"Python {sys.version.split()[0]}, {', '.join(others)}")
+    ctx.exit()
+
+
+def _installed(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"no {name}"
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EPILOG,
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_versions,
+    help="Show the versions of this tool and of what it uses.",
+)
+def group() -> None:
+    """A workbench for PyTorch checkpoints.
+
+    Reads .pt files of any age and .safetensors without torch, without loading them, and without running
+    anything that they name.
+    """
+
+
+for section in SECTIONS.values():
+    for each_command in section:
+        group.add_command(each_command)
 
 
 def main() -> NoReturn:
@@ -26,10 +201,13 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # keys may hold what the terminal can't show
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets that
-            signal.signal(number, _terminate)
-    code = run(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets that, and a shell in the background
+            signal.signal(number, _stop)
+    try:
+        code = run(sys.argv[1:])
+    except Stopped as stopped:
+        _end_by(stopped.number)
     if "ckpttool.models.factory" in sys.modules:  # code of the user's ran, and may have left work to atexit
         _close_stdout()
         sys.exit(code)
@@ -39,14 +217,7 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code, with every expected failure printed as one line.
-
-    Args:
-        arguments: the command line without the program's name; none prints the help and returns 2.
-
-    Raises:
-        Exception: a bug of this program, or any failure if the environment has CKPTTOOL_DEBUG=1.
-    """
+    """Run one command and return its exit code; every expected failure is one line, a bug is raised."""
     call = Call()
     try:
         if not arguments:
@@ -55,7 +226,7 @@ def run(arguments: list[str]) -> int:
         return group(arguments, prog_name="ckpttool", standalone_mode=False, obj=call) or 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt):  # not under `main`, which has handlers of its own
         click.echo("interrupted", err=True)
         return 130
     except (ReaderGone, BrokenPipeError):
@@ -79,6 +250,16 @@ def _close_stdout() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    """Unwind the stack at SIGTERM and SIGHUP, so that no half-written file stays."""
-    sys.exit(128 + signum)
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Unwind the stack at a signal, so that no half-written file stays."""
+    raise Stopped(number)
+
+
+def _end_by(number: int) -> NoReturn:
+    """End by the signal itself: only then does a shell stop a loop in which this command runs."""
+    signal.signal(number, signal.SIG_DFL)
+    if number == signal.SIGINT:
+        with suppress(OSError):
+            click.echo("interrupted", err=True)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the signal is blocked

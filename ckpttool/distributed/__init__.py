@@ -1,16 +1,16 @@
-"""What the ranks of a process group do together, without one of them left waiting for another.
+"""What the ranks of a process group do together, without leaving one waiting for another.
 
     from ckpttool import distributed
 
     folder = distributed.from_rank_zero(choose_folder)  # called on rank 0; every rank gets its value
     state = distributed.broadcast(lambda: torch.load(path))  # rank 0 reads; tensors of any dtype travel
-    with distributed.fail_together():                             # fails on every rank if it fails on any
+    with distributed.fail_together():                        # fails on every rank if it fails on any
         if distributed.rank() == 0:
             write(folder)
     distributed.compare(model.state_dict(), "before saving") # names the tensor and the rank that differ
 
-Without a process group there is one rank, and everything works there too. Importing this package imports
-nothing else; each name imports torch when it is first used.
+Without a process group there is one rank, and everything works there too. Each name imports torch when it is
+first used.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from ..lazy import attributes
 if TYPE_CHECKING:
     from . import gather_rows as gather_rows
     from . import randomness as randomness
-    from .buckets import settle_buckets as settle_buckets
     from .collectives import RankFailed as RankFailed
     from .collectives import RankLost as RankLost
     from .collectives import agree as agree
-    from .collectives import alike as alike
     from .collectives import broadcast as broadcast
     from .collectives import broadcast_into as broadcast_into
     from .collectives import compare as compare
@@ -36,31 +34,32 @@ if TYPE_CHECKING:
     from .collectives import from_rank_zero as from_rank_zero
     from .collectives import gather as gather
     from .collectives import rank as rank
+    from .collectives import report_once as report_once
     from .collectives import total as total
     from .collectives import world_size as world_size
     from .dummy_pass import leaving_no_trace as leaving_no_trace
     from .dummy_pass import run_dummy_pass as run_dummy_pass
+    from .dummy_pass import settle_buckets as settle_buckets
+    from .group import Place as Place
+    from .group import find_place as find_place
     from .group import process_group as process_group
     from .heartbeat import watch as watch
-    from .mean_loss import global_mean_loss as global_mean_loss
-    from .place import Place as Place
-    from .place import find_place as find_place
     from .plan import Plan as Plan
     from .randomness import Keyed as Keyed
     from .sampler import ExactBatchSampler as ExactBatchSampler
     from .sampler import distribute as distribute
     from .uneven import Uneven as Uneven
+    from .uneven import global_mean_loss as global_mean_loss
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
             "": ("gather_rows", "randomness"),
-            "buckets": ("settle_buckets",),
             "collectives": (
                 "RankFailed",
                 "RankLost",
                 "agree",
-                "alike",
+                "report_once",
                 "broadcast",
                 "broadcast_into",
                 "compare",
@@ -73,14 +72,12 @@ else:
                 "total",
                 "world_size",
             ),
-            "group": ("process_group",),
+            "group": ("Place", "find_place", "process_group"),
             "heartbeat": ("watch",),
-            "mean_loss": ("global_mean_loss",),
-            "place": ("Place", "find_place"),
             "plan": ("Plan",),
             "randomness": ("Keyed",),
             "sampler": ("ExactBatchSampler", "distribute"),
-            "dummy_pass": ("run_dummy_pass", "leaving_no_trace"),
-            "uneven": ("Uneven",),
+            "dummy_pass": ("leaving_no_trace", "run_dummy_pass", "settle_buckets"),
+            "uneven": ("Uneven", "global_mean_loss"),
         },
     )

@@ -1,8 +1,8 @@
 """What the ranks of a process group do together: decide, broadcast, sum, compare, fail. Imports torch.
 
-Every function is a collective: all ranks call it, in the same order. Only `alike`, `combined` and those that
-begin with `digest` send nothing. Without a process group there is one rank, and each does what it would do
-there. Tensors travel as bytes, so any dtype does (bool, bfloat16, complex64, ...), over gloo and over NCCL.
+Every function is a collective: all ranks call it, in the same order. Only `report_once`, `combined` and those
+that begin with `digest` send nothing. Without a process group there is one rank. Tensors travel as bytes, so
+any dtype works (bool, bfloat16, complex64, ...), over gloo and over NCCL.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NUMBER_AND_DIGEST = struct.Struct("<q32s")
 
 
 class RankFailed(CkptToolError):
-    """Another rank failed, and this one stops with it. Has that rank's message, hint and exit code."""
+    """Another rank failed, and this one stops with it, with that rank's message, hint and exit code."""
 
     kind = "rank-failed"
     exit_code = 1
 
 
 class RankLost(RankFailed):
-    """Another rank has gone or does not answer; `watch` has written which one to stderr."""
+    """Another rank is gone or does not answer; `watch` has written which one to stderr."""
 
     kind = "rank-lost"
 
@@ -46,14 +46,10 @@ class RankLost(RankFailed):
 
 
 def from_rank_zero(fn: Callable[[], T]) -> T:
-    """Call `fn` on rank 0 only, and return its value on every rank.
-
-    Args:
-        fn: returns a picklable value.
+    """Call `fn` on rank 0 only, and return its value, which must be picklable, on every rank.
 
     Raises:
-        Exception: on rank 0, whatever `fn` or pickling its value raised.
-        RankFailed: on the other ranks, if rank 0 raised.
+        Exception: on rank 0, whatever `fn` or pickling raised; RankFailed on the others.
     """
     value: Any = None
     payload = b""
@@ -68,15 +64,11 @@ def from_rank_zero(fn: Callable[[], T]) -> T:
 def broadcast(read: Callable[[], T]) -> T:
     """Call `read` on rank 0 only, and return its value, which may hold tensors, on every rank.
 
-    As `from_rank_zero`, but each tensor is sent by itself and not pickled. The other ranks get CPU tensors.
-
-    Args:
-        read: returns a picklable value; tensors may be anywhere in it.
+    As `from_rank_zero`, but tensors are sent without pickling; the other ranks get them on the CPU.
 
     Raises:
-        TypeError: on rank 0, if a tensor is sparse, quantized or on the meta device.
-        Exception: on rank 0, whatever `read` or pickling its value raised.
-        RankFailed: on the other ranks, if rank 0 raised.
+        TypeError: on rank 0, for a sparse, quantized or meta tensor; RankFailed on the others.
+        Exception: on rank 0, whatever `read` or pickling raised; RankFailed on the others.
     """
     if world_size() == 1:
         return read()
@@ -95,11 +87,7 @@ def broadcast(read: Callable[[], T]) -> T:
 
 
 def broadcast_into(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite each tensor in place with rank 0's.
-
-    Args:
-        tensors: of the same number, dtypes and shapes on every rank.
-    """
+    """Overwrite each tensor in place with rank 0's, of the same dtype and shape."""
     if world_size() == 1:
         return
     with torch.no_grad():
@@ -114,10 +102,7 @@ def broadcast_into(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
-    """Return the elementwise sum over ranks, on the CPU.
-
-    Args:
-        values: int64 or float64, of the same shape on every rank.
+    """Return the elementwise sum over ranks of an int64 or float64 tensor, on the CPU.
 
     Raises:
         TypeError: another dtype, whose sums are not exact enough to be divided afterwards.
@@ -131,13 +116,10 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather(value: T) -> list[T]:
-    """Return every rank's value, in rank order, on every rank.
-
-    Args:
-        value: picklable.
+    """Return every rank's value, which must be picklable, in rank order, on every rank.
 
     Raises:
-        Exception: on a rank whose value can't be pickled, what pickle raised; RankFailed on the others.
+        Exception: what pickle raised on a rank; RankFailed on the others.
     """
     if world_size() == 1:
         return [value]
@@ -146,7 +128,7 @@ def gather(value: T) -> list[T]:
         notes.own = LENGTH.pack(len(payload))
     lengths = [LENGTH.unpack(note)[0] for note in notes.of_ranks]
     padded = transport.gather_bytes(payload.ljust(max(lengths), b"\0"))
-    return [pickle.loads(one[:length]) for one, length in zip(padded, lengths, strict=True)]
+    return [pickle.loads(value[:length]) for value, length in zip(padded, lengths, strict=True)]
 
 
 # ---- failing -------------------------------------------------------------------------------------------
@@ -154,25 +136,23 @@ def gather(value: T) -> list[T]:
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """Run the block on every rank; if it fails on any rank, fail on all.
+    """Run the block on every rank; if it fails on any rank, fail on all, so that none waits for another.
 
-    No rank then waits for one that is gone. Work of rank 0 alone (writing a file, deleting old ones) belongs
-    here too: `with fail_together(): if rank() == 0: ...`. The block must hold no collective: a rank that
-    fails leaves it early.
+    Work of rank 0 alone (writing a file) belongs here too: `with fail_together(): if rank() == 0: ...`. The
+    block must not contain a collective: a rank that fails leaves it early.
 
     Raises:
-        Exception: on the first rank that failed, its own error.
-        RankFailed: on all other ranks, with that rank's message, hint and exit code.
+        Exception: on the first rank that failed, its own error; RankFailed on all others.
     """
     with _together():
         yield
 
 
-def alike(fn: Callable[[], T]) -> T:
+def report_once(fn: Callable[[], T]) -> T:
     """Call `fn`, whose outcome is the same on every rank, and report its failure from rank 0 only.
 
     Nothing is sent, so `fn` may use only what all ranks have received or compared: a rank that fails alone
-    would leave the others waiting. Where that is not certain, use `fail_together`.
+    would leave the others waiting. If in doubt, use `fail_together`.
 
     Raises:
         CkptToolError: what `fn` raised, on rank 0; RankFailed on the others.
@@ -186,7 +166,7 @@ def alike(fn: Callable[[], T]) -> T:
 
 
 class _Notes:
-    """What each rank tells the others at the end of a block: bytes, of the same length on every rank."""
+    """What each rank tells the others at the end of a block: as many bytes on every rank."""
 
     def __init__(self, own: bytes) -> None:
         self.own = own
@@ -195,7 +175,7 @@ class _Notes:
 
 @contextlib.contextmanager
 def _together(size: int = 0) -> Iterator[_Notes]:
-    """`fail_together`, in which each rank sets a note of `size` bytes that all ranks get."""
+    """`fail_together`, after which every rank has the note of `size` bytes that each rank set."""
     notes = _Notes(bytes(size))
     failure: Exception | None = None
     try:
@@ -231,18 +211,14 @@ def _rank_failed(described: tuple[str, str | None, int]) -> RankFailed:
 
 
 def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = None) -> str:
-    """Check that all ranks hold the same names and values, bit for bit.
+    """Check that all ranks have the same names and values, bit for bit; return the SHA-256 of these.
 
-    One digest per rank is exchanged. Only where these differ are the digests of all names exchanged too, to
-    say which value differs.
+    One digest per rank is exchanged, and those of all names only if these differ, to say which value it is.
 
     Args:
         values: tensors, or plain values with a `repr` that distinguishes them.
         when: ends the message, e.g. "before saving".
         hint: what to do if they differ.
-
-    Returns:
-        The SHA-256 of names, dtypes, shapes and values.
 
     Raises:
         RanksDiffer: on every rank if values differ; names the first one, and the ranks that differ from most.
@@ -254,34 +230,21 @@ def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = Non
 def compare_digests(
     look: Callable[[], Mapping[str, bytes]], when: str = "", *, hint: str | None = None
 ) -> None:
-    """Check that all ranks hold the same values, whose digests are known already, as by another thread.
-
-    Args:
-        look: returns what `digest_each` returned.
-        when, hint: as for `compare`.
-
-    Raises:
-        RanksDiffer: as `compare`.
-        Exception: what `look` raised; RankFailed on the other ranks.
-    """
+    """`compare` of what `digest_each` has returned already, as in another thread."""
     _compare(lambda: (dict(look()), 0), when, hint)
 
 
 def agree(
     look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "", *, hint: str | None = None
 ) -> list[int]:
-    """Check that all ranks can begin: `fail_together`, `compare` and a number of each, in one message.
+    """`fail_together`, `compare` and `gather` of a number in one message; return each rank's number.
 
     Args:
         look: returns what must be the same on all ranks, as `compare` takes it, and a number of this rank.
-        when: ends the message, e.g. "in gather".
-        hint: what to do if they differ.
-
-    Returns:
-        Each rank's number, in rank order.
+        when, hint: as for `compare`.
 
     Raises:
-        RanksDiffer: on every rank if values differ, as `compare` does.
+        RanksDiffer: on every rank if values differ.
         Exception: what `look` raised; RankFailed on the other ranks.
     """
 
@@ -300,10 +263,10 @@ def _compare(
     with _together(NUMBER_AND_DIGEST.size) as notes:
         digests, number = look()
         notes.own = NUMBER_AND_DIGEST.pack(number, combined(digests))
-    numbers, wholes = zip(*map(NUMBER_AND_DIGEST.unpack, notes.of_ranks), strict=True)
-    if len(set(wholes)) > 1:
+    numbers, digests_of_all = zip(*map(NUMBER_AND_DIGEST.unpack, notes.of_ranks), strict=True)
+    if len(set(digests_of_all)) > 1:
         raise _difference(gather(digests), when, hint)
-    return wholes[0], list(numbers)
+    return digests_of_all[0], list(numbers)
 
 
 def digest_all(values: Mapping[str, Any]) -> str:
@@ -324,38 +287,36 @@ def digest(value: Any) -> bytes:
     """
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(repr(value).encode()).digest()
-    whole = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
+    sha256 = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
     data = transport.as_bytes(value).cpu()
     if data.numel():
-        whole.update(transport.memory_of(data))
-    return whole.digest()
+        sha256.update(transport.memory_of(data))
+    return sha256.digest()
 
 
 def combined(digests: Mapping[str, bytes]) -> bytes:
     """Return the SHA-256 of names and their digests: in hexadecimal, what `digest_all` returns."""
-    whole = hashlib.sha256()
-    for name, one in digests.items():
-        whole.update(f"{len(name)}:{name}".encode() + one)
-    return whole.digest()
+    sha256 = hashlib.sha256()
+    for name, value in digests.items():
+        sha256.update(f"{len(name)}:{name}".encode() + value)
+    return sha256.digest()
 
 
 def _difference(digests: list[dict[str, bytes]], when: str, hint: str | None) -> RanksDiffer:
-    """Return the error for the first name on which ranks differ.
-
-    The ranks that hold what most ranks hold are right; of equally many, those that hold what rank 0 holds.
-    """
+    """Return the error for the first name on which ranks differ."""
+    # Those that have what most ranks have are right; of equally many, those that have what rank 0 has.
     after = f", {when}" if when else ""
     names = list(dict.fromkeys(name for of_rank in digests for name in of_rank))
     differing = [name for name in names if len({of_rank.get(name) for of_rank in digests}) > 1]
     if not differing:  # the same names and values, in another order
-        return RanksDiffer(f"ranks hold the same names in different orders{after}", hint=hint)
+        return RanksDiffer(f"ranks have the same names in different orders{after}", hint=hint)
     first = [of_rank.get(differing[0]) for of_rank in digests]
-    held_by = Counter(first)
-    right = max(held_by, key=lambda one: (held_by[one], one == first[0]))
-    wrong = [index for index, one in enumerate(first) if one != right]
+    votes = Counter(first)
+    right = max(votes, key=lambda digest: (votes[digest], digest == first[0]))
+    wrong = [number for number, digest in enumerate(first) if digest != right]
     more = f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
     ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
-    verb = "hold" if len(wrong) > 1 else "holds"
+    verb = "have" if len(wrong) > 1 else "has"
     return RanksDiffer(
-        f"{ranks} {verb} another {differing[0]} than rank {first.index(right)}{after}{more}", hint=hint
+        f"{ranks} {verb} a different {differing[0]} than rank {first.index(right)}{after}{more}", hint=hint
     )

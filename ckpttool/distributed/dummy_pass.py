@@ -1,4 +1,4 @@
-"""The forward and backward pass of a rank that has no samples, while the others have some. Imports torch."""
+"""Passes that leave no trace: of a rank without samples, or before the first step. Imports torch."""
 
 from __future__ import annotations
 
@@ -24,49 +24,43 @@ def run_dummy_pass(
 ) -> None:
     """Take part in one forward and backward pass with a gradient of zero, on a rank that has no samples.
 
-    DistributedDataParallel waits for every rank in every backward pass. A real batch stands in for the empty
-    one, because models fail on empty batches (`view(0, -1)`) and a mean over nothing is NaN. It leaves no
-    trace: parameters get a gradient of zero, plain normalisation layers are frozen, and buffers and random
-    states are restored. Layers with an attribute `absent` (`ckpttool.batchnorm.SyncBatchNorm`) take part with
-    a count of 0, since the other ranks wait for this one in them, and all ranks keep the same statistics.
+    DistributedDataParallel waits for every rank in every backward pass. A real batch replaces the empty one:
+    models fail on empty batches (`view(0, -1)`), and a mean over nothing is NaN. Parameters get a gradient of
+    zero, plain normalisation layers are frozen, buffers and random states restored. Layers with an attribute
+    `absent` (`ckpttool.batchnorm.SyncBatchNorm`) take part with a count of 0: the others wait in them.
 
     Args:
         model: usually a DistributedDataParallel module, in training mode.
-        batch: any batch that `forward` takes, such as one of a single sample, on the model's device.
-        forward: returns the outputs or a loss for a batch, as tensors in any nesting; by default `model`.
-            Every parameter that other ranks' passes use must affect it.
-        together: whether other ranks train in this pass. If not, synchronised layers are frozen too.
+        batch: any batch that `forward` takes, on the model's device.
+        forward: batch -> outputs or loss, tensors in any nesting; by default `model`. Every parameter that
+            other ranks' passes use must affect it.
+        together: whether other ranks train in this pass; if not, synchronised layers are frozen too.
 
     Raises:
         UsageFault: the model has torch's own SyncBatchNorm, which can't take part without samples.
     """
     with leaving_no_trace(model, together=together):
-        outputs = [one for one in tensors((forward or model)(batch)) if one.requires_grad]
-        torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+        outputs = [output for output in tensors((forward or model)(batch)) if output.requires_grad]
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
 
 
 @contextlib.contextmanager
 def leaving_no_trace(model: nn.Module, *, together: bool = True) -> Iterator[None]:
-    """Let what the block passes through a model leave no trace in it, as `run_dummy_pass` does.
+    """Let passes in the block leave no trace in a model in training mode, as in `run_dummy_pass`.
 
-    Args:
-        model: in training mode.
-        together: whether other ranks train meanwhile, so that synchronised layers have to take part.
-
-    Raises:
-        UsageFault: the model has torch's own SyncBatchNorm, which can't take part without samples.
+    Args and Raises are those of `run_dummy_pass`.
     """
-    layers = [one for one in model.modules() if isinstance(one, _NormBase) and one.training]
-    taking_part = [one for one in layers if together and hasattr(one, "absent")]
+    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.training]
+    taking_part = [layer for layer in layers if together and hasattr(layer, "absent")]
     if together:
         require_no_torch_sync(model)
     # A frozen layer changes nothing itself; DDP gives it rank 0's statistics, as it does on every rank.
     kept = {id(buffer) for layer in layers for buffer in layer.buffers()}
     with (
         _set(taking_part, "absent", True),
-        _set([one for one in layers if one not in taking_part], "training", False),
+        _set([layer for layer in layers if layer not in taking_part], "training", False),
         buffers_restored(model, kept),
-        _random_state_restored(),
+        randomness.restored(gpu=True),
     ):
         yield
 
@@ -96,12 +90,8 @@ def _set(layers: list[_NormBase], name: str, value: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module, kept: Collection[int] = ()) -> Iterator[None]:
-    """Restore the buffers of a model after the block, also those that it replaces.
-
-    Args:
-        model: whose buffers are copied meanwhile.
-        kept: the `id` of each buffer that is left as the block leaves it.
-    """
+    """Restore the buffers of a model after the block, except those whose `id` is in `kept`."""
+    # By module and name, since the block may replace a buffer instead of writing to it.
     before = [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -117,9 +107,33 @@ def buffers_restored(model: nn.Module, kept: Collection[int] = ()) -> Iterator[N
 
 
 @contextlib.contextmanager
-def _random_state_restored() -> Iterator[None]:
-    before = randomness.take()
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Give each module its own mode again after the block."""
+    # `model.train(was_training)` would also wake layers frozen by `layer.eval()`, whose statistics then
+    # drift.
+    before = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
-        randomness.put_back(before)
+        for module, training in before:
+            module.training = training
+
+
+def settle_buckets(ddp: nn.Module, one_pass: Callable[[], None]) -> None:
+    """Let DDP settle on its buckets now. A collective; call it once, before the first step.
+
+    DDP regroups gradients into buckets after the first backward pass, in the order in which they became ready
+    (`rebuild_buckets` in torch's reducer.cpp, called by the second forward pass). With three or more ranks a
+    gradient's sum depends in its last bits on its place in a bucket, so a resumed run, whose first step has
+    the old order, would differ from one that never stopped; not if both begin with this. With
+    `find_unused_parameters=True` DDP never regroups, and this has no effect.
+
+    Args:
+        ddp: the DistributedDataParallel module, in its training modes; its gradients are cleared.
+        one_pass: runs a forward and backward pass that leaves no trace, such as
+            `lambda: run_dummy_pass(ddp, batch, together=False)`. Called twice.
+    """
+    for _ in range(2):
+        one_pass()
+    for parameter in ddp.parameters():
+        parameter.grad = None

@@ -1,4 +1,4 @@
-"""Checks that each sample appears exactly once, and words what is wrong. Imports numpy when called."""
+"""The check that each sample appears exactly once, and what it says if not. Imports numpy when called."""
 
 from __future__ import annotations
 
@@ -10,29 +10,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 VERSION = b"ckpttool index set 1\n"
+# How many samples, or runs of consecutive samples, a message names.
 MOST_SHOWN = 6
-"""How many samples, or runs of consecutive samples, a message names."""
 
 
 def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
-    """Describe each way in which the samples 0 to `samples` - 1 do not appear exactly once over all parts.
-
-    Args:
-        parts: name of a part, as messages name it -> int64 [n], its samples in any order.
-        samples: the number of samples.
-
-    Returns:
-        A sentence on samples out of range, one on repeated and one on missing ones; empty if all is well.
-    """
+    """Describe how the samples 0 to `samples` - 1 fail to appear once over all parts: name -> int64 [n]."""
     import numpy as np
 
     if _each_once(parts.values(), samples):
         return []
-    whole = np.concatenate([np.zeros(0, dtype=np.int64), *parts.values()])
-    found, counts = np.unique(whole, return_counts=True)
-    beyond = found[(found < 0) | (found >= samples)]
-    repeated = found[counts > 1]
-    missing = _gaps(found[(found >= 0) & (found < samples)], samples)
+    joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts.values()])
+    present, counts = np.unique(joined, return_counts=True)
+    in_range = (present >= 0) & (present < samples)
+    beyond, repeated = present[~in_range], present[counts > 1]
+    missing = _gaps(present[in_range], samples)
     said = []
     if len(beyond):
         verb = "is" if len(beyond) == 1 else "are"
@@ -41,8 +33,8 @@ def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
         verb = "appears" if len(repeated) == 1 else "appear"
         said.append(f"{_named(_runs(repeated))} {verb} more than once: in {_holders(parts, repeated)}")
     if missing:
-        one = missing[0][0] == missing[-1][1]
-        said.append(f"{_named(missing)} of {samples} {'is' if one else 'are'} missing")
+        verb = "is" if missing[0][0] == missing[-1][1] else "are"
+        said.append(f"{_named(missing)} of {samples} {verb} missing")
     return said
 
 
@@ -50,14 +42,14 @@ def index_digest(samples: int) -> str:
     """Return the SHA-256 of the index set 0 to samples - 1: a version line, then little-endian int64s."""
     import numpy as np
 
-    whole = hashlib.sha256(VERSION)
+    sha256 = hashlib.sha256(VERSION)
     for start in range(0, samples, 1 << 20):
-        whole.update(np.arange(start, min(start + (1 << 20), samples), dtype="<i8").tobytes())
-    return whole.hexdigest()
+        sha256.update(np.arange(start, min(start + (1 << 20), samples), dtype="<i8").tobytes())
+    return sha256.hexdigest()
 
 
 def _each_once(parts: Collection[NDArray[Any]], samples: int) -> bool:
-    """Say quickly whether each of 0 to samples - 1 appears once, as is usual."""
+    """Return whether each of 0 to samples - 1 appears once: quickly, since this is usual."""
     import numpy as np
 
     if sum(map(len, parts)) != samples:
@@ -70,11 +62,11 @@ def _each_once(parts: Collection[NDArray[Any]], samples: int) -> bool:
     return bool(seen.all())  # there are `samples` of them and none is missing, so none appears twice
 
 
-def _gaps(found: NDArray[Any], samples: int) -> list[tuple[int, int]]:
-    """Return the runs (first, last) of 0 to samples - 1 that are missing in `found`, which ascends."""
+def _gaps(ascending: NDArray[Any], samples: int) -> list[tuple[int, int]]:
+    """Return the runs (first, last) of 0 to samples - 1 that are missing."""
     import numpy as np
 
-    edges = np.concatenate([[-1], found, [samples]])
+    edges = np.concatenate([[-1], ascending, [samples]])
     before = np.flatnonzero(np.diff(edges) > 1)
     return [(int(edges[at]) + 1, int(edges[at + 1]) - 1) for at in before]
 
@@ -91,8 +83,8 @@ def _named(runs: list[tuple[int, int]]) -> str:
     """Name the first few runs: `samples 3, 7–9`."""
     shown = [str(first) if first == last else f"{first}–{last}" for first, last in runs[:MOST_SHOWN]]
     left = sum(last - first + 1 for first, last in runs[MOST_SHOWN:])
-    one = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"sample{'' if one else 's'} {', '.join(shown)}" + (f" and {left} more" if left else "")
+    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"sample{'' if is_one else 's'} {', '.join(shown)}" + (f" and {left} more" if left else "")
 
 
 def _holders(parts: Mapping[str, NDArray[Any]], samples: NDArray[Any]) -> str:

@@ -1,9 +1,8 @@
 """Rows of all ranks joined by sample, each exactly once. Imports torch.
 
-Each rank holds any number of rows, possibly none. Two small messages per rank say what it holds, and that it
-has memory for all rows. Then rows travel as bytes, all columns of a rank in one message, in rounds of bounded
-size, and each row is put in its place. So any dtype can be gathered, nothing is pickled, and NCCL sends from
-the GPU what lies there.
+Two small messages per rank say what it has, and that it has memory for all rows. Then rows travel as bytes,
+all columns of a rank in one message, in rounds of bounded size. So any dtype can be gathered, nothing is
+pickled, and NCCL sends what lies on the GPU from there.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .exactly_once import faults
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Bytes of all ranks' rows in flight at a time. More than that leaves the cache and takes longer per byte.
 PIECE = 8 << 20
-"""Bytes of all ranks' rows in flight at a time. More than that leaves the cache and takes longer per byte."""
 
+# Each column begins at a multiple of this many bytes in a message, so that it can be viewed as numbers.
 ALIGNED = 8
-"""Each column begins at a multiple of this many bytes in a message, so that it can be viewed as numbers."""
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -37,20 +36,19 @@ def gather(
     """Return the rows of all ranks, in the order of their samples, on every rank. A collective.
 
     Args:
-        index: int64 [n], the samples of this rank's rows, in any order. n may differ between ranks and be 0.
+        index: int64 [n], the samples of this rank's rows, in any order; n may differ between ranks and be 0.
         columns: name -> tensor [n, ...]; the same names, dtypes and further axes on all ranks.
         samples: the number of samples over all ranks, which are 0 to samples - 1.
-        piece: bytes in flight at a time, of all ranks together; at least one row per rank is sent.
+        piece: bytes in flight at a time, of all ranks together; at least one row per rank.
 
     Returns:
         name -> tensor [samples, ...], on the device of this rank's column.
 
     Raises:
-        CheckFailed: on rank 0, if a sample is missing, repeated or out of range; names samples and ranks.
-            RankFailed on the other ranks.
+        CheckFailed: on rank 0, if a sample is missing, repeated or out of range; RankFailed on the others.
         RanksDiffer: the ranks have different columns, `samples` or `piece`.
-        TypeError: on a rank whose index is not int64 [n]; RankFailed on the others.
-        ValueError: on a rank with a column that has not one row per sample; RankFailed on the others.
+        TypeError, ValueError: on a rank whose index is not int64 [n], or with a column that lacks a row for
+            each sample; RankFailed on the others.
     """
     counts = collectives.agree(
         lambda: _describe(index, columns, samples, piece),
@@ -63,33 +61,25 @@ def gather(
         joined = [_Column(column, samples if ends[-1] == samples else 0) for column in columns.values()]
         places = torch.empty(ends[-1], dtype=torch.int64)
     for rank, start, rows in _pieces([index, *columns.values()], counts, piece):
-        own = rows[0].view(torch.int64)
-        at = own.cpu()
+        samples_sent = rows[0].view(torch.int64)
+        at = samples_sent.cpu()
         places[ends[rank] + start :][: len(at)] = at
         if ends[-1] == samples and _are_below(at, samples):
             for column, raw in zip(joined, rows[1:], strict=True):
-                column.put(own, raw)
+                column.put(samples_sent, raw)
     # Every rank has the places of all rows, so each comes to the same verdict without asking.
-    collectives.alike(
+    collectives.report_once(
         lambda: _check_once([places[start:end].numpy() for start, end in pairwise(ends)], samples)
     )
-    return {name: column.whole() for name, column in zip(columns, joined, strict=True)}
+    return {name: column.joined() for name, column in zip(columns, joined, strict=True)}
 
 
-def gather_arrays(own: NDArray[Any], kind: str = "") -> list[NDArray[Any]]:
-    """Return every rank's array, in rank order, on every rank. A collective.
-
-    Args:
-        own: int64 [n]; n may differ between ranks.
-        kind: says what the array is, and must be the same on all ranks.
-
-    Raises:
-        RanksDiffer: the ranks have different kinds.
-    """
+def gather_arrays(array: NDArray[Any], kind: str = "") -> list[NDArray[Any]]:
+    """Return every rank's int64 [n] array, in rank order, on every rank; n may differ. A collective."""
     hint = "reduce the same metrics, in the same order, on every rank"
-    counts = collectives.agree(lambda: ({kind: None}, len(own)), "in reduce", hint=hint)
+    counts = collectives.agree(lambda: ({kind: None}, len(array)), "in reduce", hint=hint)
     parts = [torch.empty(count, dtype=torch.int64) for count in counts]
-    for rank, start, (raw,) in _pieces([torch.from_numpy(own)], counts, PIECE):
+    for rank, start, (raw,) in _pieces([torch.from_numpy(array)], counts, PIECE):
         rows = raw.view(torch.int64)
         parts[rank][start : start + len(rows)] = rows
     return [part.numpy() for part in parts]
@@ -117,25 +107,25 @@ def _are_below(places: torch.Tensor, samples: int) -> bool:
 
 
 def _check_once(places: list[NDArray[Any]], samples: int) -> None:
-    found = faults({f"rank {number}": place for number, place in enumerate(places)}, samples)
-    if found:
-        raise CheckFailed("; ".join(found), hint="deal every sample to one rank: no padding, no repeats")
+    said = faults({f"rank {number}": place for number, place in enumerate(places)}, samples)
+    if said:
+        raise CheckFailed("; ".join(said), hint="deal every sample to one rank: no padding, no repeats")
 
 
 class _Column:
     """One column of all ranks while it is joined: rows of integers, whatever their bytes mean."""
 
-    def __init__(self, own: torch.Tensor, samples: int) -> None:
-        self.dtype, self.shape = own.dtype, (samples, *own.shape[1:])
-        width = _row_bytes(own)
+    def __init__(self, column: torch.Tensor, samples: int) -> None:
+        self.dtype, self.shape = column.dtype, (samples, *column.shape[1:])
+        width = _row_bytes(column)
         word = next(word for word in WORDS if width % word.itemsize == 0)
-        self.rows = torch.empty((samples, width // word.itemsize), dtype=word, device=own.device)
+        self.rows = torch.empty((samples, width // word.itemsize), dtype=word, device=column.device)
 
     def put(self, places: torch.Tensor, raw: torch.Tensor) -> None:
         rows = raw.to(self.rows.device).view(self.rows.dtype).reshape(len(places), self.rows.shape[1])
         self.rows.index_copy_(0, places.to(self.rows.device), rows)
 
-    def whole(self) -> torch.Tensor:
+    def joined(self) -> torch.Tensor:
         return self.rows.reshape(-1).view(self.dtype).reshape(self.shape)
 
 
@@ -149,10 +139,8 @@ def _row_bytes(column: torch.Tensor) -> int:
 def _pieces(
     columns: Sequence[torch.Tensor], counts: list[int], piece: int
 ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-    """Yield all ranks' rows piece by piece: (rank, first row, the bytes of each column).
-
-    The bytes may lie in a buffer, which is overwritten when the next piece is asked for.
-    """
+    """Yield all ranks' rows piece by piece: (rank, first row, the bytes of each column)."""
+    # The bytes may lie in a buffer, which is overwritten when the next piece is asked for.
     widths = [_row_bytes(column) for column in columns]
     data = [transport.as_bytes(column) for column in columns]
     if len(counts) == 1:
@@ -167,10 +155,8 @@ def _pieces(
 def _exchange(
     data: list[torch.Tensor], widths: list[int], counts: list[int], at_once: int
 ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-    """Send `at_once` rows of every rank that has rows left per round, and yield them as `_pieces` does.
-
-    Each rank's rows are broadcast, because gloo does that in place; its all-gather copies everything twice.
-    """
+    """Send `at_once` rows of every rank that has rows left per round, and yield them as `_pieces` does."""
+    # By broadcasts, which gloo does in place; its all-gather copies everything twice.
     sizes = [_size(widths, min(at_once, count)) for count in counts]
     buffers = [torch.empty(size, dtype=torch.uint8, device=transport.device()) for size in sizes]
     for start in range(0, max(counts), at_once):
@@ -182,8 +168,8 @@ def _exchange(
             message = buffers[rank][: _size(widths, rows)]
             parts = _parts(message, widths, rows)
             if rank == collectives.rank():
-                for place, own, width in zip(parts, data, widths, strict=True):
-                    place.copy_(own[start * width :][: rows * width])
+                for place, column, width in zip(parts, data, widths, strict=True):
+                    place.copy_(column[start * width :][: rows * width])
             in_flight.append((transport.begin_broadcast(message, rank), rank, parts))
         for work, rank, parts in in_flight:
             work.wait()
@@ -196,7 +182,7 @@ def _size(widths: list[int], rows: int) -> int:
 
 
 def _parts(message: torch.Tensor, widths: list[int], rows: int) -> list[torch.Tensor]:
-    """Return the part of a message of this many rows that each column has."""
+    """Return each column's part of a message of this many rows."""
     starts = accumulate((_padded(rows * width) for width in widths), initial=0)
     return [message[start:][: rows * width] for start, width in zip(starts, widths, strict=False)]
 

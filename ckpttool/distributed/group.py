@@ -17,51 +17,104 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckFailed, UsageFault
-from .place import Place, find_place, started_by_launcher
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-JOIN_TIMEOUT = 60.0
-"""Seconds that a rank waits for the others to come, and then for their addresses."""
 
+@dataclass(frozen=True)
+class Place:
+    """The place of this process among the ranks."""
+
+    rank: int  # from 0
+    world_size: int
+    backend: str  # gloo or nccl
+    device: torch.device
+
+
+def given_rank() -> int:
+    """Return this process's rank as set by torchrun, 0 without it. Needs no torch."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def given_world_size() -> int:
+    """Return the number of ranks as set by torchrun, 1 without it. Needs no torch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def started_by_launcher() -> bool:
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def find_place(backend: str = "auto") -> Place:
+    """Return this process's place: with NCCL if each rank here can have its own GPU, else gloo on the CPU.
+
+    Args:
+        backend: `auto`, `nccl` or `gloo`.
+
+    Raises:
+        UsageFault: `nccl` was asked for, and this machine has fewer GPUs than ranks.
+    """
+    import torch
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "auto":
+        backend = "nccl" if gpus >= wanted else "gloo"
+    if backend == "gloo":
+        return Place(given_rank(), given_world_size(), "gloo", torch.device("cpu"))
+    if gpus < wanted:
+        raise UsageFault(
+            f"{backend}: {wanted} rank{'s' * (wanted != 1)} on this machine, which has {gpus} usable "
+            f"GPU{'s' * (gpus != 1)}",
+            hint="start fewer ranks, or use gloo (--backend gloo)",
+        )
+    return Place(given_rank(), given_world_size(), backend, torch.device("cuda", local_rank))
+
+
+# Seconds that a rank waits for the others to join, and then for their addresses.
+JOIN_TIMEOUT = 60.0
+
+# Seconds between two reads of what the other ranks have written.
 POLL = 0.05
-"""Seconds between two looks at what the other ranks have written."""
 
 
 @contextlib.contextmanager
 def process_group(
     place: Place | None = None, timeout: float = 600.0, join_timeout: float = JOIN_TIMEOUT
 ) -> Iterator[Place]:
-    """Hold the default process group during the block, and destroy it however the block ends.
+    """Keep the default process group during the block, and destroy it however the block ends.
 
-    A single process gets one too (its store is in memory: no port, no network), so that DDP and its
-    `module.` keys are the same however a run was started. After a failure no thread of the group is left
-    that could abort the process at its end, and the other ranks are not left waiting.
+    A single process gets one too (its store is in memory: no port, no network), so DDP and its `module.`
+    keys are the same however a run was started. After a failure no thread of the group is left that could
+    abort the process at its end, and the other ranks are not left waiting.
 
     Args:
-        place: of this rank; by default what torchrun has set, with NCCL if each rank can have a GPU.
+        place: of this rank; by default as torchrun set it, with NCCL if each rank can have a GPU.
         timeout: seconds that this rank waits for the others in each collective.
-        join_timeout: seconds that it waits for them to come. Ranks that are lost before they have met are
-            noticed by nothing else; ranks that load their data before they come may need more.
+        join_timeout: seconds that it waits for them to join; more if ranks load their data before.
 
     Yields:
         The place.
 
     Raises:
         UsageFault: there is a process group already, which is left alone.
-        CheckFailed: this rank could not join the others, or some have not come within `join_timeout`.
+        CheckFailed: this rank could not join, or others have not within `join_timeout`.
     """
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         raise UsageFault(
-            "this process has a process group already", hint="take away the other init_process_group"
+            "this process already has a process group", hint="remove the other init_process_group"
         )
     place = place or find_place()
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
@@ -87,11 +140,9 @@ def process_group(
 
 
 def _store(place: Place, timeout: float) -> dict[str, Any]:
-    """Return the arguments of `init_process_group` that say where ranks meet.
-
-    torchrun serves one store and keeps it over restarts, with the addresses of ranks that are dead: a rank
-    that is started again may read those and wait for them (torch 2.15). So each attempt has its own keys.
-    """
+    """Return the arguments of `init_process_group` that say where ranks meet."""
+    # torchrun serves one store and keeps it over restarts, with the addresses of dead ranks: a rank that is
+    # started again may read those and wait for them (torch 2.15). So each attempt has its own keys.
     from torch.distributed import (  # type: ignore[attr-defined]
         HashStore,
         PrefixStore,
@@ -108,20 +159,11 @@ def _store(place: Place, timeout: float) -> dict[str, Any]:
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -> str:
-    """Return a name that all live ranks of this attempt agree on, and no earlier attempt has used.
-
-    torchrun's own count of restarts is no such name, as each machine counts its own. Here each rank writes a
-    number that nobody else has, rank 0 lists the numbers of all, and a rank that finds its own in the list
-    counts itself in. A list with a number of a dead rank never becomes complete, and rank 0 replaces it when
-    the rank that was started again has written its number.
-
-    Args:
-        store: may outlive the attempts.
-        timeout: seconds to wait for the other ranks.
-
-    Raises:
-        CheckFailed: some rank has not come within the timeout; names those that have not.
-    """
+    """Return a name that all live ranks of this attempt agree on, and no earlier attempt has used."""
+    # torchrun's own count of restarts will not do, as each machine counts its own. So each rank writes a
+    # random number, rank 0 lists all of them, and a rank that finds its own in the list counts itself in. A
+    # list with the number of a dead rank never completes; rank 0 replaces it when the restarted rank has
+    # written its own.
     own, name, deadline = uuid.uuid4().hex, "", time.monotonic() + timeout
     store.set(f"ckpttool/rank/{rank}", own)
     while time.monotonic() < deadline:
@@ -142,31 +184,28 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -
 
 
 def _absent(store: Store, name: str, world_size: int) -> list[int]:
-    """Return the ranks that have not come: not into the list, or not to this attempt's name."""
+    """Return the ranks that have joined neither the list nor this attempt."""
     key = f"{name}/rank" if name else "ckpttool/rank"
     return [rank for rank in range(world_size) if not store.check([f"{key}/{rank}"])] or [0]
 
 
 def _late(ranks: list[int], rank: int, timeout: float) -> CheckFailed:
-    """Return the error of a rank that others have left waiting."""
     shown = ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
     who = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
-    hint = "it has died, or still loads its data: then give a longer --join-timeout"
+    hint = "it died, or is still loading its data: then give a longer --join-timeout"
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and _shares_store():
         hint += "; so that machines can be replaced, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    return CheckFailed(f"rank {rank}: {who} not come within {timeout:g} s", hint=hint)
+    return CheckFailed(f"rank {rank}: {who} not joined within {timeout:g} s", hint=hint)
 
 
 def _shares_store() -> bool:
-    """Return whether torchrun's own store is the ranks' too.
-
-    If so, torch 2.15 tells new machines no address of it, and the others that of a machine that is gone.
-    """
+    """Return whether torchrun's own store is the ranks' too."""
+    # If so, torch 2.15 gives new machines no address of it, and the others that of a machine that is gone.
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _list_ranks(store: Store, world_size: int) -> None:
-    """Write the list of the numbers of all ranks, if each has one and any has changed."""
+    """Write the list of all ranks' numbers, if each has one and any has changed."""
     numbers = [_read(store, f"ckpttool/rank/{rank}").decode() for rank in range(world_size)]
     listed = json.dumps(numbers).encode()
     if all(numbers) and listed != _read(store, "ckpttool/ranks"):

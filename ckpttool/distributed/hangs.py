@@ -1,7 +1,7 @@
-"""Who hangs: a judgement over what each rank says of itself, and the words for it. Needs no torch.
+"""Which rank hangs, judged from what each says of itself, and how to report it. Needs no torch.
 
-`heartbeat.py` collects what is judged. Ranks wait for one another in collectives, so when one stops, soon all
-stand still, and the question is which of them the others wait for.
+Ranks wait for one another in collectives: when one stops, soon all stand still, and the question is which of
+them the others wait for. `heartbeat.py` collects what is judged.
 """
 
 from __future__ import annotations
@@ -9,70 +9,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+# A rank that computes, reads or writes is given this many times the timeout: saves and compilation are long.
 WORKING_FACTOR = 10
-"""A rank that computes, reads or writes is given this many times the timeout."""
 
+# How a rank's block ended: by its own exception, because another rank was lost, normally, or by a signal.
 FAILED, LOST, LEFT, TOLD = "failed", "lost", "left", "told"
-"""How a rank's block ended: by an exception of its own, because another rank was lost, well, or as a signal
-told it to."""
 
+# The states of a stopped process, by proc(5).
 STOPPED = ("T", "t")
-"""The states of a stopped process, by proc(5)."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself.
+    """What a rank says of itself."""
 
-    Attributes:
-        number: of the beat; a rank whose number does not change is silent.
-        step: that it takes or has just taken; 0 before the first.
-        phase: what it does in it.
-        age: seconds since its last sign of progress, as entering the phase.
-        idle: the same, where computing, reading and writing count as signs too.
-        waits: whether its main thread is in a collective, and so waits for other ranks.
-        counts: how often it has entered each phase.
-        stack: of its main thread, if there was no progress for a while.
-        end: how its block ended, one of `FAILED`, `LOST`, `LEFT` and `TOLD`; empty while it is in it.
-        error: what ended it, an exception or a signal.
-    """
-
-    number: int = 0
-    step: int = 0
+    number: int = 0  # counts beats; a rank whose number does not change is silent
+    step: int = 0  # current or just taken; 0 before the first
     phase: str = "start"
-    age: float = 0.0
-    idle: float = 0.0
-    waits: bool = False
-    counts: dict[str, int] = field(default_factory=dict)
-    stack: str = ""
-    end: str = ""
-    error: str = ""
+    age: float = 0.0  # seconds since its last sign of progress, such as entering the phase
+    idle: float = 0.0  # the same, where computing, reading and writing count as signs too
+    waits: bool = False  # whether its main thread is in a collective, and so waits for other ranks
+    counts: dict[str, int] = field(default_factory=dict)  # phase -> how often it was entered
+    stack: str = ""  # of its main thread, if there was no progress for a while
+    end: str = ""  # how its block ended, one of `FAILED`, `LOST`, `LEFT` and `TOLD`; empty while it is in it
+    error: str = ""  # what ended it, an exception or a signal
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank as another one sees it.
-
-    Attributes:
-        rank: which one.
-        beat: its last.
-        silent: seconds since that came.
-        host: the machine's name.
-        pid: of its process there.
-        process: the state of its process by the letter of proc(5), "" if it has ended; None if it runs on
-            another machine.
-    """
+    """A rank as another one sees it."""
 
     rank: int
-    beat: Beat
-    silent: float = 0.0
+    beat: Beat  # its last
+    silent: float = 0.0  # seconds since that came
     host: str = ""
     pid: int = 0
+    # its state by the letter of proc(5), "" if it has ended; None if it runs on another machine
     process: str | None = None
 
     @property
     def position(self) -> str:
-        """The phase and the step, in words."""
         return f"'{self.beat.phase}' of step {self.beat.step}" if self.beat.step else f"'{self.beat.phase}'"
 
     @property
@@ -84,17 +60,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which ranks are to blame, and why.
+    """Which ranks are to blame, and why."""
 
-    Attributes:
-        kind: `failed`, `gone`, `told`, `stopped`, `silent`, `hangs`, `skipped`, `left`, `deadlock` or `slow`.
-        ranks: to blame; none of a deadlock.
-        lines: what to tell the user.
-    """
-
+    # `failed`, `gone`, `told`, `stopped`, `silent`, `hangs`, `skipped`, `left`, `deadlock` or `slow`
     kind: str
-    ranks: Sequence[int]
-    lines: Sequence[str]
+    ranks: Sequence[int]  # those to blame; none in a deadlock
+    lines: Sequence[str]  # for the user
 
     @property
     def is_final(self) -> bool:
@@ -106,58 +77,50 @@ class Verdict:
 
 
 def judge(ranks: Sequence[Seen], timeout: float) -> Verdict | None:
-    """Return who keeps the others from going on; None if nobody does, or it is too early to tell.
-
-    Args:
-        ranks: all of them.
-        timeout: seconds after which a rank that does nothing is taken for hung.
-    """
+    """Return who keeps the others from going on; None if nobody does, or it is too early to tell."""
     dead = _dead(ranks)
     if dead is not None:
         return dead
-    inside = [one for one in ranks if not one.beat.end]
-    silent = [one for one in inside if one.silent >= timeout]
+    inside = [seen for seen in ranks if not seen.beat.end]
+    silent = [seen for seen in inside if seen.silent >= timeout]
     if silent:
-        silent = [one for one in silent if one.process in STOPPED] or silent
+        silent = [seen for seen in silent if seen.process in STOPPED] or silent
         kind = "stopped" if silent[0].process in STOPPED else "silent"
         return _verdict(kind, silent, inside)
-    if not inside or min(one.beat.age for one in inside) < timeout / 2:
+    if not inside or min(seen.beat.age for seen in inside) < timeout / 2:
         return None  # somebody goes on
     kind, blamed = _blamed(ranks)
-    accused = [one for one in blamed if not one.beat.end] or inside
-    if min(one.beat.idle for one in accused) < timeout:
+    accused = [seen for seen in blamed if not seen.beat.end] or inside
+    if min(seen.beat.idle for seen in accused) < timeout:
         return None
     return _verdict(kind, blamed, inside)
 
 
 def lost(ranks: Sequence[Seen], own: int, silence: float, *, timed_out: bool) -> Verdict | None:
-    """Return who was lost, after a collective of rank `own` has failed; None if that can't be told yet.
-
-    Args:
-        silence: seconds without a heartbeat from which a rank counts as lost.
-        timed_out: the collective failed because others did not come in time, not as a connection broke.
-    """
+    """Return who was lost, after a collective of rank `own` has failed; None if that can't be told yet."""
     dead = _dead(ranks)
     if dead is not None:
         return dead
-    inside = [one for one in ranks if not one.beat.end]
-    others = [one for one in inside if one.rank != own]
-    silent = [one for one in others if one.silent >= silence]
+    inside = [seen for seen in ranks if not seen.beat.end]
+    others = [seen for seen in inside if seen.rank != own]
+    silent = [seen for seen in others if seen.silent >= silence]
     if silent:
         return _verdict("stopped" if silent[0].process in STOPPED else "silent", silent, inside)
-    left = [one for one in ranks if one.beat.end == LEFT]
+    left = [seen for seen in ranks if seen.beat.end == LEFT]
     if left and not timed_out:
         return _verdict("left", left, inside)
     if not timed_out or not others:
         return None
-    waiting = [replace(one, beat=replace(one.beat, waits=True)) if one.rank == own else one for one in ranks]
+    waiting = [
+        replace(seen, beat=replace(seen.beat, waits=True)) if seen.rank == own else seen for seen in ranks
+    ]
     return _verdict(*_blamed(waiting), inside)
 
 
 def _dead(ranks: Sequence[Seen]) -> Verdict | None:
-    failed = [one for one in ranks if one.beat.end == FAILED]
-    gone = [one for one in ranks if not one.beat.end and one.process == ""]
-    told = [one for one in ranks if one.beat.end == TOLD]
+    failed = [seen for seen in ranks if seen.beat.end == FAILED]
+    gone = [seen for seen in ranks if not seen.beat.end and seen.process == ""]
+    told = [seen for seen in ranks if seen.beat.end == TOLD]
     for kind, blamed in (("gone", gone), ("failed", failed), ("told", told)):
         if blamed:
             return _verdict(kind, blamed, [])
@@ -165,33 +128,28 @@ def _dead(ranks: Sequence[Seen]) -> Verdict | None:
 
 
 def slow(ranks: Sequence[Seen], after: Sequence[float]) -> Verdict | None:
-    """Return who lets the others wait, long before it is taken for hung.
-
-    A rank that computes or writes, as in a long save, is not named; one that waits for data is.
-
-    Args:
-        after: for each rank, the seconds after which it is slow.
-    """
-    inside = [one for one in ranks if not one.beat.end]
-    if not inside or min(one.beat.age for one in inside) < min(after) / 2:
+    """Return who keeps the others waiting, long before it counts as hung."""
+    # A rank that computes or writes, as in a long save, is not named; one that waits for data is.
+    inside = [seen for seen in ranks if not seen.beat.end]
+    if not inside or min(seen.beat.age for seen in inside) < min(after) / 2:
         return None
     kind, blamed = _blamed(inside)
     named = [
-        one
-        for one in blamed
-        if (one.beat.age if one.beat.phase == "data" else one.beat.idle) >= after[one.rank]
+        seen
+        for seen in blamed
+        if (seen.beat.age if seen.beat.phase == "data" else seen.beat.idle) >= after[seen.rank]
     ]
     return _verdict("slow", named, []) if named and kind == "hangs" else None
 
 
 def _blamed(ranks: Sequence[Seen]) -> tuple[str, list[Seen]]:
-    """Return a kind of verdict and the ranks that the others wait for, if all hearts beat."""
-    inside = [one for one in ranks if not one.beat.end]
-    left = [one for one in ranks if one.beat.end]
-    elsewhere = [one for one in inside if not one.beat.waits]
+    """Return the kind of verdict and the ranks that the others wait for, while all have a heartbeat."""
+    inside = [seen for seen in ranks if not seen.beat.end]
+    left = [seen for seen in ranks if seen.beat.end]
+    elsewhere = [seen for seen in inside if not seen.beat.waits]
     if elsewhere and (left or len(elsewhere) < len(inside)):
         return "hangs", elsewhere
-    skipped = [one for one in ranks if one.balance < max(each.balance for each in ranks)]
+    skipped = [seen for seen in ranks if seen.balance < max(other.balance for other in ranks)]
     if skipped:
         return "skipped", skipped
     if left:
@@ -202,21 +160,21 @@ def _blamed(ranks: Sequence[Seen]) -> tuple[str, list[Seen]]:
 
 def _behind(inside: Sequence[Seen]) -> list[Seen]:
     """Return the ranks in the earliest step, and of these the ones in the earliest phase; none of equals."""
-    phases = list(dict.fromkeys(name for one in inside for name in one.beat.counts))
+    phases = list(dict.fromkeys(name for seen in inside for name in seen.beat.counts))
 
-    def place(one: Seen) -> tuple[int, int]:
-        return one.beat.step, phases.index(one.beat.phase) if one.beat.phase in phases else -1
+    def place(seen: Seen) -> tuple[int, int]:
+        return seen.beat.step, phases.index(seen.beat.phase) if seen.beat.phase in phases else -1
 
     first = min(map(place, inside))
-    behind = [one for one in inside if place(one) == first]
+    behind = [seen for seen in inside if place(seen) == first]
     return behind if len(behind) < len(inside) else []
 
 
-# ---- words ---------------------------------------------------------------------------------------------
+# ---- wording ---------------------------------------------------------------------------------------------
 
 
 def no_store(own: Seen, seconds: float) -> Verdict:
-    """Return what to say if the store does not answer, and this rank waits."""
+    """Return the verdict of a rank that waits while the store does not answer."""
     line = (
         f"the store of the process group has not answered for {seconds:.0f} s, and this rank waits in "
         f"{own.position}: the process or the machine that serves it is stopped, gone or cut off"
@@ -225,63 +183,64 @@ def no_store(own: Seen, seconds: float) -> Verdict:
 
 
 def _verdict(kind: str, blamed: Sequence[Seen], inside: Sequence[Seen]) -> Verdict:
-    lines = [line for one in blamed for line in (_about(kind, one), *_stack(one))]
-    others = [one for one in inside if one not in blamed]
+    lines = [line for seen in blamed for line in (_about(kind, seen), *_stack(seen))]
+    others = [seen for seen in inside if seen not in blamed]
     if not blamed:
         lines = [
-            f"no rank goes on, and none is behind: all are in {inside[0].position}, for "
+            f"no rank makes progress, and none is behind: all are in {inside[0].position}, for "
             f"{inside[0].beat.age:.0f} s. Do all call the same collectives in the same order?",
             *_stack(inside[0]),
         ]
     elif others:
         lines.append(_waiting(others))
-    return Verdict(kind, [one.rank for one in blamed], lines)
+    return Verdict(kind, [seen.rank for seen in blamed], lines)
 
 
-def _about(kind: str, one: Seen) -> str:
-    """Return what a rank is blamed for."""
-    rank, beat, process = f"rank {one.rank}", one.beat, f"process {one.pid} on {one.host}"
-    silence = f"no heartbeat for {one.silent:.0f} s; the last one said {one.position}"
+def _about(kind: str, seen: Seen) -> str:
+    rank, beat, process = f"rank {seen.rank}", seen.beat, f"process {seen.pid} on {seen.host}"
+    silence = f"no heartbeat for {seen.silent:.0f} s; the last one said {seen.position}"
     if kind == "failed":
-        return f"{rank} failed in {one.position}: {beat.error}"
+        return f"{rank} failed in {seen.position}: {beat.error}"
     if kind == "told":
-        return f"{rank} has ended in {one.position}, as {beat.error} had told it to"
+        return f"{rank} was ended by {beat.error} in {seen.position}"
     if kind == "gone":
         return (
-            f"{rank} is gone: {process} has ended without a word, as if killed; its last heartbeat "
-            f"said {one.position}"
+            f"{rank} is gone: {process} exited without reporting, probably killed; its last heartbeat "
+            f"said {seen.position}"
         )
     if kind == "stopped":
         return f"{rank} is stopped, as by SIGSTOP ({process}): {silence}"
-    if kind == "silent" and one.process is None:
+    if kind == "silent" and seen.process is None:
         return (
             f"{rank} is silent ({process}): {silence}. That machine or the network is down, or it is stopped"
         )
     if kind == "silent":
-        return f"{rank} does not answer ({process}): {silence}. It lives, but something holds its interpreter"
+        return (
+            f"{rank} does not answer ({process}): {silence}. It is alive, but something holds its interpreter"
+        )
     if kind == "skipped":
         passes = (
             f"{beat.counts.get('forward', 0)} forward and {beat.counts.get('backward', 0)} backward passes"
         )
-        where = "has ended its loop" if beat.end else f"is in {one.position}"
+        where = "has ended its loop" if beat.end else f"is in {seen.position}"
         return f"{rank} skipped backward: it has begun {passes}, and {where}"
     if kind == "left":
         return f"{rank} has ended its loop after step {beat.step}: it had fewer steps than the others"
     if kind == "slow":
-        return f"{rank} is slow: in {one.position} for {beat.age:.0f} s, and other ranks wait for it"
+        return f"{rank} is slow: in {seen.position} for {beat.age:.0f} s, and other ranks wait for it"
     does = "does nothing" if beat.idle > 0.5 * beat.age else "computes"
-    return f"{rank} hangs: in {one.position} for {beat.age:.0f} s ({process} lives and {does})"
+    return f"{rank} hangs: in {seen.position} for {beat.age:.0f} s ({process} is alive and {does})"
 
 
-def _stack(one: Seen) -> list[str]:
-    if not one.beat.stack or one.beat.end:
+def _stack(seen: Seen) -> list[str]:
+    if not seen.beat.stack or seen.beat.end:
         return []
-    return [f"stack of rank {one.rank}, most recent call last:", *one.beat.stack.rstrip().split("\n")]
+    return [f"stack of rank {seen.rank}, most recent call last:", *seen.beat.stack.rstrip().split("\n")]
 
 
 def _waiting(others: Sequence[Seen]) -> str:
     places: dict[str, list[str]] = {}
-    for one in others:
-        places.setdefault(one.position, []).append(str(one.rank))
+    for seen in others:
+        places.setdefault(seen.position, []).append(str(seen.rank))
     said = [f"rank{'s' * (len(at) > 1)} {', '.join(at)} in {where}" for where, at in places.items()]
-    return f"it is waited for by {'; '.join(said)}"
+    return f"waiting for it: {'; '.join(said)}"

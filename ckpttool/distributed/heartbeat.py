@@ -1,58 +1,288 @@
 """A heartbeat of each rank, which says who hangs and ends the job. Imports torch where it is used.
 
-with process_group(), watch(timeout=300) as watched:
-    for batch in watched.steps(loader):
-        watched.phase("forward")
-        ...
+Of a rank's two threads one exchanges beats through the store of the process group, over its own connection,
+since a client of a TCPStore waits in one call at a time. The other judges (`hangs.py`), because a call to a
+store whose machine has stopped never returns. Neither needs the main thread, so a rank that hangs still says
+where; one that is stopped or killed does not, which tells them apart.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import cast
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
-from . import hangs
-from .lost_rank import is_lost_rank, is_timeout
-from .observer import Watch
-from .pulse import Pulse
+from . import hangs, processes
+from .hangs import Beat, Seen, Verdict
+from .observer import Observer, Watch
 
-_current: Watch | None = None
+# Seconds that a rank waits for the launcher to end it after another rank has failed, and reported that.
+PATIENCE = 5.0
+
+# Seconds after which a rank that others wait for is called slow, unless half of the timeout is shorter.
+WARN_AFTER = 30.0
+
+
+LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
+TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether an error of gloo or NCCL says that another rank has gone, by its message."""
+    return isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether an error of gloo or NCCL says that another rank has not answered, by its message."""
+    return isinstance(error, RuntimeError) and bool(TIMED_OUT.search(str(error)))
+
+
+class Pulse:
+    """The two threads of a rank, and what they know of the others. Made by all ranks together."""
+
+    def __init__(self, watched: Watch) -> None:
+        import torch.distributed as dist
+
+        from . import collectives
+
+        self.watched, self.timeout = watched, watched.timeout
+        self.interval = min(1.0, watched.timeout / 20)
+        self.rank, self.size = collectives.rank(), collectives.world_size()
+        self.over, self.speaks = threading.Event(), threading.Lock()
+        self.own = Observer(watched, self.interval, self.over)
+        self.memory_kills = processes.memory_kills()
+        about: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "machine": processes.machine(),
+            "pid": os.getpid(),
+        }
+        about |= {"began": processes.began(os.getpid()), "dump": self.own.dump}
+        met = collectives.gather((uuid.uuid4().hex, about))
+        self.about = [about for _, about in met]
+        # Keys of this watch alone: a store may outlive a job, with what ranks that are dead have written.
+        self.keys = [f"ckpttool/watch/{met[0][0]}/{name}" for name in (*range(self.size), "verdict")]
+        self.store: Any = dist.distributed_c10d._get_default_store().clone()
+        self.clock = self.own.clock
+        self.exchanged = self.clock.now()
+        self.beats = [(Beat(), self.exchanged)] * self.size
+        self.verdict = self.end = self.error = ""
+        self.slow: Sequence[int] = ()
+        self.warn_after = [min(WARN_AFTER, self.timeout / 2)] * self.size
+        self._send()
+        self.own.begin()
+        if self.rank == 0:
+            self.store.set(self.keys[-1], "")
+        collectives.gather(None)  # every key is there: to read one that is not would wait
+        self.threads = [threading.Thread(target=run, daemon=True) for run in (self._exchange, self._judge)]
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self, end: str, error: BaseException | str = "") -> None:
+        """Tell the others how the block has ended here, and stop the threads."""
+        # The thread tells them: a signal, as of a loader process that died, may raise another error in this
+        # one.
+        if isinstance(error, KeyboardInterrupt | GeneratorExit):
+            end = hangs.LEFT
+        text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
+        self.error = " ".join(text.split())[:500]
+        self.end = end
+        self.over.set()
+        for thread in self.threads:
+            thread.join(timeout=2 * self.interval)
+        if any(thread.is_alive() for thread in self.threads):
+            return  # one that is late still uses the file of the stack: another may get its number
+        self.own.close()
+
+    # ---- exchanging --------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone: what that means, the judge says
+            while not self.over.wait(self.interval):
+                self._send()
+                self._receive(self.store)
+            self._send()
+
+    def _send(self) -> None:
+        beat, at = self.own.beat, self.watched
+        if self.end:
+            beat = dataclasses.replace(beat, step=at.step, phase=at.doing, counts=dict(at.counts))
+            beat = dataclasses.replace(beat, end=self.end, error=self.error)
+        self.store.set(self.keys[self.rank], json.dumps(dataclasses.asdict(beat)))
+
+    def _receive(self, store: Any) -> None:
+        read = store.multi_get(self.keys) if store.has_extended_api() else map(store.get, self.keys)
+        *beats, verdict = [bytes(value).decode() for value in read]
+        now = self.clock.now()
+        for rank, written in enumerate(beats):
+            beat = Beat(**json.loads(written))
+            if beat.number != self.beats[rank][0].number or beat.end:
+                self.beats[rank] = beat, now
+        self.exchanged, self.verdict = now, verdict
+
+    def seen(self) -> list[Seen]:
+        """Return all ranks as this one sees them."""
+        now, ranks = self.clock.now(), []
+        for rank, (about, (beat, came)) in enumerate(zip(self.about, self.beats, strict=True)):
+            beat, silent = (self.own.beat, 0.0) if rank == self.rank else (beat, now - came)
+            process = self._process(rank)
+            if silent >= self.timeout and process and not beat.end:
+                beat = dataclasses.replace(beat, stack=_dumped(about))
+            ranks.append(Seen(rank, beat, silent, about["host"], about["pid"], process))
+        return ranks
+
+    def _process(self, rank: int) -> str | None:
+        """Return the state of a rank's process; None if it runs on another machine."""
+        about = self.about[rank]
+        if not about["machine"] or about["machine"] != self.about[self.rank]["machine"]:
+            return None
+        return processes.state(about["pid"], about["began"])
+
+    # ---- judging -----------------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        while not self.over.wait(self.interval):
+            self.own.look()
+            ranks = self.seen()
+            verdict = (
+                Verdict(**json.loads(self.verdict)) if self.verdict else hangs.judge(ranks, self.timeout)
+            )
+            if verdict is None and self.clock.now() - self.exchanged >= self.timeout <= self.own.beat.idle:
+                verdict = hangs.no_store(ranks[self.rank], self.clock.now() - self.exchanged)
+            if self.over.is_set():
+                return  # the block has ended while this thread was late: nothing is left to judge
+            if verdict is None:
+                self._warn(ranks)
+            # What a dead rank said last may be on its way, and this one may have work left that is of use.
+            elif not verdict.is_final or self.own.beat.idle >= PATIENCE:
+                self._leave(self._agreed(verdict))
+
+    def _warn(self, ranks: list[Seen]) -> None:
+        """Warn of a rank that others wait for, on the first of these, each time after twice as long."""
+        if self.slow and all(ranks[rank].beat.age < 3 * self.interval for rank in self.slow):
+            _say("warning", self.rank, [f"rank {', '.join(map(str, self.slow))} has continued"])
+            self.slow = ()
+        verdict = hangs.slow(ranks, self.warn_after)
+        if verdict is None:
+            return
+        for rank in verdict.ranks:
+            self.warn_after[rank] *= 2
+        if self.rank == min(set(range(self.size)) - set(verdict.ranks)):
+            self.slow = verdict.ranks
+            lines = [*verdict.lines, f"it counts as hung once it has done nothing for {self.timeout:g} s"]
+            _say("warning", self.rank, lines)
+
+    def explain(self, *, timed_out: bool) -> str:
+        """Return which rank was lost, after a collective has failed, and write it; empty if nobody knows."""
+        # Written at once, since the launcher ends this process as soon as it sees the other one dead.
+        verdict = None
+        for _ in range(5):
+            with contextlib.suppress(RuntimeError):
+                self._receive(self.store.clone())
+            if self.verdict:
+                self._leave(Verdict(**json.loads(self.verdict)))
+            verdict = hangs.lost(self.seen(), self.rank, 3 * self.interval, timed_out=timed_out)
+            if verdict is not None:
+                break
+            time.sleep(self.interval)
+        if verdict is None:
+            return ""
+        lines = self._lines(verdict)
+        self.speaks.acquire()  # for good; if the judging thread speaks already, it ends this process
+        _say("error", self.rank, lines)
+        return "\n".join(lines)
+
+    # ---- ending ------------------------------------------------------------------------------------
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Return what all ranks say: of several verdicts at once, the first one."""
+        if self.clock.now() - self.exchanged < self.timeout:
+            with contextlib.suppress(RuntimeError):
+                text = json.dumps(dataclasses.asdict(verdict))
+                return Verdict(**json.loads(self.store.clone().compare_set(self.keys[-1], "", text)))
+        return verdict
+
+    def _leave(self, verdict: Verdict) -> None:
+        """Say what has happened and end this process."""
+        self.speaks.acquire()
+        lines = [*self._lines(verdict), "the job ends (exit 1)"]
+        if verdict.kind == "stopped" and self.rank in verdict.ranks:  # and goes on: the others have said it
+            lines = ["this rank was stopped, as by SIGSTOP, and the others have ended the job (exit 1)"]
+        _say("error", self.rank, lines)
+        time.sleep(self.interval + 0.5)  # until all ranks have said it
+        self._release(verdict.ranks)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(1)
+
+    def _lines(self, verdict: Verdict) -> list[str]:
+        lines = list(verdict.lines)
+        if verdict.kind == "told":
+            self.watched.excuse()
+        if verdict.kind == "gone" and processes.memory_kills() > self.memory_kills:
+            lines.append("meanwhile the kernel killed a process on this machine, as memory ran out")
+        return lines
+
+    def _release(self, ranks: Iterable[int]) -> None:
+        """End ranks of this machine that can't end themselves; a launcher would wait for them."""
+        for seen in self.seen():
+            if seen.rank in ranks and seen.silent >= self.timeout and seen.process and not seen.beat.end:
+                stopped = seen.process in hangs.STOPPED  # when it goes on it will read the verdict
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(seen.pid, signal.SIGCONT if stopped else signal.SIGKILL)
+
+
+def _say(kind: str, rank: int, lines: Iterable[str]) -> None:
+    """Write to stderr, in one piece, whatever lock the main thread holds."""
+    text = f"{kind}: rank {rank}: " + "\n  ".join(lines) + "\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
+
+
+def _dumped(about: dict[str, Any]) -> str:
+    """Return the stack that faulthandler has written in a process of this machine."""
+    path = f"/proc/{about['pid']}/fd/{about['dump']}"
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        return file.read(4000)
+    return ""
+
+
+# What is in force; without a `watch` block, something that nobody looks at.
+_current = Watch(0.0)
 _pulse: Pulse | None = None
 
 
 def phase(name: str) -> None:
-    """Note that this rank now does `name`, for the `watch` that is in force, if any."""
-    if _current is not None:
-        _current.phase(name)
+    """Note for the `watch` in force that this rank now does `name`."""
+    _current.phase(name)
 
 
 def begin_step(number: int) -> None:
-    """Note that this rank begins an optimizer step, for the `watch` that is in force, if any."""
-    if _current is not None:
-        _current.step = number
+    """Note for the `watch` in force that this rank begins an optimizer step."""
+    _current.step = number
 
 
 def progress() -> None:
-    """Note that this rank has come forward within its phase, for the `watch` that is in force, if any."""
-    if _current is not None:
-        _current.marks += 1
+    """Note for the `watch` in force that this rank has made progress within its phase."""
+    _current.marks += 1
 
 
 def excuse(call: Callable[[], object]) -> None:
-    """Have `call` called if the job ends because another rank has called `end_as_told`."""
-    if _current is not None:
-        _current.excuse = call
+    """Call `call` if the job ends because another rank has called `end_as_told`."""
+    _current.excuse = call
 
 
 def end_as_told(signal: str) -> None:
-    """Tell the other ranks that this process ends now, in the middle of its work, as a signal told it to.
-
-    To be called in any thread just before the process ends.
-
-    Args:
-        signal: its name.
-    """
+    """Tell the other ranks that a signal ends this process now, just before it does. For any thread."""
     if _pulse is not None:
         _pulse.stop(hangs.TOLD, signal)
 
@@ -82,15 +312,15 @@ def watch(timeout: float = 300.0) -> Iterator[Watch]:
     from . import collectives
 
     global _current, _pulse
-    own = Watch(timeout)
+    watched = Watch(timeout)
     if not timeout or collectives.world_size() == 1:
-        yield own
+        yield watched
         return
-    pulse = Pulse(own)
-    before, _current, _pulse = (_current, _pulse), own, pulse
+    pulse = Pulse(watched)
+    before, _current, _pulse = (_current, _pulse), watched, pulse
     end, cause = hangs.LEFT, cast("BaseException | str", "")
     try:
-        yield own
+        yield watched
     except BaseException as error:
         end, cause = hangs.FAILED, error
         if isinstance(error, RuntimeError) and (is_lost_rank(error) or is_timeout(error)):

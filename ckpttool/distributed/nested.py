@@ -10,39 +10,28 @@ import torch
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, in order.
-
-    Args:
-        value: a tensor, or tuples, lists, mappings and dataclasses of tensors and others, in any nesting.
-    """
+    """Yield the tensors in a value, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors(one)
+        for item in value.values():
+            yield from tensors(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors(one)
+        for item in value:
+            yield from tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors(getattr(value, field.name))
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with each tensor replaced by what `change` returns for it; the rest stays as it is.
-
-    Args:
-        value: as for `tensors`. Lists, tuples, named tuples, dicts and dataclasses keep their types; another
-            mapping becomes a dict.
-        change: returns a tensor.
-    """
+    """Return a value with each tensor replaced by what `change` returns; containers keep their types."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        made = {key: mapped(one, change) for key, one in value.items()}
-        return _like(value, made)
+        return _like(value, {key: mapped(item, change) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        items = [mapped(one, change) for one in value]
+        items = [mapped(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
@@ -56,7 +45,7 @@ def moved(batch: Any, device: torch.device | str) -> Any:
 
 
 def _like(mapping: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    """Return a dict as a mapping's own type, if that can be made of one, as transformers' outputs can."""
+    """Return a dict as a mapping's own type if that can be made from one, as transformers' outputs can."""
     if type(mapping) is dict:
         return made
     try:

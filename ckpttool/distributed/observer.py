@@ -1,7 +1,4 @@
-"""What a rank is doing: told by the thread that trains, looked at by another one.
-
-Needs no torch.
-"""
+"""What a rank is doing: told by the thread that trains, observed by another one. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,26 +7,28 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import TypeVar
 
-from . import hangs, processes, stacks
+from . import hangs, processes
 from .hangs import Beat
 
 T = TypeVar("T")
 
+# From this much processor time per second a rank counts as computing.
 BUSY = 0.05
-"""Seconds of processor time per second from which a rank is taken to compute."""
 
+# From this many bytes per second it counts as reading or writing.
 BUSY_BYTES = 200_000
-"""Bytes read or written per second from which a rank is taken to read or write."""
 
 
 class Watch:
     """What this rank does now.
 
     Attributes:
-        timeout: seconds after which a rank that does nothing is taken for hung.
+        timeout: seconds after which a rank that does nothing counts as hung.
         step: that it takes or has just taken; 0 before the first.
         doing: the phase.
         counts: how often each phase was entered.
@@ -67,25 +66,13 @@ class Watch:
 
 
 class Observer:
-    """Looks at this process from time to time.
-
-    Attributes:
-        beat: what it has seen last.
-        dump: the descriptor of a file with the stack of a process whose interpreter is held; None where the
-            system has no such files.
-        clock: by which it measures.
-    """
+    """Looks at this process from time to time."""
 
     def __init__(self, watched: Watch, interval: float, over: threading.Event) -> None:
-        """Prepare, in the thread that trains.
-
-        Args:
-            watched: what that thread tells of itself.
-            interval: seconds between two looks.
-            over: set when that thread is to be looked at no more.
-        """
+        # Called in the thread that trains, which `threading.get_ident` names.
         self.watched, self.interval, self.over = watched, interval, over
         self.clock, self.beat = RunningClock(3 * interval + 1), Beat()
+        # Receives the stack of a process whose interpreter is held; None where the system has no such files.
         self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
         self._thread = threading.get_ident()
 
@@ -102,12 +89,11 @@ class Observer:
             os.close(self.dump)
 
     def look(self) -> None:
-        """Write down what this rank does."""
         now, marks = self.clock.now(), self.watched.marks
         if marks != self._marks:
             self._marks, self._marked = marks, now
         frame = sys._current_frames().get(self._thread) if now - self._marked > 2 * self.interval else None
-        if frame is not None and stacks.is_debugged(frame):
+        if frame is not None and is_debugged(frame):
             self._marked = now  # a person looks at it
         age = now - self._marked
         if self._works(age) and age < hangs.WORKING_FACTOR * self.watched.timeout:
@@ -118,23 +104,22 @@ class Observer:
             phase=self.watched.doing,
             age=age,
             idle=now - max(self._marked, self._worked),
-            waits=frame is not None and stacks.waits(frame),
+            waits=frame is not None and is_in_collective(frame),
             counts=dict(self.watched.counts),
-            stack=stacks.shown(frame) if frame is not None else "",
+            stack=shown_stack(frame) if frame is not None else "",
         )
         self._arm()
 
     def _arm(self) -> None:
-        """Let the stack be written if nobody calls this again: if something holds the interpreter, no thread
-        of Python can say where it is."""
+        """Have the stack written unless this is called again in time."""
+        # If something holds the interpreter, no Python thread can say where it is; faulthandler can.
         if self.dump is not None and not self.over.is_set():
             os.ftruncate(self.dump, 0)
             os.lseek(self.dump, 0, os.SEEK_SET)
             faulthandler.dump_traceback_later(self.watched.timeout / 2, file=self.dump)
 
     def _works(self, age: float) -> bool:
-        """Return whether this process, or one that it started, has computed, read or written since the last
-        look."""
+        """Return whether this process or its children computed, read or wrote since the last look."""
         work, children = processes.work(), processes.children_seconds() if age > 3 * self.interval else -1.0
         seconds, moved = work[0] - self._work[0], work[1] - self._work[1]
         if children >= 0 <= self._children:
@@ -144,12 +129,9 @@ class Observer:
 
 
 class RunningClock:
-    """Seconds in which this process ran. What it slept through, as its machine or all ranks were stopped,
-    hardly counts, so that no rank is blamed for it.
+    """Seconds in which this process ran, so that no rank is blamed for time when it was stopped."""
 
-    Args:
-        most: seconds that can pass between two calls.
-    """
+    # Of a gap between two calls only `most` seconds count: its machine, or all ranks, slept through the rest.
 
     def __init__(self, most: float) -> None:
         self.most, self.last, self.total = most, time.monotonic(), 0.0
@@ -161,3 +143,34 @@ class RunningClock:
             self.total += min(now - self.last, self.most)
             self.last = now
             return self.total
+
+
+DEBUGGERS = {"pdb", "bdb", "ipdb", "pudb"}
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_debugged(frame: FrameType) -> bool:
+    """Return whether the thread is in a debugger."""
+    return any(outer.f_globals.get("__name__") in DEBUGGERS for outer in _outwards(frame))
+
+
+def shown_stack(frame: FrameType) -> str:
+    """Return the innermost calls, without those that DDP and modules put between a model and its layers."""
+    inner = ("torch.nn.modules.module", "torch.nn.parallel.distributed")
+    frames = [
+        outer for outer in _outwards(frame) if outer is frame or outer.f_globals.get("__name__") not in inner
+    ]
+    lines = [line for outer in reversed(frames[:8]) for line in traceback.format_stack(outer, limit=1)]
+    return "".join(lines)[-4000:]
+
+
+def is_in_collective(frame: FrameType) -> bool:
+    """Return whether a thread is in a collective: in torch.distributed, in DDP, or in a backward pass."""
+    # A backward pass that runs no Python only computes, or waits for the reduction.
+    name = str(frame.f_globals.get("__name__"))
+    return name.startswith(("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph"))

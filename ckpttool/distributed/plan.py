@@ -1,4 +1,4 @@
-"""The plan of a training: which rank takes which sample, at which step.
+"""The plan of a training run: which rank takes which sample, at which step.
 
 Pure arithmetic, so every rank knows the whole plan without communication. An epoch is an order of the sample
 indices that depends on (seed, epoch) alone. It is cut into global batches, and each of them is dealt to the
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import heapq
 import math
-import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import cycle, islice, zip_longest
-from typing import TypeVar
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageFault
+from .shuffle import shuffled
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Item = TypeVar("Item")
 
@@ -30,19 +32,13 @@ SAMPLERS = ("exact", "torch", "none")
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's part of one optimizer step.
+    """One rank's part of one optimizer step."""
 
-    Attributes:
-        index: number of the step in its epoch.
-        global_size: samples that all ranks together take in this step; repeats count.
-        micro_batches: sample indices, one list per forward pass; none if this rank's share is empty.
-        passes: forward passes of the rank that has the most; at least 1.
-    """
-
-    index: int
-    global_size: int
+    index: int  # number of the step in its epoch
+    global_size: int  # samples that all ranks together take in this step; repeats count
+    # sample indices, one list per forward pass; none if this rank's share is empty
     micro_batches: tuple[list[int], ...]
-    passes: int
+    passes: int  # forward passes of the rank that has the most; at least 1
 
 
 @dataclass(frozen=True)
@@ -87,26 +83,28 @@ class Plan:
         whole, rest = divmod(self.length(world_size), self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def order(self, epoch: int, world_size: int = 1) -> list[int]:
+    def order(self, epoch: int, world_size: int = 1) -> NDArray[Any]:
         """Return the sample indices of an epoch in their order, before they are cut into batches.
 
-        Only the repeats of `sampler="torch"` and `sampler="none"` depend on the number of ranks.
+        int32, or int64 from 2^31 samples on. Only the repeats of the samplers `torch` and `none` depend on
+        the number of ranks.
         """
+        import numpy as np
+
         permutation = self._permutation(epoch if self.set_epoch else 0)
         if self.sampler == "none":
-            return [index for index in permutation for _ in range(world_size)]
-        return list(islice(cycle(permutation), self.length(world_size)))
+            return np.repeat(permutation, world_size)
+        length = self.length(world_size)
+        return permutation[:length] if length <= self.samples else np.resize(permutation, length)
 
-    def _permutation(self, epoch: int) -> list[int]:
+    def _permutation(self, epoch: int) -> NDArray[Any]:
         if self.sampler == "exact":
-            indices = list(range(self.samples))
-            # A string seed is hashed by random itself, the same way on every Python and machine.
-            random.Random(f"{self.seed}:{epoch}").shuffle(indices)
-            return indices
+            return shuffled(self.samples, f"{self.seed}:{epoch}")
         import torch
 
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        return torch.randperm(self.samples, generator=generator).tolist()
+        dtype = torch.int32 if self.samples < 2**31 else torch.int64
+        return torch.randperm(self.samples, generator=generator, dtype=dtype).numpy()
 
     def global_size(self, step: int, world_size: int = 1) -> int:
         """Return the number of samples in a step of an epoch over all ranks; repeats count.
@@ -121,21 +119,18 @@ class Plan:
 
     def batches(self, epoch: int, world_size: int = 1, start: int = 0) -> Iterator[list[int]]:
         """Yield the global batches of an epoch, before they are dealt, from step `start` on."""
-        order = self.order(epoch, world_size)
+        order, size = self.order(epoch, world_size), self.batch_size
         for index in range(start, self.steps_of(world_size)):
-            yield order[index * self.batch_size : (index + 1) * self.batch_size]
+            yield order[index * size : (index + 1) * size].tolist()
 
-    def of_rank(self, epoch: int, rank: int, world_size: int, start: int = 0) -> Iterator[Step]:
-        """Yield one rank's steps of an epoch, from step `start` on."""
-        weights = self.weights(world_size)
-        for index, batch in enumerate(self.batches(epoch, world_size, start), start):
-            places = _places(len(batch), weights)
-            share = [batch[place] for place in places[rank]]
-            passes = max(1, min(self.accumulate, max(map(len, places))))
-            yield Step(index, len(batch), tuple(self._micro_batches(share)), passes)
+    def of_rank(self, epoch: int, rank: int, world_size: int, start: int = 0) -> RankSteps:
+        """Return one rank's steps of an epoch, from step `start` on, each made when it is used."""
+        return RankSteps(self, self.order(epoch, world_size), rank, world_size, start)
 
-    def _micro_batches(self, share: list[int]) -> list[list[int]]:
-        return deal(share, (1,) * min(self.accumulate, len(share)))
+    def of_ranks(self, epoch: int, ranks: Iterable[int], world_size: int, start: int = 0) -> list[RankSteps]:
+        """Return the steps of several ranks, as `of_rank`, with the order made once."""
+        order = self.order(epoch, world_size)
+        return [RankSteps(self, order, rank, world_size, start) for rank in ranks]
 
     def share_sizes(self, world_size: int) -> set[int]:
         """Return all sizes that a rank's share of a step can have."""
@@ -160,29 +155,59 @@ class Plan:
         batches = dict.fromkeys(self.global_size(step, world_size) for step in (0, steps - 1) if steps)
         return [dealt_sizes(size, self.weights(world_size)) for size in batches]
 
-    def seen(self, epoch: int, world_size: int) -> Counter[int]:
-        """Return how often all ranks together take each sample in an epoch; 0 for one that is left out."""
-        counted = Counter(dict.fromkeys(range(self.samples), 0))
-        for batch in self.batches(epoch, world_size):
-            counted.update(batch)
-        return counted
+    def seen(self, epoch: int, world_size: int) -> NDArray[Any]:
+        """Return how often all ranks together take each sample in an epoch, by its index."""
+        import numpy as np
+
+        taken = min(self.steps_of(world_size) * self.batch_size, self.length(world_size))
+        return np.bincount(self.order(epoch, world_size)[:taken], minlength=self.samples)
+
+
+class RankSteps:
+    """One rank's steps of an epoch: a sequence that keeps its samples as an array, 4 bytes for each."""
+
+    def __init__(self, plan: Plan, order: NDArray[Any], rank: int, world_size: int, start: int) -> None:
+        self.plan, self.world_size, self.start = plan, world_size, start
+        self.steps, self.full = plan.steps_of(world_size), len(order) // plan.batch_size
+        size, weights = plan.batch_size, plan.weights(world_size)
+        places = _places(size, weights)
+        rows = order[start * size : self.full * size].reshape(-1, size)
+        own = slice(rank, None, world_size) if isinstance(places[rank], range) else list(places[rank])
+        # A view of a part would keep the whole order in memory.
+        self._rows = rows if world_size == 1 else rows[:, own].copy()
+        last = order[self.full * size :]
+        self._last = last[list(_places(len(last), weights)[rank])]
+        self._passes = [self._most_passes(size), self._most_passes(len(last))]
+
+    def _most_passes(self, size: int) -> int:
+        most = max(dealt_sizes(size, self.plan.weights(self.world_size)))
+        return max(1, min(self.plan.accumulate, most))
+
+    def __len__(self) -> int:
+        return max(0, self.steps - self.start)
+
+    def share(self, number: int) -> list[int]:
+        """Return the sample indices of a step, before they are dealt to its forward passes."""
+        indices: list[int] = self._share(range(self.start, self.steps)[number]).tolist()
+        return indices
+
+    def _share(self, index: int) -> NDArray[Any]:
+        return self._last if index >= self.full else self._rows[index - self.start]
+
+    def __getitem__(self, number: int) -> Step:
+        index = range(self.start, self.steps)[number]
+        is_last, share = index >= self.full, self._share(index)
+        passes = min(self.plan.accumulate, len(share))
+        micro_batches = tuple(share[part::passes].tolist() for part in range(passes))
+        size = self.plan.global_size(index, self.world_size)
+        return Step(index, size, micro_batches, self._passes[is_last])
+
+    def __iter__(self) -> Iterator[Step]:
+        return map(self.__getitem__, range(len(self)))
 
 
 def check(plan: Plan, world_size: int, called: Callable[[str], str] = str) -> None:
-    """Check that a plan can be dealt to this many ranks. Its number of samples does not matter.
-
-    Args:
-        plan: what to check.
-        world_size: the number of ranks.
-        called: maps a field's name to how the user knows it, for the message.
-
-    Raises:
-        UsageFault: `batch_size` or `accumulate` is below 1, or `sampler` is none of `SAMPLERS`; `rank_batch`
-            and `rank_share` are both given, or one of them with another sampler than `exact`; their count is
-            not that of the ranks, or a number is below 1; `rank_batch` does not sum to `batch_size`;
-            `batch_size` does not divide by the ranks for another sampler than `exact`; or a full batch
-            leaves a rank without a sample.
-    """
+    """Check that a plan can be dealt to this many ranks. Its number of samples does not matter."""
     for field in ("batch_size", "accumulate"):
         if getattr(plan, field) < 1:
             raise UsageFault(f"{called(field)} {getattr(plan, field)}: must be 1 or more")
@@ -258,19 +283,7 @@ def dealt_sizes(size: int, weights: Sequence[int]) -> list[int]:
 
 
 def deal(items: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:
-    """Deal items like cards, each to the part that is furthest behind its share.
-
-    The k-th card of a part with weight w is due at (k - ½) / w (the divisor method of Webster and
-    Sainte-Laguë). So equal weights take turns; a total of the weights gives each part exactly its weight;
-    and with more items no part gets fewer.
-
-    Args:
-        items: what is dealt.
-        weights: a positive number for each part; none for no parts, if there are no items.
-
-    Returns:
-        The items of each part, in their order.
-    """
+    """Deal items like cards, each to the part that is furthest behind its share."""
     return [[items[place] for place in places] for places in _places(len(items), tuple(weights))]
 
 
@@ -291,11 +304,7 @@ def _places(size: int, weights: tuple[int, ...]) -> tuple[Sequence[int], ...]:
 
 
 def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> dict[int, range]:
-    """Return this rank's batches of a test set, by their number.
-
-    The set is cut into batches before whole batches are dealt, so a sample is in the same batch on any number
-    of ranks, and gets the same numbers.
-    """
+    """Return this rank's batches of a test set, by their number."""
     count = -(-samples // batch_size)
     return {
         number: range(number * batch_size, min((number + 1) * batch_size, samples))

@@ -1,17 +1,22 @@
-"""What Linux tells of a process: its state, and how much it works. Other systems tell nothing."""
+"""What Linux tells about processes, and how a rank ends with the process that started it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
+import signal
+import sys
 import time
 
+SPAWNED = "CKPTTOOL_SPAWNED"  # the environment variable that names the process that started a rank by --spawn
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def machine() -> str:
-    """Return what processes share whose ids mean the same: the boot of a machine and the space of ids."""
+    """Return what processes with comparable ids share: the boot of a machine, and the namespace of ids."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -59,6 +64,33 @@ def memory_kills() -> int:
         if found := re.search(r"^oom_kill (\d+)", file.read(), re.MULTILINE):
             return int(found[1])
     return 0
+
+
+def started_by_spawn() -> bool:
+    """Return whether `--spawn` of train/main.py has started this rank."""
+    return SPAWNED in os.environ
+
+
+def end_with_parent(number: int) -> bool:
+    """Let the kernel send this process a signal when its parent ends; return whether it will. Linux only."""
+    if sys.platform != "linux":
+        return False
+    return ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number) == 0  # type: ignore[no-any-return]
+
+
+def end_with_torchrun() -> None:
+    """Let the kernel end this rank if torchrun exits without ending it, as after `kill -9`.
+
+    Without this the rank would go on training or waiting unseen, and keep its GPU. Not for other launchers,
+    whose process may legitimately exit before the ranks.
+    """
+    if (
+        "TORCHELASTIC_RUN_ID" in os.environ
+        and end_with_parent(signal.SIGTERM)
+        # Of a launcher that has ended before, the kernel does not tell.
+        and os.environ.get(SPAWNED, str(os.getppid())) != str(os.getppid())
+    ):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _fields(pid: int) -> list[str]:

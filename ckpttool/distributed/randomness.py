@@ -69,16 +69,18 @@ def put_back(state: dict[str, Any]) -> None:
 @contextmanager
 def seeded(*parts: object) -> Iterator[None]:
     """Run the block with random numbers seeded by `parts`, on the CPU; restore the state afterwards."""
-    with _restored():
+    with restored():
         seed_all(seed_from(*parts), gpu=False)
         yield
 
 
 @contextmanager
-def _restored() -> Iterator[None]:
-    """Restore what `take(gpu=False)` takes, as it is: `take` makes tensors of it, which takes longer."""
+def restored(*, gpu: bool = False) -> Iterator[None]:
+    """Restore the random state after the block; that of the GPU only if `gpu`."""
+    # Not by `take`, which makes tensors of the numbers: this runs for every sample of `Keyed`.
     python, of_torch = random.getstate(), torch.get_rng_state()
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    of_gpu = torch.cuda.get_rng_state() if gpu and torch.cuda.is_available() else None
     try:
         yield
     finally:
@@ -86,6 +88,8 @@ def _restored() -> Iterator[None]:
         torch.set_rng_state(of_torch)
         if numpy is not None:
             sys.modules["numpy"].random.set_state(numpy)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu)
 
 
 class Keyed(Dataset[Any]):
@@ -98,22 +102,22 @@ class Keyed(Dataset[Any]):
         self.samples, self.seed, self.epoch = samples, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the samples be those of another epoch."""
+        """Take the samples of another epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(cast(Sized, self.samples))
 
     def __getitem__(self, index: int) -> Any:
-        with _restored():
+        with restored():
             return self.drawn(index)
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Return the samples of a batch, for a DataLoader: what was drawn before is restored once."""
-        with _restored():
+        """Return the samples of a batch, for a DataLoader; the random state is restored once."""
+        with restored():
             return [self.drawn(index) for index in indices]
 
     def drawn(self, index: int) -> Any:
-        """Return a sample, and leave the generators as it leaves them."""
+        """Return a sample; the generators are left as it leaves them."""
         seed_all(seed_from(self.seed, self.epoch, index), gpu=False)
         return self.samples[index]

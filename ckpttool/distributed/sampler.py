@@ -1,10 +1,12 @@
-"""Batch samplers that deal each global batch to the ranks, for training loops of one's own. Imports torch."""
+"""Batch samplers that deal each global batch to the ranks, for a training loop of your own. Imports torch."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,43 +14,45 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from ..errors import UsageFault
 from . import collectives
-from .place import given_world_size
-from .plan import Plan, check, deal
+from .group import given_world_size
+from .plan import Plan, check, deal, dealt_sizes
 from .randomness import seed_from, seeded
 
-Drawn = list[list[list[Any]]]
-"""The indices of each global batch, by rank."""
+
+@dataclass(frozen=True)
+class Drawn:
+    """An epoch as one rank takes it."""
+
+    share: Callable[[int], list[Any]]  # step -> this rank's indices
+    sizes: Sequence[int]  # samples of all ranks in each step
+    compared: Mapping[str, Any]  # what must be the same on all ranks
 
 
 class DealtBatches(Sampler[list[int]]):
-    """This rank's part of each global batch of an epoch; a `batch_sampler` for DataLoader.
+    """This rank's part of each global batch of an epoch; a `batch_sampler` for DataLoader."""
 
-    All ranks take the same number of steps, unless a global batch has fewer samples than there are ranks:
-    such a step is refused, or with `uneven` left out on the ranks without a sample. `Uneven` then waits for
-    them.
-
-    Attributes:
-        rank, world_size: of this process.
-    """
+    # All ranks take the same number of steps, unless a global batch has fewer samples than there are ranks:
+    # such a step is refused, or with `uneven` left out on the ranks without a sample, for which `Uneven`
+    # waits.
 
     def __init__(
         self,
         draw: Callable[[int], Drawn],
-        about: Mapping[str, Any],
+        weights: tuple[int, ...],
         *,
         rank: int,
-        world_size: int,
         uneven: bool,
         compared: bool,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._draw, self._uneven, self._epoch, self._start = draw, uneven, 0, 0
+        self.rank, self.world_size = rank, len(weights)
+        self._draw, self._weights, self._uneven, self._epoch, self._start = draw, weights, uneven, 0, 0
         self._drawn: Drawn | None = None
         if compared:
             hint = "create it with the same arguments on every rank, after seeding what it draws from"
-            collectives.agree(lambda: ({**about, "samples": self._dealt()}, 0), "in the sampler", hint=hint)
+            what = "in the sampler"
+            collectives.agree(lambda: (self._epoch_drawn().compared, 0), what, hint=hint)
         else:
-            self._dealt()
+            self._epoch_drawn()
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Take the samples of an epoch, from its step `start` on. Without it, every epoch is epoch 0."""
@@ -58,42 +62,41 @@ class DealtBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each global batch."""
-        for shares in self._dealt()[self._start :]:
-            if shares[self.rank]:
-                yield shares[self.rank]
+        drawn = self._epoch_drawn()
+        return filter(None, map(drawn.share, range(self._start, len(drawn.sizes))))
 
     def __len__(self) -> int:
         """Return the number of this rank's batches in the epoch, from its start on."""
-        return sum(bool(shares[self.rank]) for shares in self._dealt()[self._start :])
+        return sum(self.rank not in _idle(size, self._weights) for size in self.global_sizes)
 
     @property
     def global_sizes(self) -> list[int]:
         """The samples of all ranks in each step, in the order of the batches, for `global_mean_loss`."""
-        return [sum(map(len, shares)) for shares in self._dealt()[self._start :]]
+        return list(self._epoch_drawn().sizes[self._start :])
 
-    def _dealt(self) -> Drawn:
+    def _epoch_drawn(self) -> Drawn:
         if self._drawn is None:
             drawn = self._draw(self._epoch)
             # A rank whose samples have ended takes part in the rest (`Uneven`), but can't skip a step before.
-            ended = set(range(self.world_size))
-            for shares in reversed(drawn):
-                idle = {rank for rank, share in enumerate(shares) if not share}
-                if not self._uneven or idle - ended:
-                    _check_all_have_some(shares)
+            ended = frozenset(range(self.world_size))
+            for size in reversed(drawn.sizes):
+                idle = _idle(size, self._weights)
+                if idle and (not self._uneven or idle - ended):
+                    raise UsageFault(
+                        f"a batch of {size} leaves {len(idle)} of {self.world_size} ranks without a sample, "
+                        "and the others would wait for them",
+                        hint="leave it out by drop_last=True, or give uneven=True and wrap the loader in "
+                        "ckpttool.distributed.Uneven",
+                    )
                 ended &= idle
             self._drawn = drawn
         return self._drawn
 
 
-def _check_all_have_some(shares: list[list[Any]]) -> None:
-    idle = [rank for rank, share in enumerate(shares) if not share]
-    if idle:
-        raise UsageFault(
-            f"a batch of {sum(map(len, shares))} leaves {len(idle)} of {len(shares)} ranks without a sample, "
-            "and the others would wait for them",
-            hint="leave it out by drop_last=True, or give uneven=True and wrap the loader in "
-            "ckpttool.distributed.Uneven",
-        )
+@lru_cache(maxsize=256)
+def _idle(size: int, weights: tuple[int, ...]) -> frozenset[int]:
+    """Return the ranks that get none of `size` samples."""
+    return frozenset(rank for rank, share in enumerate(dealt_sizes(size, weights)) if not share)
 
 
 class ExactBatchSampler(DealtBatches):
@@ -107,7 +110,7 @@ class ExactBatchSampler(DealtBatches):
                 loss_sum = F.cross_entropy(ddp(inputs), target, reduction="sum")
                 global_mean_loss(loss_sum, size).backward()
 
-    A run that stopped after some steps of an epoch goes on with `batches.set_epoch(epoch, start=steps)`.
+    A run that stopped after some steps of an epoch continues with `batches.set_epoch(epoch, start=steps)`.
     """
 
     def __init__(
@@ -128,16 +131,14 @@ class ExactBatchSampler(DealtBatches):
         Args:
             samples: the data set, or its length.
             batch_size: samples per step over all ranks.
-            seed: with the epoch, determines the order.
-            drop_last: leave out the short batch that ends an epoch.
-            rank_batch, rank_share: unequal shares, as in `Plan`.
+            seed, drop_last, rank_batch, rank_share: as in `Plan`.
             uneven: let ranks without a sample in the last batch end a step earlier.
             rank, world_size: those of the process group by default.
 
         Raises:
-            UsageFault: the plan can't be dealt (`plan.check`); the last batch leaves a rank with nothing, and
-                `uneven` is False; only one of `rank` and `world_size` is given, or none, before a process
-                group is initialised in a process that torchrun has started with others.
+            UsageFault: the plan can't be dealt; the last batch leaves a rank with nothing, without `uneven`;
+                only one of `rank` and `world_size` is given, or there is no process group yet although
+                torchrun started several ranks.
             RanksDiffer: the arguments or data sets differ between ranks.
         """
         count = samples if isinstance(samples, int) else len(samples)
@@ -148,11 +149,10 @@ class ExactBatchSampler(DealtBatches):
         check(plan, ranks)
 
         def draw(epoch: int) -> Drawn:
-            return [deal(batch, plan.weights(ranks)) for batch in plan.batches(epoch, ranks)]
+            sizes = [plan.global_size(step, ranks) for step in range(plan.steps_of(ranks))]
+            return Drawn(plan.of_rank(epoch, own, ranks).share, sizes, {"plan": plan})
 
-        super().__init__(
-            draw, {"plan": plan}, rank=own, world_size=ranks, uneven=uneven, compared=rank is None
-        )
+        super().__init__(draw, plan.weights(ranks), rank=own, uneven=uneven, compared=rank is None)
 
 
 def distribute(
@@ -169,11 +169,9 @@ def distribute(
     """Return a batch sampler that deals what another sampler draws to the ranks, each index exactly once.
 
     Every rank draws the whole sequence of an epoch, with Python's, numpy's and torch's generators, and those
-    that are attributes of the sampler, seeded by (seed, epoch). So all draw alike, and the training is that
-    of one process on the whole batches. What a sampler draws twice, as a weighted one does, is taken twice.
-
-    A batch sampler's batches are global: each is split over the ranks and not given to one of them, so that
-    more ranks do not mean larger steps.
+    that are attributes of the sampler, seeded by (seed, epoch): all draw the same. What a sampler draws
+    twice, as a weighted one does, is taken twice. A batch sampler's batches are global: each is split over
+    the ranks, so more ranks do not mean larger steps.
 
         sampler = WeightedRandomSampler(weights, 10_000)
         loader = DataLoader(dataset, batch_sampler=distribute(sampler, batch_size=64))
@@ -181,8 +179,7 @@ def distribute(
     A collective, unless `rank` and `world_size` are given.
 
     Args:
-        sampler: yields indices, or batches of them as lists or tuples; ends. Its `set_epoch` is called if it
-            has one.
+        sampler: yields finitely many indices, or batches of them as lists or tuples.
         batch_size: samples per step over all ranks; None if the sampler yields batches.
         seed: with the epoch, determines what is drawn.
         drop_last: leave out a last batch that is smaller than `batch_size`.
@@ -196,46 +193,44 @@ def distribute(
         RanksDiffer: the ranks draw different samples.
     """
     own, ranks = _place(rank, world_size)
-    shares = _tuple(rank_share)
+    weights = _tuple(rank_share) or (1,) * ranks
     # Its batches may have any size, so only the numbers are checked if the sampler makes them itself.
-    check(Plan(0, batch_size or sum(shares or (ranks,)), rank_share=shares), ranks)
+    check(Plan(0, batch_size or sum(weights), rank_share=_tuple(rank_share)), ranks)
     reseeding = _generators(sampler)
 
     def draw(epoch: int) -> Drawn:
-        batches = _cut(_drawn_alike(sampler, reseeding, seed, epoch), batch_size, drop_last)
-        return [deal(batch, shares or (1,) * ranks) for batch in batches if batch]
+        cut = _cut(_drawn(sampler, reseeding, seed, epoch), batch_size, drop_last)
+        batches = [batch for batch in cut if batch]
+        shares = [deal(batch, weights)[own] for batch in batches]
+        return Drawn(shares.__getitem__, list(map(len, batches)), {"order of samples": batches})
 
-    return DealtBatches(draw, {}, rank=own, world_size=ranks, uneven=uneven, compared=rank is None)
+    return DealtBatches(draw, weights, rank=own, uneven=uneven, compared=rank is None)
 
 
-def _drawn_alike(sampler: Iterable[Any], generators: list[Any], seed: int, epoch: int) -> list[Any]:
-    """Return what a sampler draws in an epoch, from a seed of its own.
-
-    Raises:
-        UsageFault: it draws other samples the second time.
-    """
-    found = []
+def _drawn(sampler: Iterable[Any], generators: list[Any], seed: int, epoch: int) -> list[Any]:
+    """Return what a sampler draws in an epoch, from a seed of its own."""
+    drawn = []
     for _ in range(2):
         with seeded(seed, "sampler", epoch), _reseeded(generators, seed, epoch):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
-            found.append(list(sampler))
-    if repr(found[0]) != repr(found[1]):
+            drawn.append(list(sampler))
+    if repr(drawn[0]) != repr(drawn[1]):
         raise UsageFault(
             f"{type(sampler).__name__} draws other samples each time from one seed, so ranks would differ",
             hint="let it draw from torch's generator, or from a torch.Generator that is its attribute",
         )
-    return found[0]
+    return drawn[0]
 
 
 def _cut(drawn: list[Any], batch_size: int | None, drop_last: bool) -> list[list[Any]]:
     """Return the global batches of what a sampler has drawn."""
-    in_batches = [isinstance(one, list | tuple) for one in drawn]
+    in_batches = [isinstance(item, list | tuple) for item in drawn]
     if batch_size is None:
         if not all(in_batches):
             raise UsageFault("the sampler yields indices, not batches", hint="give batch_size")
         return [list(batch) for batch in drawn]
-    if any(isinstance(one, list) for one in drawn):
+    if any(isinstance(item, list) for item in drawn):
         raise UsageFault("the sampler yields batches, not indices", hint="leave out batch_size")
     batches = [drawn[start : start + batch_size] for start in range(0, len(drawn), batch_size)]
     return batches[:-1] if drop_last and batches and len(batches[-1]) < batch_size else batches
@@ -265,39 +260,39 @@ def _generators(sampler: Any) -> list[Any]:
     """Return the random generators among the attributes of a sampler and of the samplers in it."""
     import numpy
 
-    found: list[Any] = []
+    generators: list[Any] = []
     waiting, seen = [sampler], set[int]()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        inner = waiting.pop()
+        if id(inner) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, DistributedSampler | DealtBatches):
+        seen.add(id(inner))
+        if isinstance(inner, DistributedSampler | DealtBatches):
             raise UsageFault(
-                f"{type(one).__name__} is already distributed", hint="give the sampler that it deals"
+                f"{type(inner).__name__} is already distributed", hint="give the sampler that it deals"
             )
-        for value in getattr(one, "__dict__", {}).values():
+        for value in getattr(inner, "__dict__", {}).values():
             if isinstance(value, torch.Generator | random.Random | numpy.random.Generator):
-                found.append(value)
+                generators.append(value)
             elif isinstance(value, Sampler):
                 waiting.append(value)
-    return found
+    return generators
 
 
 @contextlib.contextmanager
 def _reseeded(generators: list[Any], *parts: object) -> Iterator[None]:
     """Seed generators by `parts`, each differently, and restore them after the block."""
     with contextlib.ExitStack() as restored:
-        for number, one in enumerate(generators):
+        for number, generator in enumerate(generators):
             seed = seed_from(*parts, number)
-            if isinstance(one, torch.Generator):
-                restored.callback(one.set_state, one.get_state())
-                one.manual_seed(seed)
-            elif isinstance(one, random.Random):
-                restored.callback(one.setstate, one.getstate())
-                one.seed(seed)
+            if isinstance(generator, torch.Generator):
+                restored.callback(generator.set_state, generator.get_state())
+                generator.manual_seed(seed)
+            elif isinstance(generator, random.Random):
+                restored.callback(generator.setstate, generator.getstate())
+                generator.seed(seed)
             else:
-                bits = one.bit_generator
+                bits = generator.bit_generator
                 restored.callback(setattr, bits, "state", bits.state)
                 bits.state = type(bits)(seed).state
         yield

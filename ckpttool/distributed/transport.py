@@ -1,7 +1,6 @@
 """Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports torch.
 
-Every function that sends is a collective: all ranks call it, in the same order. Without a process group there
-is one rank, and nothing is sent.
+Every function that sends is a collective. Without a process group there is one rank, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def gather_bytes(message: bytes) -> list[bytes]:
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device())
     received = torch.empty(world_size() * len(message), dtype=torch.uint8, device=own.device)
     all_gather_tensor(received, own)
-    whole, length = to_bytes(received), len(message)
-    return [whole[start : start + length] for start in range(0, len(whole), length)]
+    joined, length = to_bytes(received), len(message)
+    return [joined[start : start + length] for start in range(0, len(joined), length)]
 
 
 def broadcast_bytes(payload: bytes, source: int) -> bytes:
@@ -94,11 +93,7 @@ def begin_broadcast(data: torch.Tensor, source: int) -> dist.Work:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as a flat uint8 tensor on the same device, row by row.
-
-    Raises:
-        TypeError: the tensor is sparse, quantized or on the meta device, so its values are not plain bytes.
-    """
+    """Return a plain tensor's values as a flat uint8 tensor on the same device, row by row."""
     require_plain(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # One value or none is contiguous whatever its stride, but torch views only a stride of 1 as bytes.
@@ -124,12 +119,7 @@ def to_bytes(data: torch.Tensor) -> bytes:
 
 
 def pickle_without_tensors(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return a value pickled with only the dtype and shape of each tensor, and the tensors in that order.
-
-    Raises:
-        TypeError: a tensor is sparse, quantized or on the meta device.
-        Exception: whatever pickle raises for a value that can't be pickled.
-    """
+    """Return a value pickled with only the dtype and shape of each tensor, and the tensors in that order."""
     file, tensors = io.BytesIO(), list[torch.Tensor]()
     _WithoutTensors(file, tensors).dump(value)
     return file.getvalue(), tensors

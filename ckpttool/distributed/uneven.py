@@ -13,18 +13,17 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ..errors import CheckFailed, UsageFault
-from . import collectives, nested
+from . import collectives, nested, transport
 from .dummy_pass import leaving_no_trace, require_no_torch_sync
-from .lost_rank import is_lost_rank
-from .mean_loss import global_mean_loss
+from .heartbeat import is_lost_rank
 
 Batch = TypeVar("Batch")
 
+# One for each use, the same on all ranks, so that a failure of an earlier use is not taken for one of this.
 NUMBERS = itertools.count()
-"""One for each use, the same on all ranks, so that a failure is not taken for one of another use."""
 
+# Marks in what a rank tells the others: it has no more batches; it never had one.
 OVER, NEEDS = 1, 2
-"""Marks in what a rank tells the others: it has no more batches; it has nothing to stand in with."""
 
 
 class Uneven(Generic[Batch]):
@@ -37,27 +36,25 @@ class Uneven(Generic[Batch]):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    In each step the gradient is that of the mean loss over the samples of all ranks, as one process would
-    have it. A rank that has run out goes on with a batch that it has had, whose gradient is 0 and which
-    leaves no trace (`dummy_pass.leaving_no_trace`); a rank that never had one borrows another rank's. So
-    optimizers take the same steps on all ranks. One small message per step tells the counts before forward.
+    Each step's gradient is that of the mean loss over the samples of all ranks, as in one process. A rank
+    that has run out repeats a batch with a gradient of 0 (`leaving_no_trace`), one that never had a batch
+    borrows another rank's, so optimizers take the same steps everywhere. One small message per step tells the
+    counts.
 
-    torch's `Join` lets ranks run out too, but it divides each step's gradients by the number of ranks: a
-    sample in a small batch, or in a step that fewer ranks take, weighs more or less than the others. Nor does
-    it cover SyncBatchNorm, as torch's documentation of `DistributedDataParallel.join` says, or
-    `no_sync` (pytorch#44425). Here `ckpttool.batchnorm.SyncBatchNorm` counts a rank that has run out as
-    without samples.
+    torch's `Join` lets ranks run out too, but divides each step's gradients by the number of ranks: samples
+    in small batches, or in steps that fewer ranks take, have another weight. Nor does it cover SyncBatchNorm
+    (torch's docs of `DistributedDataParallel.join`) or `no_sync` (pytorch#44425). Here
+    `ckpttool.batchnorm.SyncBatchNorm` counts a rank that has run out as without samples.
 
-    For gradient accumulation let each batch be a list of micro-batches, as many on every rank, with `count`
+    For gradient accumulation let each batch be a list of as many micro-batches on every rank, with `count`
     their samples together; call `global_mean` for each, under `ddp.no_sync()` for all but the last.
 
-    If a batch can't be loaded on a rank, all ranks raise at once. If the body fails on a rank, that rank
-    raises its own error, and the others raise one that names it as soon as it leaves its process group
-    (`distributed.process_group`) or exits; for a rank that does neither, they wait up to the group's timeout.
+    If loading a batch fails on a rank, all ranks raise at once. If the body fails on a rank, the others raise
+    an error that names it as soon as it leaves `distributed.process_group` or exits.
 
     Attributes:
-        is_dummy: whether the current batch is a dummy, since this rank has none.
-        count: samples of all ranks in the current step.
+        is_dummy: whether this rank has no batch in this step, and the current one is a dummy.
+        global_count: samples of all ranks in the current step.
     """
 
     def __init__(
@@ -67,27 +64,21 @@ class Uneven(Generic[Batch]):
 
         Args:
             model: the DistributedDataParallel module, in training mode.
-            batches: of this rank; iterated over anew by each `for`. As many as there are, also none.
-            count: returns how many samples, tokens or pixels a batch's loss is summed over. By default the
-                batch is a tensor, or a flat list, tuple or mapping of tensors, and it is the length of
-                their first axis. A batch with a count of 0 is replaced by one that stands in.
+            batches: of this rank, any number; iterated over again by each `for`.
+            count: batch -> how many samples, tokens or pixels its loss is summed over; by default the length
+                of the first axis of a tensor, or of a flat list, tuple or mapping of tensors. A batch with a
+                count of 0 is replaced by a dummy.
         """
         self.model, self.batches, self._count_of = model, batches, count or length
-        self.is_dummy, self.count = False, 0
+        self.is_dummy, self.global_count = False, 0
         self._over = False
         self._last: Batch | None = None
-        self._held = contextlib.ExitStack()
+        self._pass = contextlib.ExitStack()
         self._note = f"ckpttool/uneven/{next(NUMBERS)}"
 
     def __enter__(self) -> Uneven[Batch]:
-        """Check the model.
-
-        Raises:
-            UsageFault: the model has torch's own SyncBatchNorm, in which a rank without samples can't take
-                part; RankFailed on the other ranks.
-        """
         if collectives.world_size() > 1:
-            collectives.alike(lambda: require_no_torch_sync(self.model))
+            collectives.report_once(lambda: require_no_torch_sync(self.model))
         return self
 
     def __exit__(
@@ -96,12 +87,8 @@ class Uneven(Generic[Batch]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Restore the model. If this rank failed, note it for the others; if another did, raise its failure.
-
-        Raises:
-            RankFailed: another rank's failure has ended this one.
-        """
-        self._held.close()
+        # Restore the model; a failure is noted in the store for the others, whose next collective breaks.
+        self._pass.close()
         if error is None or isinstance(error, collectives.RankFailed) or collectives.world_size() == 1:
             return
         said = ""
@@ -116,7 +103,7 @@ class Uneven(Generic[Batch]):
             raise collectives.RankFailed(said) from error
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's batches, then batches that stand in until all ranks have run out. A collective.
+        """Yield this rank's batches, then dummies until all ranks have run out. A collective in each step.
 
         Raises:
             Exception: what loading or counting a batch raised; RankFailed on the other ranks.
@@ -126,34 +113,34 @@ class Uneven(Generic[Batch]):
         try:
             while True:
                 told = collectives.agree(lambda: ({}, self._load(batches)), "in Uneven")
-                if all(one & OVER for one in told):
+                if all(number & OVER for number in told):
                     return
-                counts = [one >> 2 for one in told]
-                self.count = sum(counts)
-                if not self.count:
+                counts = [number >> 2 for number in told]
+                self.global_count = sum(counts)
+                if not self.global_count:
                     raise CheckFailed("no rank has a sample in this step", hint="leave out empty batches")
-                if any(one & NEEDS for one in told):
+                if any(number & NEEDS for number in told):
                     self._borrow(next(rank for rank, count in enumerate(counts) if count))
                 self.is_dummy = not counts[collectives.rank()]
                 if self.is_dummy:
-                    self._held.enter_context(leaving_no_trace(self.model))
+                    self._pass.enter_context(leaving_no_trace(self.model))
                 assert self._last is not None
                 yield self._last
-                self._held.close()
+                self._pass.close()
         finally:
-            self._held.close()
+            self._pass.close()
             self.is_dummy = False
 
     def global_mean(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward on: this rank's part of the global mean, 0 if it stands in.
+        """Return the loss to call backward on: this rank's part of the global mean, 0 for a dummy.
 
         Args:
             loss_sum: the sum of the losses of the batch's samples, tokens or pixels; a scalar.
         """
-        return loss_sum * 0.0 if self.is_dummy else global_mean_loss(loss_sum, self.count)
+        return loss_sum * 0.0 if self.is_dummy else global_mean_loss(loss_sum, self.global_count)
 
     def _load(self, batches: Iterator[Batch]) -> int:
-        """Load the next batch. Return its count and the marks, as one number."""
+        """Load the next batch; return its count and the marks as one number."""
         count = 0
         if not self._over:
             try:
@@ -169,11 +156,7 @@ class Uneven(Generic[Batch]):
         return count << 2 | (self._last is None) * NEEDS | self._over * OVER
 
     def _borrow(self, lender: int) -> None:
-        """Let ranks that never had a batch stand in with one of another rank.
-
-        What is on the lender's GPU travels through memory to the device of the borrower's model. What is not
-        stays off it, as a loop that moves its batches itself expects.
-        """
+        """Give ranks that never had a batch one of another rank."""
         mine = self._last if collectives.rank() == lender else None
         on_gpu = [not tensor.is_cpu for tensor in nested.tensors(mine)]
         if any(on_gpu):
@@ -187,19 +170,35 @@ class Uneven(Generic[Batch]):
 
 
 def length(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first axis of its tensors.
-
-    Raises:
-        UsageFault: the batch is no tensor or flat list, tuple or mapping of tensors, or their first axes
-            differ.
-    """
+    """Return the number of samples in a batch: the length of the first axis of its tensors."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     tensors = [parts] if isinstance(parts, torch.Tensor) else list(parts)
-    plain = all(isinstance(one, torch.Tensor) and one.dim() for one in tensors)
-    lengths = {len(one) for one in tensors} if plain else set()
+    plain = all(isinstance(part, torch.Tensor) and part.dim() for part in tensors)
+    lengths = {len(tensor) for tensor in tensors} if plain else set()
     if len(lengths) != 1:
         raise UsageFault(
             "the number of samples in a batch can't be told from its tensors",
             hint="give count=, a function that returns it for a batch",
         )
     return lengths.pop()
+
+
+def global_mean_loss(loss_sum: torch.Tensor, global_count: int | torch.Tensor) -> torch.Tensor:
+    """Return the loss on which a rank calls backward, so that DDP ends with the gradient of the global mean.
+
+    DDP averages gradients over the W ranks. The gradient of the mean loss over the N samples of a global
+    batch is the average of each rank's gradient of W · Σℓ / N, with Σℓ over its own samples: exact for shares
+    of any size, 0 included. The usual mean of each rank's mean is not, when shares differ.
+
+    Args:
+        loss_sum: the sum of the losses of this rank's samples, tokens or pixels in a pass; a scalar.
+        global_count: the samples, tokens or pixels of all ranks in the whole step, with all its passes; the
+            same number on every rank. A tensor on a GPU is waited for.
+
+    Raises:
+        ValueError: the count is 0 or less, so no mean exists: skip such a step on every rank.
+    """
+    count = int(global_count)
+    if count <= 0:
+        raise ValueError(f"the mean loss over {count} samples has no value: skip the step on every rank")
+    return loss_sum * (transport.world_size() / count)

@@ -1,6 +1,6 @@
-"""A file of JSON objects, one a line, each with the SHA-256 of the line before: what was written, stays.
+"""A file of JSON objects, one per line, each with the SHA-256 of the line before it.
 
-Whoever changes, removes or inserts a line breaks the chain there, unless all later lines are made anew. The
+Whoever changes, removes or inserts a line breaks the chain there, unless all later lines are rewritten. The
 hash of the last line stands for the whole file; kept elsewhere, it rules that out too.
 """
 
@@ -15,81 +15,53 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Damaged, Unreadable
-from . import lines
+from .commit import append_line
+from .failures import reason
 
-NAME = "run.jsonl"
-"""The chain in the folder of a training run."""
-
-FIRST = "0" * 64
-"""What the first line has in place of the hash of a line before it."""
+NAME = "run.jsonl"  # in the folder of a training run
+FIRST = "0" * 64  # in the first line, in place of the hash of a line before it
 
 
 @dataclass(frozen=True)
 class Link:
-    """One line of a chain.
+    """One line of a chain."""
 
-    Attributes:
-        number: of the line in the file, from 1.
-        entry: its object.
-        hash: of its bytes.
-    """
-
-    number: int
+    number: int  # of the line, from 1
     entry: Mapping[str, Any]
-    hash: str
+    hash: str  # of the line's bytes
 
 
 @dataclass(frozen=True)
 class Break:
-    """A place where the chain does not hold.
-
-    Attributes:
-        number: of the line, from 1.
-        message: what is wrong there.
-    """
+    """A place where the chain does not hold."""
 
     number: int
     message: str
 
 
 def append(path: str, before: Link | None, entry: Mapping[str, Any], *, durably: bool = False) -> Link:
-    """Write a line behind the last one of a file.
-
-    Args:
-        before: the last line; None if the file has none.
-        entry: values of JSON; NaN is none.
-        durably: return only when it is on the disk.
-
-    Raises:
-        OSError: the file can't be written. What was written of the line is taken back.
-        ValueError: a value is NaN or infinite.
-    """
+    """Append a line after `before`; raise ValueError for a NaN. After an OSError nothing of it is there."""
     number = before.number + 1 if before else 1
-    whole = {"n": number, "prev": before.hash if before else FIRST, **entry}
-    line = json.dumps(whole, allow_nan=False).encode()
-    lines.append(path, line, durably=durably)
-    return Link(number, whole, hashlib.sha256(line).hexdigest())
+    entry = {"n": number, "prev": before.hash if before else FIRST, **entry}
+    line = json.dumps(entry, allow_nan=False).encode()
+    append_line(path, line, durably=durably)
+    return Link(number, entry, hashlib.sha256(line).hexdigest())
 
 
 def read(path: str) -> tuple[list[Link], list[Break]]:
-    """Return the lines of a chain, and where it does not hold. A last line that was cut off is left out.
-
-    Raises:
-        Unreadable: there is no such file, or it is no regular one, or can't be read.
-        Damaged: no line of it is a JSON object.
-    """
+    """Return the lines of a chain, and where it is broken. A last line that was cut off is left out."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would wait, and a device never end
             raise Unreadable(path, "is not a regular file")
         with open(path, "rb") as file:
-            found = file.read().split(b"\n")
+            raw_lines = file.read().split(b"\n")
     except FileNotFoundError as error:
         hint = "a run has a record if it is trained with --prove-every K"
         raise Unreadable(path, "no such file: there is no record of a run", hint=hint) from error
     except OSError as error:
-        raise Unreadable(path, (error.strerror or str(error)).lower()) from error
+        raise Unreadable(path, reason(error)) from error
     links, breaks, expected, shift = list[Link](), list[Break](), FIRST, 0
-    for number, line in enumerate(found[:-1], start=1):  # behind the last line break nothing was finished
+    for number, line in enumerate(raw_lines[:-1], start=1):  # nothing after the last line break is finished
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
@@ -117,12 +89,8 @@ def _break(number: int, jump: int) -> Break:
 
 
 def cut_off(path: str) -> None:
-    """Remove what a crash has left behind the last line break.
-
-    Raises:
-        OSError: the file can't be written.
-    """
+    """Remove what a crash left after the last line break."""
     with open(path, "rb+") as file:
-        whole = file.read()
-        if not whole.endswith(b"\n"):
-            file.truncate(whole.rfind(b"\n") + 1)
+        text = file.read()
+        if not text.endswith(b"\n"):
+            file.truncate(text.rfind(b"\n") + 1)

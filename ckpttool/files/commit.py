@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from ..errors import UsageFault
 from .copying import BUFFER, NO_ROOM, no_room_named
-from .permissions import keep_permissions
+from .failures import reason
 from .temporaries import new_file, remove_abandoned
 
 
@@ -28,22 +28,9 @@ from .temporaries import new_file, remove_abandoned
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a new binary file that takes the place of `path` when the block ends without an error.
 
-    The old file stays whole until then, and readers that have it open keep it; after an error nothing of the
-    new one is left. Of a symbolic link the target is replaced. The new file has the owner, permissions and
-    access control lists of the old one where that is allowed, or those that the umask gives, and while it is
-    written no more than these. Temporary files that killed processes left in the folder are removed first.
-
-    Args:
-        path: the file to replace or create; `-` is standard output, to which the whole file is sent at the
-            end.
-
-    Yields:
-        The file, open for reading and writing. It must stay open.
-
-    Raises:
-        UsageFault: the folder does not exist or can't be written, the target is not a regular file, or
-            standard output is a terminal.
-        OSError: the disk is full, or failed; its `filename` is `path`.
+    The old file stays complete until then, and readers that have it open keep it; after an error nothing of
+    the new one is left. Of a symbolic link the target is replaced. `-` is standard output, to which all of it
+    is sent at the end. Raises UsageFault where that can't be, and OSError, named `path`, for a failing disk.
     """
     with _to_standard_output() if os.fspath(path) == "-" else _replacing(os.fspath(path)) as file:
         yield file
@@ -90,11 +77,7 @@ def _replacing(path: str) -> Iterator[BinaryIO]:
 
 
 def require_folder(path: str) -> None:
-    """Check that an output's folder exists, before any work is done.
-
-    Raises:
-        UsageFault: it does not.
-    """
+    """Check that an output's folder exists, before any work is done."""
     folder = os.path.dirname(path.rstrip(os.sep))
     if folder and not os.path.lexists(folder):
         raise UsageFault(f"{path}: there is no folder {folder}", hint=f"mkdir -p {shlex.quote(folder)}")
@@ -102,7 +85,7 @@ def require_folder(path: str) -> None:
 
 @contextlib.contextmanager
 def _errors_named(path: str) -> Iterator[None]:
-    """Give an OSError the name of the output, in the place of a descriptor or a temporary's name."""
+    """Give an OSError the name of the output, instead of a descriptor's or a temporary file's."""
     try:
         yield
     except OSError as error:
@@ -111,23 +94,15 @@ def _errors_named(path: str) -> Iterator[None]:
 
 
 def not_writable(path: str, error: OSError) -> UsageFault | OSError:
-    """Return the error for an output that can't be created: the user's, or that of a full or failing disk."""
+    """Return the error for an output that can't be created: the user's, or a full or failing disk's."""
     if error.errno in NO_ROOM | {errno.EIO, errno.EINTR}:
         return OSError(error.errno, error.strerror, path)
-    reason = (error.strerror or str(error)).lower()
-    return UsageFault(f"{path}: can't write there: {reason}", hint="choose another output")
+    return UsageFault(f"{path}: can't write there: {reason(error)}", hint="choose another output")
 
 
 @contextlib.contextmanager
 def writing_into(path: str) -> Iterator[BinaryIO]:
-    """Create a binary file in a folder that is not yet in place; flush it to the disk when the block ends.
-
-    Yields:
-        The file, open for reading and writing.
-
-    Raises:
-        FileExistsError: there is such a file.
-    """
+    """Create a file in a folder that is not yet in place; flush it to the disk when the block ends."""
     with open(path, "x+b") as file:
         yield file
         file.flush()
@@ -150,12 +125,7 @@ def _check_target(path: str, target: str) -> bool:
 
 
 def sync_folder(folder: str) -> None:
-    """Flush a folder's entries to the disk, without which a rename may not survive a power cut.
-
-    Raises:
-        OSError: the disk failed. A folder that can't be read, and a file system that can't flush one, are
-            none.
-    """
+    """Flush a folder's entries to the disk, without which a rename may not survive a power cut."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:  # a folder may be writable and not readable
@@ -167,3 +137,85 @@ def sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+# Extended attributes in which Linux keeps access control lists (acl(5)).
+ACLS = ("system.posix_acl_access", "system.posix_acl_default")
+
+
+def keep_permissions(new: int | str, old: str) -> None:
+    """Give `new` the owner, group, permissions and access control lists of `old`, as far as this user may."""
+    # Only root may give a file to another user, and only members may give it to a group. Where the group
+    # can't be kept, the new file's group gets no more than everyone had.
+    facts = os.stat(old)
+    mode = stat.S_IMODE(facts.st_mode)
+    if not _keep_owner(new, facts):
+        mode &= ~stat.S_ISUID
+    is_grouped = os.stat(new).st_gid == facts.st_gid
+    if not (is_grouped and _keep_acls(new, old)):
+        mode = _without_group(mode)
+        _drop_acls(new)
+    try:
+        os.chmod(new, mode)
+    except PermissionError:  # a file system without permissions of its own, such as FAT
+        if stat.S_IMODE(os.stat(new).st_mode) & ~mode:
+            raise
+
+
+def _keep_owner(new: int | str, facts: os.stat_result) -> bool:
+    """Give a file its owner and group, or only its group; return whether it has the owner."""
+    for uid in (facts.st_uid, -1):
+        with contextlib.suppress(OSError):  # not allowed, or unknown in this container
+            os.chown(new, uid, facts.st_gid)
+            break
+    return os.stat(new).st_uid == facts.st_uid
+
+
+def _keep_acls(new: int | str, old: str) -> bool:
+    """Copy the access control lists, or the lack of them; return whether that was possible."""
+    _drop_acls(new)
+    for name in ACLS if hasattr(os, "getxattr") else ():
+        try:
+            value = os.getxattr(old, name)
+        except OSError:  # it has none, or the file system knows none
+            continue
+        try:
+            os.setxattr(new, name, value)
+        except OSError:
+            return False
+    return True
+
+
+def _drop_acls(new: int | str) -> None:
+    """Remove lists, such as those that the folder gave to a file created in it."""
+    for name in ACLS if hasattr(os, "removexattr") else ():
+        with contextlib.suppress(OSError):  # it has none
+            os.removexattr(new, name)
+
+
+def _without_group(mode: int) -> int:
+    """Return permissions in which the group has no more than everyone."""
+    everyone = mode & stat.S_IRWXO
+    return mode & ~(stat.S_IRWXG | stat.S_ISGID) | (mode & everyone << 3)
+
+
+def append_line(path: str, line: bytes, *, durably: bool = False) -> None:
+    """Append a line, given without its line break, as `append_record` does."""
+    append_record(path, line + b"\n", durably=durably)
+
+
+def append_record(path: str, record: bytes, *, durably: bool = False) -> None:
+    """Append bytes to a file, created if there is none; after an OSError nothing of them is there."""
+    left, before = record, None
+    try:
+        with open(path, "ab", buffering=0) as file:
+            before = file.tell()
+            while left:
+                left = left[file.write(left) :]
+            if durably:
+                os.fsync(file.fileno())
+    except OSError:  # of the closing too: NFS says only then that the disk is full
+        if before is not None:
+            with contextlib.suppress(OSError):
+                os.truncate(path, before)
+        raise

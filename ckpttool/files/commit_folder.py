@@ -1,6 +1,6 @@
 """The atomic commit of a whole folder: it appears complete, or not at all.
 
-A folder is built beside its target and exchanged with it in one step (renameat2). Only then is the old one
+A folder is built next to its target and exchanged with it in one step (renameat2). Only then is the old one
 taken apart: the files that the new checkpoint replaces are removed, and everything else, such as a file that
 another process put there meanwhile, moves into the new folder.
 """
@@ -17,38 +17,32 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from ..errors import UsageFault
-from .commit import not_writable, sync_folder
+from .commit import keep_permissions, not_writable, sync_folder
 from .copying import no_room_named
-from .permissions import keep_permissions
-from .signals import signals_deferred
+from .failures import reason
 from .temporaries import NAME, OLD, TEMPORARY, abandoned, begin_of, new_folder, remove_abandoned
+from .threads import signals_deferred
 
+# Arguments of renameat2 (linux/fcntl.h, linux/fs.h).
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Arguments of renameat2 (linux/fcntl.h, linux/fs.h)."""
 
 # Errors of renameat2: an old kernel, a file system that can't, a sandbox.
 NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
-ATTEMPTS = 5
-"""Times that an old folder is looked through, while other processes still write into it."""
+ATTEMPTS = 5  # times that an old folder is looked through, while other processes still write into it
 
+# Returns the names of those files of a folder that a new checkpoint replaces, the index or metadata last.
 Replaced = Callable[[str], Collection[str]]
-"""Gives the names of those files of a folder that a new checkpoint replaces, the index or metadata last."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewFolder:
-    """A folder being written.
-
-    Attributes:
-        path: where it is written.
-        given_back: names in it of what another process put into the old folder meanwhile, once it is in
-            place.
-        not_removed: paths of what could not be removed of the old folder, each with the reason.
-    """
+    """A folder being written."""
 
     path: str
+    # Names, once it is in place, of what another process put into the old folder meanwhile.
     given_back: list[str] = field(default_factory=list)
+    # Paths of what could not be removed from the old folder, each with the reason.
     not_removed: list[str] = field(default_factory=list)
 
 
@@ -56,24 +50,10 @@ class NewFolder:
 def replacing_folder(path: str, replaced: Replaced, kept: Collection[str] = ()) -> Iterator[NewFolder]:
     """Make an empty folder that takes the place of `path` when the block ends without an error.
 
-    After an error nothing of it is left. Of the old folder only the regular files (and links to them) that
-    `replaced` names are removed. Whatever else is found in it afterwards moves into the new folder, under its
-    own name, or as `NAME.other-<hex>` where the new checkpoint has a file of that name. The new folder has
-    the owner, permissions and access control lists of the old one, and its files those of the old files of
-    the same name, or of the most private one of those replaced.
-
-    Args:
-        path: the folder to replace or create.
-        replaced: gives the names in a folder of what is replaced; also called after the exchange, with the
-            path at which the old folder then lies.
-        kept: names of files in the old folder that the new one gets too (as hard links).
-
-    Yields:
-        The folder to write into; its lists are filled when the block has ended.
-
-    Raises:
-        UsageFault: the place can't be written, or is a file; or the old folder holds something that is
-            neither replaced nor kept, or what can't be kept.
+    Only the regular files (and links to them) that `replaced` names are removed from the old folder; it is
+    asked again after the exchange. Files named by `kept` are in the new folder too, as hard links. Whatever
+    else is found afterwards moves into the new folder, as `NAME.other-<hex>` where that has such a name.
+    Raises UsageFault where the place can't be written, or holds something neither replaced nor kept.
     """
     target = os.path.realpath(path)
     exists = _check_folder(path, target, replaced, kept)
@@ -139,11 +119,7 @@ def _is_file(path: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    """Return whether there is something, if only a dangling link.
-
-    Raises:
-        OSError: nobody knows. `os.path.lexists` would say no.
-    """
+    """Return whether there is something, if only a dangling link."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -153,8 +129,8 @@ def _exists(path: str) -> bool:
 
 def _keep_permissions_of_files(new: str, old: str, replaced: Collection[str]) -> None:
     """Give new files the permissions of old ones: of the same name, or of the most private one replaced."""
-    found = {*os.listdir(old)}
-    files = [path for name in replaced if name in found and os.path.isfile(path := os.path.join(old, name))]
+    names = {*os.listdir(old)}
+    files = [path for name in replaced if name in names and os.path.isfile(path := os.path.join(old, name))]
     most_private = min(files, key=_openness, default=None)
     for name in os.listdir(new):
         same = os.path.join(old, name)
@@ -180,7 +156,7 @@ def _link(path: str, names: Collection[str], old: str, new: str) -> None:
             raise failed from error
         raise UsageFault(
             f"{path}: holds other files too ({', '.join(sorted(names)[:3])}), which can't be kept: "
-            f"{(error.strerror or str(error)).lower()}",
+            f"{reason(error)}",
             hint="choose a new folder as output",
         ) from error
 
@@ -207,11 +183,9 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _put(new: str, target: str) -> str | None:
-    """Put a folder in its place; return where the old one then lies, None if there was none.
-
-    The new folder gets the ending of an old one first: what has the ending of a temporary is removed whole
-    when its process was killed, and that must never be said of the old one.
-    """
+    """Put a folder in its place; return where the old one then lies, None if there was none."""
+    # The new folder gets the ending of an old one first: what has the ending of a temporary is removed
+    # completely when its process was killed, and that must never happen to the old one.
     if not _exists(target):
         os.rename(new, target)
         return None
@@ -256,20 +230,20 @@ def _swap(new: str, target: str, old: str) -> None:
 
 
 def _take_apart(old: str, target: str, replaced: Replaced, kept: Collection[str], new: NewFolder) -> None:
-    """Remove of an old folder what the new one replaces, and move everything else into the new one."""
+    """Remove from an old folder what the new one replaces, and move everything else into the new one."""
     try:
         for _ in range(ATTEMPTS):
-            found = {*os.listdir(old)}
+            names = {*os.listdir(old)}
             # Only names in the folder itself: an index may hold a path that leads elsewhere.
-            mine = dict.fromkeys(name for name in replaced(old) if name in found)
-            for name in (*(found - mine.keys()), *mine):  # the index last: only it says what is replaced
-                _remove_or_give_back(old, target, name, name in mine, name in kept, new)
+            obsolete = dict.fromkeys(name for name in replaced(old) if name in names)
+            for name in (*(names - obsolete.keys()), *obsolete):  # the index last: only it names the others
+                _remove_or_give_back(old, target, name, name in obsolete, name in kept, new)
             with contextlib.suppress(OSError):  # a process that has the folder open wrote into it again
                 os.rmdir(old)
                 return
         os.rmdir(old)
     except OSError as error:
-        new.not_removed.append(f"{old} ({(error.strerror or str(error)).lower()})")
+        new.not_removed.append(f"{old} ({reason(error)})")
 
 
 def _remove_or_give_back(
@@ -298,23 +272,16 @@ def _is_same_entry(one: str, other: str) -> bool:
 
 
 def set_aside(path: str) -> str | None:
-    """Return where the old folder lies of a replacement that was killed between its two steps.
-
-    Args:
-        path: the folder that was being replaced.
-
-    Returns:
-        The path to put back; None if there is something at `path`, or no single such folder.
-    """
+    """Return where a replacement that was killed between its two steps left the old folder, or None."""
     target = os.path.realpath(path)
     try:
         names = os.listdir(os.path.dirname(target))
     except OSError:
         return None
     begin = begin_of(target)
-    found = [
+    old = [
         name for name in names if name.endswith(OLD) and (m := NAME.fullmatch(name)) and m["begin"] == begin
     ]
-    if len(found) != 1 or os.path.lexists(path):
+    if len(old) != 1 or os.path.lexists(path):
         return None
-    return os.path.join(os.path.dirname(target), found[0])
+    return os.path.join(os.path.dirname(target), old[0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,28 +16,22 @@ from typing import BinaryIO
 
 from ..tensors.ref import ByteRange, Computed
 from .crc32 import combined, crc32
-from .sharing import share
 from .threads import cores, cut, in_order
 
-BUFFER = 1 << 20
-"""Bytes moved at a time; whole elements."""
+BUFFER = 1 << 20  # bytes moved at a time; whole elements
 
+# Bytes of one write. The kernel takes memory for a file in pieces as large as the write, where it can, and
+# large ones are slow to find, above all in a virtual machine.
 WRITTEN = 1 << 17
-"""Bytes of one write: the kernel takes memory for a file in pieces as large as the write, where it can, and
-large ones are slow to find, above all in a virtual machine."""
 
-SMALL = 1 << 17
-"""Bytes that are moved at once: handing them to a thread costs more."""
+SMALL = 1 << 17  # bytes that are moved at once: handing them to a thread costs more
 
+# The most that work on one file, and on several: only one at a time can write to a file, while the others
+# read, sum or compute.
 THREADS, MOST_THREADS = 4, 8
-"""The most that work on one file, and on several: one at a time can write to a file, while the others read,
-sum or compute."""
 
-PLANNED = 10_000
-"""Copies that an output keeps in mind before it writes them."""
-
-FLUSHED = 16 << 20
-"""Bytes of an output that are sent to the disk together, long before the fsync that waits for them."""
+PLANNED = 10_000  # copies that an output remembers before it writes them
+FLUSHED = 16 << 20  # bytes that are sent to the disk together, long before the fsync that waits for them
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -50,7 +46,7 @@ def _ignore(_: int) -> None:
 
 @contextlib.contextmanager
 def no_room_named(path: str) -> Iterator[None]:
-    """Give an OSError that says there is no room the name of the place: the calls that raise it know none."""
+    """Name the place in an OSError for lack of room: the calls that raise it don't know it."""
     try:
         yield
     except OSError as error:
@@ -91,17 +87,12 @@ class Buffers:
 class Output:
     """A file being written, front to back or at chosen places. Use it as a context manager.
 
-    `write` takes bytes from memory, `copy` bytes of another file or computed ones. What is not given a place
-    is appended at `position`. Copied bytes are in the file once the block has ended, or `settle` was called.
+    `write` takes bytes from memory, `copy` bytes of another file or computed ones. Copied bytes are in the
+    file once the block has ended, or `settle` was called; until then an error of theirs may come late.
     """
 
     def __init__(self, file: BinaryIO, progress: Progress | None = None) -> None:
-        """Begin at the start of a file.
-
-        Args:
-            file: open for writing; stays open.
-            progress: called with the number of bytes after each piece that was copied.
-        """
+        """Begin at the start of a file."""
         self.fd = file.fileno()
         self.position = 0
         self._progress = progress or _ignore
@@ -135,15 +126,7 @@ class Output:
         self._plan(chunks, nbytes, None)
 
     def copy(self, data: ByteRange | Computed, then: Then | None = None) -> None:
-        """Append bytes from elsewhere.
-
-        Args:
-            data: a stretch of a file, or bytes to be computed.
-            then: called with the CRC-32 of the bytes once they are written, from the caller's thread.
-
-        Raises:
-            Damaged: the file that they come from ends early; raised here, by a later call or by `settle`.
-        """
+        """Append bytes from elsewhere; `then` gets their CRC-32, in the caller's thread, once written."""
         if data.nbytes <= SMALL and not self._planned:
             self._put_here(self.position, [data.read()], then)
             self.position += data.nbytes
@@ -220,20 +203,11 @@ class Output:
             copy.then(copy.crc)
 
 
-_Block = tuple[Output, _Copy, int, int]
-"""An output, and of a block that was written to it: a part of what, its CRC-32, its bytes."""
+_Block = tuple[Output, _Copy, int, int]  # of a block that was written: where, a part of what, CRC-32, bytes
 
 
 def settle_together(outputs: Sequence[Output]) -> None:
-    """Write what was appended to several outputs, by turns.
-
-    The kernel lets one thread at a time write to a file: threads that write to different files need not wait
-    for each other.
-
-    Raises:
-        Damaged: a file that bytes come from ends early.
-        OSError: a disk is full, or failed.
-    """
+    """Write what was appended to several outputs, by turns: the kernel lets one thread write to a file."""
     buffers = Buffers()
     by_turns = zip_longest(*(output._blocks(buffers) for output in outputs))
     jobs = filter(None, chain.from_iterable(by_turns))
@@ -242,10 +216,8 @@ def settle_together(outputs: Sequence[Output]) -> None:
 
 
 def _start_flushing(fd: int, start: int) -> None:
-    """Let the kernel begin to write FLUSHED bytes to the disk. In a tmpfs this does nothing.
-
-    The advice drops pages that are on the disk, and begins to write the others; none of these is there yet.
-    """
+    """Let the kernel begin to write FLUSHED bytes to the disk. In a tmpfs this does nothing."""
+    # The advice drops pages that are on the disk, and begins to write the others; none of these is there yet.
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # an advice; whatever fails is an error of fsync
             os.posix_fadvise(fd, start, FLUSHED, os.POSIX_FADV_DONTNEED)
@@ -261,17 +233,40 @@ class DryOutput(Output):
         pass
 
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
-        """Write nothing."""
+        pass
 
     def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
-        """Count `nbytes` bytes; the chunks are not asked for."""
-        self.position += nbytes
+        self.position += nbytes  # the chunks are not asked for
 
     def copy(self, data: ByteRange | Computed, then: Then | None = None) -> None:
-        """Count the bytes; `then` is called with 0."""
         self.position += data.nbytes
         if then:
             then(0)
 
     def settle(self) -> None:
-        """Return at once: nothing is under way."""
+        pass
+
+
+FICLONERANGE = 0x4020940D  # the ioctl by which files share extents, on btrfs and XFS (linux/fs.h)
+BLOCK = 4096  # whole blocks at the same place within one in both files can be shared
+
+# Its errors where the file system, or this pair of files, can't share extents.
+NO_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS, errno.EPERM}
+
+
+def share(data: ByteRange, fd: int, position: int) -> range:
+    """Let a file share the whole blocks of a stretch of another file; return which bytes of it are shared."""
+    start, end = -position % BLOCK, data.nbytes
+    # Only the last block of a file may be shared in part, and only as the last of the other file.
+    if data.offset + end != data.source.size or os.fstat(fd).st_size > position + end:
+        end -= (position + end) % BLOCK
+    if (data.offset - position) % BLOCK or start >= end:
+        return range(0)
+    wanted = struct.pack("qQQQ", data.source.fd, data.offset + start, end - start, position + start)
+    try:
+        fcntl.ioctl(fd, FICLONERANGE, wanted)
+    except OSError as error:
+        if error.errno not in NO_CLONE:
+            raise
+        return range(0)
+    return range(start, end)

@@ -17,9 +17,7 @@ try:
 except ImportError:
     from zlib import crc32 as crc32
 
-POLYNOMIAL = 0xEDB88320
-"""x^32 is equal to this; reflected, as zip has it: the highest bit is x^0."""
-
+POLYNOMIAL = 0xEDB88320  # x^32 is equal to this; reflected, as zip has it: the highest bit is x^0
 ONE, X8 = 1 << 31, 1 << 23
 
 
@@ -32,14 +30,7 @@ def crc32_of(chunks: Iterable[memoryview]) -> int:
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of two stretches together.
-
-    Args:
-        first, second: the CRC-32 of each.
-        nbytes: length of the second.
-
-    Source: `crc32_combine` of zlib.
-    """
+    """Return the CRC-32 of two stretches together, `nbytes` the length of the second."""
     if not first:
         return second
     lowest, low, high, highest = _shift(nbytes)

@@ -15,53 +15,31 @@ from .copying import Progress
 from .threads import cores, cut, map_pieces
 
 VERSION = b"ckpttool digest 1\n"
-PIECE = 16 << 20
-"""Bytes of values hashed as one piece."""
-
-READ = 1 << 20
-"""Bytes read at a time: few enough to be hashed from the processor's cache."""
-
+PIECE = 16 << 20  # bytes of values hashed as one piece
+READ = 1 << 20  # bytes read at a time: few enough to be hashed from the processor's cache
 WORKERS = 8
 
 
 def digest(tensors: Mapping[str, TensorRef], progress: Progress | None = None) -> str:
-    """Return the digest of tensors by name, as 64 hexadecimal digits.
-
-    Args:
-        tensors: name -> tensor, in any order and layout.
-        progress: called with the number of bytes after each piece.
-
-    Raises:
-        Damaged: a file ends early.
-        Refused: an expanded tensor is more than 64 GiB larger than what the file holds of it.
-    """
-    whole = hashlib.sha256(VERSION)
+    """Return the digest of tensors by name, as 64 hexadecimal digits."""
+    contents = hashlib.sha256(VERSION)
     for name, value in tensor_digests(tensors, progress):
         tensor, raw = tensors[name], name.encode("utf-8", "surrogatepass")
         shape = ",".join(map(str, tensor.shape))
-        whole.update(
+        contents.update(
             b"%d:%s %s [%s] %s\n" % (len(raw), raw, tensor.dtype.name.encode(), shape.encode(), value)
         )
-    return whole.hexdigest()
+    return contents.hexdigest()
 
 
 def tensor_digests(
     tensors: Mapping[str, TensorRef], progress: Progress | None = None
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield each name and the digest of its tensor's values, as hexadecimal digits, in the order of names.
-
-    Pieces are hashed on several cores, some tensors ahead of the one that is waited for.
-
-    Args:
-        tensors, progress: as for `digest`.
-
-    Raises:
-        Damaged, Refused: as `digest` does.
-    """
+    """Yield each name and the digest of its tensor's values, as hexadecimal digits, in the order of names."""
     names = sorted(tensors, key=lambda name: name.encode("utf-8", "surrogatepass"))
     pieces = hashlib.sha256()
-    for piece, found in map_pieces(_hash, _pieces({name: tensors[name] for name in names}), cores(WORKERS)):
-        pieces.update(found)
+    for piece, value in map_pieces(_hash, _pieces({name: tensors[name] for name in names}), cores(WORKERS)):
+        pieces.update(value)
         if progress and piece.nbytes:
             progress(piece.nbytes)
         if piece.is_last:

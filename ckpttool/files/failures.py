@@ -1,4 +1,4 @@
-"""Errors of the system while a run's files are written, in words that name the file."""
+"""Errors of the system, worded in one place and with the file's name."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from ckpttool.errors import FileError
+from ..errors import FileError
+
+
+def reason(error: OSError) -> str:
+    """Return why a call of the system failed: `no space left on device`."""
+    return (error.strerror or str(error) or type(error).__name__).lower()
 
 
 @contextlib.contextmanager
 def naming(path: str, done: str = "written") -> Iterator[None]:
-    """Turn the system's errors in the block into one that names the file.
-
-    Args:
-        path: the file.
-        done: what could not be done with it.
-
-    Raises:
-        FileError: in place of an OSError, or of the RuntimeError with which torch's zip writer closes a file
-            that was cut short.
-    """
+    """Turn the system's errors in the block into a FileError: the file could not be `done`."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # torch's zip writer raises this on closing a file cut short
         behind = system_error(error)
-        reason = (behind.strerror or "").lower() if behind else str(error).splitlines()[0]
+        why = reason(behind) if behind else str(error).splitlines()[0]
         no_space = behind is None or behind.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = "is the disk full?" if no_space else None
-        raise FileError(path, f"could not be {done}: {reason}", hint=hint) from error
+        raise FileError(path, f"could not be {done}: {why}", hint=hint) from error
 
 
 def system_error(error: BaseException) -> OSError | None:

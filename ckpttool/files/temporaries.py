@@ -1,4 +1,4 @@
-"""Temporary files and folders beside their targets: names, locks, and the removal of abandoned ones.
+"""Temporary files and folders next to their targets: names, locks, and the removal of abandoned ones.
 
 A temporary is called `.NAME.<boot><random>.ckpttool.tmp`. Its writer holds a lock (flock) on it, which the
 kernel drops however the process ends, so process ids, and containers that have their own, don't matter.
@@ -19,16 +19,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
 
+# Name endings: of a file or folder being written, and of a folder that a new one replaced.
 TEMPORARY, OLD = ".ckpttool.tmp", ".ckpttool.old"
-"""Name endings: of a file or folder being written, and of a folder that a new one replaced."""
 
 NAME = re.compile(r"\.(?P<begin>.+)\.(?P<boot>[0-9a-f]{8})[0-9a-f]{12}\.ckpttool\.(tmp|old)", re.DOTALL)
 
-LONGEST = 190
-"""Bytes of the target's name that are used whole: file systems allow 255 for a name."""
-
-QUIET = 24 * 60 * 60
-"""Seconds without a change after which a temporary of another machine counts as abandoned."""
+LONGEST = 190  # bytes of the target's name that are used: file systems allow 255 for a name
+QUIET = 24 * 60 * 60  # seconds without a change: then a temporary of another machine counts as abandoned
 
 
 def begin_of(target: str) -> str:
@@ -46,18 +43,7 @@ def new_path(target: str) -> str:
 
 
 def new_file(target: str, mode: int) -> tuple[int, str]:
-    """Create and lock a temporary file.
-
-    Args:
-        target: the file that it will replace.
-        mode: the permissions to create it with, as for `os.open`.
-
-    Returns:
-        A descriptor open for reading and writing, which holds the lock until it is closed, and the path.
-
-    Raises:
-        OSError: the file can't be created there.
-    """
+    """Create a temporary file that will replace `target`; return its descriptor, which locks it, and path."""
     while True:
         path = new_path(target)
         with _removed_after_an_error(path, os.unlink):
@@ -68,7 +54,7 @@ def new_file(target: str, mode: int) -> tuple[int, str]:
 
 
 def new_folder(target: str, mode: int) -> tuple[int, str]:
-    """Create and lock a temporary folder. Arguments and errors as of `new_file`."""
+    """Create a temporary folder as `new_file` does a file."""
     while True:
         path = new_path(target)
         with _removed_after_an_error(path, os.rmdir):
@@ -112,10 +98,8 @@ def _is_at(fd: int, path: str) -> bool:
 
 
 def remove_abandoned(folder: str) -> None:
-    """Remove the temporaries in `folder` that were still being written when their process ended.
-
-    Other users' temporaries stay, and whatever can't be removed: a save does not depend on it.
-    """
+    """Remove the temporaries in `folder` that were still being written when their process ended."""
+    # Other users' temporaries stay, and whatever can't be removed: a save does not depend on it.
     for path in abandoned(folder, TEMPORARY):
         with contextlib.suppress(OSError):
             if os.path.isdir(path):
@@ -127,22 +111,16 @@ def remove_abandoned(folder: str) -> None:
 
 
 def abandoned(folder: str, ending: str, begin: str | None = None) -> Iterator[str]:
-    """Yield the paths of abandoned temporaries, each while its lock is held.
-
-    Args:
-        folder: where to look; one that can't be listed has none.
-        ending: `TEMPORARY` or `OLD`.
-        begin: take only those of the target whose `begin_of` this is.
-    """
+    """Yield the paths of abandoned temporaries, each while its lock is held."""
     try:
         names = os.listdir(folder)
     except OSError:
         return
     for name in names:
-        found = NAME.fullmatch(name) if name.endswith(ending) else None
-        if found and begin in (None, found["begin"]):
+        parts = NAME.fullmatch(name) if name.endswith(ending) else None
+        if parts and begin in (None, parts["begin"]):
             path = os.path.join(folder, name)
-            with _claimed(path, found["boot"]) as is_abandoned:
+            with _claimed(path, parts["boot"]) as is_abandoned:
                 if is_abandoned:
                     yield path
 
@@ -183,7 +161,7 @@ def _boot() -> str:
     """Return eight digits for this start of this kernel: all its containers share them, and its locks."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            known = file.read()
+            identity = file.read()
     except OSError:
-        known = os.fsencode(os.uname().nodename)
-    return f"{zlib.crc32(known):08x}"
+        identity = os.fsencode(os.uname().nodename)
+    return f"{zlib.crc32(identity):08x}"

@@ -1,9 +1,11 @@
-"""Jobs run on several threads, their results taken in order."""
+"""Jobs run on several threads, their results taken in order, and no signal where one must not come."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -11,18 +13,33 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
-from .signals import signals_deferred
-
+ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # signals at which the process ends
 T = TypeVar("T")
+NAME = "ckpttool worker"  # of each thread that runs jobs
+GROUP = 1 << 20  # bytes of small pieces that are worth handing to a thread together
+MANY = 500  # small pieces that are handed over together at most
 
-NAME = "ckpttool worker"
-"""The name of each thread that runs jobs."""
 
-GROUP = 1 << 20
-"""Bytes of small pieces that are worth handing to a thread together."""
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Defer the signals in `ENDING` until the block ends."""
+    # A mask would not do: where one thread blocks a signal, the kernel gives it to another. Handlers run only
+    # in the main thread, so in any other there is nothing to do.
+    received: list[int] = []
+    with contextlib.ExitStack() as after:
+        if threading.current_thread() is threading.main_thread():
+            after.callback(_raise_all, received)
+            for number in ENDING:
+                before = signal.getsignal(number)
+                if before not in (None, signal.SIG_IGN):  # None: installed by something other than Python
+                    after.callback(signal.signal, number, before)
+                    signal.signal(number, lambda number, _: received.append(number))
+        yield
 
-MANY = 500
-"""Small pieces handed to a thread together at most."""
+
+def _raise_all(numbers: list[int]) -> None:
+    for number in numbers:
+        signal.raise_signal(number)
 
 
 class Piece(Protocol):
@@ -49,12 +66,11 @@ def cut(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 class Workers(Generic[T]):
-    """Threads that run jobs together with the caller. Close it, or use it as a context manager.
+    """Threads that run jobs together with the caller. Close it, or use it as a context manager."""
 
-    Whoever waits for a result runs jobs meanwhile, so that a process of two cores starts one thread, and
-    nothing is lost where another process keeps the second core busy. Threads help only where the work
-    releases the GIL: reading, writing, hashing, numpy.
-    """
+    # Whoever waits for a result runs jobs meanwhile, so that a process of two cores starts one thread, and
+    # nothing is lost where another process keeps the second core busy. Threads help only where the work
+    # releases the GIL: reading, writing, hashing, numpy.
 
     def __init__(self, count: int) -> None:
         """Prepare for `count` jobs at once, the caller's included; no thread starts before two jobs wait."""
@@ -83,11 +99,7 @@ class Workers(Generic[T]):
             self._start_thread()
 
     def results(self, pending: int = 0) -> Iterator[T]:
-        """Yield the results of the oldest jobs, in order, until at most `pending` jobs are left.
-
-        Raises:
-            Exception: whatever a job raised, in its turn.
-        """
+        """Yield the results, or raise the errors, of the oldest jobs until `pending` jobs are left."""
         while len(self._pending) > pending:
             oldest = self._pending[0]
             while not oldest.is_done and self._run_next():
@@ -167,16 +179,7 @@ def _run_all(todo: SimpleQueue[_Task[T] | None]) -> None:
 
 
 def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
-    """Yield what jobs return, in their order, while the next few are under way.
-
-    Args:
-        jobs: taken one after another, as they are needed.
-        workers: jobs at once, one of them run by the caller's thread; results of at most twice as many are
-            held.
-
-    Raises:
-        Exception: whatever a job raised, in its turn; the jobs after it are dropped.
-    """
+    """Yield what jobs return, in their order, while the next few run; an error drops those after it."""
     with Workers[T](workers) as queue:
         for job in jobs:
             queue.add(job)
@@ -185,16 +188,8 @@ def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
 
 
 def map_pieces(work: Callable[[P], T], pieces: Iterable[P], workers: int) -> Iterator[T]:
-    """Yield `work(piece)` for each piece, in order, worked on by several threads.
-
-    A thread costs time too: consecutive small pieces are handed over together. Large tensors are cut into
-    pieces by the caller (see `cut`).
-
-    Args:
-        work: releases the GIL for most of its time.
-        pieces: taken as they are needed.
-        workers: pieces at a time, one of them in the caller's thread.
-    """
+    """Yield `work(piece)` for each piece, in order, worked on by several threads."""
+    # A thread costs time too: consecutive small pieces are handed over together. Large ones the caller cuts.
 
     def all_of(group: list[P]) -> list[T]:
         return [work(piece) for piece in group]
@@ -205,12 +200,12 @@ def map_pieces(work: Callable[[P], T], pieces: Iterable[P], workers: int) -> Ite
 
 def _groups(pieces: Iterable[P]) -> Iterator[list[P]]:
     group: list[P] = []
-    held = 0
+    nbytes = 0
     for piece in pieces:
-        if group and (held + piece.nbytes > GROUP or len(group) == MANY):
+        if group and (nbytes + piece.nbytes > GROUP or len(group) == MANY):
             yield group
-            group, held = [], 0
+            group, nbytes = [], 0
         group.append(piece)
-        held += piece.nbytes
+        nbytes += piece.nbytes
     if group:
         yield group

@@ -6,45 +6,71 @@ import filecmp
 import os
 import shutil
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import OutputExists, UsageFault
 from ..files.commit import replacing
-from ..files.suggestions import CHECKPOINT_ENDINGS
 from . import folders
 from .shards import writing as sharding
 
 # The most bytes of a file that is copied along; tokenizers have up to 40 MB.
 MAX_BYTES = 100_000_000
 
+# Names of files that belong to a model, whoever saved it. Sources: transformers, diffusers, mistral.
+KNOWN = (
+    *("*config*.json", "*tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "params.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("chat_template*", "*.jinja", "model_index.json", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+    *("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py"),
+)
+
 # Files that serve a folder of DeepSpeed, and have nothing of their own.
 OF_DEEPSPEED = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
-
-# Endings of the names of files that belong to a run, not to a model.
-NO_COMPANIONS = (*CHECKPOINT_ENDINGS, ".distcp", ".pkl", ".pickle", sharding.INDEX)
 
 # A folder below that of the ranks, in which trainers keep a model's configuration and tokenizer.
 BELOW = "huggingface"
 
+OUTSIDE = "(a link out of the folder)"
 
-def listed(checkpoint: Checkpoint, path: str) -> tuple[list[str], list[str]]:
-    """Return what lies in the folder of a checkpoint or in `huggingface/` there: companions, and the rest."""
-    folder = folders.folder_of(checkpoint)
+
+def listed(checkpoint: Checkpoint, path: str, folder: str | None = None) -> tuple[list[str], list[str]]:
+    """Return what lies in a folder and in `huggingface/` there that is not read: companions, and the rest.
+
+    `folder` is the one that the user named; else it is that of the checkpoint's index, if it has one.
+    """
+    folder = folder or folders.folder_of(checkpoint)
     if folder is None:
         return [], []
-    names = folders.other_files(checkpoint, path)
+    names = folders.other_files(checkpoint, path, folder)
     below = os.path.join(folder, BELOW)
-    if BELOW in names and os.path.isdir(below):
+    if BELOW in names and os.path.isdir(below) and not os.path.islink(below):
         inside = sorted(name for name in os.listdir(below) if not name.startswith("."))
         names = [name for name in names if name != BELOW] + [os.path.join(BELOW, name) for name in inside]
-    companions = [name for name in names if _is_companion(os.path.join(folder, name))]
-    rest = [name for name in names if name not in companions and name not in OF_DEEPSPEED]
+    companions = [name for name in names if _is_companion(folder, name)]
+    rest = [
+        name if _is_inside(folder, name) else f"{name} {OUTSIDE}"
+        for name in names
+        if name not in companions and name not in OF_DEEPSPEED
+    ]
     return [os.path.join(folder, name) for name in companions], rest
 
 
-def _is_companion(path: str) -> bool:
-    is_of_run = path.lower().endswith(NO_COMPANIONS) or os.path.basename(path) in OF_DEEPSPEED
-    return os.path.isfile(path) and not is_of_run and os.path.getsize(path) <= MAX_BYTES
+def _is_companion(folder: str, name: str) -> bool:
+    path, base = os.path.join(folder, name), os.path.basename(name)
+    is_known = any(fnmatchcase(base, pattern) for pattern in KNOWN) and not base.endswith(sharding.INDEX)
+    return (
+        is_known and _is_inside(folder, name) and os.path.isfile(path) and os.path.getsize(path) <= MAX_BYTES
+    )
+
+
+def _is_inside(folder: str, name: str) -> bool:
+    """Whether a file lies in the folder itself; a link may lead into the blobs of its own hub cache."""
+    home, place = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
+    # The hub's cache has snapshots/REVISION/config.json -> ../../blobs/HASH.
+    blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")
+    of_cache = os.path.basename(os.path.dirname(home)) == "snapshots" and os.path.dirname(place) == blobs
+    return of_cache or os.path.commonpath([home, place]) == home
 
 
 def targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) -> list[str]:

@@ -9,8 +9,7 @@ from collections.abc import Collection
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import CkptToolError
 from ..files.commit_folder import Replaced, others_in
-from ..files.open_source import open_source_descriptor
-from ..files.suggestions import names_in
+from ..files.open_source import names_in, open_source_descriptor
 from ..tensors.ref import ByteRange, Source
 from .dcp import extras
 from .dcp import reading as dcp
@@ -125,9 +124,9 @@ def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
     return tuple(other_files(checkpoint, path))
 
 
-def other_files(checkpoint: Checkpoint, path: str) -> list[str]:
+def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) -> list[str]:
     """Return the names in the folder of a checkpoint that are no part of it, sorted."""
-    source = folder_of(checkpoint)
+    source = folder or folder_of(checkpoint)
     if source is None:
         return []
     read = _files_read(checkpoint)

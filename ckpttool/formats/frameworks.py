@@ -13,8 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.ranks import HINT, Ranks
 from ..checkpoint.states import is_optimizer
 from ..errors import Damaged, UsageFault
-from ..files.open_source import open_source_descriptor
-from ..files.suggestions import names_in
+from ..files.open_source import names_in, open_source_descriptor
 from ..tensors.ref import Source
 from .dcp import reading as dcp
 from .dcp.extras import not_read

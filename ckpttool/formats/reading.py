@@ -13,9 +13,14 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.special_tensors import SHARDED
 from ..errors import CkptToolError, Damaged, SeveralCheckpoints, Unreadable, Unsupported, UsageFault
 from ..files.commit_folder import set_aside
-from ..files.descriptors import allow_open_files
-from ..files.open_source import open_source_descriptor
-from ..files.suggestions import OF_MACOS, checkpoints_among, names_in
+from ..files.failures import reason
+from ..files.open_source import (
+    OF_MACOS,
+    allow_open_files,
+    checkpoints_among,
+    names_in,
+    open_source_descriptor,
+)
 from ..tensors.ref import Source
 from .dcp import reading as dcp
 from .pytorch import legacy as torch_legacy
@@ -231,7 +236,7 @@ def _names(folder: str) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith(OF_MACOS))
     except OSError as error:
-        raise Unreadable(folder, (error.strerror or str(error)).lower()) from error
+        raise Unreadable(folder, reason(error)) from error
 
 
 def _telling(folder: str, names: list[str]) -> str | None:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 
-from ..files.suggestions import CHECKPOINT_ENDINGS, names_in
+from ..files.open_source import CHECKPOINT_ENDINGS, names_in
 from .dcp.reading import ENDING, METADATA
 from .deepspeed.files import is_universal, states_in
 from .ranks.dtensor_files import RANK, WORLD

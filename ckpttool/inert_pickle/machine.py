@@ -7,37 +7,82 @@ instead, checks the type of every operand, and bounds its memory. `opcodes` read
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from .key_guard import KeyGuard
-from .values import FrozenSet_, Global, OrderedDict_, Record
+from .values import FrozenSet_, Global, OrderedDict_, Record, container_name, is_state
 
-BASE_MEMORY = 32 << 20
-MEMORY_PER_BYTE = 48
-"""Bytes of memory that the sets and objects of a pickle may take: a base, and more for each byte of the
-pickle. An opcode of one byte makes a set of 328 bytes."""
+MAX_DEPTH = 50  # levels of tuples in a key: comparing two of them is recursive
+MAX_PARTS = 1000  # values inside a key: hashing visits each, and a tuple can repeat itself 2^60 times
 
-MAX_LINE = 16 << 20
-"""Bytes of a line of text; only protocol 0 has more than names in lines."""
+# Values inside all tuples of a file used as keys: a base, and more for each byte of the file. Each value
+# takes at least one byte, unless keys share tuples.
+BASE_PARTS, PARTS_PER_BYTE = 1 << 20, 2
 
-SET, RECORD = 328, 112
-"""Bytes of memory of an empty set, and of a Record."""
+MAX_EQUAL_HASHES = 1000  # keys of one dict or set with the same hash: each is compared with all others
 
+
+class BadKey(ValueError):
+    """A value that is not a key in any ordinary dict; its message says what it is."""
+
+
+class KeyGuard:
+    """Checks all keys of one file."""
+
+    def __init__(self, size: int) -> None:
+        self.parts_left = BASE_PARTS + PARTS_PER_BYTE * size
+        self.hashes: dict[int, tuple[object, Counter[int]]] = {}
+
+    def check(self, value: Any, owner: object) -> Any:
+        """Return a key of `owner`; raise BadKey if it is unhashable, or takes long to hash or compare."""
+        self._look_inside(value)
+        if isinstance(value, tuple | frozenset) or (isinstance(value, int) and value.bit_length() > 60):
+            # The owner is kept, so that no other object gets its id.
+            _, hashes = self.hashes.setdefault(id(owner), (owner, Counter()))
+            hashes[hash(value)] += 1
+            if hashes[hash(value)] > MAX_EQUAL_HASHES:
+                raise BadKey("one of many that were crafted to collide")
+        return value
+
+    def _look_inside(self, value: Any) -> None:
+        level, seen, depth = [value], 0, 0
+        while level:
+            if depth > MAX_DEPTH:
+                raise BadKey("a deeply nested tuple")
+            inside: list[Any] = []
+            for part in level:
+                if isinstance(part, tuple | frozenset):
+                    seen += len(part)
+                    if seen > MAX_PARTS:
+                        raise BadKey("a giant tuple")
+                    inside.extend(part)
+                elif isinstance(part, dict | list | set | bytearray):
+                    raise BadKey(f"a {container_name(part)}")
+            level, depth = inside, depth + 1
+        self.parts_left -= seen
+        if self.parts_left < 0:
+            raise BadKey("one of too many large tuples")
+
+
+# Bytes of memory that the sets and objects of a pickle may take: a base, and more for each byte of the
+# pickle. An opcode of one byte makes a set of 328 bytes.
+BASE_MEMORY, MEMORY_PER_BYTE = 32 << 20, 48
+
+MAX_LINE = 16 << 20  # bytes of a line of text; only protocol 0 has more than names in lines
+SET, RECORD = 328, 112  # bytes of memory of an empty set, and of a Record
 PLAIN_KEYS = (str, bytes, type(None), Global)
 
-PersistentLoad = Callable[[object], object]
-"""Returns the value that a persistent id refers to."""
+PersistentLoad = Callable[[object], object]  # returns the value of a persistent id
 
+# By the name of a callable: returns the value that calling it makes, or None, and the call becomes a Record.
 Reducers = Mapping[Global, Callable[[tuple[Any, ...]], object]]
-"""By the name of a callable: returns the value that calling it with some arguments makes, or None."""
 
+# A reducer that is also given the machine. (A method would keep the machine alive in a cycle.)
 Call = Callable[["Machine", tuple[Any, ...]], object]
-"""A reducer that is also given the machine. (A method would keep the machine alive in a cycle.)"""
 
+# Runs the opcodes that follow a name in one step and returns the position after them, or the one it got.
 Shortcut = Callable[["Machine", int], int]
-"""Runs the opcodes that follow a name in one step and returns the position after them; or does nothing and
-returns the position it was given."""
 
 
 class PickleFault(ValueError):
@@ -54,19 +99,7 @@ def fault(what: str) -> NoReturn:
 
 
 class Machine:
-    """The state of the machine, and what opcodes do to it.
-
-    Args:
-        data: the bytes of the pickle; more may follow.
-        persistent_load: returns the value of a persistent id; None: the pickle may have none.
-        reducers, calls: make the values of known callables.
-        shortcuts: run after a known name.
-
-    Attributes:
-        memo: values by index, as long as the indices are consecutive; `far` holds all others.
-        rewrites: how often a value in the memo was replaced.
-        names: every name that the pickle mentioned, also where the value was dropped since.
-    """
+    """The state of the machine, and what opcodes do to it."""
 
     def __init__(
         self,
@@ -87,9 +120,9 @@ class Machine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under each MARK
         self.memo: list[Any] = []
-        self.far: dict[int, Any] = {}
-        self.rewrites = 0
-        self.names: set[Global] = set()
+        self.far: dict[int, Any] = {}  # values whose index does not follow on the one before
+        self.rewrites = 0  # how often a value in the memo was replaced
+        self.names: set[Global] = set()  # also of values that were dropped since
         self.protocol = 0
         self.guard = KeyGuard(self.size)
         self.copied = 0
@@ -121,9 +154,7 @@ class Machine:
         """Count memory of a new object. Raises PickleFault when it is more than the pickle may take."""
         self.memory_left -= nbytes
         if self.memory_left < 0:
-            fault(
-                f"its pickle of {self.size} bytes creates more objects than fit in the memory allowed for it"
-            )
+            fault(f"its pickle of {self.size} bytes creates more objects than its memory allows")
 
     # The memo.
 
@@ -158,7 +189,7 @@ class Machine:
         target = self.stack[-1]
         if type(target) is list:
             target.extend(items)
-        elif type(target) is Record:
+        elif type(target) is Record and id(target.callable) not in self.reducers:
             if not target.elements:
                 target.elements = []
             target.elements.extend(items)
@@ -176,7 +207,7 @@ class Machine:
         elif isinstance(target, dict):
             for key, value in zip(keys, values, strict=True):
                 target[key if isinstance(key, PLAIN_KEYS) else self.key(key, target)] = value
-        elif type(target) is Record:
+        elif type(target) is Record and id(target.callable) not in self.reducers:
             if not target.items:
                 target.items = []
             target.items.extend(zip(keys, values, strict=True))
@@ -184,11 +215,7 @@ class Machine:
             fault(f"its pickle sets items of a {type(target).__name__}")
 
     def make(self, how: str, callable: Any, args: Any, kwargs: Any = None) -> None:
-        """Push what a call would have made: the value of a known callable, or a Record.
-
-        Args:
-            how: `reduce` or `newobj`, as in Record.
-        """
+        """Push what a call would have made: the value of a known callable, or a Record."""
         if type(args) is not tuple or type(callable) not in (Global, Record):
             fault("its pickle creates an object from malformed arguments")
         value: object = None
@@ -229,9 +256,9 @@ class Machine:
     def build(self, state: Any) -> None:
         """Set the state of the object on top."""
         target = self.stack[-1]
-        if type(target) is OrderedDict_ and target.attributes is None:
+        if type(target) is OrderedDict_ and target.attributes is None and is_state(state):
             target.attributes = state
-        elif type(target) is Record and not target.has_state:
+        elif type(target) is Record and not target.has_state and id(target.callable) not in self.reducers:
             target.state, target.has_state = state, True
         else:
             fault(f"its pickle sets the state of a {type(target).__name__}")

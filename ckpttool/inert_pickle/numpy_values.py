@@ -10,21 +10,21 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..tensors.dtypes import DTYPES, DType
+from ..tensors.dtypes import DTYPES
 from ..tensors.ref import MAX_AXES, Computed, Storage, TensorRef, contiguous_stride, extent, is_count
-from .values import Global, Record
+from ..tensors.values import swap
+from .values import Global, Record, names_of
 
-MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
-SCALAR = {Global(module, "scalar") for module in MODULES}
-ARRAY = {Global(module, "_reconstruct") for module in MODULES}
-FROM_BUFFER = {Global(module, "_frombuffer") for module in ("numpy.core.numeric", "numpy._core.numeric")}
+SCALAR = names_of("numpy.core.multiarray numpy._core.multiarray: scalar")
+ARRAY = names_of("numpy.core.multiarray numpy._core.multiarray: _reconstruct")
+FROM_BUFFER = names_of("numpy.core.numeric numpy._core.numeric: _frombuffer")
 DTYPE = Global("numpy", "dtype")
 
 CODE = re.compile("[A-Za-z][0-9]{1,9}")
 
-MAX_EMPTY = 1 << 20
-"""The most lists that an array without elements may become, as shape [2**40, 0] would be."""
+MAX_EMPTY = 1 << 20  # lists that an array without elements may become: think of shape [2**40, 0]
 
+# NumPy's names of element types, with what `struct` and torch call them.
 NUMBERS = {
     "b1": ("?", "bool"),
     "i1": ("b", "int8"),
@@ -41,7 +41,6 @@ NUMBERS = {
     "c8": ("ff", "complex64"),
     "c16": ("dd", "complex128"),
 }
-"""NumPy's names of element types, with what `struct` and torch call them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +61,34 @@ class Element:
             layout, step = NUMBERS[self.code][0], self.itemsize
             if len(raw) % step:
                 return None
-            found = struct.iter_unpack(self.order + layout, raw)
-            return [value if len(value) > 1 else value[0] for value in found]
+            values = struct.iter_unpack(self.order + layout, raw)
+            return [value if len(value) > 1 else value[0] for value in values]
         if self.code[0] not in "SU" or not self.itemsize or len(raw) % self.itemsize:
             return None
-        cut = [raw[at : at + self.itemsize] for at in range(0, len(raw), self.itemsize)]
+        texts = [raw[at : at + self.itemsize] for at in range(0, len(raw), self.itemsize)]
         if self.code[0] == "S":
-            return [each.rstrip(b"\0") for each in cut]
+            return [text.rstrip(b"\0") for text in texts]
         encoding = "utf-32-be" if self.order == ">" else "utf-32-le"
-        return [each.decode(encoding, "surrogatepass").rstrip("\0") for each in cut]
+        return [text.decode(encoding, "surrogatepass").rstrip("\0") for text in texts]
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array as it is pickled.
-
-    Attributes:
-        element: the type of its elements.
-        shape: its shape.
-        fortran: whether the first axis is the innermost one.
-        data: the bytes of the elements; for an array of objects, the list of them.
-    """
+    """An array as it is pickled."""
 
     element: Element
     shape: tuple[int, ...]
-    fortran: bool
-    data: bytes | list[object]
+    fortran: bool  # the first axis is the innermost one
+    data: bytes | list[object]  # a list for an array of objects
 
     def tensor(self, path: str) -> TensorRef | None:
-        """Return the array as a tensor; None for an element type that torch does not have.
-
-        Args:
-            path: the file it comes from, for messages.
-        """
+        """Return the array as a tensor; None for an element type that torch does not have."""
         if self.element.code not in NUMBERS or not isinstance(self.data, bytes):
             return None
         dtype = DTYPES[NUMBERS[self.element.code][1]]
-        raw = _swapped(self.data, dtype) if self.element.order == ">" else self.data
+        raw = bytearray(self.data)
+        if self.element.order == ">":
+            swap(raw, dtype.part)
 
         def make(start: int, nbytes: int) -> Iterator[memoryview]:
             yield memoryview(raw)[start : start + nbytes]
@@ -107,14 +97,7 @@ class Array:
         return TensorRef(storage, dtype, self.shape, self._stride())
 
     def nested(self, convert: Callable[[object], object]) -> object:
-        """Return the elements as `ndarray.tolist()` does: lists in lists, or one element without axes.
-
-        Args:
-            convert: called with each element; returns what to put in its place.
-
-        Raises:
-            ValueError: the elements are of a type that has no plain form, such as dates or records.
-        """
+        """Return the elements as `ndarray.tolist()` does; raise ValueError for types without a plain form."""
         flat = self.element.unpack(self.data) if isinstance(self.data, bytes) else self.data
         if flat is None and self.data:
             raise ValueError(f"elements of type {self.element.code}")
@@ -132,13 +115,6 @@ def _rows(items: list[object], shape: tuple[int, ...], stride: tuple[int, ...], 
     if len(shape) == 1:
         return [items[at + i * stride[0]] for i in range(shape[0])]
     return [_rows(items, shape[1:], stride[1:], at + i * stride[0]) for i in range(shape[0])]
-
-
-def _swapped(raw: bytes, dtype: DType) -> bytes:
-    size, out = dtype.part, bytearray(len(raw))
-    for i in range(size):
-        out[i::size] = raw[size - 1 - i :: size]
-    return bytes(out)
 
 
 def element_of(value: object) -> Element | None:
@@ -159,8 +135,8 @@ def scalar_of(value: object) -> object:
         return None
     match value.args:
         case (dtype, bytes(raw)) if (element := element_of(dtype)) and len(raw) == element.itemsize:
-            found = element.unpack(raw)
-            return found[0] if found else None
+            values = element.unpack(raw)
+            return values[0] if values else None
     return None
 
 

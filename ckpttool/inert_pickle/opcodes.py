@@ -13,12 +13,10 @@ from .machine import SET, Machine, fault
 from .scalars import escaped_text, integer, integer_or_bool, quoted_string, real, signed, string, text
 from .values import Set_
 
-MAX_NAME = 1000
-"""Characters in the name of a class or function; messages and lists repeat it."""
+MAX_NAME = 1000  # characters in the name of a class or function: messages and lists repeat it
 
+# Runs an opcode: gets the machine and the position after the opcode, returns the position of the next one.
 Operation = Callable[[Machine, int], int]
-"""Runs an opcode: gets the machine and the position after the opcode, returns the position of the next
-one."""
 
 Unpack = Callable[[bytes, int], tuple[int]]
 uint1: Unpack = struct.Struct("<B").unpack_from

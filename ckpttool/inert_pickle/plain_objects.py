@@ -7,22 +7,18 @@ import decimal
 import fractions
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-from .key_guard import BadKey, KeyGuard
-from .numpy_values import NUMBERS, element_of
-from .values import Global, Record
+from .machine import BadKey, KeyGuard
+from .numpy_values import NUMBERS, element_of, scalar_of
+from .values import RECONSTRUCTOR, Global, Record, attributes_in, names_of
 
-RECONSTRUCTOR = {Global("copyreg", "_reconstructor"), Global("copy_reg", "_reconstructor")}
-OBJECT = {Global("builtins", "object"), Global("__builtin__", "object")}
+OBJECT = names_of("builtins __builtin__: object")
 DEFAULT_DICT = Global("collections", "defaultdict")
 DEQUE = Global("collections", "deque")
-
-
-MAX_BITS = 10_000
-"""Bits of the numbers of a fraction."""
+MAX_BITS = 10_000  # of the numbers of a fraction
 
 
 def _made(kind: Callable[..., object], *types: type) -> Callable[[Record], str]:
@@ -56,7 +52,7 @@ def _of_a_day(kind: Callable[..., object]) -> Callable[[Record], str]:
 
 
 def _zone(record: Record) -> datetime.timezone:
-    """Return a fixed offset; those of named zones are in a data base that each system has its own of."""
+    """Return a fixed offset; named zones are in a database of which each system has its own."""
     args = record.args if record.callable == Global("datetime", "timezone") else None
     match args:
         case (Record(callable=Global("datetime", "timedelta"), args=tuple(parts)), *_) if all(
@@ -90,12 +86,12 @@ def _element(record: Record) -> str:
     return NUMBERS[element.code][1] if element.code in NUMBERS else element.code
 
 
+posix_path, windows_path = _made(PurePosixPath, str), _made(PureWindowsPath, str)
+
+# Classes of plain data, with what returns the text of an object.
 TEXTS: dict[Global, Callable[[Record], str]] = {
-    **{
-        Global(module, name): _made(PureWindowsPath if "Windows" in name else PurePosixPath, str)
-        for module in ("pathlib", "pathlib._local")
-        for name in ["Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"]
-    },
+    **dict.fromkeys(names_of("pathlib pathlib._local: Path PosixPath PurePath PurePosixPath"), posix_path),
+    **dict.fromkeys(names_of("pathlib pathlib._local: WindowsPath PureWindowsPath"), windows_path),
     Global("decimal", "Decimal"): _made(decimal.Decimal, str),
     Global("fractions", "Fraction"): _fraction,
     Global("datetime", "date"): _made(datetime.date, bytes),
@@ -105,10 +101,8 @@ TEXTS: dict[Global, Callable[[Record], str]] = {
     Global("uuid", "UUID"): _uuid,
     Global("numpy", "dtype"): _element,
 }
-"""Classes of plain data, with what returns the text of an object."""
 
-MAX_TEXT = 100_000
-"""Characters of an argument: a number of more digits would take long to be read."""
+MAX_TEXT = 100_000  # characters of an argument: a number of more digits would take long to be read
 
 
 def text_of(record: Record) -> str | None:
@@ -126,16 +120,10 @@ def text_of(record: Record) -> str | None:
 
 
 def attributes_of(record: Record) -> dict[Any, Any] | list[Any] | None:
-    """Return what an object holds, if that is all that its pickle says beside its class.
-
-    Returns:
-        The attributes of an object, such as a Namespace or a dataclass; the items of a dict of another class,
-        as defaultdict is; the elements of a list of another class, as deque is. None for an object that was
-        made of arguments, or holds several of these.
-    """
+    """Return an object's attributes, a dict's items or a list's elements, if its pickle has nothing else."""
     if not (_is_bare(record) or record.callable in (DEFAULT_DICT, DEQUE)):
         return None
-    attributes = _state(record)
+    attributes = attributes_in(record.state)
     if attributes is None:
         return None
     if record.elements or record.callable == DEQUE:
@@ -148,7 +136,7 @@ def attributes_of(record: Record) -> dict[Any, Any] | list[Any] | None:
 
 
 def settings_of(record: Record) -> tuple[str, ...]:
-    """Return the names of the settings that a dict or list of a class of the library has beside its items."""
+    """Return the names of the settings that a standard dict or list class has besides its items."""
     args = record.args if isinstance(record.args, tuple) else ()
     if record.callable == DEFAULT_DICT and args:
         return ("default_factory",)
@@ -167,15 +155,6 @@ def _is_bare(record: Record) -> bool:
     return record.how == "newobj"
 
 
-def _state(record: Record) -> dict[Any, Any] | None:
-    """Return the attributes of an object, slots included; None where its state is something else."""
-    state: Any = record.state
-    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-    if not all(part is None or isinstance(part, dict) for part in parts):
-        return None
-    return {key: value for part in parts if part for key, value in part.items()}
-
-
 def _is_same(a: object, b: object) -> bool:
     return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
 
@@ -189,3 +168,87 @@ def _items(record: Record) -> dict[Any, Any] | None:
     except (BadKey, TypeError):
         return None
     return items
+
+
+# An object as the text that would make it, such as `Config(lr=0.1)`: for keys, which torch takes as text.
+MAX_LENGTH, MAX_LEVELS = 1000, 20  # of such a text: characters, levels of nesting
+
+
+class NoText(ValueError):
+    """An object holds more than a text of MAX_LENGTH can tell; the message says what."""
+
+
+def described(value: object) -> str:
+    """Return a text with all values of an object, such as `Config(lr=0.1, name='a')`; raise NoText."""
+    text, left = [], MAX_LENGTH
+    for piece in _pieces(value, MAX_LEVELS):
+        text.append(piece)
+        left -= len(piece)
+        if left < 0:
+            raise NoText(f"more than {MAX_LENGTH} characters")
+    return "".join(text)
+
+
+def _pieces(value: object, levels: int) -> Iterator[str]:
+    """Yield the text in pieces, so that one that doubles at each level is given up early."""
+    if not levels:
+        raise NoText(f"more than {MAX_LEVELS} levels")
+    if isinstance(value, str | bytes | bytearray):
+        yield repr(value[: MAX_LENGTH + 1])
+    elif isinstance(value, int) and value.bit_length() > MAX_LENGTH:
+        yield hex(value)
+    elif value is None or isinstance(value, int | float | Global):
+        yield str(value)
+    elif isinstance(value, dict):
+        yield from _joined("{", (_pair(key, ": ", item, levels) for key, item in value.items()), "}")
+    elif isinstance(value, list | tuple | set | frozenset):
+        opening, closing = "()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}"
+        yield from _joined(opening, (_pieces(item, levels - 1) for item in value), closing)
+    elif isinstance(value, Record):
+        yield from _of_object(value, levels - 1)
+    else:
+        raise NoText("a tensor")
+
+
+def _of_object(record: Record, levels: int) -> Iterator[str]:
+    number = scalar_of(record)
+    plain = text_of(record)
+    if number is not None:
+        yield str(complex(*number)) if isinstance(number, tuple) else str(number)
+        return
+    yield record.type_name
+    attributes = attributes_of(record)
+    if plain is not None:
+        parts = [iter([repr(plain)])]
+    elif attributes is not None:
+        parts = [*_arguments(attributes, levels)]
+    else:
+        parts = [*_arguments(record.args, levels), *_arguments(record.kwargs, levels)]
+        if record.has_state:
+            parts.append(_pair("state", "=", record.state, levels))
+        parts += [_pieces([*contents], levels) for contents in (record.elements, record.items) if contents]
+    yield from _joined("(", parts, ")")
+
+
+def _arguments(values: object, levels: int) -> Iterator[Iterator[str]]:
+    if isinstance(values, dict) and all(isinstance(key, str) and key.isidentifier() for key in values):
+        yield from (_pair(key, "=", value, levels) for key, value in values.items())
+    elif isinstance(values, tuple):
+        yield from (_pieces(value, levels) for value in values)
+    elif values is not None:
+        yield _pieces(values, levels)
+
+
+def _pair(key: object, between: str, value: object, levels: int) -> Iterator[str]:
+    yield from [str(key)] if between == "=" else _pieces(key, levels - 1)
+    yield between
+    yield from _pieces(value, levels - 1)
+
+
+def _joined(opening: str, parts: Iterable[Iterator[str]], closing: str) -> Iterator[str]:
+    yield opening
+    for number, part in enumerate(parts):
+        if number:
+            yield ", "
+        yield from part
+    yield closing

@@ -9,35 +9,109 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from .calls import CALLS
-from .key_guard import BadKey
-from .machine import CutShort, Machine, PersistentLoad, Reducers, Shortcut
+from .machine import RECORD, SET, BadKey, Call, CutShort, Machine, PersistentLoad, Reducers, Shortcut
 from .machine import PickleFault as PickleFault
 from .opcodes import OPCODES, Stop, uint4, unknown
-from .values import Global
+from .values import ORDERED_DICT, FrozenSet_, Global, OrderedDict_, Record, Set_
+
+# Calls that a pickle makes for plain values that its protocol has no opcode for (Python's `pickle` module,
+# version 2 included). For arguments that no pickler writes each returns None, and the call becomes a Record.
+
+
+def ordered_dict(m: Machine, args: tuple[Any, ...]) -> OrderedDict_ | None:
+    """`OrderedDict()`, or in pickles of Python 2 `OrderedDict(pairs)`."""
+    if not args:
+        return OrderedDict_()
+    pairs = args[0] if len(args) == 1 else None
+    if type(pairs) is not list:
+        return None
+    m.copy(len(pairs))
+    if not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
+        return None
+    return OrderedDict_((m.key(key, pairs), value) for key, value in pairs)
+
+
+def set_(m: Machine, args: tuple[Any, ...]) -> Set_ | None:
+    """`set(items)`."""
+    items = _elements(m, args)
+    return None if items is None else Set_(items)
+
+
+def frozenset_(m: Machine, args: tuple[Any, ...]) -> FrozenSet_ | None:
+    """`frozenset(items)`."""
+    items = _elements(m, args)
+    return None if items is None else FrozenSet_(items)
+
+
+def _elements(m: Machine, args: tuple[Any, ...]) -> list[Any] | None:
+    if len(args) != 1 or type(args[0]) is not list:
+        return None
+    m.spend(SET)
+    m.copy(len(args[0]))
+    return [m.key(item, args[0]) for item in args[0]]
+
+
+def bytes_(m: Machine, args: tuple[Any, ...]) -> bytes | None:
+    """`bytes()`."""
+    return None if args else b""
+
+
+def encode(m: Machine, args: tuple[Any, ...]) -> bytes | None:
+    """`_codecs.encode(text, "latin1")`: bytes as text, one character each."""
+    if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
+        return None
+    m.copy(len(args[0]))
+    try:
+        return args[0].encode("latin-1")
+    except UnicodeEncodeError:
+        return None
+
+
+def bytearray_(m: Machine, args: tuple[Any, ...]) -> bytearray | None:
+    """`bytearray()`, `bytearray(bytes)` or `bytearray(text, "latin-1")`."""
+    if len(args) == 1 and type(args[0]) is bytes:
+        m.copy(len(args[0]))
+        return bytearray(args[0])
+    raw = encode(m, args) if args else b""
+    return None if raw is None else bytearray(raw)
+
+
+def new_object(m: Machine, args: tuple[Any, ...]) -> Record | None:
+    """`copyreg.__newobj_ex__(cls, args, kwargs)`: what the opcode NEWOBJ_EX does since protocol 4."""
+    if len(args) != 3 or type(args[1]) is not tuple or type(args[2]) is not dict:
+        return None
+    if type(args[0]) not in (Global, Record):
+        return None
+    m.spend(RECORD)
+    return Record("newobj", *args)
+
+
+CALLS: dict[Global, Call] = {
+    ORDERED_DICT: ordered_dict,
+    **{
+        Global(module, call.__name__.rstrip("_")): call
+        for module in ("builtins", "__builtin__")
+        for call in (set_, frozenset_, bytes_, bytearray_)
+    },
+    Global("_codecs", "encode"): encode,
+    Global("copyreg", "__newobj_ex__"): new_object,
+}
+
 
 MARK, TUPLE, TUPLE1, EMPTY_TUPLE, BININT1, BINGET, BINPUT, LONG_BINPUT, LONG_BINGET = b"(t\x85)Khqrj"
-
-
 MALFORMED = "its pickle is cut short or malformed"
 
 
 @dataclass(frozen=True, slots=True)
 class Pickle:
-    """A pickle that was read.
-
-    Attributes:
-        end: the position after it.
-        protocol: 0 where the pickle states none.
-        names: every name that it mentions, also those of values that it drops: a pickle can call a function
-            and pop what it returned.
-    """
+    """A pickle that was read."""
 
     value: object
     end: int
-    protocol: int
+    protocol: int  # 0 where the pickle states none
+    # Those of values that it drops too: a pickle can call a function and pop what it returned.
     names: frozenset[Global] = frozenset()
 
 
@@ -49,22 +123,10 @@ def read_pickle(
     reducers: Reducers | None = None,
     shortcuts: Mapping[Global, Shortcut] | None = None,
 ) -> Pickle:
-    """Read the pickle that begins at `start`.
+    """Read the pickle that begins at `start`; raise PickleFault, or CutShort where the data ends first.
 
-    Args:
-        data: the bytes; more may follow the pickle.
-        persistent_load: returns the value of a persistent id (torch's storages); without it a pickle that has
-            one is refused.
-        reducers: by name, what returns the value of a call; `CALLS` adds those of Python's own types. Any
-            other call becomes a Record, and so does one for which the reducer returns None.
-        shortcuts: by name, what runs the opcodes after a reference to that name in one step.
-
-    Returns:
-        The value, made of Python's plain types and those of `values`.
-
-    Raises:
-        CutShort: the data ends before the pickle does.
-        PickleFault: malformed, or made to take much time or memory.
+    `reducers` return the values of calls by name, besides those of Python's own types; `persistent_load`
+    those of persistent ids (torch's storages), without which a pickle that has one is refused.
     """
     machine = Machine(data, persistent_load, reducers or {}, shortcuts or {}, CALLS)
     try:
@@ -82,8 +144,8 @@ def read_pickle(
 def _run(machine: Machine, position: int) -> NoReturn:
     """Run opcode after opcode; the nine that make up most of a state dict are inlined here."""
     handlers = [partial(unknown, machine)] * 256
-    for each, operation in OPCODES.items():
-        handlers[each[0]] = partial(operation, machine)
+    for opcode, operation in OPCODES.items():
+        handlers[opcode[0]] = partial(operation, machine)
     data, memo, far, below, stack = machine.data, machine.memo, machine.far, machine.below, machine.stack
     shortcuts = machine.shortcuts
     try:

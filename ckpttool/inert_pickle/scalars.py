@@ -6,8 +6,7 @@ import codecs
 
 from .machine import fault
 
-MAX_DIGITS = 4300
-"""Decimal digits of an integer written as text: Python's own limit."""
+MAX_DIGITS = 4300  # of an integer written as text: Python's own limit
 
 
 def text(raw: bytes) -> str:

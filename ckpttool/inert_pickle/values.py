@@ -14,9 +14,8 @@ from typing import Any
 
 from ..tensors.ref import Storage, TensorRef
 
+# Levels of nesting that can be written. Python's own pickler gives up at about 300; honest files reach 60.
 MAX_DEPTH = 200
-"""Levels of nesting that can be written. Python's own pickler gives up at about 300; honest files reach
-60."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,17 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
+def names_of(table: str) -> frozenset[Global]:
+    """Read names from lines of `module module: name name`, each name being in each of its modules."""
+    rows = [line.split(":") for line in table.split("\n") if line.strip()]
+    return frozenset(
+        Global(module, name)
+        for modules, names in rows
+        for module in modules.split()
+        for name in names.split()
+    )
+
+
 @dataclass(slots=True, eq=False)
 class Record:
     """An object as its pickle describes it.
@@ -38,65 +48,51 @@ class Record:
     argparse.Namespace. They come from its pickled state, and no code runs. A name of the record's own
     (`args`, `items`, `state`, …) or one that begins with two underscores is never looked up there:
     `record.state["items"]` has it.
-
-    Attributes:
-        how: the opcode that would have made it: `reduce` calls `callable(*args)`, `newobj` calls
-            `callable.__new__(callable, *args, **kwargs)`.
-        callable: usually a Global.
-        state: what BUILD would have passed to `__setstate__`; None when there is none.
-        has_state: tells a state of None from no state.
-        elements: items that would have been appended, for subclasses of list.
-        items: items that would have been set by key, for subclasses of dict.
     """
 
+    # The opcode that would have made it: `reduce` calls `callable(*args)`, `newobj` calls
+    # `callable.__new__(callable, *args, **kwargs)`.
     how: str
     callable: object
     args: object = ()
     kwargs: object = None
-    state: object = None
-    has_state: bool = False
-    elements: list[object] | tuple[()] = ()
-    items: list[tuple[object, object]] | tuple[()] = ()
+    state: object = None  # what BUILD would have passed to `__setstate__`
+    has_state: bool = False  # tells a state of None from no state
+    elements: list[object] | tuple[()] = ()  # that would have been appended, for subclasses of list
+    items: list[tuple[object, object]] | tuple[()] = ()  # that would have been set, for subclasses of dict
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute from the pickled state: a dict, or a pair of a dict and a dict of slots.
-
-        Raises:
-            AttributeError: the state has no such name, or it begins with two underscores.
-        """
+        """Return an attribute from the pickled state: a dict, or a pair of a dict and a dict of slots."""
         if name.startswith("__") or name in Record.__slots__:
             raise AttributeError(name)
-        state = self.state
-        for found in state if isinstance(state, tuple) else (state,):
-            if isinstance(found, dict) and name in found:
-                return found[name]
+        for attributes in self.state if isinstance(self.state, tuple) else (self.state,):
+            if isinstance(attributes, dict) and name in attributes:
+                return attributes[name]
         raise AttributeError(f"'{self.type_name}' has no attribute '{name}' in its pickled state")
 
     @property
     def type_name(self) -> str:
         """The name to show: `argparse.Namespace`."""
         named = self.callable
-        if named == Global("copyreg", "_reconstructor") or named == Global("copy_reg", "_reconstructor"):
+        if named in RECONSTRUCTOR:
             named = self.args[0] if isinstance(self.args, tuple) and self.args else named
         return str(named) if isinstance(named, Global) else "object"
 
 
+RECONSTRUCTOR = names_of("copyreg copy_reg: _reconstructor")
+
+
 class OrderedDict_(dict[Any, Any]):
-    """A `collections.OrderedDict`.
+    """A `collections.OrderedDict`."""
 
-    Attributes:
-        attributes: its instance `__dict__`, in which a state dict keeps `_metadata`; None where it has none.
-    """
-
+    # Its instance `__dict__`, in which a state dict keeps `_metadata`.
     attributes: object = None
 
 
 class Set_(set[Any]):
-    """A set in the order of the file.
+    """A set in the order of the file."""
 
-    Tensors and objects are hashed by identity: a plain set would order, and so name, them anew at each
-    reading.
-    """
+    # Tensors and objects are hashed by identity: a plain set would have another order at each reading.
 
     __slots__ = ("order",)
 
@@ -157,19 +153,32 @@ ORDERED_DICT = Global("collections", "OrderedDict")
 
 # A tensor with a type or attributes of its own (nn.Buffer, a subclass) is pickled as a call of one of these
 # on the function that makes a tensor and its arguments. In a Record the tensor takes the place of both.
-FROM_TYPE = {
-    Global("torch._tensor", "_rebuild_from_type_v2"),
-    Global("torch._tensor", "_rebuild_from_type"),
-    Global("torch.tensor", "_rebuild_from_type"),
-}
+FROM_TYPE = names_of(
+    """
+    torch._tensor: _rebuild_from_type_v2 _rebuild_from_type
+    torch.tensor: _rebuild_from_type
+    """
+)
 
-PARAMETER = {
-    Global("torch._utils", "_rebuild_parameter"),
-    Global("torch._utils", "_rebuild_parameter_with_state"),
-}
+PARAMETER = names_of("torch._utils: _rebuild_parameter _rebuild_parameter_with_state")
 
 # Calls that wrap a tensor without changing its values; the tensor is the first argument.
 WRAPPERS = PARAMETER | FROM_TYPE
+
+
+def is_state(value: object) -> bool:
+    """Return whether a value can be the state of an OrderedDict: attributes, or what a call gives."""
+    attributes = attributes_in(value)
+    named = attributes is not None and all(isinstance(name, str) for name in attributes)
+    return named or isinstance(value, Record)
+
+
+def attributes_in(state: object) -> dict[Any, Any] | None:
+    """Return the attributes in a pickled state, slots included; None where it is something else."""
+    parts: tuple[Any, ...] = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    if not all(part is None or isinstance(part, dict) for part in parts):
+        return None
+    return {name: value for part in parts if part for name, value in part.items()}
 
 
 def tensor_of(value: object) -> TensorRef | None:
@@ -240,23 +249,13 @@ def walk(root: object) -> Iterator[object]:
 
 def is_plain(value: object) -> bool:
     """Whether a tree is made of containers, tensors, numbers and text alone, so that no code makes it."""
-    return all(
-        each is None or isinstance(each, (dict, list, tuple, TensorRef, str, int, float, complex, bytes))
-        for each in walk(value)
-    )
+    plain = (dict, list, tuple, TensorRef, str, int, float, complex, bytes, type(None))
+    return all(isinstance(part, plain) for part in walk(value))
 
 
 def rebuild(root: object, change: Callable[[object], object]) -> object:
-    """Return a copy of a tree in which `change` may replace any container.
-
-    Values that were in several places are one value in the copy too. Leaves are shared with the original.
-
-    Args:
-        change: gets each dict, list, tuple, set and Record once and returns it, or its replacement.
-
-    Raises:
-        TooDeep: the nesting is deeper than MAX_DEPTH, or a tuple contains itself.
-    """
+    """Return a copy of a tree in which `change` may replace any container; raise TooDeep."""
+    # Values that were in several places are one value in the copy too. Leaves are shared with the original.
     return _Copier(change).copy(root)
 
 

@@ -1,4 +1,4 @@
-"""What `torch.load(weights_only=True)` takes, so far as a checkpoint has need of it.
+"""What `torch.load(weights_only=True)` takes, as far as checkpoints need it.
 
 Source: `_get_allowed_globals` in torch's `_weights_only_unpickler.py`, 2.6 to 2.15, and the classes that
 `torch.distributed.tensor` adds when it is imported.
@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
 from ..tensors.ref import TensorRef
 from .known_names import names_in
-from .values import PARAMETER, Global, OrderedDict_, Record, tensor_of, walk
+from .values import PARAMETER, Global, OrderedDict_, Record, attributes_in, names_of, tensor_of, walk
 
-MAX_INTEGER = 2040
-"""Bits of an integer: longer ones take an opcode that torch's reader does not know."""
+MAX_INTEGER = 2040  # bits of an integer: longer ones take an opcode that torch's reader does not know
 
 _DEVICES = (
     "cpu cuda ipu xpu mkldnn opengl opencl ideep hip ve fpga maia xla lazy vulkan mps meta hpu mtia "
@@ -26,48 +25,34 @@ _LAYOUTS = "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc _mkld
 LAYOUTS = frozenset(f"torch.{name}" for name in _LAYOUTS.split())
 
 DTYPE_NAMES = frozenset(Global("torch", name) for name in DTYPES)
-
-_REBUILD = (
-    "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state "
-    "_rebuild_qtensor _rebuild_sparse_tensor _rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass"
-)
-_SCHEMES = (
-    "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric "
-    "per_channel_affine_float_qparams"
-)
-
 FROM_TYPE_V2 = Global("torch._tensor", "_rebuild_from_type_v2")
 
-DTENSOR_NAMES = frozenset(
-    Global(f"torch.distributed.{module}", name)
-    for module, names in {
-        "_mesh_layout": "_FlatLayout _MeshLayout",
-        "device_mesh": "DeviceMesh",
-        "tensor": "DTensor",
-        "tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
-        "tensor.placement_types": "Partial Replicate Shard _StridedShard",
-    }.items()
-    for name in names.split()
+# Names of a DTensor, which are taken once `torch.distributed.tensor` is imported.
+DTENSOR_NAMES = names_of(
+    """
+    torch.distributed._mesh_layout: _FlatLayout _MeshLayout
+    torch.distributed.device_mesh: DeviceMesh
+    torch.distributed.tensor: DTensor
+    torch.distributed.tensor._dtensor_spec: DTensorSpec ShardOrderEntry TensorMeta
+    torch.distributed.tensor.placement_types: Partial Replicate Shard _StridedShard
+    """
 )
-"""Names of a DTensor, which are taken once `torch.distributed.tensor` is imported."""
 
-TENSOR_NAMES = (
-    DTYPE_NAMES
-    | DTENSOR_NAMES
-    | {Global("torch._utils", name) for name in _REBUILD.split()}
-    | {Global("torch", name) for name in _SCHEMES.split()}
-    | {Global("torch", name) for name in STORAGE_DTYPES}
-    | {
-        Global("torch", "Size"),
-        Global("torch", "Tensor"),
-        Global("torch", "device"),
-        FROM_TYPE_V2,
-        Global("torch.nn.parameter", "Parameter"),
-        Global("torch.serialization", "_get_layout"),
-        Global("torch.storage", "UntypedStorage"),
-    }
+# Names that a tensor's pickle may have.
+TENSOR_NAMES = DTENSOR_NAMES | names_of(
+    f"""
+    torch: {" ".join(DTYPES)} {" ".join(STORAGE_DTYPES)} Size Tensor device
+    torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
+    torch: per_channel_affine_float_qparams
+    torch._tensor: _rebuild_from_type_v2
+    torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_qtensor
+    torch._utils: _rebuild_parameter _rebuild_parameter_with_state _rebuild_sparse_tensor
+    torch._utils: _rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass
+    torch.nn.parameter: Parameter
+    torch.serialization: _get_layout
+    torch.storage: UntypedStorage
+    """
 )
-"""Names that a tensor's pickle may have."""
 
 
 def _is_complex(args: tuple[Any, ...]) -> bool:
@@ -88,6 +73,7 @@ def _is_layout(args: tuple[Any, ...]) -> bool:
     return len(args) == 1 and isinstance(args[0], str) and args[0] in LAYOUTS
 
 
+# Calls that make a value which is no tensor, with what tells whether their arguments are sound
 VALUES: dict[Global, Callable[[tuple[Any, ...]], bool]] = {
     Global("builtins", "complex"): _is_complex,
     Global("__builtin__", "complex"): _is_complex,
@@ -95,18 +81,18 @@ VALUES: dict[Global, Callable[[tuple[Any, ...]], bool]] = {
     Global("torch", "device"): _is_device,
     Global("torch.serialization", "_get_layout"): _is_layout,
 }
-"""Calls that make a value which is no tensor, with what tells whether their arguments are sound."""
 
+# Every name that a file of tensors and plain values needs.
 NAMES = TENSOR_NAMES | VALUES.keys()
-"""Every name that a file of tensors and plain values needs."""
 
-TAKEN = (NAMES - DTENSOR_NAMES) | {
-    *(Global(module, name) for module in ("builtins", "__builtin__") for name in ("bytearray", "set")),
-    Global("_codecs", "encode"),
-    Global("collections", "Counter"),
-    Global("collections", "OrderedDict"),
-}
-"""Every name that is taken before `torch.distributed.tensor` is imported."""
+# Every name that is taken before `torch.distributed.tensor` is imported.
+TAKEN = (NAMES - DTENSOR_NAMES) | names_of(
+    """
+    builtins __builtin__: bytearray set
+    _codecs: encode
+    collections: Counter OrderedDict
+    """
+)
 
 
 def is_value(record: Record) -> bool:
@@ -122,11 +108,7 @@ def is_value(record: Record) -> bool:
 
 
 def is_tensor_taken(record: Record) -> bool:
-    """Return whether the pickle of a tensor names nothing but what is taken, in attributes and hooks neither.
-
-    Args:
-        record: an object that `tensor_of` or `special_tensor` says to be a tensor.
-    """
+    """Return whether the pickle of a tensor names only what is taken, in attributes and hooks too."""
     if record.how != "reduce" or not names_in(record) <= TENSOR_NAMES:
         return False
     if record.callable in PARAMETER and not _is_parameter(record.args):
@@ -141,7 +123,7 @@ def _is_parameter(args: Any) -> bool:
     if not isinstance(args, tuple) or len(args) not in (3, 4):
         return False
     _, requires_grad, hooks, *state = args
-    return type(requires_grad) is bool and not hooks and all(type(each) is dict for each in state)
+    return type(requires_grad) is bool and not hooks and all(type(attributes) is dict for attributes in state)
 
 
 def _is_odd(value: object) -> bool:
@@ -162,46 +144,34 @@ _PROPERTIES = (
     "is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout mH "
     "mT name names nbytes ndim output_nr real requires_grad retains_grad shape volatile"
 )
+# Attributes that torch's own class of tensors computes: setting one fails, or changes the tensor.
 PROPERTIES = frozenset(_PROPERTIES.split())
-"""Attributes that torch's own class of tensors computes: setting one fails, or changes the tensor."""
 
 
 class Wrapping(NamedTuple):
-    """What a pickle says of a tensor beside its values.
+    """What a pickle says of a tensor besides its values."""
 
-    Attributes:
-        kind: the class of the tensor; None for a Parameter.
-        requires_grad: of a Parameter; None for any other class.
-        attributes: those that a tensor of torch's own class can have too.
-        left_out: the names of all others; `__setstate__` for a state that is no attributes.
-    """
-
-    kind: object
-    requires_grad: bool | None
-    attributes: dict[str, object]
-    left_out: tuple[str, ...]
+    kind: object  # the class of the tensor; None for a Parameter
+    requires_grad: bool | None  # of a Parameter
+    attributes: dict[str, object]  # those that a tensor of torch's own class can have too
+    left_out: tuple[str, ...]  # the names of all others; `__setstate__` for a state that is no attributes
 
 
 def wraps(record: Record) -> Wrapping:
-    """Return what the pickle of a tensor in one of WRAPPERS says beside its values."""
-    args: tuple[Any, ...] = (
-        (*record.args, None, None, None) if isinstance(record.args, tuple) else (None,) * 4
-    )
-    _, first, second, third, *_ = args
+    """Return what the pickle of a tensor in one of WRAPPERS says besides its values."""
+    args = record.args if isinstance(record.args, tuple) else (None,)
+    padded: tuple[Any, ...] = (*args, None, None, None)
+    _, first, second, third, *_ = padded
     is_parameter = record.callable in PARAMETER
-    state = third if is_parameter else second
-    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-    readable = all(part is None or isinstance(part, dict) for part in parts)
-    own = {name: each for part in parts if part for name, each in part.items()} if readable else {}
-    kept = {name: each for name, each in own.items() if _is_settable(name)}
-    left_out = [str(name) for name in own if name not in kept]
-    if not readable:
+    attributes = attributes_in(third if is_parameter else second)
+    left_out = [str(name) for name in attributes or () if not _is_settable(name)]
+    if attributes is None:
         left_out.append("__setstate__")
     if is_parameter and second:
         left_out.append("_backward_hooks")
-    return Wrapping(
-        None if is_parameter else first, first is not False if is_parameter else None, kept, (*left_out,)
-    )
+    settable = {name: value for name, value in (attributes or {}).items() if _is_settable(name)}
+    kind, requires_grad = (None, first is not False) if is_parameter else (first, None)
+    return Wrapping(kind, requires_grad, settable, tuple(left_out))
 
 
 def wrapped(tensor: TensorRef, requires_grad: bool | None, attributes: dict[str, object]) -> object:

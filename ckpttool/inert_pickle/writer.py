@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeGuard
 
 from ..tensors.ref import Storage, TensorRef
@@ -26,29 +26,16 @@ from .values import (
     container_name,
 )
 
-BATCH = 1000
-"""Items of one SETITEMS or APPENDS, as in Python's pickler."""
+BATCH = 1000  # items of one SETITEMS or APPENDS, as in Python's pickler
+
+PersistentId = Callable[[Storage], tuple[object, ...]]
+ReduceTensor = Callable[[TensorRef], tuple[Global, tuple[object, ...]]]
 
 
 def write_pickle(
-    value: object,
-    *,
-    protocol: int = 2,
-    persistent_id: Callable[[Storage], tuple[object, ...]],
-    reduce_tensor: Callable[[TensorRef], tuple[Global, tuple[object, ...]]],
+    value: object, *, protocol: int = 2, persistent_id: PersistentId, reduce_tensor: ReduceTensor
 ) -> bytes:
-    """Return the pickle of a value.
-
-    Args:
-        value: any tree of plain and inert values.
-        protocol: 2 to 5; a lower one counts as 2.
-        persistent_id: returns the persistent id of a storage.
-        reduce_tensor: returns the callable and the arguments that rebuild a tensor.
-
-    Raises:
-        TooDeep: the tree is nested deeper than MAX_DEPTH.
-        ValueError: a value of another type, or a name with a line break or a lone surrogate.
-    """
+    """Return the pickle of a value; raise TooDeep, or ValueError for what no pickle of ours can hold."""
     writer = _Writer(max(protocol, 2), persistent_id, reduce_tensor)
     writer.save(value)
     writer.out += b"."
@@ -56,12 +43,7 @@ def write_pickle(
 
 
 class _Writer:
-    def __init__(
-        self,
-        protocol: int,
-        persistent_id: Callable[[Storage], tuple[object, ...]],
-        reduce_tensor: Callable[[TensorRef], tuple[Global, tuple[object, ...]]],
-    ) -> None:
+    def __init__(self, protocol: int, persistent_id: PersistentId, reduce_tensor: ReduceTensor) -> None:
         self.out = bytearray(b"\x80" + bytes([protocol]))
         self.builtins = "__builtin__" if protocol < 3 else "builtins"
         self.protocol = protocol
@@ -125,10 +107,8 @@ class _Writer:
             self.out += b"J" + struct.pack("<i", value)
         else:
             raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self.out += (
-                b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw))
-            )
-            self.out += raw
+            size = b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw))
+            self.out += size + raw
 
     def save_float(self, value: float) -> None:
         self.out += b"G" + struct.pack(">d", value)
@@ -200,21 +180,18 @@ class _Writer:
             self.out += b"b"
 
     def append(self, items: Iterable[object]) -> None:
-        pending = iter(items)
-        while batch := list(islice(pending, BATCH)):
-            self.out += b"("
-            for item in batch:
-                self.save(item)
-            self.out += b"e"
+        self.in_batches(((item,) for item in items), b"e")
 
     def set_items(self, items: Iterable[tuple[object, object]]) -> None:
+        self.in_batches(items, b"u")
+
+    def in_batches(self, items: Iterable[tuple[object, ...]], opcode: bytes) -> None:
         pending = iter(items)
         while batch := list(islice(pending, BATCH)):
             self.out += b"("
-            for key, value in batch:
-                self.save(key)
-                self.save(value)
-            self.out += b"u"
+            for part in chain.from_iterable(batch):
+                self.save(part)
+            self.out += opcode
 
     # Objects.
 

@@ -18,6 +18,8 @@ from ..lazy import attributes
 
 if TYPE_CHECKING:
     from .base import Metric as Metric
+    from .base import gather as gather
+    from .base import reduce as reduce
     from .classification import Accuracy as Accuracy
     from .classification import ClassScore as ClassScore
     from .classification import ConfusionMatrix as ConfusionMatrix
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from .classification import TopK as TopK
     from .evaluating import evaluate as evaluate
     from .evaluating import evaluate_classes as evaluate_classes
-    from .reducing import gather as gather
-    from .reducing import reduce as reduce
     from .regression import R2 as R2
     from .regression import MeanAbsoluteError as MeanAbsoluteError
     from .regression import MeanSquaredError as MeanSquaredError
@@ -41,10 +41,9 @@ else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "base": ("Metric",),
+            "base": ("Metric", "gather", "reduce"),
             "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
             "evaluating": ("evaluate", "evaluate_classes"),
-            "reducing": ("gather", "reduce"),
             "regression": ("MeanAbsoluteError", "MeanSquaredError", "R2"),
             "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments", "Perplexity"),
         },

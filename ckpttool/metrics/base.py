@@ -1,32 +1,36 @@
-"""The base of all metrics: integers that merge by adding. Imports numpy when a metric is made."""
+"""The base of all metrics: integers that merge by adding, over ranks too; and their inputs, checked.
+
+Imports numpy when a metric is made, torch in `reduce` and `gather`.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from .. import distributed
 from .exact_sum import ExactSum, rounded
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
 T = TypeVar("T")
 
 
 class Metric(Generic[T]):
-    """A metric over samples, whose state is integers.
+    """A metric over samples, whose state is integers. It takes numpy arrays, lists, or tensors on any device.
 
-    Attributes:
-        settings: the constructor's arguments; two metrics merge only if these are equal.
-        counts: int64 [any number].
-        sums: exact sums of floats.
+    `update` raises TypeError for values of another kind, ValueError for another shape, length or range.
     """
 
     def __init__(self, *settings: object, counts: int = 0, sums: int = 0) -> None:
         import numpy as np
 
-        self.settings = settings
+        self.settings = settings  # two metrics merge only if these are equal
         self.counts: NDArray[Any] = np.zeros(counts, dtype=np.int64)
         self.sums = [ExactSum() for _ in range(sums)]
 
@@ -35,11 +39,7 @@ class Metric(Generic[T]):
         raise NotImplementedError
 
     def merge(self, other: Metric[T]) -> None:
-        """Add the samples that another metric has seen.
-
-        Raises:
-            TypeError: the other metric has another class or other settings.
-        """
+        """Add the samples that another metric has seen; TypeError if its class or settings differ."""
         if type(other) is not type(self) or other.settings != self.settings:
             raise TypeError(f"{self!r} can't be merged with {other!r}")
         self.merge_packed(other.pack())
@@ -48,15 +48,15 @@ class Metric(Generic[T]):
         """Return the whole state as int64 [any number], which `merge_packed` takes."""
         import numpy as np
 
-        sums = [digit for one in self.sums for digit in one.pack()]
+        sums = [digit for total in self.sums for digit in total.pack()]
         return np.concatenate([self.counts, np.array(sums, dtype=np.int64)])
 
     def merge_packed(self, packed: NDArray[Any]) -> None:
         """Add the packed state of a metric of the same class and settings."""
         self.counts = self.counts + packed[: len(self.counts)]
         digits = iter(packed[len(self.counts) :].tolist())
-        for one in self.sums:
-            one.merge(ExactSum.unpack(digits))
+        for total in self.sums:
+            total.merge(ExactSum.unpack(digits))
 
     def count(self, places: NDArray[Any], start: int, size: int) -> None:
         """Add 1 to `counts[start + place]` for each place, int64 [n] below `size`."""
@@ -71,3 +71,102 @@ class Metric(Generic[T]):
 def share(part: int, of: int) -> float:
     """Return the quotient of two integers, rounded once; NaN if `of` is 0."""
     return rounded(Fraction(part, of)) if of else math.nan
+
+
+def as_floats(values: Any, *, dims: int | None = None) -> NDArray[Any]:
+    """Return numbers as float64, which holds every float32, float16 and bfloat16 exactly."""
+    import numpy as np
+
+    array = _array(values)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"expected numbers, not {array.dtype}")
+    if dims is not None and array.ndim != dims:
+        raise ValueError(f"{dims} axis is wanted, one number per sample; its shape is {array.shape}")
+    exact = array.astype(np.float64)
+    if array.dtype.itemsize > 8 or array.dtype.kind in "iu":
+        with np.errstate(invalid="ignore"):
+            back = exact.astype(array.dtype)
+        if not np.array_equal(back, array, equal_nan=array.dtype.kind == "f"):
+            raise ValueError(f"a number of {array.dtype} is not a float64: it would be rounded")
+    return exact
+
+
+def as_scores(values: Any) -> NDArray[Any]:
+    """Return scores [n, classes] in their own type."""
+    array = _array(values)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"expected scores, not {array.dtype}")
+    if array.ndim != 2 or array.shape[1] == 0:
+        raise ValueError(f"scores are [samples, classes]; their shape is {array.shape}")
+    return array
+
+
+def as_predictions(values: Any) -> NDArray[Any]:
+    """Return classes [n] as int64; of scores [n, classes], the class of the first largest."""
+    array = _array(values)
+    if array.ndim != 2:
+        return as_labels(array)
+    best: NDArray[Any] = as_scores(array).argmax(axis=1)
+    return best
+
+
+def as_labels(values: Any, *, below: int | None = None) -> NDArray[Any]:
+    """Return classes [n] as int64."""
+    import numpy as np
+
+    array = _array(values)
+    if array.dtype.kind not in "iub" and array.size:
+        raise TypeError(f"classes are integers, not {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"expected one class per sample; the shape is {array.shape}")
+    classes = array.astype(np.int64)
+    if array.dtype.kind == "u" and len(classes) and classes.min() < 0:
+        raise ValueError(f"a class is {array.max()}, which int64 can't hold")
+    if below is not None and len(classes) and not (classes.min() >= 0 and classes.max() < below):
+        wrong = classes[(classes < 0) | (classes >= below)][0]
+        raise ValueError(f"there are {below} classes, 0 to {below - 1}, and one of these is {wrong}")
+    return classes
+
+
+def same_length(first: NDArray[Any], second: NDArray[Any]) -> None:
+    """Raise ValueError if two inputs have different numbers of samples."""
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} samples on one side, {len(second)} on the other")
+
+
+def _array(values: Any) -> NDArray[Any]:
+    import numpy as np
+
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError("a masked array: leave out the masked samples")
+    if hasattr(values, "detach"):  # a torch tensor; numpy has no bfloat16 and no 8-bit floats
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    return np.asarray(values)
+
+
+M = TypeVar("M", bound="Metric[Any]")
+
+
+def reduce(metric: M) -> M:
+    """Return the metric over the samples of all ranks, on every rank; this one stays as it is. A collective.
+
+    Raises:
+        RanksDiffer: the ranks reduce metrics of different classes or settings.
+        NeedsTorch: torch is not installed.
+    """
+    joined = copy.deepcopy(metric)
+    for number, packed in enumerate(distributed.gather_rows.gather_arrays(metric.pack(), repr(metric))):
+        if number != distributed.rank():
+            joined.merge_packed(packed)
+    return joined
+
+
+def gather(
+    index: torch.Tensor, columns: Mapping[str, torch.Tensor], *, samples: int, **choices: Any
+) -> dict[str, torch.Tensor]:
+    """Return rows of all ranks, joined by sample, on every rank: for what can't be reduced. A collective.
+
+    As `ckpttool.distributed.gather_rows.gather`; raises NeedsTorch if torch is not installed.
+    """
+    return distributed.gather_rows.gather(index, columns, samples=samples, **choices)

@@ -9,36 +9,32 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..distributed.exactly_once import faults, index_digest
 from ..errors import CheckFailed, UsageFault
 from . import Accuracy, ClassScore, Loss, PerClass
 from .predictions import Evaluation, Predictions, RankFile
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Classes that are counted where nothing names them: as many as the largest vocabularies have tokens.
+MAX_CLASSES = 1 << 18
+
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The result of an evaluation, in which every sample appears exactly once.
-
-    Attributes:
-        evaluation: what was evaluated, and on what.
-        samples, correct: counts of samples.
-        loss: the mean loss, rounded once from the exact sum.
-        per_class: the counts of each class, by label.
-        classes: the names of the classes, by label.
-        rank_samples: the number of samples that each rank scored.
-        index_digest: SHA-256 of the set of samples.
-    """
+    """The result of an evaluation of classes, in which every sample appears exactly once."""
 
     evaluation: Evaluation
     samples: int
     correct: int
-    loss: float
-    per_class: tuple[ClassScore, ...]
+    loss: float  # the mean, rounded once from the exact sum
+    per_class: tuple[ClassScore, ...]  # by label, as `classes`
     classes: tuple[str, ...]
-    rank_samples: tuple[int, ...]
-    index_digest: str
+    rank_samples: tuple[int, ...]  # how many each rank scored
+    index_digest: str  # SHA-256 of the set of samples
 
     @property
     def accuracy(self) -> float:
@@ -58,14 +54,14 @@ class Certificate:
             "per_class": [
                 {
                     "class": name,
-                    "correct": one.correct,
-                    "samples": one.samples,
-                    "predicted": one.predicted,
-                    "precision": _or_null(one.precision),
-                    "recall": _or_null(one.recall),
-                    "f1": _or_null(one.f1),
+                    "correct": score.correct,
+                    "samples": score.samples,
+                    "predicted": score.predicted,
+                    "precision": _or_null(score.precision),
+                    "recall": _or_null(score.recall),
+                    "f1": _or_null(score.f1),
                 }
-                for name, one in zip(self.classes, self.per_class, strict=True)
+                for name, score in zip(self.classes, self.per_class, strict=True)
             ],
             "ranks": self.ranks,
         }
@@ -77,25 +73,15 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class LossCertificate:
-    """The result of an evaluation with any loss and metrics, in which every sample appears exactly once.
-
-    Attributes:
-        evaluation: what was evaluated, and on what.
-        samples: the number of samples.
-        count: the number of what the loss is a mean over: samples, tokens, pixels.
-        loss: the mean loss, rounded once from the exact sum of the batches' sums.
-        metrics: what each metric's `compute` returned, over all ranks.
-        rank_samples: the number of samples that each rank scored.
-        index_digest: SHA-256 of the set of samples.
-    """
+    """The result of an evaluation with any loss and metrics, in which every sample appears exactly once."""
 
     evaluation: Evaluation
     samples: int
-    count: int
-    loss: float
-    metrics: Mapping[str, Any]
-    rank_samples: tuple[int, ...]
-    index_digest: str
+    count: int | float  # what the loss is a mean over: samples, tokens, pixels, or weights
+    loss: float  # the mean, rounded once from the exact sum of the batches' sums
+    metrics: Mapping[str, Any]  # what each metric's `compute` returned, over all ranks
+    rank_samples: tuple[int, ...]  # how many each rank scored
+    index_digest: str  # SHA-256 of the set of samples
 
     @property
     def ranks(self) -> int:
@@ -123,9 +109,9 @@ def as_json(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return as_json(value.tolist())
     if isinstance(value, Mapping):
-        return {str(key): as_json(one) for key, one in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     return _or_null(value) if isinstance(value, float) else value
 
 
@@ -145,27 +131,17 @@ def _basis(of: Certificate | LossCertificate) -> dict[str, Any]:
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
-    """Compute the certificate of predictions in which every sample is known to appear once.
-
-    Args:
-        joined: the rows of all ranks, each sample once.
-        evaluation: what was evaluated; without classes, they are numbered up to the largest label.
-        rank_samples: the number of samples that each rank scored.
-
-    Raises:
-        CheckFailed: a label is not one of the classes.
-    """
-    labels = joined.label
-    classes = evaluation.classes
-    if classes is None:
-        classes = tuple(map(str, range(int(labels.max()) + 1 if len(labels) else 0)))
+    """Compute the certificate of predictions in which every sample is known to appear once."""
+    labels, predictions = joined.label, joined.prediction
+    if (classes := evaluation.classes) is None:
+        classes, labels, predictions = _numbered(labels, predictions)
     wrong = joined.index[(labels < 0) | (labels >= len(classes))]
     if len(wrong):
         raise CheckFailed(f"sample {wrong[0]} has a label that is not one of the {len(classes)} classes")
     accuracy, loss, per_class = Accuracy(), Loss(), PerClass(len(classes))
-    accuracy.update(joined.prediction, labels)
+    accuracy.update(predictions, labels)
     loss.update(joined.loss)
-    per_class.update(joined.prediction, labels)
+    per_class.update(predictions, labels)
     return Certificate(
         evaluation,
         len(joined),
@@ -178,18 +154,28 @@ def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[
     )
 
 
+def _numbered(
+    labels: NDArray[Any], predictions: NDArray[Any]
+) -> tuple[tuple[str, ...], NDArray[Any], NDArray[Any]]:
+    """Return the classes that are labels or predicted, and both columns as places among these."""
+    import numpy as np
+
+    # Not all up to the largest: one label of 2^40 would take 24 TB. Numbers below 0 are no classes.
+    both = np.concatenate([labels, predictions])
+    classes, places = np.unique(both, return_inverse=True)
+    below_0 = int(np.searchsorted(classes, 0))
+    if len(classes) - below_0 > MAX_CLASSES:
+        raise CheckFailed(
+            f"labels and predictions are {len(classes) - below_0} different classes; at most {MAX_CLASSES} "
+            "are counted",
+            hint="are the columns in the right order? label and prediction are numbers of classes",
+        )
+    places = places.reshape(-1) - below_0
+    return tuple(map(str, classes[below_0:].tolist())), places[: len(labels)], places[len(labels) :]
+
+
 def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certificate:
-    """Compute the certificate of an evaluation from its prediction files.
-
-    Args:
-        files: one or more, in any order.
-        samples: the number of samples; None for what the files say.
-
-    Raises:
-        CheckFailed: a file is missing or belongs to another evaluation, or a sample is missing, repeated or
-            out of range; names the files and the samples.
-        UsageFault: neither the files nor `samples` say how many samples there are.
-    """
+    """Compute the certificate of an evaluation from its prediction files."""
     import numpy as np
 
     ordered = sorted(files, key=lambda file: math.inf if file.rank is None else file.rank)
@@ -229,7 +215,7 @@ def _common(files: Sequence[RankFile]) -> Evaluation:
 
 
 def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[str]:
-    """Name the ranks that have no file, or several."""
+    """Name the ranks that have no file or several."""
     of_rank: dict[int, list[str]] = {}
     for file in files:
         if file.rank is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Metric, share
-from .inputs import as_labels, as_predictions, as_scores, same_length
+from .base import Metric, as_labels, as_predictions, as_scores, same_length, share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,11 +18,7 @@ class Count(Metric[int]):
         super().__init__(counts=1)
 
     def update(self, samples: Any) -> None:
-        """Add a batch.
-
-        Args:
-            samples: anything whose length is the number of samples.
-        """
+        """Add a batch: anything whose length is the number of samples."""
         self.counts[0] += len(samples)
 
     def compute(self) -> int:
@@ -37,19 +32,10 @@ class Accuracy(Metric[float]):
         super().__init__(counts=2)
 
     def update(self, predictions: Any, labels: Any) -> None:
-        """Add a batch.
-
-        Args:
-            predictions: classes, integers [n]; or scores [n, classes], of which the first largest is taken.
-            labels: integers [n].
-
-        Raises:
-            TypeError: predicted classes or labels are not integers.
-            ValueError: another shape, or not as many predictions as labels.
-        """
-        found, right = as_predictions(predictions), as_labels(labels)
-        same_length(found, right)
-        self.counts[0] += int((found == right).sum())
+        """Add predicted classes, integers [n], or scores [n, classes], and labels, integers [n]."""
+        predicted, right = as_predictions(predictions), as_labels(labels)
+        same_length(predicted, right)
+        self.counts[0] += int((predicted == right).sum())
         self.counts[1] += len(right)
 
     @property
@@ -65,12 +51,9 @@ class Accuracy(Metric[float]):
 
 
 class TopK(Metric[float]):
-    """The fraction of samples whose label is among the k highest scores.
+    """The fraction of samples whose label is among the k highest scores; ValueError for k below 1.
 
     Of equal scores the lower class comes first, and NaN is the highest score, as in `argmax`.
-
-    Raises:
-        ValueError: k is less than 1.
     """
 
     def __init__(self, k: int) -> None:
@@ -80,25 +63,18 @@ class TopK(Metric[float]):
         self.k = k
 
     def update(self, scores: Any, labels: Any) -> None:
-        """Add a batch.
-
-        Args:
-            scores: numbers [n, classes].
-            labels: integers [n], from 0 to classes - 1.
-
-        Raises:
-            TypeError: scores are not real numbers, or labels are not integers.
-            ValueError: another shape, not as many scores as labels, or a label out of range.
-        """
+        """Add scores [n, classes], and labels, integers [n] from 0 to classes - 1."""
         import numpy as np
 
         values = as_scores(scores)
         right = as_labels(labels, below=values.shape[1])
         same_length(values, right)
-        own = np.take_along_axis(values, right[:, None], axis=1)
-        nan, own_nan = np.isnan(values), np.isnan(own)
+        target = np.take_along_axis(values, right[:, None], axis=1)
+        nan, target_nan = np.isnan(values), np.isnan(target)
         earlier = np.arange(values.shape[1]) < right[:, None]
-        before = (values > own) | (nan & ~own_nan) | (((values == own) | (nan & own_nan)) & earlier)
+        before = (
+            (values > target) | (nan & ~target_nan) | (((values == target) | (nan & target_nan)) & earlier)
+        )
         self.counts[0] += int((before.sum(axis=1) < self.k).sum())
         self.counts[1] += len(right)
 
@@ -114,20 +90,11 @@ class ConfusionMatrix(Metric["NDArray[Any]"]):
         self.classes = classes
 
     def update(self, predictions: Any, labels: Any) -> None:
-        """Add a batch.
-
-        Args:
-            predictions: classes, integers [n] from 0 to classes - 1; or scores [n, classes].
-            labels: integers [n] from 0 to classes - 1.
-
-        Raises:
-            TypeError: predicted classes or labels are not integers.
-            ValueError: another shape, not as many predictions as labels, or a class out of range.
-        """
+        """Add classes, integers [n] from 0 to classes - 1, or scores [n, classes], and such labels."""
         right = as_labels(labels, below=self.classes)
-        found = as_labels(as_predictions(predictions), below=self.classes)
-        same_length(found, right)
-        self.count(right * self.classes + found, 0, len(self.counts))
+        predicted = as_labels(as_predictions(predictions), below=self.classes)
+        same_length(predicted, right)
+        self.count(right * self.classes + predicted, 0, len(self.counts))
 
     def compute(self) -> NDArray[Any]:
         matrix: NDArray[Any] = self.counts.reshape(self.classes, self.classes).copy()
@@ -136,17 +103,11 @@ class ConfusionMatrix(Metric["NDArray[Any]"]):
 
 @dataclass(frozen=True, slots=True)
 class ClassScore:
-    """The counts of one class.
+    """The counts of one class."""
 
-    Attributes:
-        correct: samples of this class that were predicted as such.
-        predicted: samples of any class that were predicted as this one.
-        samples: samples of this class.
-    """
-
-    correct: int
-    predicted: int
-    samples: int
+    correct: int  # samples of this class that were predicted as such
+    predicted: int  # samples of any class that were predicted as this one
+    samples: int  # samples of this class
 
     @property
     def precision(self) -> float:
@@ -172,21 +133,12 @@ class PerClass(Metric[tuple[ClassScore, ...]]):
         self.classes = classes
 
     def update(self, predictions: Any, labels: Any) -> None:
-        """Add a batch.
-
-        Args:
-            predictions: classes, integers [n]; or scores [n, any number].
-            labels: integers [n] from 0 to classes - 1.
-
-        Raises:
-            TypeError: predicted classes or labels are not integers.
-            ValueError: another shape, not as many predictions as labels, or a label out of range.
-        """
-        right, found = as_labels(labels, below=self.classes), as_predictions(predictions)
-        same_length(found, right)
-        within = found[(found >= 0) & (found < self.classes)]
-        for kind, places in enumerate((right[found == right], within, right)):
+        """Add predicted classes, integers [n], or scores, and labels from 0 to classes - 1."""
+        right, predicted = as_labels(labels, below=self.classes), as_predictions(predictions)
+        same_length(predicted, right)
+        in_range = predicted[(predicted >= 0) & (predicted < self.classes)]
+        for kind, places in enumerate((right[predicted == right], in_range, right)):
             self.count(places, kind * self.classes, self.classes)
 
     def compute(self) -> tuple[ClassScore, ...]:
-        return tuple(ClassScore(*each) for each in self.counts.reshape(3, self.classes).T.tolist())
+        return tuple(ClassScore(*counts) for counts in self.counts.reshape(3, self.classes).T.tolist())

@@ -3,12 +3,12 @@
     def loss(outputs, batch):                                  # of a batch: a sum, and of how many
         return F.mse_loss(outputs, batch[1], reduction="sum"), batch[1].numel()
 
-    found = metrics.evaluate(model, test_set, loss, {"mae": metrics.MeanAbsoluteError})
-    print(found.loss, found.metrics["mae"], found.samples)     # over all ranks, on every rank
+    result = metrics.evaluate(model, test_set, loss, {"mae": metrics.MeanAbsoluteError})
+    print(result.loss, result.metrics["mae"], result.samples)  # over all ranks, on every rank
 
-The samples are cut into batches before whole batches are dealt to ranks, so a sample's batch does not depend
-on the number of ranks; the size of a batch changes the last bits, as the number of threads does. The results
-are joined by sample, and all numbers are computed from what was joined.
+Samples are cut into batches before whole batches are dealt to ranks, so a sample's batch does not depend on
+the number of ranks; the batch size changes the last bits, as the number of threads does. All numbers are
+computed from results joined by sample.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,30 +25,34 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ..distributed import collectives, heartbeat, nested
+from ..distributed.dummy_pass import modes_kept
 from ..distributed.exactly_once import index_digest
 from ..distributed.gather_rows import gather
-from ..distributed.modes import modes_kept
 from ..distributed.plan import evaluation_batches
 from ..errors import CheckFailed
-from .base import Metric
+from .base import Metric, reduce
 from .certificate import Certificate, LossCertificate, certify
 from .exact_sum import ExactSum
 from .predictions import COLUMNS, Evaluation, Predictions
-from .reducing import reduce
 
 T = TypeVar("T")
 
+# Samples in one forward pass, by default.
 BATCH = 128
-"""Samples in one forward pass, by default."""
 
+# (model, batch on its device) -> outputs.
 Forward = Callable[[nn.Module, Any], Any]
-"""Returns a model's outputs for a batch on the model's device."""
 
+# (outputs, batch) -> the sum of the losses, and of how many.
 Loss = Callable[[Any, Any], tuple[Any, Any]]
-"""Returns, of a model's outputs and a batch, the sum of the losses and the number of what was summed."""
 
+# Batches of sample indices -> the loaded batches, in order, each time it is iterated.
 Load = Callable[[list[list[int]]], Iterable[Any]]
-"""Returns the batches of these samples, in order, each time it is iterated."""
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    """Return the outputs for a batch of (inputs, target), or of inputs alone."""
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def evaluate(
     loss: Loss,
     metrics: Mapping[str, Any] | None = None,
     *,
-    forward: Forward | None = None,
+    forward: Forward = _forward,
     batch_size: int = BATCH,
     device: torch.device | str = "cpu",
 ) -> LossCertificate:
@@ -82,8 +87,10 @@ def evaluate(
         model: the same on every rank, on `device`; its mode is restored afterwards.
         samples: a map-style data set whose samples `default_collate` takes; the same on every rank.
         loss: (outputs, batch) -> (sum, count): the sum of the batch's losses, and of how many samples, tokens
-            or pixels, as an integer or a tensor of one.
-        metrics: name -> as `measures` takes it.
+            or pixels, as numbers or tensors of one.
+        metrics: name -> a metric of `ckpttool.metrics`, its class or a function that makes one; its `update`
+            gets (outputs, target), the target being the last part of a batch. Or a pair of that and a
+            function (outputs, batch) -> what `update` gets.
         forward: (model, batch) -> outputs; by default `model(inputs)` for a batch of (inputs, target).
         batch_size: samples in a forward pass; determines the last bits.
         device: where batches are moved to.
@@ -94,7 +101,7 @@ def evaluate(
         RankFailed: another rank failed; all ranks end after the current batch.
     """
     evaluator = Evaluator(samples, batch_size=batch_size, device=device)
-    return evaluator.losses(model, loss, measures(metrics or {}), forward=forward or _forward)
+    return evaluator.losses(model, loss, measures(metrics or {}), forward=forward)
 
 
 def evaluate_classes(
@@ -105,9 +112,7 @@ def evaluate_classes(
     batch_size: int = BATCH,
     device: torch.device | str = "cpu",
 ) -> Certificate:
-    """Evaluate a classifier over the ranks: accuracy, mean cross entropy, and the counts of each class.
-
-    A collective.
+    """Evaluate a classifier over the ranks: accuracy, mean cross entropy, counts by class. A collective.
 
     Args:
         model: the same on every rank, on `device`; returns scores [n, classes or more].
@@ -131,41 +136,27 @@ def evaluate_classes(
 
 
 def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
-    """Return metrics in one form.
-
-    Args:
-        metrics: name -> a class of `ckpttool.metrics`, a function that makes one, or one itself, which is
-            left as it is; its `update` gets (outputs, target), where the target is the last of a batch's
-            parts. Or a pair of that and a function (outputs, batch) -> what `update` gets.
-
-    Raises:
-        TypeError: it is no mapping, or one of its values is something else; names it.
-    """
+    """Return metrics, as `evaluate` takes them, in one form; TypeError names one that is something else."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is a {type(metrics).__name__}, not a mapping of names to metrics")
-    found = {}
+    measured = {}
     for name, given in metrics.items():
         make, arguments = given if isinstance(given, tuple | list) and len(given) == 2 else (given, _compared)
         if isinstance(make, Metric):
-            make = _copier(make)
-        one = make() if callable(make) else make
-        if not isinstance(one, Metric):
+            make = partial(copy.deepcopy, make)
+        made = make() if callable(make) else make
+        if not isinstance(made, Metric):
             raise TypeError(
-                f"metrics[{name!r}] makes a {type(one).__name__}, not a metric of ckpttool.metrics"
+                f"metrics[{name!r}] makes a {type(made).__name__}, not a metric of ckpttool.metrics"
             )
         if not callable(arguments):
             raise TypeError(f"metrics[{name!r}]: the second of a pair is a function of (outputs, batch)")
-        found[str(name)] = Measure(make, arguments)
-    return found
+        measured[str(name)] = Measure(make, arguments)
+    return measured
 
 
 class Evaluator:
-    """Evaluates models on one data set. Keeps what loads its batches from one evaluation to the next.
-
-    Attributes:
-        batches: the indices of the samples of each of this rank's batches.
-        rank_samples: the number of samples that each rank scores.
-    """
+    """Evaluates models on one data set, whose loader is kept from one evaluation to the next."""
 
     def __init__(
         self,
@@ -175,11 +166,8 @@ class Evaluator:
         device: torch.device | str = "cpu",
         load: Load | None = None,
     ) -> None:
-        self.samples, self.batch_size, self.device = (
-            len(cast(Sized, samples)),
-            batch_size,
-            torch.device(device),
-        )
+        self.samples, self.batch_size = len(cast(Sized, samples)), batch_size
+        self.device = torch.device(device)
         self.number_of_batches = -(-self.samples // batch_size)
         self.world_size = collectives.world_size()
         of_ranks = [
@@ -197,54 +185,36 @@ class Evaluator:
         *,
         about: Evaluation,
         check: Callable[[Any, Sequence[int]], None] | None = None,
-        forward: Forward | None = None,
+        forward: Forward = _forward,
     ) -> Evaluated:
-        """Score the class of each sample, and join the results of all ranks. A collective.
-
-        Args:
-            model: on this rank's device; its mode is restored afterwards.
-            about: what is evaluated; the rest of it is filled in.
-            check: called with each batch and the indices of its samples; raises what ends the evaluation.
-            forward: as for `evaluate`; must return scores [n, classes or more].
-
-        Raises:
-            CheckFailed: a label is not one of the classes.
-            Exception: what `check`, loading or the model raised; RankFailed on the other ranks.
-        """
-        own = self.rows(model, check=check, forward=forward or _forward)
-        columns = {name: column for name, column in own.items() if name != "index"}
-        joined = gather(own["index"], columns, samples=self.samples)
-        whole = _predictions({"index": torch.arange(self.samples), **joined})
-        said = self.described(about)
-        return Evaluated(
-            _predictions(own), collectives.alike(lambda: certify(whole, said, self.rank_samples))
-        )
+        """Score the class of each sample, and join the results of all ranks. A collective."""
+        rows = self.rows(model, check=check, forward=forward)
+        columns = {name: column for name, column in rows.items() if name != "index"}
+        joined = gather(rows["index"], columns, samples=self.samples)
+        all_rows = _predictions({"index": torch.arange(self.samples), **joined})
+        about = self.described(about)
+        certificate = collectives.report_once(lambda: certify(all_rows, about, self.rank_samples))
+        return Evaluated(_predictions(rows), certificate)
 
     def rows(
         self,
         model: nn.Module,
         *,
         check: Callable[[Any, Sequence[int]], None] | None = None,
-        forward: Forward | None = None,
+        forward: Forward = _forward,
     ) -> dict[str, torch.Tensor]:
-        """Return this rank's rows, by column. A collective, in which nothing is joined.
-
-        Args and Raises are those of `classes`.
-
-        Returns:
-            `index`, `prediction`, `label` (int64) and `loss` (float64), each with one value per sample.
-        """
+        """Return this rank's rows: `index`, `prediction`, `label` (int64), `loss` (float64). A collective."""
 
         def score(indices: list[int], batch: Any) -> tuple[torch.Tensor, ...]:
             if check is not None:
                 check(batch, indices)
             labels = batch[-1].to(torch.int64)
-            scores = (forward or _forward)(model, nested.moved(batch, self.device)).cpu()
+            scores = forward(model, nested.moved(batch, self.device)).cpu()
             losses = F.cross_entropy(scores.double(), labels, reduction="none")
             return torch.tensor(indices), scores.argmax(dim=1), labels, losses
 
-        whole, real = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
-        columns = zip((whole, whole, whole, real), *self._each(model, score), strict=True)
+        none = [torch.zeros(0, dtype=getattr(torch, dtype)) for dtype in COLUMNS.values()]
+        columns = zip(none, *self._each(model, score), strict=True)
         return {name: torch.cat(column) for name, column in zip(COLUMNS, columns, strict=True)}
 
     def losses(
@@ -255,33 +225,20 @@ class Evaluator:
         *,
         about: Evaluation | None = None,
         check: Callable[[Any, Sequence[int]], None] | None = None,
-        forward: Forward | None = None,
+        forward: Forward = _forward,
         move: Callable[[Any, torch.device], Any] = nested.moved,
     ) -> LossCertificate:
-        """Sum the losses of all samples and compute metrics, over all ranks. A collective.
+        """Sum the losses of all samples and compute metrics, over all ranks. A collective."""
+        metrics = {name: measure.make() for name, measure in measured.items()}
 
-        Args:
-            model, loss, forward: as for `evaluate`.
-            measured: as `measures` returns them.
-            about: what is evaluated; the rest of it is filled in.
-            check: as for `classes`.
-            move: (batch, device) -> the batch there.
-
-        Raises:
-            TypeError: `loss` does not return (sum, count).
-            CheckFailed: a metric does not take the outputs; names it.
-            Exception: what `check`, loading, the model or `loss` raised; RankFailed on the other ranks.
-        """
-        own = {name: measure.make() for name, measure in measured.items()}
-
-        def score(indices: list[int], batch: Any) -> tuple[list[int], float, int]:
+        def score(indices: list[int], batch: Any) -> tuple[list[int], float, float]:
             if check is not None:
                 check(batch, indices)
             batch = move(batch, self.device)
-            outputs = (forward or _forward)(model, batch)
+            outputs = forward(model, batch)
             total, count = _pair(loss(outputs, batch))
             for name, measure in measured.items():
-                update(name, own[name], measure.arguments, outputs, batch)
+                update(name, metrics[name], measure.arguments, outputs, batch)
             return indices, total, count
 
         rows = self._each(model, score)
@@ -292,18 +249,19 @@ class Evaluator:
             torch.tensor(self.numbers, dtype=torch.int64),
             {
                 "loss": torch.tensor([total for _, total, _ in rows], dtype=torch.float64),
-                "count": torch.tensor([count for _, _, count in rows], dtype=torch.int64),
+                "count": torch.tensor([count for _, _, count in rows], dtype=torch.float64),
             },
             samples=self.number_of_batches,
         )
-        count, exact = int(joined["count"].sum()), ExactSum()
-        exact.add(joined["loss"].numpy())
+        loss_sum, counts = ExactSum(), ExactSum()
+        loss_sum.add(joined["loss"].numpy())
+        counts.add(joined["count"].numpy())
         return LossCertificate(
             self.described(about or Evaluation()),
             self.samples,
-            count,
-            exact.over(count),
-            {name: reduce(metric).compute() for name, metric in own.items()},
+            int(counts.fraction) if counts.fraction.denominator == 1 else float(counts.fraction),
+            loss_sum.over(counts.fraction),
+            {name: reduce(metric).compute() for name, metric in metrics.items()},
             tuple(self.rank_samples),
             index_digest(self.samples),
         )
@@ -321,11 +279,8 @@ class Evaluator:
         )
 
     def _each(self, model: nn.Module, score: Callable[[list[int], Any], T]) -> list[T]:
-        """Return what `score` returns for each of this rank's batches. A collective.
-
-        All ranks advance batch by batch together, so none waits for one that has failed.
-        """
-        found: list[T] = []
+        """Return what `score` returns for each of this rank's batches. A collective in each batch."""
+        scored: list[T] = []
         # Not inference_mode: a tensor that a model caches, as a mask by length, could not be trained with.
         with modes_kept(model), torch.no_grad():
             model.eval()
@@ -335,8 +290,8 @@ class Evaluator:
                 with collectives.fail_together():
                     if number < len(self.batches):
                         loaded = loaded or iter(self.loader)
-                        found.append(score(self.batches[number], next(loaded)))
-        return found
+                        scored.append(score(self.batches[number], next(loaded)))
+        return scored
 
 
 def update(
@@ -346,11 +301,7 @@ def update(
     outputs: Any,
     batch: Any,
 ) -> None:
-    """Update a metric with a batch.
-
-    Raises:
-        CheckFailed: its arguments can't be computed, or it does not take them; names the metric.
-    """
+    """Update a metric with a batch; CheckFailed names the metric if it does not take the outputs."""
     try:
         metric.update(*arguments(outputs, batch))  # type: ignore[attr-defined]
     except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
@@ -358,24 +309,15 @@ def update(
         raise CheckFailed(f"metric '{name}': {type(error).__name__}: {error}", hint=hint) from error
 
 
-def _forward(model: nn.Module, batch: Any) -> Any:
-    """Return the outputs for a batch of (inputs, target), or of inputs alone."""
-    return model(batch[0] if isinstance(batch, tuple | list) else batch)
-
-
 def _compared(outputs: Any, batch: Any) -> tuple[Any, Any]:
     """Return what most metrics are updated with: the outputs, and the last part of the batch."""
     return outputs, batch[-1] if isinstance(batch, tuple | list) else batch
 
 
-def _copier(metric: Metric[Any]) -> Callable[[], Metric[Any]]:
-    return lambda: copy.deepcopy(metric)
-
-
-def _pair(returned: Any) -> tuple[float, int]:
+def _pair(returned: Any) -> tuple[float, float]:
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise TypeError(f"loss returned a {type(returned).__name__}, not (sum, count)")
-    return float(returned[0]), int(returned[1])
+    return float(returned[0]), float(returned[1])
 
 
 def _loader(samples: Dataset[Any]) -> Load:

@@ -16,38 +16,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Binary places after the point of a float64 written as a 53-bit integer times a power of two.
 SMALLEST = 1126
-"""Binary places after the point of a float64 written as a 53-bit integer times a power of two."""
 
+# Binary places after the point of a sum, which may be one of squares.
 POINT = 2 * SMALLEST
-"""Binary places after the point of a sum, which may be one of squares."""
 
+# Numbers added in float64 at a time: integers below 2^32, so their sum stays below 2^53 and is exact.
 PIECE = 1 << 20
-"""Numbers added in float64 at a time: integers below 2^32, so their sum stays below 2^53 and is exact."""
 
 
 class ExactSum:
-    """The sum of float64 numbers, or of their squares.
-
-    Attributes:
-        units: the sum of the finite numbers, in units of 2^-POINT.
-        nans, ups, downs: the number of NaN, +inf and -inf.
-    """
+    """The sum of float64 numbers, or of their squares."""
 
     def __init__(self, units: int = 0, nans: int = 0, ups: int = 0, downs: int = 0) -> None:
         self.units, self.nans, self.ups, self.downs = units, nans, ups, downs
 
     def add(self, values: NDArray[Any]) -> None:
         """Add an array of float64, of any shape."""
-        whole, shifts = self._finite(values)
-        self.units += _total(shifts, whole) << SMALLEST
+        mantissas, shifts = self._finite(values)
+        self.units += _total(shifts, mantissas) << SMALLEST
 
     def add_squares(self, values: NDArray[Any]) -> None:
         """Add the square of each number, as three products that fit into 64 bits."""
         import numpy as np
 
-        whole, shifts = self._finite(np.abs(values))
-        high, low = whole >> 26, whole & ((1 << 26) - 1)
+        mantissas, shifts = self._finite(np.abs(values))
+        high, low = mantissas >> 26, mantissas & ((1 << 26) - 1)
         for bits, part in ((52, high * high), (26, 2 * high * low), (0, low * low)):
             self.units += _total(2 * shifts, part) << bits
 
@@ -69,8 +64,8 @@ class ExactSum:
         """The exact sum of the finite numbers."""
         return Fraction(self.units, 1 << POINT)
 
-    def over(self, count: int) -> float:
-        """Return the sum divided by an integer, rounded once; NaN over 0. Infinities behave as in float64."""
+    def over(self, count: int | Fraction) -> float:
+        """Return the sum divided by a number, rounded once; NaN over 0. Infinities behave as in float64."""
         if count == 0 or self.nans or (self.ups and self.downs):
             return math.nan
         if not self.is_finite:
@@ -111,13 +106,13 @@ class ExactSum:
         return np.ldexp(mantissas, 53).astype(np.int64), exponents.astype(np.int64) + (SMALLEST - 53)
 
 
-def _total(shifts: NDArray[Any], whole: NDArray[Any]) -> int:
-    """Return the sum of whole · 2^shift, for integers below 2^62 in size and shifts of 0 or more."""
+def _total(shifts: NDArray[Any], mantissas: NDArray[Any]) -> int:
+    """Return the sum of mantissa · 2^shift, for integers below 2^62 in size and shifts of 0 or more."""
     import numpy as np
 
     total = 0
-    for start in range(0, len(whole), PIECE):
-        places, part = shifts[start : start + PIECE], whole[start : start + PIECE]
+    for start in range(0, len(mantissas), PIECE):
+        places, part = shifts[start : start + PIECE], mantissas[start : start + PIECE]
         for bits, half in ((31, part >> 31), (0, part & ((1 << 31) - 1))):
             sums = np.bincount(places, weights=half)
             for place in np.flatnonzero(sums).tolist():

@@ -30,26 +30,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 COLUMNS = {"index": "int64", "prediction": "int64", "label": "int64", "loss": "float64"}
+# The metadata key of the columns' digest, as `files.digest.digest` computes it.
 ROWS = "rows"
-"""The metadata key of the columns' digest, as `files.digest.digest` computes it."""
 
 HINT = "a prediction file has index, prediction and label as int64 [n], and loss as float64 [n]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
-    """A model's predictions: numpy arrays of the same length, a row per sample.
+    """A model's predictions: numpy arrays of the same length, a row per sample."""
 
-    Attributes:
-        index: int64 [n], the position of the sample in its data set.
-        prediction, label: int64 [n], classes.
-        loss: float64 [n].
-    """
-
-    index: NDArray[Any]
-    prediction: NDArray[Any]
-    label: NDArray[Any]
-    loss: NDArray[Any]
+    index: NDArray[Any]  # int64 [n], the position of the sample in its data set
+    prediction: NDArray[Any]  # int64 [n], classes
+    label: NDArray[Any]  # int64 [n], classes
+    loss: NDArray[Any]  # float64 [n]
 
     def __len__(self) -> int:
         return len(self.index)
@@ -60,23 +54,14 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What all ranks of an evaluation have in common; None where a file does not say.
-
-    Attributes:
-        world_size: the number of ranks.
-        samples: the number of samples in the data set.
-        checkpoint: the digest of the model's state, as `files.digest.digest` computes it.
-        data: the name of the data set.
-        classes: the names of the classes, by label.
-        device, threads: the device type and the number of CPU threads, which changes the last bits.
-        batch_size: the number of samples in a forward pass, which changes them too.
-    """
+    """What all ranks of an evaluation have in common; None where a file does not say."""
 
     world_size: int | None = None
-    samples: int | None = None
-    checkpoint: str | None = None
-    data: str | None = None
-    classes: tuple[str, ...] | None = None
+    samples: int | None = None  # in the data set
+    checkpoint: str | None = None  # the digest of the model's state, as `files.digest.digest` computes it
+    data: str | None = None  # the name of the data set
+    classes: tuple[str, ...] | None = None  # their names, by label
+    # The last bits of losses depend on these three.
     device: str | None = None
     threads: int | None = None
     batch_size: int | None = None
@@ -100,19 +85,7 @@ def write(
     *,
     force: bool = False,
 ) -> None:
-    """Write one rank's predictions; the file appears whole or not at all.
-
-    Args:
-        path: the safetensors file.
-        predictions: this rank's rows.
-        evaluation: what all ranks have in common.
-        rank: this rank.
-        force: replace an existing file.
-
-    Raises:
-        OutputExists: the file exists, and `force` is not given.
-        OSError: the file can't be written.
-    """
+    """Write one rank's predictions; the file appears whole or not at all."""
     name = os.fspath(path)
     if os.path.lexists(name) and not force:
         raise OutputExists(f"{name}: already exists", hint="write it anyway with --force")
@@ -125,13 +98,7 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> RankFile:
-    """Read a prediction file, in any format that `ckpttool.open` reads.
-
-    Raises:
-        Unreadable: the file is missing, is a folder, or may not be read.
-        Damaged: the file breaks its format's rules, or its rows do not have the digest in its metadata.
-        Unsupported: a column is missing or of another dtype or shape, or the metadata has another type.
-    """
+    """Read a prediction file, in any format that `ckpttool.open` reads."""
     if os.path.isdir(path):
         inside = shlex.quote(os.path.join(path, "")) + "*.safetensors"
         hint = f"name the files of all ranks: ckpttool gather-metrics {inside}"
@@ -168,8 +135,8 @@ def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[A
     if tensor is None:
         raise Unsupported(path, f"is not a prediction file: it has no '{name}'", hint=HINT)
     if tensor.dtype.name != COLUMNS[name] or len(tensor.shape) != 1:
-        found = f"{tensor.dtype.name} {list(tensor.shape)}"
-        raise Unsupported(path, f"is not a prediction file: its '{name}' is {found}", hint=HINT)
+        what = f"{tensor.dtype.name} {list(tensor.shape)}"
+        raise Unsupported(path, f"is not a prediction file: its '{name}' is {what}", hint=HINT)
     require_bounded(name, tensor)
     raw = b"".join(bytes(piece) for piece in stream(tensor))
     return np.frombuffer(raw, dtype=np.dtype(COLUMNS[name]).newbyteorder("<")).astype(COLUMNS[name])
@@ -182,7 +149,7 @@ def _as_metadata(evaluation: Evaluation, rank: int) -> dict[str, str]:
 
 
 def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Evaluation]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     kinds = {
         **dict.fromkeys(("rank", "world_size", "samples", "threads", "batch_size"), int),
         "classes": list,
@@ -191,13 +158,13 @@ def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Ev
         if name not in metadata:
             continue
         try:
-            found[name] = json.loads(metadata[name])
+            values[name] = json.loads(metadata[name])
         except (ValueError, RecursionError):
-            found[name] = None
-        if type(found[name]) is not kinds.get(name, str):
+            values[name] = None
+        if type(values[name]) is not kinds.get(name, str):
             raise Unsupported(
                 path, f"its metadata has no {name} as a prediction file has: {metadata[name][:40]}"
             )
-    if "classes" in found:
-        found["classes"] = tuple(map(str, found["classes"]))
-    return found.pop("rank", None), Evaluation(**found)
+    if "classes" in values:
+        values["classes"] = tuple(map(str, values["classes"]))
+    return values.pop("rank", None), Evaluation(**values)

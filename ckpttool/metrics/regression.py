@@ -6,9 +6,8 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from .base import Metric
+from .base import Metric, as_floats
 from .exact_sum import rounded
-from .inputs import as_floats
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,18 +23,10 @@ class MeanSquaredError(Metric[float]):
         super().__init__(counts=1, sums=1)
 
     def update(self, predictions: Any, targets: Any) -> None:
-        """Add a batch.
-
-        Args:
-            predictions, targets: numbers of any one shape.
-
-        Raises:
-            TypeError: they are not real numbers.
-            ValueError: the shapes differ; nothing is broadcast.
-        """
-        found, wanted = _pair(predictions, targets)
-        self.counts[0] += found.size
-        self.sums[0].add_squares(_errors(found, wanted))
+        """Add predictions and targets: numbers of the same shape; nothing is broadcast."""
+        predicted, wanted = _pair(predictions, targets)
+        self.counts[0] += predicted.size
+        self.sums[0].add_squares(_errors(predicted, wanted))
 
     def compute(self) -> float:
         return self.sums[0].over(int(self.counts[0]))
@@ -51,10 +42,10 @@ class MeanAbsoluteError(Metric[float]):
         super().__init__(counts=1, sums=1)
 
     def update(self, predictions: Any, targets: Any) -> None:
-        """Add a batch. Args and Raises are those of `MeanSquaredError.update`."""
-        found, wanted = _pair(predictions, targets)
-        self.counts[0] += found.size
-        self.sums[0].add(abs(_errors(found, wanted)))
+        """Add predictions and targets: numbers of the same shape; nothing is broadcast."""
+        predicted, wanted = _pair(predictions, targets)
+        self.counts[0] += predicted.size
+        self.sums[0].add(abs(_errors(predicted, wanted)))
 
     def compute(self) -> float:
         return self.sums[0].over(int(self.counts[0]))
@@ -64,10 +55,7 @@ class R2(Metric[float]):
     """The coefficient of determination, 1 - Σ(prediction - target)² / Σ(target - mean)².
 
     Of several outputs per sample, the mean of their coefficients, as scikit-learn's `r2_score` gives it. NaN
-    where the targets of an output are all equal, and where a number is not finite.
-
-    Raises:
-        ValueError: there is not even one output.
+    if the targets of an output are all equal, or a number is not finite. Raises ValueError without an output.
     """
 
     def __init__(self, outputs: int = 1) -> None:
@@ -77,22 +65,13 @@ class R2(Metric[float]):
         self.outputs = outputs
 
     def update(self, predictions: Any, targets: Any) -> None:
-        """Add a batch.
-
-        Args:
-            predictions, targets: numbers [n] if there is one output per sample, or [n, ...] with `outputs`
-                numbers each.
-
-        Raises:
-            TypeError: they are not real numbers.
-            ValueError: the shapes differ, or a sample has another number of outputs.
-        """
-        found, wanted = _pair(predictions, targets)
-        samples = len(found) if found.ndim else 0
-        if found.size != samples * self.outputs or found.ndim == 0:
-            raise ValueError(f"{self!r} needs {self.outputs} per sample; the shape is {found.shape}")
+        """Add predictions and targets: numbers [n], or [n, ...] with `outputs` numbers for each sample."""
+        predicted, wanted = _pair(predictions, targets)
+        samples = len(predicted) if predicted.ndim else 0
+        if predicted.size != samples * self.outputs or predicted.ndim == 0:
+            raise ValueError(f"{self!r} needs {self.outputs} per sample; the shape is {predicted.shape}")
         wanted = wanted.reshape(samples, self.outputs)
-        errors = _errors(found.reshape(wanted.shape), wanted)
+        errors = _errors(predicted.reshape(wanted.shape), wanted)
         self.counts[0] += samples
         for output in range(self.outputs):
             residual, total, squares = self.sums[3 * output : 3 * output + 3]
@@ -114,15 +93,15 @@ class R2(Metric[float]):
 
 
 def _pair(predictions: Any, targets: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    found, wanted = as_floats(predictions), as_floats(targets)
-    if found.shape != wanted.shape:
-        raise ValueError(f"predictions have the shape {found.shape}, and targets {wanted.shape}")
-    return found, wanted
+    predicted, wanted = as_floats(predictions), as_floats(targets)
+    if predicted.shape != wanted.shape:
+        raise ValueError(f"predictions have the shape {predicted.shape}, and targets {wanted.shape}")
+    return predicted, wanted
 
 
-def _errors(found: NDArray[Any], wanted: NDArray[Any]) -> NDArray[Any]:
+def _errors(predicted: NDArray[Any], wanted: NDArray[Any]) -> NDArray[Any]:
     import numpy as np
 
     with np.errstate(invalid="ignore", over="ignore"):
-        errors: NDArray[Any] = np.asarray(found - wanted)
+        errors: NDArray[Any] = np.asarray(predicted - wanted)
     return errors

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from .base import Metric, share
+from .base import Metric, as_floats, as_labels, same_length, share
 from .exact_sum import rounded
-from .inputs import as_floats, as_labels, same_length
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,15 +21,7 @@ class Loss(Metric[float]):
         super().__init__(counts=1, sums=1)
 
     def update(self, losses: Any) -> None:
-        """Add a batch.
-
-        Args:
-            losses: numbers [n], one per sample (`reduction="none"`).
-
-        Raises:
-            TypeError: the losses are not real numbers.
-            ValueError: another shape, such as that of a batch's mean.
-        """
+        """Add losses: numbers [n], one for each sample (`reduction="none"`)."""
         values = as_floats(losses, dims=1)
         self.counts[0] += len(values)
         self.sums[0].add(values)
@@ -46,16 +37,7 @@ class Perplexity(Metric[float]):
         super().__init__(counts=1, sums=1)
 
     def update(self, losses: Any, counts: Any = None) -> None:
-        """Add a batch.
-
-        Args:
-            losses: numbers [n]: the cross entropy of each token in nats, or sums of these.
-            counts: integers [n], 0 or more: the tokens in each sum; None for 1 each.
-
-        Raises:
-            TypeError: losses are not real numbers, or counts are not integers.
-            ValueError: another shape, different lengths, or a negative count.
-        """
+        """Add losses, numbers [n]: cross entropy in nats of a token, or summed over `counts` [n] tokens."""
         values = as_floats(losses, dims=1)
         tokens = None if counts is None else as_labels(counts)
         if tokens is not None:
@@ -89,14 +71,7 @@ class MeanVariance(Metric[Moments]):
         super().__init__(counts=1, sums=2)
 
     def update(self, values: Any) -> None:
-        """Add numbers.
-
-        Args:
-            values: numbers of any shape.
-
-        Raises:
-            TypeError: they are not real numbers.
-        """
+        """Add numbers of any shape."""
         numbers = as_floats(values)
         self.counts[0] += numbers.size
         self.sums[0].add(numbers)
@@ -113,7 +88,7 @@ class MeanVariance(Metric[Moments]):
 class AUROC(Metric[float]):
     """The area under the ROC curve of two classes, over all thresholds: the fraction of pairs in order.
 
-    Keeps each distinct score with its counts, so its memory grows with them. NaN if a class has no samples.
+    NaN if a class has no samples. Memory grows with the number of distinct scores.
     """
 
     def __init__(self) -> None:
@@ -121,16 +96,7 @@ class AUROC(Metric[float]):
         self._seen: list[tuple[Any, Any, Any]] = []
 
     def update(self, scores: Any, labels: Any) -> None:
-        """Add a batch.
-
-        Args:
-            scores: numbers [n], higher for class 1.
-            labels: 0, 1 or booleans [n].
-
-        Raises:
-            TypeError: scores are not real numbers, or labels are not integers.
-            ValueError: another shape, not as many scores as labels, a label out of range, or a NaN score.
-        """
+        """Add scores, numbers [n] but NaN, higher for class 1, and labels, 0, 1 or booleans [n]."""
         import numpy as np
 
         values, right = as_floats(scores, dims=1), as_labels(labels, below=2)
@@ -178,11 +144,8 @@ class AUROC(Metric[float]):
 class CalibrationError(Metric[float]):
     """The expected calibration error of Guo et al., "On Calibration of Modern Neural Networks" (2017).
 
-    |accuracy - mean confidence| in bins of equal width that hold their upper edge, weighted by samples.
-    NaN of no samples.
-
-    Raises:
-        ValueError: there is not even one bin.
+    |accuracy - mean confidence| in bins of equal width, which include their upper edge, weighted by samples.
+    NaN of no samples. Raises ValueError without a bin.
     """
 
     def __init__(self, bins: int = 15) -> None:
@@ -192,16 +155,7 @@ class CalibrationError(Metric[float]):
         self.bins = bins
 
     def update(self, confidences: Any, correct: Any) -> None:
-        """Add a batch.
-
-        Args:
-            confidences: numbers [n] from 0 to 1.
-            correct: booleans, or 0 and 1 [n]: whether the sample was predicted correctly.
-
-        Raises:
-            TypeError: confidences are not real numbers, or `correct` is neither booleans nor integers.
-            ValueError: another shape, different lengths, or a value out of range.
-        """
+        """Add confidences, numbers [n] from 0 to 1, and whether each was right, booleans or 0 and 1 [n]."""
         import numpy as np
 
         values, right = as_floats(confidences, dims=1), as_labels(correct, below=2)

@@ -1,18 +1,27 @@
-"""Diagnose why a file does not load into a live model. Imports torch when called."""
+"""Diagnose why a file does not load into a live model. Imports torch when called.
+
+Where only sizes differ, the model's factory is run again to find the arguments that build it in the file's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..errors import UsageFault
 from ..formats.reading import File, opened
+from . import factory
 from .diagnosis import Diagnosis, diagnose
-from .diagnosis.fit import Blueprint
-from .diagnosis.resize import resized
-from .loading_rules import accepts
+from .diagnosis.fit import Blueprint, Case, Fit, Respec, compare
+from .skeleton import accepts, skeleton
 
 if TYPE_CHECKING:
     import torch
+
+MAX_BUILDS = 16  # models that the search for sizes builds
+# Names of the number of outputs, for factories that take any argument (torchvision's).
+OUTPUTS = ("num_classes", "num_labels", "out_features")
 
 
 def doctor(
@@ -21,11 +30,10 @@ def doctor(
     """Find out why a checkpoint does not load into a model, and which commands fix it.
 
     Args:
-        file: a path, or an open checkpoint; only names, shapes and types of its tensors are read.
+        file: a path, or an open checkpoint; no values are read.
         model: the model that it should load into; it is not changed, and may be on the meta device.
         state: dotted path of the model's state in the file; the one that fits best when None.
-        spec: the SPEC that built the model, for the commands; its factory may be run again to find the sizes
-            in which the model fits. When None, the commands say `SPEC`.
+        spec: the SPEC that built the model, for the commands and to run its factory again with other sizes.
 
     Returns:
         The problems, the command that fixes each, and the line of Python that loads the result.
@@ -43,3 +51,52 @@ def doctor(
             accepts=partial(accepts, model),
             rebuild=partial(resized, spec) if spec else None,
         )
+
+
+def resized(spec: str, case: Case) -> Respec | None:
+    """Find a SPEC that builds the model in a state's sizes."""
+    changes: dict[str, tuple[object, int]] = {}
+    fit, builds = case.fit, 0
+    while fit.distance and builds < MAX_BUILDS:
+        for name, old, new in _candidates(spec, fit):
+            builds += 1
+            longer = factory.respelled(spec, {name: new})
+            nearer = _fit(longer, case)
+            if nearer is not None and nearer.distance < fit.distance:
+                changes[name] = (changes.get(name, (old, 0))[0], new)
+                spec, fit = longer, nearer
+                break
+        else:
+            break
+    if fit.distance:
+        return None
+    words = ", ".join(
+        f"{name} is {new} in the file and {old} in the model" for name, (old, new) in changes.items()
+    )
+    return Respec(spec, words)
+
+
+def _fit(spec: str, case: Case) -> Fit | None:
+    try:
+        return compare(case.state, Blueprint.of(skeleton(spec)))
+    except UsageFault:
+        return None  # the factory does not take this argument, or not this value
+
+
+def _candidates(spec: str, fit: Fit) -> Iterator[tuple[str, Any, int]]:
+    """Yield each (argument, its value, the size in the file) once."""
+    sizes: dict[tuple[int, int], None] = {}
+    for _, theirs, ours in fit.mismatched:
+        pairs = zip(_sizes(theirs), _sizes(ours), strict=False)
+        sizes |= {(wanted, given): None for wanted, given in pairs if wanted != given}
+    given, takes_anything = factory.arguments(spec)
+    for wanted, had in sizes:
+        for name, value in given.items():
+            if type(value) is int and value == had:
+                yield name, value, wanted
+        if takes_anything:
+            yield from ((name, had, wanted) for name in OUTPUTS if name not in given)
+
+
+def _sizes(shape: str) -> list[int]:
+    return [int(size) for size in shape.strip("[]").split(", ") if size.isdigit()]

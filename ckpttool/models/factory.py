@@ -27,21 +27,7 @@ FORMS = "torchvision:resnet18, path/to/file.py:factory or package.module:factory
 
 
 def build(spec: str, **defaults: object) -> Any:
-    """Call the factory that a SPEC names.
-
-    Args:
-        spec: `torchvision:NAME`, `path/to/file.py:NAME` or `package.module:NAME`, with literal keyword
-            arguments in parentheses where the factory needs them.
-        defaults: keyword arguments that are passed on if the factory takes them and the SPEC does not give
-            them.
-
-    Returns:
-        What the factory returns.
-
-    Raises:
-        UsageFault: the SPEC is malformed, or the factory can't be found, imported or called; the message has
-            the user's own error and its place in the user's file.
-    """
+    """Call the factory that a SPEC names; it gets those of the defaults that it takes and the SPEC lacks."""
     where, name, arguments = parse(spec)
     with _importable(_folder(where)):
         factory = _find(spec, where, name)
@@ -54,11 +40,7 @@ def build(spec: str, **defaults: object) -> Any:
 
 
 def parse(spec: str) -> tuple[str, str, dict[str, object]]:
-    """Split a SPEC into where the factory is, its name and its keyword arguments.
-
-    Raises:
-        UsageFault: the SPEC has another form, or arguments that are not `name=literal`.
-    """
+    """Split a SPEC into where the factory is, its name and its literal keyword arguments."""
     parts = FORM.fullmatch(spec)
     if parts is None or not parts["name"].isidentifier():
         raise UsageFault(f"'{spec}' does not name a factory", hint=f"forms: {FORMS}")
@@ -85,15 +67,7 @@ def _arguments(call: str) -> dict[str, object]:
 
 
 def arguments(spec: str) -> tuple[dict[str, object], bool]:
-    """Return the keyword arguments that the factory of a SPEC gets.
-
-    Returns:
-        name -> value, of the SPEC or else of the factory's own default; and whether the factory takes any
-        other name too (`**kwargs`).
-
-    Raises:
-        UsageFault: the SPEC is malformed, or the factory can't be found or imported.
-    """
+    """Return the keyword arguments that the factory of a SPEC gets, and whether it takes any other too."""
     where, name, given = parse(spec)
     with _importable(_folder(where)):
         parameters = inspect.signature(_find(spec, where, name)).parameters.values()
@@ -136,10 +110,10 @@ def _find(spec: str, where: str, name: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:
         hint = f"forms: {FORMS}" if isinstance(error, ModuleNotFoundError) else None
         raise UsageFault(f"{spec}: {described(error)}", hint=hint) from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    factory = getattr(module, name, None)
+    if not callable(factory):
         raise UsageFault(f"{spec}: '{where}' has no factory '{name}'", hint=_similar(module, name))
-    return found  # type: ignore[no-any-return]
+    return factory  # type: ignore[no-any-return]
 
 
 def _module_of_file(path: str) -> ModuleType:
@@ -154,24 +128,24 @@ def _module_of_file(path: str) -> ModuleType:
     return module
 
 
-def _accepted(factory: Callable[..., Any], defaults: dict[str, object]) -> dict[str, object]:
+def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        return {}
+        return [*inspect.signature(factory).parameters.values()]
+    except (TypeError, ValueError):  # of a builtin, which has no signature
+        return []
+
+
+def _accepted(factory: Callable[..., Any], defaults: dict[str, object]) -> dict[str, object]:
+    parameters = _parameters(factory)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return defaults
     return {p.name: defaults[p.name] for p in parameters if p.name in defaults}
 
 
 def _missing_arguments(factory: Callable[..., Any], spec: str) -> str | None:
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        return None
     needed = [
         p.name
-        for p in parameters
+        for p in _parameters(factory)
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     if not needed:
@@ -197,15 +171,11 @@ def _similar(module: ModuleType, name: str) -> str | None:
 
 def described(error: BaseException) -> str:
     """Return an error of the user's code in one line, with its place in that code if it has one there."""
-    return f"{_in_words(error)}{_place(error)}"
-
-
-def _in_words(error: BaseException) -> str:
     try:
         first = str(error).partition("\n")[0]
     except Exception:  # the user's class may be wrong too
         first = ""
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return f"{type(error).__name__}{first and ': '}{first}{_place(error)}"
 
 
 def _place(error: BaseException) -> str:

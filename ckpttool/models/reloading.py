@@ -23,19 +23,17 @@ from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
 from ..transforms.ema_names import Parameters, with_names
 from .diagnosis import Diagnosis
-from .diagnosis.case import Case
-from .diagnosis.fit import Blueprint, Fit, compare
-from .diagnosis.resize import resized
-from .diagnosis.shell import command_line
+from .diagnosis.fit import Blueprint, Case, Fit, compare
+from .diagnosis.lines import command_line
 from .diagnosis.treatment import as_reloaded
-from .doctor import doctor
-from .loading_rules import accepts, with_versions
+from .doctor import doctor, resized
+from .skeleton import accepts, with_versions
 
 if TYPE_CHECKING:
     import torch
 
+# Kinds of problems that a mismatch's own message describes.
 LISTED = ("architecture", "missing", "unexpected", "size")
-"""Kinds of problems that a mismatch's own message describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,35 +95,27 @@ def reload(
     """Load a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
 
     Args:
-        file: a path that `ckpttool.open` reads, or an open checkpoint; saved from a DDP, compiled or plain
-            model.
-        model: a plain module; its parameters keep their device and dtype, values are copied into them.
-        state: dotted path of the state in the file; found when None. The tensors of a list, one a parameter,
-            as `shadow_params` of an average is, get the names of the model's parameters in their places; and
-            so do tensors under such names without their dots.
-        assign: put the file's tensors in the place of the model's instead of copying them. They are mapped
-            from the file, on the CPU: nothing is read until it is used, and a model built within
-            `ckpttool.skeletons()` takes no memory of its own. An optimizer built before would hold
-            parameters that the model no longer has.
-        spec: the SPEC that built the model, if one did: hints name it, and its factory may be run again to
-            find the sizes in which the model fits.
+        file: a path that `ckpttool.open` reads, or an open checkpoint.
+        model: a plain module; values are copied into its parameters, which keep their device and dtype.
+        state: dotted path of the state in the file; found when None. A list of tensors without names, as an
+            average's `shadow_params`, is matched with the model's parameters by position.
+        assign: put the file's tensors, mapped from the file, in the place of the model's instead of copying:
+            nothing is read until it is used, and a model of `ckpttool.skeletons()` takes no memory of its
+            own. An optimizer built before would hold parameters that the model no longer has.
+        spec: the SPEC that built the model, for hints, and to run its factory again with other sizes.
         allow_missing: shell patterns (`fc.*`) of names of the model that keep its values if the file lacks
             them or has them in another shape, as for a new head.
         allow_unexpected: shell patterns of names of the file that are ignored if the model lacks them.
 
     Returns:
-        What was loaded: names, the state's place in the file, the prefix that was removed, and how much of
-        the model that is.
+        What was loaded, and by name what was not.
 
     Raises:
-        Mismatch: names or shapes differ, or a module refuses the state; with differing names and shapes the
-            model is unchanged. The hint is the next command.
-        NothingToDo: a pattern of `allow_missing` matches no name of the model, or one of `allow_unexpected`
-            no name of the file.
+        Mismatch: names or shapes differ (the model is unchanged), or a module refuses the state.
+        NothingToDo: a pattern matches no name of the model, or of the file.
         NoState: the file has no model state, or none at `state`.
         UsageFault: a parameter or buffer to be loaded is on the meta device, and `assign` is False.
-        Refused: the model asks for an object that only code could create; or a tensor of the state is not a
-            plain one, but sharded, sparse, quantised or the like.
+        Refused: the model asks for an object that only code could create, or a tensor is not a plain one.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
     if not assign:
@@ -133,11 +123,11 @@ def reload(
     with opened(file) as checkpoint:
         blueprint = Blueprint.of(model)
         named = with_names(checkpoint, state, parameters_of(model))
-        found = named.checkpoint.state("") if named else checkpoint.state(state)
-        require_plain(checkpoint.path, found.likes, "can't be loaded into a model")
+        source = named.checkpoint.state("") if named else checkpoint.state(state)
+        require_plain(checkpoint.path, source.likes, "can't be loaded into a model")
         patterns = tuple(allow_missing)
         _require_matches(patterns, "model", blueprint.places)
-        prefix, case = as_reloaded(named.checkpoint if named else checkpoint, found, blueprint)
+        prefix, case = as_reloaded(named.checkpoint if named else checkpoint, source, blueprint)
         case, ignored = _without_ignored(case, tuple(allow_unexpected))
         case, kept = _without_kept(case, patterns)
         values = _values(checkpoint.path, case.state)
@@ -147,7 +137,7 @@ def reload(
         loaded = tuple(values)
         values.update((name, value) for name, value in model.state_dict().items() if name in kept)
         _load(model, values, checkpoint.path, assign=assign)
-    where = found.where if named is None else str(state)
+    where = source.where if named is None else str(state)
     return Reloaded(
         checkpoint.path,
         checkpoint.format,
@@ -174,14 +164,14 @@ def parameters_of(model: torch.nn.Module) -> Parameters:
 
 def _coverage(blueprint: Blueprint, loaded: set[str]) -> Coverage:
     """Return how much of a model its loaded names are."""
-    own = {name: place for name, place in blueprint.places.items() if place.first == name}
-    counts = {name: prod(place.shape or ()) for name, place in own.items()}
+    untied = {name: place for name, place in blueprint.places.items() if place.first == name}
+    counts = {name: prod(place.shape or ()) for name, place in untied.items()}
     sizes = {
         name: counts[name] * DTYPES[place.dtype].itemsize
-        for name, place in own.items()
+        for name, place in untied.items()
         if place.dtype in DTYPES
     }
-    parameters = [name for name in blueprint.parameters if name in own]
+    parameters = [name for name in blueprint.parameters if name in untied]
     return Coverage(
         sum(counts[name] for name in parameters if name in loaded),
         sum(counts[name] for name in parameters),
@@ -217,31 +207,27 @@ def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> tuple[str, ...
 
 def _without_ignored(case: Case, patterns: tuple[str, ...]) -> tuple[Case, tuple[str, ...]]:
     """Return the case without what the model does not have and may lack, and those names."""
-    held = (*case.state.tensors, *case.original.tensors, *case.original.others)
-    _require_matches(patterns, "file", held)
+    names = (*case.state.tensors, *case.original.tensors, *case.original.others)
+    _require_matches(patterns, "file", names)
     ignored = _matching(case.fit.unexpected, patterns)
-    tensors = {name: tensor for name, tensor in case.state.tensors.items() if name not in ignored}
-    others = {name: value for name, value in case.state.others.items() if name not in ignored}
-    state = replace(case.state, tensors=tensors, others=others)
+    state = _without(case.state, ignored)
     return replace(case, state=state, fit=compare(state, case.blueprint)), ignored
+
+
+def _without(state: State, names: tuple[str, ...]) -> State:
+    tensors = {name: tensor for name, tensor in state.tensors.items() if name not in names}
+    others = {name: value for name, value in state.others.items() if name not in names}
+    return replace(state, tensors=tensors, others=others)
 
 
 def _without_kept(case: Case, patterns: tuple[str, ...]) -> tuple[Case, tuple[str, ...]]:
     """Return the case without what may differ, and the names of the model that keep its values."""
     fit = case.fit
     differ = {*fit.missing, *(name for name, *_ in fit.mismatched)}
-    kept = tuple(
-        name
-        for name in case.blueprint.places
-        if name in differ and any(fnmatchcase(name, p) for p in patterns)
-    )
+    kept = _matching((name for name in case.blueprint.places if name in differ), patterns)
     if not kept:
         return case, ()
-    state = replace(
-        case.state,
-        tensors={name: tensor for name, tensor in case.state.tensors.items() if name not in kept},
-        others={name: value for name, value in case.state.others.items() if name not in kept},
-    )
+    state = _without(case.state, kept)
     places = {name: place for name, place in case.blueprint.places.items() if name not in kept}
     blueprint = replace(case.blueprint, places=places)
     return replace(case, state=state, blueprint=blueprint, fit=compare(state, blueprint)), kept
@@ -277,10 +263,10 @@ def _assign(model: torch.nn.Module, values: dict[str, Any]) -> None:
     """Put values in the place of the model's, in its dtypes; a parameter with several names stays one."""
     import torch
 
-    for name, own in model.state_dict(keep_vars=True).items():
+    for name, old in model.state_dict(keep_vars=True).items():
         value = values.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
-            values[name] = value.to(own.dtype)  # as copying would do
+        if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor):
+            values[name] = value.to(old.dtype)  # as copying would do
     names: dict[int, list[str]] = {}
     for name, tensor in _tensors(model):
         names.setdefault(id(tensor), []).append(name)
@@ -305,8 +291,8 @@ def _require_memory(model: torch.nn.Module) -> None:
     """Raise UsageFault if values would be copied to where there is no memory, which torch only warns of."""
     import torch
 
-    held = model.state_dict(keep_vars=True).items()
-    names = [name for name, value in held if isinstance(value, torch.Tensor) and value.is_meta]
+    values = model.state_dict(keep_vars=True).items()
+    names = [name for name, value in values if isinstance(value, torch.Tensor) and value.is_meta]
     if names:
         more = f" and {len(names) - 1} more are" if names[1:] else " is"
         raise UsageFault(
@@ -325,25 +311,18 @@ def _mismatch(checkpoint: Checkpoint, fit: Fit, hint: str) -> Mismatch:
     )
 
 
-def _hint(case: Case, found: Diagnosis | None, state: str | None, spec: str | None) -> str:
-    """Return everything that makes the state load: one command, several, or what no command can do.
-
-    Args:
-        case: the state as a reload takes it, without wrappers' prefixes.
-        found: what the doctor found; None for the tensors of a list, which take the model's names.
-        state: the state that the user named.
-        spec: the SPEC that built the model.
-    """
-    if found is None:
+def _hint(case: Case, diagnosis: Diagnosis | None, state: str | None, spec: str | None) -> str:
+    """Return everything that makes the state load: one command, several, or what no command can do."""
+    if diagnosis is None:
         return "keep the model's own values: --allow-missing GLOB"
     where = [] if state is None else ["--state", state]
     if spec and (respec := resized(spec, case)):
-        return command_line(["ckpttool", "reload", found.path, "--model", respec.spec, *where])
-    wrong = [problem for problem in found.problems if not problem.is_remark]
+        return command_line(["ckpttool", "reload", diagnosis.path, "--model", respec.spec, *where])
+    wrong = [problem for problem in diagnosis.problems if not problem.is_remark]
     commands = [problem.command for problem in wrong if problem.command]
-    if commands and found.then:
+    if commands and diagnosis.then:
         if len(commands) == 1 or not spec:
             return " && ".join(commands)
-        return command_line(["ckpttool", "doctor", found.path, "--model", spec, *where])
+        return command_line(["ckpttool", "doctor", diagnosis.path, "--model", spec, *where])
     words = [problem.message for problem in wrong if not problem.command and problem.kind not in LISTED]
-    return "; ".join(words) or command_line(["ckpttool", "inspect", found.path])
+    return "; ".join(words) or command_line(["ckpttool", "inspect", diagnosis.path])

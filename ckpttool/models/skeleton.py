@@ -1,4 +1,4 @@
-"""Build models without memory for their parameters, to be filled from a file. Imports torch when called."""
+"""Models without memory for their parameters, to be filled or tried out. Imports torch when called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.state import State
 from ..errors import UsageFault
+from ..tensors.to_torch import live_tensors
 from . import factory
 
 if TYPE_CHECKING:
@@ -56,17 +58,7 @@ def _on_meta(parameter: torch.nn.Parameter) -> Any:
 
 
 def skeleton(spec: str) -> torch.nn.Module:
-    """Build the model that a SPEC names, without memory for its parameters where its constructor allows that.
-
-    Args:
-        spec: as `factory.build` takes it.
-
-    Returns:
-        The model. Its parameters are on the meta device, unless the constructor reads their values.
-
-    Raises:
-        UsageFault: `factory.build` raises it, or the factory returns something other than a module.
-    """
+    """Build the model that a SPEC names, without memory for its parameters where possible."""
     import torch
 
     try:
@@ -82,14 +74,7 @@ def skeleton(spec: str) -> torch.nn.Module:
 
 
 def with_values(spec: str) -> torch.nn.Module:
-    """Build the model that a SPEC names, with the values that its constructor gives it.
-
-    Args:
-        spec: as `factory.build` takes it.
-
-    Raises:
-        UsageFault: `factory.build` raises it, or the factory returns something other than a module.
-    """
+    """Build the model that a SPEC names, with the values that its constructor gives it."""
     import torch
 
     model = factory.build(spec)
@@ -108,9 +93,9 @@ def _no_module(spec: str, made: object) -> UsageFault:
     elif isinstance(made, type):
         what = f"the class {made.__name__}"
         hint = f"call it: return {made.__name__}()" if issubclass(made, torch.nn.Module) else None
-    elif isinstance(made, tuple | list) and any(isinstance(each, torch.nn.Module) for each in made):
+    elif isinstance(made, tuple | list) and any(isinstance(item, torch.nn.Module) for item in made):
         hint = "name a factory that returns the model alone"
-    elif isinstance(made, dict) and any(isinstance(each, torch.Tensor) for each in made.values()):
+    elif isinstance(made, dict) and any(isinstance(item, torch.Tensor) for item in made.values()):
         hint = "return the model, not its state"
     elif inspect.iscoroutine(made):
         made.close()  # else Python warns that nobody awaited it
@@ -121,9 +106,9 @@ def _lost_values(model: torch.nn.Module) -> bool:
     """Return whether a constructor kept something computed from its parameters, which had no values."""
     import torch
 
-    aside = (value for module in model.modules() for value in vars(module).values())
-    kept = (value for value in (*model.buffers(), *aside) if isinstance(value, torch.Tensor))
-    return any(value.is_meta for value in kept)
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    tensors = (value for value in (*model.buffers(), *attributes) if isinstance(value, torch.Tensor))
+    return any(tensor.is_meta for tensor in tensors)
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
@@ -139,3 +124,37 @@ def on_meta(model: torch.nn.Module) -> torch.nn.Module:
         for tensor in (*model.parameters(), *model.buffers())
     }
     return copy.deepcopy(model, without_memory)
+
+
+def accepts(model: torch.nn.Module, state: State) -> bool:
+    """Return whether modules with loading rules of their own take a state whose names differ from theirs."""
+    import warnings
+
+    if not any(map(_has_own_rules, model.modules())):
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a copy into meta tensors does nothing
+        try:
+            on_meta(model).load_state_dict(with_versions(state, live_tensors(state.tensors)), strict=True)
+        except Exception:  # any error means no; the comparison of names says what is wrong
+            return False
+    return True
+
+
+def _has_own_rules(module: torch.nn.Module) -> bool:
+    import torch
+    from torch.nn.modules.batchnorm import _NormBase
+
+    known = torch.nn.Module._load_from_state_dict, _NormBase._load_from_state_dict
+    return type(module)._load_from_state_dict not in known or bool(module._load_state_dict_pre_hooks)
+
+
+def with_versions(state: State, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict with the `_metadata` by which modules recognise states of older versions."""
+    from collections import OrderedDict
+
+    loaded: OrderedDict[str, Any] = OrderedDict(values)
+    if state.versions is not None:
+        versions = {path: dict(entry) for path, entry in state.versions.items() if isinstance(entry, dict)}
+        loaded._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return loaded

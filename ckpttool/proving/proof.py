@@ -21,11 +21,10 @@ from ..files.chain import Link
 from ..formats.reading import opened
 from ..tensors.ref import TensorRef
 from ..tensors.values import stream
-from .replay import Replay, command_of, differing, segment
-from .run_record import RunRecord
+from .replay import Replay, RunRecord, command_of, differing, require_entries, segment
 
+# The names that the trainer gives, and no others: `step-7.pt` is a user's.
 CHECKPOINT = re.compile(r"(last|best|step-(\d{6}|[1-9]\d{6,}))\.pt")
-"""The names that the trainer gives, and no others: `step-7.pt` is a user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Proved:
         replayed: the steps that were trained again, as (from, to); None if none were.
         ranks: of the replay.
         findings: what does not hold.
-        notes: what is worth knowing beside that.
+        notes: what else is worth knowing.
         command: the replay's; empty without one.
     """
 
@@ -96,7 +95,7 @@ def prove(
     Raises:
         Unreadable: there is no run.jsonl, or it can't be read.
         Damaged: it is no record of a run.
-        UsageFault: the part can't be replayed: there is no checkpoint to begin from, the run names code and
+        UsageFault: the part can't be replayed: there is no checkpoint to start from, the run names code and
             `run_code` is not set, or the trainer's program is not there.
     """
     folder = os.fspath(run)
@@ -104,7 +103,8 @@ def prove(
     links, breaks = chain.read(path)
     if not any(link.entry.get("kind") == "begin" for link in links):
         raise Damaged(path, "is no record of a run")
-    findings = [Finding("chain", f"line {one.number}", one.message) for one in breaks]
+    require_entries(path, links)
+    findings = [Finding("chain", f"line {fault.number}", fault.message) for fault in breaks]
     replayed, command, ranks = None, list[str](), 0
     try:
         findings += _begun_elsewhere(links)
@@ -125,7 +125,7 @@ def prove(
                 replayed, part = (start, end), differing(command, record, start)
                 findings += [Finding("replay", f"step {part.step}", part.message, part.step)] if part else []
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Damaged(path, f"is no record of a run: {type(error).__name__}: {error}") from error
+        raise Damaged(path, f"is no record of a run: an entry is of another form ({error})") from error
     return Proved(
         len(links),
         links[-1].hash,
@@ -140,8 +140,7 @@ def prove(
 
 
 def _begun_elsewhere(links: list[chain.Link]) -> Iterator[Finding]:
-    """Yield the resumes from checkpoints that the lines before do not tell of: of another run, or of steps
-    that were trained without a record."""
+    """Yield resumes from checkpoints that no line before records: another run's, or of unrecorded steps."""
     told: list[tuple[int, Any]] = []
     for link in links:
         entry = link.entry
@@ -149,7 +148,7 @@ def _begun_elsewhere(links: list[chain.Link]) -> Iterator[Finding]:
             told.append((entry["step"], entry["digests"]))
         goes_on = entry.get("kind") == "begin" and entry["source"] and link is not links[0]
         if goes_on and (entry["step"], entry["source"]["digests"]) not in told:
-            message = f"goes on from a checkpoint of step {entry['step']} that no line before it tells of"
+            message = f"goes on from a checkpoint of step {entry['step']} that no line before it records"
             yield Finding("chain", f"line {link.number}", message, entry["step"])
 
 
@@ -163,38 +162,30 @@ def _notes(record: RunRecord) -> Iterator[str]:
 
 
 def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator[str]:
-    """Yield what the folder lacks of the checkpoints that the chain tells of."""
+    """Yield which of the checkpoints that the chain records are not in the folder."""
     steps = [link.entry["step"] for link in links if link.entry.get("kind") == "checkpoint"]
     if steps and not checkpoints:
-        yield f"no checkpoint that the record tells of ({len(steps)}) is in the folder and whole"
+        yield f"none of the {len(steps)} recorded checkpoints is in the folder and whole"
     elif steps and 0 <= checkpoints.get("last.pt", -1) != steps[-1] and steps[-1] not in checkpoints.values():
         yield f"last.pt is of step {checkpoints['last.pt']}, and the record's last checkpoint of {steps[-1]}"
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------
-
-
 def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[Finding], list[str]]:
-    """Return the step of each checkpoint that holds, by name, what is wrong with the others, and notes on
-    numbered files that are not the trainer's."""
+    """Return the steps of the sound checkpoints by name, faults of the others, and notes on users' files."""
     whole, wrong, foreign = dict[str, int](), list[Finding](), list[str]()
-    for name in sorted(one for one in os.listdir(folder) if CHECKPOINT.fullmatch(one)):
-        found = _check_checkpoint(folder, name, links)
-        if isinstance(found, Finding):
-            wrong.append(found)
-        elif isinstance(found, str):
-            foreign.append(found)
+    for name in sorted(filter(CHECKPOINT.fullmatch, os.listdir(folder))):
+        outcome = _check_checkpoint(folder, name, links)
+        if isinstance(outcome, Finding):
+            wrong.append(outcome)
+        elif isinstance(outcome, str):
+            foreign.append(outcome)
         else:
-            whole[name] = found
+            whole[name] = outcome
     return whole, wrong, foreign
 
 
 def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Finding | str:
-    """Return the step of a checkpoint that is whole and that the chain tells of; else what is wrong.
-
-    Of a numbered file that is not the trainer's return a note: the trainer leaves such files alone. One that
-    can't be read is the trainer's if the chain tells a checkpoint of the step in its name.
-    """
+    """Return the step of a recorded checkpoint, what is wrong with it, or a note that it is a user's file."""
     path = os.path.join(folder, name)
     told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
     begins = [link.entry for link in links if link.entry.get("kind") == "begin" and link.entry["source"]]
@@ -216,33 +207,33 @@ def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Findin
         return f"{name}: {reason}" if named else Finding("checkpoint", name, reason)
     of_step = [entry for entry in told if entry["step"] == step]
     if not of_step:
-        return Finding("checkpoint", name, f"is of step {step}, of which the chain tells no checkpoint", step)
+        return Finding("checkpoint", name, f"is of step {step}, for which the chain has no checkpoint", step)
     if all(entry["digests"] != digests for entry in of_step):
         changed = next((part for part in digests if digests[part] != of_step[-1]["digests"].get(part)), "run")
         return Finding("checkpoint", name, f"its {changed} is not the one of step {step} in the chain", step)
     if named and int(named[1]) != step:
-        return Finding("checkpoint", name, f"is of step {step}, another than its name says", step)
+        return Finding("checkpoint", name, f"is of step {step}, not the one in its name", step)
     if model != digests["model"]:
         return Finding("checkpoint", name, f"the model's values are not those that step {step} saved", step)
     if head is not None and head not in {chain.FIRST, *(link.hash for link in links)}:
-        message = f"was saved beside another chain: no line has the hash {head[:16]}… that it holds"
+        message = f"was saved with another chain: no line has the hash {head[:16]}… that it holds"
         return Finding("checkpoint", name, message, step)
     return int(step)
 
 
 def _unreadable(name: str, reason: str, is_told: bool) -> Finding | str:
-    """Return what is wrong with a file that can't be read: a note if no checkpoint of such a name is told."""
+    """Return the fault of an unreadable file, or a note if the record has no checkpoint of its name."""
     if is_told:
         return Finding("checkpoint", name, reason)
-    return f"{name}: {reason}; the record tells of no checkpoint of that step"
+    return f"{name}: {reason}; the record has no checkpoint of that step"
 
 
 def _digest(model: dict[str, TensorRef]) -> str:
     """Return the digest of a model's state as the trainer computes it (collectives.digest_all)."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in model.items():
-        own = hashlib.sha256(f"torch.{tensor.dtype.name} {tuple(tensor.shape)} ".encode())
+        of_tensor = hashlib.sha256(f"torch.{tensor.dtype.name} {tuple(tensor.shape)} ".encode())
         for piece in stream(tensor):
-            own.update(piece)
-        whole.update(f"{len(name)}:{name}".encode() + own.digest())
-    return whole.hexdigest()
+            of_tensor.update(piece)
+        digest.update(f"{len(name)}:{name}".encode() + of_tensor.digest())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A part of a training run trained again, by the trainer's program in a process of its own, and compared."""
+"""The record of a training run, and a part of the run trained again in a process of its own, and compared."""
 
 from __future__ import annotations
 
@@ -8,29 +8,116 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..errors import UsageFault
+from ..errors import Damaged, UsageFault
 from ..files import chain
-from .run_record import Entry, Part, RunRecord, first_difference
+from ..files.chain import Link
 
+# What the trainer knows by name, without code of the user's
 BUILT_IN = {
     "model": re.compile(r"simple-cnn|resnet20|torchvision:\w+"),
     "data": re.compile(r"digits|cifar10|mnist|folder:.*|fake:\d+"),
     "task": re.compile(r"classification|regression|language-model|model-loss"),
 }
-"""What the trainer knows by name, without code of the user's."""
 
+# Flags of the trainer that a replay never gets
 DROPPED = {"--wandb", "--tensorboard", "--force", "--download", "--preview", "--json"}
-"""Flags of the trainer that a replay never gets."""
 
+# Variables that a launcher sets for its ranks
 LAUNCHER = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|TORCHELASTIC_|CKPTTOOL_SPAWNED")
-"""Variables that a launcher sets for its ranks."""
 
-SHOWN = 400
-"""Characters of a replay's error that are shown."""
+SHOWN = 400  # Characters of a replay's error that are shown
+
+Entry = Mapping[str, Any]
+
+# What each kind of entry has at least, for the checks here
+BEGIN = {"step": int, "ranks": int, "every": int, "virtual_ranks": int | None, "weights": str, "code": dict}
+FIELDS: dict[str, dict[str, Any]] = {
+    "begin": BEGIN | {"source": dict | None, "versions": dict, "arguments": list, "init": list | None},
+    "step": {"step": int, "weights": str, "samples": dict},
+    "epoch": {"step": int, "epoch": int, "plan": str},
+    "evaluation": {"step": int, "score": object},
+    "checkpoint": {"step": int, "digests": dict},
+}
+
+
+def require_entries(path: str, links: list[Link]) -> None:
+    """Refuse a record in which an entry lacks a field, or has one of another type."""
+    for link in links:
+        kind = link.entry.get("kind")
+        for name, kinds in FIELDS.get(str(kind), {}).items():
+            what = f"line {link.number} is no entry of a run"
+            if name not in link.entry:
+                raise Damaged(path, f"{what}: '{kind}' lacks '{name}'")
+            value = link.entry[name]
+            if not isinstance(value, kinds) or isinstance(value, bool):  # which Python takes for a number
+                raise Damaged(path, f"{what}: '{name}' of '{kind}' is a {type(value).__name__}")
+            if name == "source" and value is not None and "digests" not in value:
+                raise Damaged(path, f"{what}: 'source' of 'begin' lacks 'digests'")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where two records of the same steps begin to differ."""
+
+    step: int  # the first one that differs, as far as that is known
+    message: str  # what differs
+
+
+class RunRecord:
+    """The entries of a chain that hold, without those of branches that a resume went back from."""
+
+    def __init__(self, links: list[Link]) -> None:
+        self.begins: list[Entry] = []  # the entries with which the run began and was resumed, in order
+        # For each resume from an earlier step, the line, the last step before and the step
+        self.returns: list[tuple[int, int, int]] = []
+        self.left = 0  # how many entries belong to branches that were left
+        entries: list[Entry] = []
+        for link in links:
+            entry = link.entry
+            if entry.get("kind") == "begin":
+                after = [older for older in entries if older["step"] > entry["step"]]
+                if after:
+                    self.returns.append((link.number, after[-1]["step"], entry["step"]))
+                    self.left += len(after)
+                    entries = [older for older in entries if older["step"] <= entry["step"]]
+                    self.begins = [begin for begin in self.begins if begin["step"] <= entry["step"]]
+                self.begins.append(entry)
+            elif isinstance(entry.get("step"), int):
+                entries.append(entry)
+        self.steps = {entry["step"]: entry for entry in entries if entry.get("kind") == "step"}
+        self.epochs = {entry["epoch"]: entry for entry in entries if entry.get("kind") == "epoch"}
+        self.scores = {entry["step"]: entry for entry in entries if entry.get("kind") == "evaluation"}
+        self.checkpoints = {entry["step"]: entry for entry in entries if entry.get("kind") == "checkpoint"}
+        self.end = entries[-1] if entries and entries[-1].get("kind") == "end" else None
+
+    def begin_of(self, step: int) -> Entry:
+        """Return how the run began that took the step after this one."""
+        return next((begin for begin in reversed(self.begins) if begin["step"] <= step), self.begins[0])
+
+    def limit(self, step: int) -> int | None:
+        """Return the step up to which the run went on with the same settings; None if to its end."""
+        settings = _settings(self.begin_of(step))
+        later = [begin for begin in self.begins if begin["step"] > step and _settings(begin) != settings]
+        return later[0]["step"] if later else None
+
+    def samples(self) -> dict[int, dict[int, str]]:
+        """Return, for each step, the digest of each sample that it used."""
+        samples: dict[int, dict[int, str]] = {}
+        for entry in self.steps.values():
+            for step, (indices, digests) in entry["samples"].items():
+                size = len(digests) // len(indices) if indices else 1
+                pieces = [digests[at : at + size] for at in range(0, len(digests), size)]
+                samples[int(step)] = dict(zip(indices, pieces, strict=False))
+        return samples
+
+
+def _settings(begin: Entry) -> tuple[object, ...]:
+    return begin["arguments"], begin["ranks"], begin["versions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +127,7 @@ class Replay:
     Attributes:
         start, end: the steps after which it begins and ends; None for what is there.
         ranks: another number than the run's, which only `--virtual-ranks` allows; None for the run's.
-        program: the trainer's `train/main.py`; None for the one beside this package.
+        program: the trainer's `train/main.py`.
         run_code: whether to run the files that the run names as model, data or task.
         flags: further flags of the trainer, as `--data folder:elsewhere`.
         dry: only say which command it would be.
@@ -56,23 +143,12 @@ class Replay:
 
 
 def segment(path: str, record: RunRecord, whole: dict[int, str], replay: Replay) -> tuple[int, int, str]:
-    """Return the steps after which the replay begins and ends, and why it ends before what was asked for.
-
-    Args:
-        path: of the record, for messages.
-        record: what it says.
-        whole: the steps of the checkpoints that are there.
-        replay: which part is asked for. Without a start it is the last part that can be replayed.
-
-    Raises:
-        UsageFault: the record tells of no step, or ends before the one asked for; or there is no checkpoint
-            to begin from, or no step behind it that went on with the same settings.
-    """
+    """Return the steps after which the replay begins and ends, and why it ends before what was asked for."""
     starts = sorted({*whole} | ({0} if record.begins[0]["step"] == 0 else set()))
     ends = sorted(record.steps)
     alone = f"check the record alone: ckpttool prove {shlex.quote(os.path.dirname(path) or '.')} --no-replay"
     if not ends:
-        raise UsageFault(f"{path}: tells of no step, so there is nothing to replay", hint=alone)
+        raise UsageFault(f"{path}: records no steps, so there is nothing to replay", hint=alone)
     wanted = ends[-1] if replay.end is None else replay.end
     if wanted > ends[-1]:
         raise UsageFault(
@@ -80,22 +156,22 @@ def segment(path: str, record: RunRecord, whole: dict[int, str], replay: Replay)
             hint="leave out --to to replay up to there",
         )
     asked = path if replay.end is None else f"--to {wanted}"
-    possible = [one for one in starts if one <= wanted - 1]
+    possible = [step for step in starts if step < wanted]
     if replay.start is not None:
-        asked, possible = f"--from {replay.start}", [one for one in starts if one <= replay.start][-1:]
+        asked, possible = f"--from {replay.start}", [step for step in starts if step <= replay.start][-1:]
     if not possible:
         have = f"checkpoints of steps {', '.join(map(str, starts))}" if starts else "no whole checkpoint"
-        raise UsageFault(f"{asked}: there is nothing to begin from; the run has {have}", hint=alone)
+        raise UsageFault(f"{asked}: there is nothing to start from; the run has {have}", hint=alone)
     for start in reversed(possible):
         limit = record.limit(start)
         last = wanted if limit is None else min(wanted, limit)
-        end = max((one for one in ends if start < one <= last), default=None)
+        end = max((step for step in ends if start < step <= last), default=None)
         if end is not None:
             changed = f"the run went on from step {limit} with other settings"
             why = changed if last < wanted else f"step {wanted} is not in the record"
             return start, end, f"replays up to step {end}: {why}" if end < wanted else ""
     raise UsageFault(
-        f"{asked}: no step behind {possible[-1]} and up to {wanted} is in the record with the same settings",
+        f"{asked}: the record has no step from {possible[-1]} up to {wanted} with the same settings",
         hint=alone if replay.start is None else "give another --from, or leave it out",
     )
 
@@ -103,13 +179,11 @@ def segment(path: str, record: RunRecord, whole: dict[int, str], replay: Replay)
 def command_of(path: str, begin: Entry, end: int, resumed: str | None, replay: Replay) -> list[str]:
     """Return the command, but for --out, that trains from a checkpoint or the start up to a step."""
     ranks = replay.ranks or begin["ranks"]
-    own = Path(__file__).parents[2] / "train" / "main.py"
-    if replay.program is None and not own.is_file():
-        raise UsageFault(
-            "the trainer is not beside this installation of ckpttool",
-            hint="give --program path/to/train/main.py, from a copy of the repository",
-        )
-    arguments = [one for one in map(str, begin["arguments"]) if one not in DROPPED]
+    if replay.program is None or not os.path.isfile(replay.program):
+        where = f"{replay.program}: is not there" if replay.program else "the trainer's program is not known"
+        hint = "give --program path/to/train/main.py, from a copy of the repository"
+        raise UsageFault(where, hint=hint)
+    arguments = [flag for flag in map(str, begin["arguments"]) if flag not in DROPPED]
     code = sorted({*_code_in(begin["code"]), *_code_in_arguments(arguments)})
     if code and not replay.run_code:
         raise UsageFault(
@@ -129,7 +203,7 @@ def command_of(path: str, begin: Entry, end: int, resumed: str | None, replay: R
         begun += [part for glob in missing for part in ("--init-allow-missing", glob)]
     every = ["--prove-every", str(begin["every"]), "--stop-at", str(end), "--save-every", "999999999epochs"]
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []
-    return [sys.executable, replay.program or str(own), *arguments, *begun, *every, *spawn, *replay.flags]
+    return [sys.executable, replay.program, *arguments, *begun, *every, *spawn, *replay.flags]
 
 
 def _code_in(named: Entry) -> Iterator[str]:
@@ -148,10 +222,7 @@ def _code_in_arguments(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def differing(command: list[str], record: RunRecord, start: int) -> Part | None:
-    """Train again, and return where the bits part; None if they do not.
-
-    A replay that fails parts where it begins: its own error says why, as of samples that are others now.
-    """
+    """Train again, and return where the bits differ; None if they do not."""
     with tempfile.TemporaryDirectory(prefix="ckpttool-prove-") as folder:
         ran = subprocess.run(
             [*command, "--out", folder],
@@ -161,7 +232,7 @@ def differing(command: list[str], record: RunRecord, start: int) -> Part | None:
             text=True,
             check=False,
         )
-        if ran.returncode:
+        if ran.returncode:  # its own error says why, such as samples that have changed
             return Part(start, f"the replay ended with exit code {ran.returncode}: {_said(ran.stderr)}")
         again = RunRecord(chain.read(os.path.join(folder, chain.NAME))[0])
     return first_difference(record, again, start)
@@ -169,10 +240,10 @@ def differing(command: list[str], record: RunRecord, start: int) -> Part | None:
 
 def _environment(program: str, begin: Entry) -> dict[str, str]:
     """Return this process's environment without what a launcher has set, and with the run's threads."""
-    kept = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
+    variables = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
     root = str(Path(program).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH")]))
-    return {**kept, "OMP_NUM_THREADS": str(begin["versions"]["threads"]), "PYTHONPATH": path}
+    path = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    return {**variables, "OMP_NUM_THREADS": str(begin["versions"]["threads"]), "PYTHONPATH": path}
 
 
 def _said(stderr: str) -> str:
@@ -180,3 +251,54 @@ def _said(stderr: str) -> str:
     lines = stderr.strip().splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return " ".join(errors[:1] or lines[-3:])[:SHOWN]
+
+
+def first_difference(run: RunRecord, again: RunRecord, start: int) -> Part | None:
+    """Return where a run and its repetition from step `start` part; None if nothing differs."""
+    return min(_differences(run, again, start), key=lambda part: part.step, default=None)
+
+
+def _differences(run: RunRecord, again: RunRecord, start: int) -> Iterator[Part]:
+    """Yield the first difference of each kind; of one step the cause before the effect."""
+    first, second = run.begins[0], again.begins[0]
+    if start == 0 and first["weights"] != second["weights"]:
+        yield Part(0, "training starts from different weights")
+    for epoch in sorted(run.epochs.keys() & again.epochs.keys()):
+        if run.epochs[epoch]["plan"] != again.epochs[epoch]["plan"]:
+            step = max(start, run.epochs[epoch]["step"]) + 1
+            yield Part(step, f"epoch {epoch} deals out the samples in another order")
+            break
+    yield from _other_samples(run, again)
+    before = start
+    for step in sorted(step for step in again.steps if step > start):
+        if step in run.steps:
+            if run.steps[step]["weights"] != again.steps[step]["weights"]:
+                after = f"after step {before}, by step {step}" if step > before + 1 else f"in step {step}"
+                yield Part(step, f"the weights differ {after}")
+                break
+            before = step
+    for step in sorted(run.scores.keys() & again.scores.keys()):
+        if step > start and run.scores[step]["score"] != again.scores[step]["score"]:
+            yield Part(step, f"the evaluation after step {step} has a different score")
+            break
+    for step in sorted(run.checkpoints.keys() & again.checkpoints.keys()):
+        if step > start:
+            mine, other = (record.checkpoints[step]["digests"] for record in (run, again))
+            parts = [part for part in mine if part != "run" and mine[part] != other.get(part)]
+            if parts:
+                yield Part(step, f"the checkpoint of step {step} has a different {parts[0]}")
+                break
+
+
+def _other_samples(run: RunRecord, again: RunRecord) -> Iterator[Part]:
+    mine, others = run.samples(), again.samples()
+    for step in sorted(mine.keys() & others.keys()):
+        if mine[step].keys() != others[step].keys():
+            index = min(mine[step].keys() ^ others[step].keys())
+            yield Part(step, f"step {step} takes different samples: sample {index} is in only one of the two")
+            return
+        changed = [index for index in sorted(mine[step]) if mine[step][index] != others[step][index]]
+        if changed:
+            many = f", and {len(changed) - 1} more in this step" if len(changed) > 1 else ""
+            yield Part(step, f"training sample {changed[0]} differs in step {step}{many}")
+            return

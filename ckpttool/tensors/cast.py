@@ -22,41 +22,28 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-TARGETS = {
-    **{name: DTYPES[name] for name in ("float64", "float32", "float16", "bfloat16")},
-    "fp64": DTYPES["float64"],
-    "double": DTYPES["float64"],
-    "fp32": DTYPES["float32"],
-    "float": DTYPES["float32"],
-    "fp16": DTYPES["float16"],
-    "half": DTYPES["float16"],
-    "bf16": DTYPES["bfloat16"],
-}
-"""What `--dtype` takes. The 8-bit types need a scale for each tensor, which no cast can choose."""
+# What `--dtype` takes. The 8-bit types need a scale for each tensor, which no cast can choose.
+TARGETS = {name: DTYPES[name] for name in ("float64", "float32", "float16", "bfloat16")}
+TARGETS |= {"fp64": TARGETS["float64"], "fp32": TARGETS["float32"], "fp16": TARGETS["float16"]}
+TARGETS |= {"double": TARGETS["float64"], "float": TARGETS["float32"], "half": TARGETS["float16"]}
+TARGETS |= {"bf16": TARGETS["bfloat16"]}
 
-OF_ML_DTYPES = {
-    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
-    *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-}
-"""Types that numpy lacks; the package ml_dtypes has them under torch's names."""
+# Types that numpy lacks; the package ml_dtypes has them under torch's names.
+_OF_ML_DTYPES = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+OF_ML_DTYPES = {*_OF_ML_DTYPES.split()}
 
+# The types that are cast; integers, booleans and complex numbers stay as they are.
 FLOATS = {"float64", "float32", "float16", *OF_ML_DTYPES}
-"""The types that are cast; integers, booleans and complex numbers stay as they are."""
 
+# The bits of the positive infinity: those of finite magnitudes are less.
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000, "float64": 0x7FF0 << 48}
-"""The bits of the positive infinity: those of finite magnitudes are less."""
 
-CELL = 1 << 20
-"""Elements of a storage whose overflows are marked together, a bit for each."""
+CELL = 1 << 20  # elements of a storage whose overflows are marked together, a bit for each
 
 
 @dataclass(slots=True)
 class CastReport:
-    """What casting did, complete once the bytes were written.
-
-    Attributes:
-        tensors: how many were cast.
-    """
+    """What casting did, complete once the bytes were written."""
 
     tensors: int = 0
     _marks: dict[tuple[int, int], NDArray[np.uint8]] = field(default_factory=dict)
@@ -70,12 +57,7 @@ class CastReport:
         return sum(int(np.unpackbits(bits).sum()) for bits in self._marks.values())
 
     def note(self, storage: int, places: NDArray[np.int64]) -> None:
-        """Record that elements of a storage overflowed. Several threads may call this at once.
-
-        Args:
-            storage: the storage's number.
-            places: the elements' numbers within it.
-        """
+        """Record that elements of a storage overflowed. Several threads may call this at once."""
         import numpy as np
 
         cells = places // CELL
@@ -95,12 +77,7 @@ def target(name: str) -> DType:
 
 
 class Caster:
-    """Casts the tensors of one checkpoint; tensors that share a storage share the cast one.
-
-    Attributes:
-        to: the type to cast to.
-        report: what was cast so far.
-    """
+    """Casts the tensors of one checkpoint; tensors that share a storage share the cast one."""
 
     def __init__(self, to: DType) -> None:
         self.to = to
@@ -110,10 +87,7 @@ class Caster:
         self._idle: dict[DType, list[Conversion]] = defaultdict(list)
 
     def cast(self, tensor: TensorRef) -> TensorRef:
-        """Return the tensor in the wanted type: the same view of a storage whose bytes are computed.
-
-        A tensor that is of this type already, or of none of FLOATS, is returned as it is.
-        """
+        """Return the tensor in the wanted type: the same view of a storage whose bytes are computed."""
         if tensor.dtype.name not in FLOATS or tensor.dtype is self.to:
             return tensor
         self.report.tensors += 1
@@ -170,11 +144,7 @@ def _bytes(values: NDArray[Any]) -> memoryview:
 
 
 class Conversion:
-    """From elements of one type to elements of another, in memory that is used again.
-
-    Attributes:
-        buffer: where elements may be read to.
-    """
+    """From elements of one type to elements of another, in memory that is used again."""
 
     def __init__(self, source: DType, to: DType) -> None:
         import numpy as np
@@ -186,15 +156,7 @@ class Conversion:
         self._few = np.zeros(16, "<u2")
 
     def convert(self, raw: memoryview) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
-        """Convert elements.
-
-        Args:
-            raw: little-endian, CHUNK bytes at most.
-
-        Returns:
-            An array that carries the new type's bits (see `carrier`), valid until the next call, and the
-            indices of finite elements that became infinite; None where there are none.
-        """
+        """Convert elements."""
         import numpy as np
 
         with np.errstate(all="ignore"):
@@ -217,18 +179,13 @@ class Conversion:
         if name == "float64" or _all_finite(name, out):  # float64 holds all that the others do
             return None
         unsigned = out.view(f"<u{width}")
-        found: NDArray[np.bool_] = (unsigned & unsigned.dtype.type((1 << 8 * width - 1) - 1)) >= INFINITY[
-            name
-        ]
-        return found
+        magnitude = unsigned & unsigned.dtype.type((1 << 8 * width - 1) - 1)
+        infinite: NDArray[np.bool_] = magnitude >= INFINITY[name]
+        return infinite
 
 
 def _all_finite(name: str, values: NDArray[Any]) -> bool:
-    """Return whether no bits of a type in INFINITY are those of an infinity or NaN.
-
-    Two passes that make no array find out: as unsigned numbers the negative ones are the largest, as signed
-    numbers the positive ones.
-    """
+    """Return whether no bits of a type in INFINITY are those of an infinity or NaN."""
     if not len(values):
         return True
     infinity, width = INFINITY[name], values.itemsize
@@ -258,12 +215,7 @@ def reader(source: DType) -> Callable[[NDArray[Any]], NDArray[Any]]:
 
 
 def count_non_finite(name: str, raw: memoryview) -> int:
-    """Return how many elements are NaN or infinite.
-
-    Args:
-        name: a float type, one of FLOATS.
-        raw: the elements, little-endian.
-    """
+    """Return how many elements are NaN or infinite."""
     import numpy as np
 
     bits = np.frombuffer(raw, dtype=carrier(DTYPES[name]))

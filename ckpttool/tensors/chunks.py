@@ -21,8 +21,7 @@ from .dtypes import DType
 from .ref import MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent
 from .values import stream
 
-MAX_CUTS = 8
-"""Dimensions along which a tensor may be cut; device meshes have three or four."""
+MAX_CUTS = 8  # dimensions along which a tensor may be cut; device meshes have three or four
 
 NOTHING = memoryview(b"")
 
@@ -40,19 +39,12 @@ _spare = _Spare()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box within a tensor.
-
-    Attributes:
-        begin: the box's first index in each dimension.
-        tensor: its values; the shape is the size of the box.
-        copies: the same values as other ranks saved them.
-        ranks: the rank that saved `tensor`, then those that saved the copies; empty when there are none.
-    """
+    """A box within a tensor."""
 
     begin: Index
-    tensor: TensorRef
-    copies: tuple[TensorRef, ...] = ()
-    ranks: tuple[int, ...] = ()
+    tensor: TensorRef  # its shape is the size of the box
+    copies: tuple[TensorRef, ...] = ()  # the same values as other ranks saved them
+    ranks: tuple[int, ...] = ()  # that saved the tensor and its copies; empty where there are none
 
 
 def assembled(
@@ -64,41 +56,23 @@ def assembled(
     *,
     origins: tuple[Storage, ...] | None = None,
 ) -> TensorRef:
-    """Return one tensor made of parts; nothing is read yet.
+    """Return a tensor made of parts, unread; raise BadTensor unless they are the whole of it, each once.
 
-    Args:
-        name: the tensor's name, for messages.
-        path: the file's name, for messages.
-        dtype: the element type of all parts.
-        shape: of the whole.
-        parts: boxes within the whole, in any order; none is a view that repeats elements.
-        origins: the storages that the values come from; None for those of all parts and copies.
-
-    Returns:
-        The tensor. Reading its values raises RanksDiffer where a copy differs in any bit.
-
-    Raises:
-        BadTensor: the parts leave a gap, overlap or reach outside; or the whole is larger than any file, or
-            is cut in more than MAX_CUTS dimensions.
+    Reading its values raises RanksDiffer where a copy differs in any bit.
     """
     parts = sorted((part for part in parts if part.tensor.numel), key=lambda part: part.begin)
     if extent(shape) * dtype.itemsize > MAX_BYTES or not _tile(shape, parts):
         raise BadTensor(f"'{name}' of shape {str(list(shape))[:80]} whose chunks are not the whole of it")
-    whole = _Whole(path, name, dtype.itemsize, shape, parts)
+    joined = _Whole(path, name, dtype.itemsize, shape, parts)
     if origins is None:
-        origins = tuple(each.storage for part in parts for each in (part.tensor, *part.copies))
-    data = Computed.filling(path, math.prod(shape) * dtype.itemsize, whole.fill)
+        origins = tuple(tensor.storage for part in parts for tensor in (part.tensor, *part.copies))
+    data = Computed.filling(path, math.prod(shape) * dtype.itemsize, joined.fill)
     storage = Storage(data, dtype.storage or "UntypedStorage", origins=origins)
     return TensorRef.contiguous(storage, dtype, shape)
 
 
 def _tile(shape: Index, parts: Sequence[Part]) -> bool:
-    """Return whether boxes fill a box without gap or overlap.
-
-    They do exactly when their corners, with alternating signs, cancel out to the corners of the whole: the
-    corners are the mixed derivative of the area that the boxes cover, and determine it. Dimensions along
-    which no box is cut are skipped.
-    """
+    """Return whether boxes fill a box without gap or overlap."""
     boxes = [(part.begin, part.tensor.shape) for part in parts]
     if any(len(begin) != len(shape) for begin, _ in boxes):
         return False
@@ -121,15 +95,7 @@ def _add_corners(corners: Counter[Index], sides: Sequence[tuple[int, int]], sign
 
 
 def boxes_of(shape: Index, first: int, count: int) -> Iterator[tuple[Index, Index]]:
-    """Cut a row-major stretch of an array into boxes.
-
-    Args:
-        shape: of the array; no size is 0.
-        first, count: the stretch, in elements.
-
-    Yields:
-        The begin and size of each box; one after another, row by row, they are the stretch.
-    """
+    """Cut a row-major stretch of an array into boxes."""
     if not shape:
         yield (), ()
         return
@@ -199,8 +165,8 @@ class _Whole:
             import numpy as np
 
             box = tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))
-            whole = np.frombuffer(out, np.uint8).reshape(*size, self.width)
-            whole[box] = np.frombuffer(target, np.uint8).reshape(*shape, self.width)
+            elements = np.frombuffer(out, np.uint8).reshape(*size, self.width)
+            elements[box] = np.frombuffer(target, np.uint8).reshape(*shape, self.width)
             _spare.memory = spare
 
     def _compare(self, values: memoryview, part: Part, begin: Index, shape: Index) -> None:

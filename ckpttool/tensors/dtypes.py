@@ -7,26 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type.
+    """An element type."""
 
-    Attributes:
-        name: torch's name, `float32`.
-        itemsize: bytes per element.
-        storage: the class under which torch pickles it, `FloatStorage`; types younger than torch 2.0 have
-            none and go as `UntypedStorage` beside their dtype.
-        safetensors: the name in a safetensors header, `F32`; None where that format has no such type.
-        part: bytes of the unit that byte order and sign apply to: half an element for complex types.
-    """
-
-    name: str
-    itemsize: int
+    name: str  # torch's, `float32`
+    itemsize: int  # bytes per element
+    # The class under which torch pickles it, `FloatStorage`. Types younger than torch 2.0 have none and go as
+    # `UntypedStorage` with their dtype.
     storage: str | None
-    safetensors: str | None
-    part: int
+    safetensors: str | None  # the name in a safetensors header, `F32`, if that format has the type
+    part: int  # bytes of the unit that byte order and sign apply to: half an element for complex types
 
 
-def _table() -> dict[str, DType]:
-    rows = [
+DTYPES = {
+    name: DType(name, size, storage, safetensors, size // 2 if "complex" in name else size)
+    for name, size, storage, safetensors in (
         ("float64", 8, "DoubleStorage", "F64"),
         ("float32", 4, "FloatStorage", "F32"),
         ("float16", 2, "HalfStorage", "F16"),
@@ -61,26 +55,19 @@ def _table() -> dict[str, DType]:
         ("bits1x8", 1, None, None),
         ("bits2x4", 1, None, None),
         ("bits4x2", 1, None, None),
-    ]
-    return {
-        name: DType(name, size, storage, st, size // 2 if "complex" in name else size)
-        for name, size, storage, st in rows
-    }
+    )
+}
 
-
-DTYPES = _table()
-"""Every known element type by torch's name."""
-
+# Element types by the storage class under which torch pickles them
 STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
-"""Element types by the storage class under which torch pickles them."""
 
+# The types of the real and imaginary parts of complex types
 REAL_TYPES = {
     "complex128": DTYPES["float64"],
     "complex64": DTYPES["float32"],
     "complex32": DTYPES["float16"],
     "bcomplex32": DTYPES["bfloat16"],
 }
-"""The types of the real and imaginary parts of complex types."""
 
 
 def real_dtype(dtype: DType) -> DType:
@@ -88,5 +75,5 @@ def real_dtype(dtype: DType) -> DType:
     return REAL_TYPES.get(dtype.name, dtype)
 
 
+# Types that torch's lazy negative may be set on: flipping the sign bit is all it means
 SIGNED = ("float16", "float32", "float64", "bfloat16", "complex", "bcomplex")
-"""Types that torch's lazy negative may be set on: flipping the sign bit is all it means."""

@@ -7,41 +7,167 @@ whatever its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
+from ..errors import Damaged, Unreadable
 from .dtypes import SIGNED, DType
-from .source import ByteRange as ByteRange
-from .source import Computed as Computed
-from .source import Source as Source
 
 MAX_BYTES = 2**63 - 1
+DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
+MAX_AXES = 64  # some operations of torch stop there
+FILLED = 1 << 20  # bytes of a piece of computed values; whole elements
 
-MAX_AXES = 64
-"""Dimensions of a tensor; some operations of torch stop at 64."""
+
+class Source:
+    """A file opened for reading; closed by `close()` or with its last user."""
+
+    __slots__ = ("_fd", "observers", "path", "size")
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path  # for messages: the descriptor is what is read, whatever happens to the name
+        self._fd = fd
+        # Called with the offset and the bytes of whatever is read, in the thread that reads.
+        self.observers: list[Callable[[int, memoryview | bytes], object]] = []
+        self.size = os.fstat(fd).st_size
+
+    @property
+    def fd(self) -> int:
+        """The descriptor. Raises Unreadable after `close`."""
+        if self._fd < 0:
+            raise Unreadable(self.path, "is closed", hint="read its tensors inside the `with` block")
+        return self._fd
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from `offset`. Raises Damaged where the file ends before them."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
+        pieces, start = [], offset
+        while nbytes:
+            piece = os.pread(self.fd, nbytes, offset)
+            if not piece:
+                raise Damaged(self.path, "the file became shorter while it was read")
+            pieces.append(piece)
+            offset += len(piece)
+            nbytes -= len(piece)
+        data = b"".join(pieces)
+        for observer in self.observers:
+            observer(start, data)
+        return data
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class ByteRange(NamedTuple):
+    """`nbytes` bytes of a file from `offset`."""
+
+    source: Source
+    offset: int
+    nbytes: int
+
+    @property
+    def path(self) -> str:
+        """The file's name, for messages."""
+        return self.source.path
+
+    def read(self) -> bytes:
+        """Return all bytes. Raises Damaged where the file ends before them."""
+        return self.source.read(self.offset, self.nbytes)
+
+    def part(self, start: int, nbytes: int) -> ByteRange:
+        """Return `nbytes` bytes from `start` within this range, which must lie inside it."""
+        return ByteRange(self.source, self.offset + start, nbytes)
+
+    def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
+        """Read all bytes through one buffer: each chunk is valid until the next."""
+        done = 0
+        while done < self.nbytes:
+            view = buffer[: min(len(buffer), self.nbytes - done)]
+            filled = 0
+            while filled < len(view):
+                moved = os.preadv(self.source.fd, [view[filled:]], self.offset + done + filled)
+                if not moved:
+                    raise Damaged(self.source.path, "the file became shorter while it was read")
+                filled += moved
+            for observer in self.source.observers:
+                observer(self.offset + done, view)
+            done += filled
+            yield view
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """`nbytes` bytes that are made when asked for, always the same."""
+
+    path: str
+    nbytes: int
+    # `make(start, nbytes)` yields a stretch, in pieces that are valid until the next.
+    make: Callable[[int, int], Iterator[memoryview]]
+    # Yields the values of a view of them, little-endian, in less memory than all the bytes take.
+    view: Callable[[TensorRef], Iterator[memoryview]] | None = None
+    # A stretch costs no more than its share, and several threads may make stretches at once.
+    is_divisible: bool = False
+    # `fill(start, buffer)`, where the bytes can be made in the caller's memory.
+    fill: Callable[[int, memoryview], None] | None = None
+
+    @classmethod
+    def filling(cls, path: str, nbytes: int, fill: Callable[[int, memoryview], None]) -> Computed:
+        """Return bytes that a function puts into the caller's memory, any stretch of them in any thread."""
+
+        def make(start: int, count: int) -> Iterator[memoryview]:
+            return _filled(fill, start, count, memoryview(bytearray(min(count, FILLED))))
+
+        return cls(path, nbytes, make, is_divisible=True, fill=fill)
+
+    def read(self) -> bytes:
+        """Return all bytes."""
+        return b"".join(bytes(piece) for piece in self.make(0, self.nbytes))
+
+    def part(self, start: int, nbytes: int) -> Computed:
+        """Return `nbytes` bytes from `start`, which must lie inside and cut no element."""
+        fill = self.fill
+        if fill is not None:
+            return self.filling(self.path, nbytes, lambda at, buffer: fill(start + at, buffer))
+        return Computed(
+            self.path, nbytes, lambda at, count: self.make(start + at, count), is_divisible=self.is_divisible
+        )
+
+    def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
+        """Make all bytes in order, through the buffer if they are made in the caller's memory."""
+        if self.fill is not None and len(buffer):
+            return _filled(self.fill, 0, self.nbytes, buffer)
+        return self.make(0, self.nbytes)
+
+
+def _filled(
+    fill: Callable[[int, memoryview], None], start: int, nbytes: int, buffer: memoryview
+) -> Iterator[memoryview]:
+    for done in range(0, nbytes, len(buffer) or 1):
+        view = buffer[: min(len(buffer), nbytes - done)]
+        fill(start + done, view)
+        yield view
 
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Bytes that tensors use. Two tensors share memory exactly when they have the same Storage object.
-
-    Not changed once a reader has handed it out.
-
-    Attributes:
-        data: where the bytes are, or how they are made.
-        kind: the class under which torch pickles it: `FloatStorage`, `UntypedStorage`, …
-        location: the device it was saved from, `cpu` or `cuda:0`.
-        crc32: CRC-32 of the bytes when the file states one, else None.
-        byteorder: `little` or `big`.
-        origins: the storages that these bytes are a part of, or are computed from.
-    """
+    """Bytes that tensors use. Two tensors share memory exactly when they have the same Storage object."""
 
     data: ByteRange | Computed
-    kind: str
+    kind: str  # the class under which torch pickles it: `FloatStorage`, `UntypedStorage`, …
     location: str = "cpu"
-    crc32: int | None = None
+    crc32: int | None = None  # where the file states one
     byteorder: str = "little"
+    # The storages that these bytes are a part of, or are computed from.
     origins: tuple[Storage, ...] = ()
 
     @property
@@ -51,10 +177,8 @@ class Storage:
 
 
 def extent(shape: Iterable[int]) -> int:
-    """Return the product of the sizes that are not 0, or MAX_BYTES + 1 when it is more than any file holds.
-
-    A file may state thousands of sizes of 2^62: their true product would take minutes and have no use.
-    """
+    """Return the product of the sizes that are not 0, MAX_BYTES + 1 at most."""
+    # A file may state thousands of sizes of 2^62: their true product would take minutes and have no use.
     total = 1
     for size in shape:
         total *= size or 1
@@ -171,6 +295,11 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= MAX_BYTES
 
 
+def has_gradients(dtype: DType) -> bool:
+    """Return whether torch lets a tensor of this type require gradients."""
+    return "float" in dtype.name or "complex" in dtype.name
+
+
 def checked_tensor(
     storage: Storage,
     dtype: DType,
@@ -183,20 +312,7 @@ def checked_tensor(
     *,
     limit: int | None = None,
 ) -> TensorRef:
-    """Return a tensor as a file describes it, each of whose elements lies in its storage.
-
-    Args:
-        storage: the bytes.
-        dtype: element type.
-        shape, stride, offset: whatever the file holds in their places, of any type.
-        requires_grad, conj, neg: as for TensorRef.
-        limit: bytes of the storage that the tensor may use; all when None.
-
-    Raises:
-        BadTensor: shape and stride are no tuples of one length, or longer than MAX_AXES; a number is no int,
-            negative or larger than MAX_BYTES; a lazy bit does not fit the dtype; an element lies past
-            `limit`.
-    """
+    """Return a tensor as a file describes it, in values of any type; raise BadTensor if none can be so."""
     limit = storage.nbytes if limit is None else limit
     counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
     if counts and len(shape) > MAX_AXES:
@@ -206,6 +322,8 @@ def checked_tensor(
             raise BadTensor("of malformed size, stride or offset")
     if (conj and "complex" not in dtype.name) or (neg and not dtype.name.startswith(SIGNED)):
         raise BadTensor(f"that is a conjugate or negative view of {dtype.name}")
+    if requires_grad and not has_gradients(dtype):
+        raise BadTensor(f"of {dtype.name} that requires gradients")
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise BadTensor("of a shape larger than any file")
     tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, conj, neg)

@@ -18,22 +18,9 @@ if TYPE_CHECKING:
 def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> dict[str, torch.Tensor]:
     """Return torch tensors that view the file through a private mapping: nothing is read until it is used.
 
-    A process that uses a mapping of a file which became shorter is killed by SIGBUS.
-
-    Tensors that share a storage in the file share memory here. Values that are not plain bytes of the file
-    (lazy bits, big-endian, computed, misaligned) are read at once.
-
-    Args:
-        tensors: name -> tensor, any layout.
-        mapped: False to read the storages into memory at once.
-
-    Returns:
-        name -> torch tensor of the same dtype, shape and stride, on the CPU.
-
-    Raises:
-        Unsupported: an element type that this torch does not have.
-        Refused: a tensor that must be read expands its storage by more than 1 GiB.
-        Damaged: a file that must be read ends early.
+    A process that uses a mapping of a file which became shorter is killed by SIGBUS; not `mapped`, the bytes
+    are read at once, as are values that are not in the file as they are. Tensors that share a storage in the
+    file share memory here. Raises Unsupported, Refused and Damaged as `loaded_tensor` does.
     """
     import torch
 
@@ -57,16 +44,10 @@ def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> di
 
 
 def loaded_tensor(name: str, tensor: TensorRef) -> torch.Tensor:
-    """Return a torch tensor in memory of its own, read at once, with the same strides where it can be.
+    """Return a torch tensor read into new memory, with the same strides where it can be.
 
-    Args:
-        name: the tensor's, for messages.
-        tensor: any layout.
-
-    Raises:
-        Unsupported: an element type that this torch does not have.
-        Refused: it repeats elements of its storage, which are more than 1 GiB larger than that.
-        Damaged: the file ends early.
+    Raises Unsupported for a type that this torch lacks, Refused for a view that repeats its storage by more
+    than 1 GiB, Damaged for a file that ends early.
     """
     import torch
 
@@ -94,11 +75,7 @@ def has_to_be_made(tensor: TensorRef) -> bool:
 
 
 def torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
-    """Return torch's element type of a tensor.
-
-    Raises:
-        Unsupported: this torch does not have it.
-    """
+    """Return torch's element type of a tensor."""
     import torch
 
     dtype = getattr(torch, tensor.dtype.name, None)
@@ -120,8 +97,9 @@ def _mapped(data: ByteRange, maps: dict[int, mmap.mmap]) -> torch.UntypedStorage
 
     if id(data.source) not in maps:
         maps[id(data.source)] = mmap.mmap(data.source.fd, 0, access=mmap.ACCESS_COPY)
-    whole = torch.frombuffer(maps[id(data.source)], dtype=torch.uint8, count=data.nbytes, offset=data.offset)
-    return whole.untyped_storage()
+    mapping = maps[id(data.source)]
+    data_bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=data.nbytes, offset=data.offset)
+    return data_bytes.untyped_storage()
 
 
 def _read(data: ByteRange) -> torch.UntypedStorage:
@@ -129,9 +107,9 @@ def _read(data: ByteRange) -> torch.UntypedStorage:
     import torch
 
     raw = bytearray(data.nbytes)
-    whole, at = memoryview(raw), 0
-    while at < data.nbytes:
-        size = min(CHUNK, data.nbytes - at)
-        for chunk in data.part(at, size).chunks(whole[at : at + size]):
-            at += len(chunk)
+    out = memoryview(raw)
+    for start in range(0, data.nbytes, CHUNK):
+        size = min(CHUNK, data.nbytes - start)
+        for _ in data.part(start, size).chunks(out[start : start + size]):
+            pass
     return torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()

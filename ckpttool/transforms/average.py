@@ -27,14 +27,9 @@ from .mean import Means, mean
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 
-SMALL = 1 << 14
-"""Bytes of a tensor that is averaged together with others: few elements take as long as thousands."""
-
-BATCH = 1 << 18
-"""Bytes of small tensors averaged together."""
-
-HELD = 16
-"""Batches whose means are held: a file may have its tensors in another order."""
+SMALL = 1 << 14  # bytes of a tensor averaged together with others: few elements take as long as thousands
+BATCH = 1 << 18  # bytes of small tensors averaged together
+HELD = 16  # batches whose means stay in memory: a file may have its tensors in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ def average(
         TypeError: `files` is one path or one checkpoint.
         UsageFault: fewer than two files, or malformed weights.
         Refused: names, types or shapes differ; or a tensor has a type that can't be averaged, or is sharded,
-            sparse, quantised or the like.
+            sparse or quantised.
         NoState: a file holds no state, or none at `state`.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
@@ -87,10 +82,10 @@ def average(
     shares = _checked(weights, len(files))
     checkpoints = [file if isinstance(file, Checkpoint) else open_checkpoint(file) for file in files]
     states = [checkpoint.state(state) for checkpoint in checkpoints]
-    for checkpoint, found in zip(checkpoints, states, strict=True):
-        require_plain(checkpoint.path, found.likes, "can't be averaged")
-    for checkpoint, found in zip(checkpoints[:-1], states[:-1], strict=True):
-        _require_same(checkpoint, found, checkpoints[-1], states[-1])
+    for checkpoint, chosen in zip(checkpoints, states, strict=True):
+        require_plain(checkpoint.path, chosen.likes, "can't be averaged")
+    for checkpoint, chosen in zip(checkpoints[:-1], states[:-1], strict=True):
+        _require_same(checkpoint, chosen, checkpoints[-1], states[-1])
     last, work = states[-1], _Averaging(states, shares)
     container = remade(
         last.container, ((key, work.entry(str(key), value)) for key, value in last.container.items())
@@ -106,9 +101,8 @@ def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
     shares = [1.0] * count if weights is None else list(weights)
     if len(shares) != count:
         raise UsageFault(f"{len(shares)} weights for {count} files", hint="--weights w0,w1,… one per file")
-    if not all(math.isfinite(share) and (share == 0 or 1e-30 < share < 1e30) for share in shares) or not any(
-        shares
-    ):
+    are_sane = all(math.isfinite(share) and (share == 0 or 1e-30 < share < 1e30) for share in shares)
+    if not are_sane or not any(shares):
         raise UsageFault("weights must be 0 or more, and not all 0", hint="--weights 0.5,0.25,0.25")
     return shares
 
@@ -124,7 +118,7 @@ def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> Non
     for name, tensor in a.tensors.items():
         against = b.tensors[name]
         if (tensor.dtype, tensor.shape) != (against.dtype, against.shape):
-            forms = [f"{each.dtype.name} {list(each.shape)}" for each in (tensor, against)]
+            forms = [f"{form.dtype.name} {list(form.shape)}" for form in (tensor, against)]
             raise Refused(one.path, f"'{name}' is {forms[0]}, and {forms[1]} in {other.path}", hint=hint)
 
 
@@ -152,7 +146,7 @@ class _Averaging:
         inputs = [state.tensors[name] for state in self.states]
         part = real_dtype(last.dtype)
         if last.dtype.name in INTEGERS:
-            same = all(_same(name, each, last) for each in inputs[:-1])
+            same = all(_same(name, tensor, last) for tensor in inputs[:-1])
             (self.kept if same else self.taken).append(name)
             return last
         if part.name not in FLOATS:
@@ -161,13 +155,13 @@ class _Averaging:
                 f"'{name}' is {last.dtype.name}, which can't be averaged",
                 hint=f"convert each file first: ckpttool convert {shlex.quote(path)} bf16.pt --dtype bf16",
             )
-        for each in inputs:
-            require_bounded(name, each)
+        for tensor in inputs:
+            require_bounded(name, tensor)
         self.averaged.append(name)
-        views = tuple(each.view for each in inputs)
+        views = tuple(tensor.view for tensor in inputs)
         if views not in self.storages:
             kind = last.dtype.storage or "UntypedStorage"
-            origins = tuple(each.storage for each in inputs)
+            origins = tuple(tensor.storage for tensor in inputs)
             self.storages[views] = Storage(
                 self._computed(inputs, part), kind, last.storage.location, origins=origins
             )
@@ -177,10 +171,10 @@ class _Averaging:
     def _computed(self, inputs: list[TensorRef], part: DType) -> Computed:
         """Return the bytes of the means of one tensor; small plain tensors share a batch."""
         path, nbytes = inputs[-1].storage.data.path, inputs[-1].nbytes
-        if nbytes > SMALL or not all(each.is_plain for each in inputs):
+        if nbytes > SMALL or not all(tensor.is_plain for tensor in inputs):
             work = self.work.setdefault(part.name, _Work(self.weights, part))
-            if all(each.is_stretch and _fills_buffers(each.storage.data) for each in inputs):
-                stretches = partial(_means_of_stretches, work, [each.data for each in inputs])
+            if all(tensor.is_stretch and _fills_buffers(tensor.storage.data) for tensor in inputs):
+                stretches = partial(_means_of_stretches, work, [tensor.data for tensor in inputs])
                 return Computed(path, nbytes, stretches, is_divisible=True)
             return Computed(path, nbytes, partial(_means, work, inputs))
         batch = self.batches.get(part.name)
@@ -190,11 +184,7 @@ class _Averaging:
 
 
 class _Work:
-    """What computes the means of one type: as many as threads compute at once.
-
-    Attributes:
-        part: the type.
-    """
+    """What computes the means of one type: as many as threads compute at once."""
 
     def __init__(self, weights: list[float], part: DType) -> None:
         self.part = part
@@ -214,11 +204,7 @@ class _Work:
 
 
 class _Batch:
-    """Small tensors of one type whose means are computed together.
-
-    Attributes:
-        nbytes: bytes of all of them.
-    """
+    """Small tensors of one type whose means are computed together."""
 
     def __init__(self, weights: list[float], part: DType) -> None:
         self.nbytes = 0
@@ -246,8 +232,8 @@ def _stretch_of(
 
 
 def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
-    for each in (a, b):
-        require_bounded(name, each, MAX_REPEATED)
+    for tensor in (a, b):
+        require_bounded(name, tensor, MAX_REPEATED)
     pairs = zip(in_pieces(a, CHUNK), in_pieces(b, CHUNK), strict=True)
     return all(x == y for x, y in pairs)
 
@@ -262,8 +248,8 @@ def _means_of_stretches(
 ) -> Iterator[memoryview]:
     """Yield a part of the means' bytes."""
     means = work.take()
-    parts = (each.part(start, nbytes) for each in inputs)
-    blocks = (part.chunks(own) for part, own in zip(parts, means.buffers, strict=True))
+    parts = (data.part(start, nbytes) for data in inputs)
+    blocks = (part.chunks(buffer) for part, buffer in zip(parts, means.buffers, strict=True))
     yield from map(means.of, zip(*blocks, strict=True))
     work.give_back(means)
 

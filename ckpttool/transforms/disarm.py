@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..checkpoint.argument import takes_checkpoint
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.dotted_names import MAX_NAMES, Path, dotted
 from ..checkpoint.pickled_modules import BadModules, is_module, named, own_attributes
 from ..checkpoint.rebuilt_tensors import special_tensor
@@ -16,9 +15,10 @@ from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
 from ..inert_pickle.known_names import names_in
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
-from ..inert_pickle.plain_objects import attributes_of, settings_of, text_of
+from ..inert_pickle.plain_objects import NoText, attributes_of, described, settings_of, text_of
 from ..inert_pickle.values import (
     MAX_DEPTH,
+    FrozenSet_,
     Global,
     OrderedDict_,
     Record,
@@ -40,11 +40,9 @@ from ..inert_pickle.weights_only import (
     wraps,
 )
 from ..tensors.ref import TensorRef
-from .disarmed_keys import Keys
 
 COMPLEX = Global("builtins", "complex")
-OWN_CLASSES = (None, Global("torch", "Tensor"))
-"""Classes of tensors that torch takes; None stands for a Parameter that is made as one."""
+TORCHS_CLASSES = (None, Global("torch", "Tensor"))  # None stands for a Parameter that is made as one
 CONTAINERS = (dict, list, tuple, set, frozenset, Record)
 
 
@@ -68,7 +66,7 @@ class Disarmed:
 
     Attributes:
         changed: every value that became another.
-        left_out: dotted paths of what has no place any more: attributes of pickled models beside their state,
+        left_out: dotted paths of what has no place any more: attributes of pickled models but their state,
             and of tensors those that torch's own class computes; a defaultdict's factory, a deque's maxlen.
         dtensors: whether DTensors are left, for which torch.load needs `torch.distributed.tensor` imported.
     """
@@ -82,22 +80,15 @@ class Disarmed:
 def disarm(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, Disarmed]:
     """Return a checkpoint of tensors and plain values alone, which `torch.load(weights_only=True)` takes.
 
-    A Namespace and any other object with attributes becomes a dict, a dict or list of a class of its own a
-    plain one, a pickled model its state dict, a NumPy scalar a number, an array a tensor, or a list where
-    torch lacks the type; a path, date, decimal number or UUID becomes text, a frozenset a set, the name of a
-    class or function text. A tensor of another class becomes torch's own; a Parameter stays one, and
-    both keep their attributes. Any other object becomes a dict that says which callable would have made it of
-    which arguments. One object in several places is one value in all of them.
-
-    The model's state stays what it was, and so its digest: where an array or an object would be taken for a
-    state or a part of one, all arrays become lists, and attributes that hold tensors lists of pairs.
+    An object with attributes becomes a dict, a dict or list of another class a plain one, a pickled model its
+    state dict, a NumPy scalar a number, an array a tensor (a list where torch lacks the type); a path, date,
+    decimal number, UUID, class or function becomes text, a frozenset a set. A tensor of another class becomes
+    torch's own. Any other object becomes a dict that says which callable would have made it of which
+    arguments. One object in several places is one value in all of them. The model's state keeps its digest.
 
     Args:
         checkpoint: the checkpoint; it stays as it is. Nothing that it names is imported or called.
         state: dotted path of the state whose digest must stay; found when None.
-
-    Returns:
-        The new checkpoint, and what was changed.
 
     Raises:
         Refused: a tensor is of a kind that torch does not load without its class, such as ShardedTensor, or
@@ -106,6 +97,7 @@ def disarm(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpo
         NoState: there is no state at `state`.
     """
     before = _state_of(checkpoint, state)
+    # Where an array or an object would be taken for a state or a part of one, arrays become lists instead.
     new, changes = _Disarmer(checkpoint, apart=False).run()
     if before is not None and _state_of(new, state) != before:
         new, changes = _Disarmer(checkpoint, apart=True).run()
@@ -124,22 +116,18 @@ def _state_of(checkpoint: Checkpoint, where: str | None) -> tuple[Path, tuple[st
 
 
 class _Disarmer:
-    """Copies one tree, each object as a plain value.
-
-    Args:
-        checkpoint: the checkpoint.
-        apart: arrays become lists, and attributes with tensors lists of pairs: no state is looked for there.
-    """
+    """Copies one tree, each object as a plain value."""
 
     def __init__(self, checkpoint: Checkpoint, *, apart: bool) -> None:
-        self.checkpoint, self.apart = checkpoint, apart
+        # True: arrays become lists, attributes with tensors lists of pairs: no state is looked for there.
+        self.apart = apart
+        self.checkpoint = checkpoint
         self.changed: list[Change] = []
         self.left_out: list[str] = []
         self.refused: dict[str, SpecialTensor] = {}
         self.done: dict[int, object] = {}
         self.making: dict[int, Path] = {}  # where a value lies that is being made
-        self.kept: list[object] = []  # originals live as long as their ids are keys of `done`
-        self.keys = Keys(self.value, self.note, self.refusal)
+        self.originals: list[object] = []  # they live as long as their ids are keys of `done`
         self.level = 0
         self.names_left = MAX_NAMES + 64 * checkpoint.nbytes
 
@@ -202,7 +190,7 @@ class _Disarmer:
         if self.level == MAX_DEPTH:
             raise TooDeep
         self.level += 1
-        self.kept.append(value)
+        self.originals.append(value)
         self.making[id(value)] = path
         made = self.record(value, path) if isinstance(value, Record) else self.container(value, path)
         del self.making[id(value)]
@@ -253,7 +241,7 @@ class _Disarmer:
         if isinstance(value, frozenset):
             self.note(path, "frozenset", "set")
         items = list(value)
-        return Set_(self.keys.apart(items, [(*path, str(i)) for i in range(len(items))]))
+        return Set_(self.plain_keys(items, [(*path, str(i)) for i in range(len(items))]))
 
     def fill(self, made: Any, items: Any, of: object, path: Path) -> Any:
         """Fill an empty dict, which takes the place of `of`."""
@@ -261,7 +249,7 @@ class _Disarmer:
         pairs = list(items)
         places = [(*path, in_brief(key)) for key, _ in pairs]
         for key, (_, item), at in zip(
-            self.keys.apart([key for key, _ in pairs], places), pairs, places, strict=True
+            self.plain_keys([key for key, _ in pairs], places), pairs, places, strict=True
         ):
             made[key] = self.value(item, at)
         return made
@@ -305,11 +293,11 @@ class _Disarmer:
     def wrapped(self, value: Record, plain: TensorRef, path: Path) -> object:
         """Return a tensor of torch's own class, or a Parameter, with its attributes in their plain forms."""
         wrapping = wraps(value)
-        if wrapping.kind not in OWN_CLASSES:
+        if wrapping.kind not in TORCHS_CLASSES:
             kind = wrapping.kind
             self.note(path, str(kind) if isinstance(kind, Global) else "object", "tensor")
         self.leave_out(path, wrapping.left_out)
-        attributes = {name: self.value(each, (*path, name)) for name, each in wrapping.attributes.items()}
+        attributes = {name: self.value(item, (*path, name)) for name, item in wrapping.attributes.items()}
         return wrapped(plain, wrapping.requires_grad, attributes)
 
     def other(self, value: Record, path: Path) -> object:
@@ -361,8 +349,57 @@ class _Disarmer:
         if value.items:
             yield "items", [*map(list, value.items)]
 
+    # Keys of dicts and items of sets, which need a hash.
+
+    def plain_keys(self, old: list[Any], places: list[Path]) -> list[Any]:
+        """Return the keys of a dict or the items of a set in their plain forms, no two of them equal."""
+        new = [key if type(key) is str else self.key(key, at) for key, at in zip(old, places, strict=True)]
+        changes = [b is not a and (type(b) is not type(a) or b != a) for a, b in zip(old, new, strict=True)]
+        taken = {key for key, is_changed in zip(new, changes, strict=True) if not is_changed}
+        for number, is_changed in enumerate(changes):
+            if is_changed:
+                new[number] = _apart(new[number], taken)
+                taken.add(new[number])
+        return new
+
+    def key(self, key: object, path: Path) -> object:
+        """Return a key or an item of a set as something that has a hash."""
+        if isinstance(key, tuple):
+            return tuple(self.key(item, path) for item in key)
+        if isinstance(key, FrozenSet_):
+            self.note(path, "frozenset", "tuple")
+            return tuple(self.key(item, path) for item in key)
+        if not isinstance(key, Record):
+            return self.value(key, path)
+        if tensor_of(key) is not None or is_value(key):
+            return self.value(key, path)
+        number = scalar_of(key)
+        plain = number if isinstance(number, int | float | str | bytes) else text_of(key)
+        if plain is None:
+            plain = self.described(key, path)
+        self.note(path, key.type_name, type(plain).__name__)
+        return plain
+
+    def described(self, key: Record, path: Path) -> str:
+        try:
+            return described(key)
+        except NoText as why:
+            what = f"is a key or an item of a set that can't become text: it holds {why}"
+            raise self.refusal(path, what) from None
+
 
 def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
     """Return whether the attributes of an object, as a dict, could be or complete a dict of tensors."""
-    found = (isinstance(each, TensorRef) or array_of(each) is not None for each in walk(value))
-    return not attributes or any(found)
+    return not attributes or any(
+        isinstance(part, TensorRef) or array_of(part) is not None for part in walk(value)
+    )
+
+
+def _apart(key: object, taken: set[Any]) -> object:
+    """Return a key, with a number behind it if it is among those taken."""
+    new, count = key, 1
+    text = str(key) if isinstance(key, str | int | float | bytes) else in_brief(key)
+    while new in taken:
+        count += 1
+        new = f"{text}~{count}"
+    return new

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.dotted_names import follow
 from ..checkpoint.rebuilt_tensors import plain_tensor
 from ..checkpoint.state import State, make_state
-from ..checkpoint.states import follow, path_of
+from ..checkpoint.states import path_of
 from ..errors import CkptToolError, Mismatch
 from ..inert_pickle.values import OrderedDict_
 from ..tensors.ref import TensorRef
@@ -34,37 +35,19 @@ class Parameters:
 
 
 class Named(NamedTuple):
-    """An average under the names of a model's parameters.
-
-    Attributes:
-        checkpoint: its tree is the average, as a dict by name.
-        left_out: dotted names of what else the file holds.
-    """
+    """An average under the names of a model's parameters."""
 
     checkpoint: Checkpoint
     left_out: tuple[str, ...]
 
 
 def with_names(checkpoint: Checkpoint, where: str | None, parameters: Parameters) -> Named | None:
-    """Return the average at a place under the names of a model's parameters.
-
-    Args:
-        checkpoint: the checkpoint; it stays as it is.
-        where: dotted path of a list of tensors, one a parameter; or of a state, or prefix of one, that has
-            the parameters' names without dots.
-        parameters: of the model.
-
-    Returns:
-        The average; None if there is something else at `where`, such as a state with names of its own.
-
-    Raises:
-        Mismatch: the list has another length than the parameters, or its tensors have other shapes.
-    """
+    """Return the average at a place under the names of a model's parameters."""
     path = path_of(checkpoint.tree, where) if where is not None else None
-    found = None if path is None else follow(checkpoint.tree, path)
-    if isinstance(found, list | tuple) and found and where is not None and path is not None:
-        tensors = [tensor for item in found if (tensor := plain_tensor(item)) is not None]
-        if len(tensors) < len(found):
+    listed = None if path is None else follow(checkpoint.tree, path)
+    if isinstance(listed, list | tuple) and listed and where is not None and path is not None:
+        tensors = [tensor for item in listed if (tensor := plain_tensor(item)) is not None]
+        if len(tensors) < len(listed):
             return None
         named = _by_position(checkpoint, where, tensors, parameters)
         return _named(checkpoint, named, make_state(path, {}))

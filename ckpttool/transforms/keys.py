@@ -7,17 +7,17 @@ parameter names inside optimizers.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
-from ..checkpoint.argument import takes_checkpoint
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ..checkpoint.dotted_names import follow
 from ..checkpoint.state import State
-from ..checkpoint.states import follow, is_optimizer
+from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
-from .optimizer.renaming import rename_parameters
-from .renaming import MAX_LEVELS, Renaming, add_names, parent, rename_names, strip_names
+from .renaming import MAX_LEVELS, PREFIXES, Renaming, add_names, checked, parent, rename_names, strip_names
 from .wrappers import found_prefixes, inner_prefixes
 
 
@@ -42,13 +42,12 @@ def rename_keys(
         Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
         NoState: the file holds no state, or none at `state`.
     """
-    found, rules = checkpoint.state(state), list(rules)
-    renaming = rename_names(_keys(found), rules)
+    target, rules = checkpoint.state(state), list(rules)
+    renaming = rename_names(_keys(target), rules)
     if not renaming.renamed:
-        first = next(iter(found.container), "")
-        raise NothingToDo(f"{checkpoint.path}: no key would change", hint=f"the first key is '{first}'")
-    copies = _copies(checkpoint, found) if state is None else []
-    return _apply(checkpoint, found, renaming, [(copy, rename_names(_keys(copy), rules)) for copy in copies])
+        raise NothingToDo(f"{checkpoint.path}: no key would change", hint=_first_key(target))
+    copies = _copies(checkpoint, target) if state is None else []
+    return _apply(checkpoint, target, renaming, [(copy, rename_names(_keys(copy), rules)) for copy in copies])
 
 
 @takes_checkpoint
@@ -82,21 +81,22 @@ def strip_prefix(
         Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
         NoState: the file holds no state, or none at `state`.
     """
-    found, doomed = checkpoint.state(state), set(drop)
-    absent = sorted(doomed - found.container.keys())
+    target, doomed = checkpoint.state(state), set(drop)
+    absent = sorted(doomed - target.container.keys())
     if absent:
-        raise NothingToDo(f"{checkpoint.path}: there is no key '{absent[0]}' to drop", hint=_first_key(found))
+        message = f"{checkpoint.path}: there is no key '{absent[0]}' to drop"
+        raise NothingToDo(message, hint=_first_key(target))
 
-    def stripped(each: State) -> Renaming:
-        names = [name for name in _keys(each) if name not in doomed]
+    def stripped(one: State) -> Renaming:
+        names = [name for name in _keys(one) if name not in doomed]
         return strip_names(names, prefix, repeat=repeat, anywhere=anywhere)
 
-    renaming = stripped(found)
-    others = [(other, stripped(other)) for other in _others(checkpoint, found)] if state is None else []
+    renaming = stripped(target)
+    others = [(other, stripped(other)) for other in _others(checkpoint, target)] if state is None else []
     others = [(other, theirs) for other, theirs in others if theirs.renamed]
     if not renaming.renamed:
-        raise _nothing(checkpoint, found, prefix, [other for other, _ in others])
-    return _apply(checkpoint, found, renaming, others)
+        raise _nothing(checkpoint, target, prefix, [other for other, _ in others])
+    return _apply(checkpoint, target, renaming, others)
 
 
 @takes_checkpoint
@@ -118,32 +118,26 @@ def add_prefix(
         UsageFault: the prefix is empty.
         NoState: the file holds no state, or none at `state`.
     """
-    found = checkpoint.state(state)
-    copies = _copies(checkpoint, found) if state is None else []
+    target = checkpoint.state(state)
+    copies = _copies(checkpoint, target) if state is None else []
     others = [(copy, add_names(_keys(copy), prefix)) for copy in copies]
     # Each wrapper is an nn.Module, so torch gives it a version of its own.
     parts = prefix.removesuffix(".").split(".")
     wrappers = {".".join(parts[:count]): {"version": 1} for count in range(len(parts))}
-    return _apply(checkpoint, found, add_names(_keys(found), prefix), others, wrappers)
+    return _apply(checkpoint, target, add_names(_keys(target), prefix), others, wrappers)
 
 
 def stripping(path: str, state: State, other: State) -> str | None:
-    """Return the command that gives one state the names of another; None where a wrapper's prefix won't do.
-
-    Args:
-        path: the file of the first state.
-        state: the state whose names may have a prefix.
-        other: the state with the names to get.
-    """
-    for found in found_prefixes(state.tensors):
+    """Return a hint that strips the one prefix by which two states' names differ, or None."""
+    for wrapper in found_prefixes(state.tensors):
         try:
-            plain = strip_names(state.tensors, found.prefix).names.values()
+            plain = strip_names(state.tensors, wrapper.prefix).names.values()
         except CkptToolError:
             continue
         if set(plain) == set(other.tensors):
             return (
-                f"the names differ only in '{found.prefix}'; strip it first: ckpttool strip-prefix "
-                f"{shlex.quote(path)} plain.safetensors --prefix {found.prefix}"
+                f"the names differ only in '{wrapper.prefix}'; strip it first: ckpttool strip-prefix "
+                f"{shlex.quote(path)} plain.safetensors --prefix {wrapper.prefix}"
             )
     return None
 
@@ -158,12 +152,12 @@ def _first_key(state: State) -> str:
 
 def _others(checkpoint: Checkpoint, state: State) -> list[State]:
     """Return the other states of a file, without pickled models, whose keys can't be changed inside them."""
-    found: dict[int, State] = {}
+    states: dict[int, State] = {}
     for path in checkpoint.states():
         value = follow(checkpoint.tree, path)
         if isinstance(value, dict) and value is not state.anchor:
-            found.setdefault(id(value), checkpoint.state_at(path))
-    return list(found.values())
+            states.setdefault(id(value), checkpoint.state_at(path))
+    return list(states.values())
 
 
 def _copies(checkpoint: Checkpoint, state: State) -> list[State]:
@@ -209,16 +203,8 @@ def _apply(
     others: list[tuple[State, Renaming]],
     wrappers: Mapping[str, object] | None = None,
 ) -> tuple[Checkpoint, Renaming]:
-    """Rename states, their module versions, and the parameter names of every optimizer in the file.
-
-    Args:
-        others: the states that are renamed with the first.
-        wrappers: entries to put first among the module versions.
-
-    Raises:
-        Collision: two parameters of an optimizer would get the same name.
-    """
-    states = {id(each.container): (each, theirs) for each, theirs in [*others, (state, renaming)]}
+    """Rename states, their module versions, and the parameter names of every optimizer in the file."""
+    states = {id(other.container): (other, theirs) for other, theirs in [*others, (state, renaming)]}
     names = {old: new for _, theirs in reversed(states.values()) for old, new in theirs.names.items()}
 
     def change(value: object) -> object:
@@ -228,8 +214,8 @@ def _apply(
             return rename_parameters(value, names)
         return value
 
-    also = {each.where: theirs for each, theirs in others}
-    changed = checkpoint.changed(state, change, [each for each, _ in others])
+    also = {other.where: theirs for other, theirs in others}
+    changed = checkpoint.changed(state, change, [other for other, _ in others])
     return changed, replace(renaming, also=also)
 
 
@@ -255,10 +241,7 @@ def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, objec
 def _renamed_versions(
     versions: dict[object, object], renaming: Renaming, wrappers: Mapping[str, object]
 ) -> dict[object, object]:
-    """Return `_metadata` under the new paths.
-
-    A path that enclosed keys before and encloses none afterwards belonged to a wrapper, and is left out.
-    """
+    """Return `_metadata` under the new paths, without those of wrappers, which enclose no key any more."""
     new = remade(versions, wrappers.items())
     module = renaming.modules()
     before, after = _enclosing(renaming.names), _enclosing(renaming.names.values())
@@ -279,3 +262,43 @@ def _enclosing(names: Iterable[str]) -> set[str]:
             paths.add(path)
             path = parent(path)
     return paths
+
+
+# Entries of an optimizer's group that list its parameters: `params` too, when the state is keyed by name.
+LISTS = ("params", "param_names")
+
+
+def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
+    """Return an optimizer's state dict with its parameters renamed, in its state and its groups."""
+    listed = dict.fromkeys(name for name in _parameter_names(optimizer) if isinstance(name, str))
+    checked(listed, lambda name: names.get(name, name), PREFIXES)
+    new = remade(optimizer, optimizer.items())
+    if isinstance(optimizer["state"], dict):
+        state = optimizer["state"]
+        new["state"] = remade(state, ((_new_name(key, names), value) for key, value in state.items()))
+    if isinstance(optimizer["param_groups"], list):
+        new["param_groups"] = [_rename_group(group, names) for group in optimizer["param_groups"]]
+    return new
+
+
+def _parameter_names(optimizer: Any) -> Iterator[object]:
+    state, groups = optimizer["state"], optimizer["param_groups"]
+    yield from state if isinstance(state, dict) else ()
+    for group in groups if isinstance(groups, list) else ():
+        for entry in LISTS:
+            names = group.get(entry) if isinstance(group, dict) else None
+            yield from names if isinstance(names, list) else ()
+
+
+def _rename_group(group: Any, names: Mapping[str, str]) -> Any:
+    if not isinstance(group, dict):
+        return group
+    new = remade(group, group.items())
+    for entry in LISTS:
+        if isinstance(group.get(entry), list):
+            new[entry] = [_new_name(name, names) for name in group[entry]]
+    return new
+
+
+def _new_name(name: Any, names: Mapping[str, str]) -> Any:
+    return names.get(name, name) if isinstance(name, str) else name

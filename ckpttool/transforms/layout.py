@@ -1,21 +1,24 @@
-"""Tensors of a state with their axes permuted, in another shape, or under a second name.
+"""Tensors of a state in another layout: axes permuted, another shape, ties, complex numbers as real pairs.
 
-Nothing is computed: a moved axis is a moved stride, and a tie is a second name. A format that can't hold such
-a view gets its bytes when it is written.
+Nothing is computed where a view does: a moved axis is a moved stride, a tie is a second name, and the parts
+of a complex tensor are views of its storage. A format that can't hold a view gets its bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from math import prod
 
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.state import State
 from ..errors import Collision, NothingToDo, UsageFault
-from ..tensors.ref import MAX_AXES, TensorRef
+from ..tensors.dtypes import DTYPES, REAL_TYPES
+from ..tensors.ref import MAX_AXES, Computed, Storage, TensorRef
+from ..tensors.values import CHUNK, FORMATS, require_bounded, stream, stretches, swap
 from .selection import replace_state
 
 Sizes = tuple[int, ...]
@@ -24,22 +27,7 @@ Sizes = tuple[int, ...]
 def permute(
     checkpoint: Checkpoint, rules: Iterable[tuple[str, Sizes]], *, state: str | None = None
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return a checkpoint with the axes of some tensors in another order, as `torch.permute` orders them.
-
-    Args:
-        checkpoint: the checkpoint; it stays as it is.
-        rules: (shell pattern of keys, axes) pairs, applied in order: `("*.c_attn.weight", (1, 0))`
-            transposes a matrix.
-        state: dotted path of the model's state; found when None.
-
-    Returns:
-        The new checkpoint, and the keys that changed.
-
-    Raises:
-        NothingToDo: a pattern matches no key.
-        UsageFault: the axes are not a permutation of a tensor's axes.
-        NoState: the file holds no state, or none at `state`.
-    """
+    """Return a checkpoint with the axes of some tensors in another order, as `torch.permute` orders them."""
 
     def moved(key: str, tensor: TensorRef, axes: Sizes) -> TensorRef:
         if sorted(axes) != list(range(len(tensor.shape))):
@@ -58,23 +46,7 @@ def permute(
 def reshape(
     checkpoint: Checkpoint, rules: Iterable[tuple[str, Sizes]], *, state: str | None = None
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return a checkpoint with some tensors in another shape, their elements in the same order.
-
-    Args:
-        checkpoint: the checkpoint; it stays as it is.
-        rules: (shell pattern of keys, shape) pairs, applied in order: `("head.weight", (10, 64, 1, 1))`
-            makes a matrix a 1×1 convolution.
-        state: dotted path of the model's state; found when None.
-
-    Returns:
-        The new checkpoint, and the keys that changed.
-
-    Raises:
-        NothingToDo: a pattern matches no key.
-        UsageFault: the shape has another number of elements or too many axes, or a strided tensor can't be
-            viewed in it.
-        NoState: the file holds no state, or none at `state`.
-    """
+    """Return a checkpoint with some tensors in another shape, their elements in the same order."""
 
     def shaped(key: str, tensor: TensorRef, shape: Sizes) -> TensorRef:
         if len(shape) > MAX_AXES:
@@ -98,10 +70,10 @@ def _strides(tensor: TensorRef, shape: Sizes) -> Sizes | None:
     """Return the strides that show a tensor's elements in another shape; None when no strides do."""
     if tensor.is_contiguous:
         return TensorRef.contiguous(tensor.storage, tensor.dtype, shape).stride
-    kept = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size != 1]
-    if [size for size, _ in kept] != [size for size in shape if size != 1]:
+    sizes = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size != 1]
+    if [size for size, _ in sizes] != [size for size in shape if size != 1]:
         return None
-    steps = iter(step for _, step in kept)
+    steps = iter(step for _, step in sizes)
     return tuple(1 if size == 1 else next(steps) for size in shape)
 
 
@@ -112,8 +84,8 @@ def _by_pattern(
     where: str | None,
 ) -> tuple[Checkpoint, tuple[str, ...]]:
     """Apply rules in order to every tensor whose key matches their pattern."""
-    found = checkpoint.state(where)
-    tensors = dict(found.tensors)
+    target = checkpoint.state(where)
+    tensors = dict(target.tensors)
     changed: dict[str, None] = {}
     for pattern, sizes in rules:
         fitting = [key for key in tensors if fnmatchcase(key, pattern)]
@@ -125,7 +97,7 @@ def _by_pattern(
         for key in fitting:
             tensors[key] = change(key, tensors[key], sizes)
             changed[key] = None
-    return _with_tensors(checkpoint, found, {key: tensors[key] for key in changed}), tuple(changed)
+    return _with_tensors(checkpoint, target, {key: tensors[key] for key in changed}), tuple(changed)
 
 
 def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, TensorRef]) -> Checkpoint:
@@ -144,34 +116,202 @@ def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, Tenso
 
 
 def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str | None = None) -> Checkpoint:
-    """Return a checkpoint with further names for tensors that it has: ties, which share their memory.
-
-    Args:
-        checkpoint: the checkpoint; it stays as it is.
-        pairs: (new name, existing name) pairs.
-        state: dotted path of the model's state; found when None.
-
-    Raises:
-        NothingToDo: there is no tensor of the existing name, or both names are one tensor already.
-        Collision: the new name is taken.
-        NoState: the file holds no state, or none at `state`.
-    """
-    found = checkpoint.state(state)
+    """Return a checkpoint with further names for tensors that it has: ties, which share their memory."""
+    target = checkpoint.state(state)
     more: dict[object, object] = {}
     for new, old in pairs:
-        if old not in found.tensors:
+        if old not in target.tensors:
             raise NothingToDo(
                 f"{checkpoint.path}: no tensor is named '{old}'",
-                hint=f"the first key is '{next(iter(found.tensors), '')}'",
+                hint=f"the first key is '{next(iter(target.tensors), '')}'",
             )
-        known = found.tensors.get(new)
-        if new != old and known is not None and known.view == found.tensors[old].view:
+        known = target.tensors.get(new)
+        if new != old and known is not None and known.view == target.tensors[old].view:
             raise NothingToDo(f"{checkpoint.path}: '{new}' and '{old}' are one tensor already")
-        if new in found.container or new in more:
+        if new in target.container or new in more:
             raise Collision(f"'{new}' would be another name of '{old}', but already exists")
-        more[new] = found.container[old]
-    return replace_state(checkpoint, found, lambda kept: type(kept)({**kept, **more}))
+        more[new] = target.container[old]
+    return replace_state(checkpoint, target, lambda old: type(old)({**old, **more}))
 
 
 def _listed(sizes: Sizes) -> str:
     return ",".join(map(str, sizes))
+
+
+# Complex types and those of their parts, but for bcomplex32, which few versions of torch have.
+SPLIT = {name: part for name, part in REAL_TYPES.items() if name != "bcomplex32"}
+
+WHOLES = {part.name: DTYPES[name] for name, part in SPLIT.items()}
+
+Container = dict[object, object]
+
+
+@takes_checkpoint
+def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint with each complex tensor of its state as two real ones: `NAME.real`, `NAME.imag`.
+
+    The parts are views of the complex storage: nothing is computed but the sign of a conjugate.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The new checkpoint, and the names of the tensors that were split.
+
+    Raises:
+        NothingToDo: no tensor is complex.
+        Collision: the name of a part is taken.
+        NoState: the file holds no state, or none at `state`.
+    """
+    target = checkpoint.state(state)
+    names = tuple(name for name, tensor in target.tensors.items() if tensor.dtype.name in SPLIT)
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no tensor is complex")
+    return replace_state(checkpoint, target, lambda old: _split(old, names)), names
+
+
+@takes_checkpoint
+def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint with each pair `NAME.real`, `NAME.imag` as one complex tensor.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The new checkpoint, and the names of the tensors that were joined.
+
+    Raises:
+        NothingToDo: there is no such pair of float tensors of the same shape.
+        Collision: NAME already exists.
+        NoState: the file holds no state, or none at `state`.
+    """
+    target = checkpoint.state(state)
+    names = _pairs(target.tensors)
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
+    new = replace_state(checkpoint, target, lambda old: _join(old, target.tensors, names))
+    return new, names
+
+
+def _split(old: Container, names: Collection[str]) -> Container:
+    """Return a state with each named tensor as two views of its storage. Raises Collision."""
+    new: Container = type(old)()
+    for key, value in old.items():
+        tensor = plain_tensor(value)
+        parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
+        for name, part in parts.items():
+            if name in new or (name != key and name in old):
+                raise Collision(f"'{key}' would be split into '{name}', which already exists")
+            new[name] = part
+    return new
+
+
+def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
+    real = replace(
+        tensor,
+        dtype=SPLIT[tensor.dtype.name],
+        stride=tuple(2 * step for step in tensor.stride),
+        offset=2 * tensor.offset,
+        conj=False,
+    )
+    imag = replace(real, offset=real.offset + 1, neg=tensor.neg != tensor.conj)
+    return {f"{name}.real": real, f"{name}.imag": imag}
+
+
+def _pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
+    """Return the names whose both parts are there, of one float type and one shape."""
+    return tuple(
+        key.removesuffix(".real")
+        for key, real in tensors.items()
+        if key.endswith(".real") and _is_pair(real, tensors.get(key.removesuffix(".real") + ".imag"))
+    )
+
+
+def _join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
+    """Return a state with each named pair as one complex tensor. Raises Collision."""
+    joined: dict[object, TensorRef] = {}  # tied pairs become tied tensors
+    new: Container = type(old)()
+    for name in names:
+        if name in old:
+            both = f"'{name}.real' and '{name}.imag'"
+            raise Collision(f"{both} would be joined into '{name}', which already exists")
+    for key, value in old.items():
+        name = str(key).removesuffix(".real").removesuffix(".imag")
+        if name not in names or name == key:
+            new[key] = value
+        elif str(key).endswith(".real"):
+            real, imag = tensors[f"{name}.real"], tensors[f"{name}.imag"]
+            pair = real.view, imag.view
+            if pair not in joined:
+                joined[pair] = _as_one(real, imag) or _whole(name, real, imag)
+            new[name] = replace(joined[pair])
+    return new
+
+
+def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
+    return (
+        imag is not None
+        and real.dtype.name in WHOLES
+        and (real.dtype, real.shape) == (imag.dtype, imag.shape)
+    )
+
+
+def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
+    """Return the complex tensor whose storage both parts are views of; None when they are not."""
+    dtype, old = WHOLES[real.dtype.name], real.storage
+    steps = [step if size > 1 else 0 for size, step in zip(real.shape, real.stride, strict=True)]
+    if replace(imag, offset=real.offset, neg=real.neg).view != real.view or imag.offset != real.offset + 1:
+        return None
+    if any(step % 2 for step in (real.offset, *steps)) or old.nbytes % dtype.itemsize:
+        return None
+    return replace(
+        real,
+        dtype=dtype,
+        stride=tuple(step // 2 for step in real.stride),
+        offset=real.offset // 2,
+        conj=real.neg != imag.neg,
+    )
+
+
+def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
+    """Return a complex tensor whose elements are computed from the two parts."""
+    for part in (real, imag):
+        require_bounded(name, part)
+    dtype, old = WHOLES[real.dtype.name], real.storage
+    path, width = old.data.path, real.dtype.itemsize
+
+    def make(start: int, nbytes: int) -> Iterator[memoryview]:
+        first, count = start // dtype.itemsize, nbytes // dtype.itemsize
+        left, right = (
+            chain.from_iterable(stream(part) for part in stretches(tensor, first, count))
+            for tensor in (real, imag)
+        )
+        for a, b in _in_step(left, right, CHUNK):
+            both = bytearray(len(a) * 2)
+            numbers = memoryview(both).cast(FORMATS[width])
+            numbers[0::2] = memoryview(a).cast(FORMATS[width])
+            numbers[1::2] = memoryview(b).cast(FORMATS[width])
+            if old.byteorder == "big":
+                swap(both, width)
+            yield memoryview(both)
+
+    data = Computed(path, real.numel * dtype.itemsize, make)
+    kind, origins = dtype.storage or "UntypedStorage", (old, imag.storage)
+    storage = Storage(data, kind, old.location, byteorder=old.byteorder, origins=origins)
+    return replace(TensorRef.contiguous(storage, dtype, real.shape), requires_grad=real.requires_grad)
+
+
+def _in_step(
+    left: Iterator[memoryview], right: Iterator[memoryview], size: int
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield two streams of the same length in pieces of the same size, of at most `size` bytes."""
+    a = b = memoryview(b"")
+    while True:
+        a, b = a or next(left, a), b or next(right, b)
+        if not a:
+            return
+        count = min(len(a), len(b), size)
+        yield a[:count], b[:count]
+        a, b = a[count:], b[count:]

@@ -23,25 +23,19 @@ from typing import TYPE_CHECKING, Any
 
 from ..tensors.cast import INFINITY, carrier, reader
 from ..tensors.dtypes import DType
+from ..tensors.ref import TensorRef
+from ..tensors.values import stream
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 SPLITTER = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
-BLOCK = 1 << 17
-"""Elements averaged at a time at most: numpy works on them long enough for another thread to run."""
-
-FEW = 1 << 15
-"""Elements averaged as pairs at a time: each takes a dozen times its size."""
-
-HELD = 4 << 20
-"""Bytes read at a time of all inputs together."""
-
+BLOCK = 1 << 17  # elements averaged at a time: numpy works on them long enough for another thread to run
+FEW = 1 << 15  # elements averaged as pairs at a time: each takes a dozen times its size
+HELD = 4 << 20  # bytes read at a time of all inputs together
 LARGE, SMALL = 2.0**900, 2.0**-900
-
-CANCELLED = 2.0**-40
-"""The remainder, as a part of the largest number, below which pairs may have lost digits."""
+CANCELLED = 2.0**-40  # the remainder, as a part of the largest number, below which pairs may have lost digits
 
 
 def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> memoryview:
@@ -50,14 +44,7 @@ def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> m
 
 
 class Means:
-    """Weighted means of elements of one type, computed in memory that is used again, by one thread at a time.
-
-    Args:
-        weights: one per input, not negative, of a positive sum. Equal weights, whatever their value, are
-            exact.
-        dtype: float64, float32, float16 or bfloat16.
-        elements: averaged at a time at most; as many as are worth it when None.
-    """
+    """Weighted means of elements of one type, in memory that is used again: one thread at a time."""
 
     def __init__(self, weights: Sequence[float], dtype: DType, elements: int | None = None) -> None:
         import numpy as np
@@ -79,11 +66,7 @@ class Means:
         return [memoryview(bytearray(self._elements * self._dtype.itemsize)) for _ in range(self._inputs)]
 
     def of(self, raw: Sequence[memoryview | bytes | bytearray]) -> memoryview:
-        """Return the means as bytes of the type, little-endian, valid until the next call.
-
-        Args:
-            raw: the bytes of the same elements in each input, little-endian.
-        """
+        """Return the means as bytes of the type, little-endian, valid until the next call."""
         import numpy as np
 
         inputs = [np.frombuffer(raw[number], dtype=carrier(self._dtype)) for number in self._counted]
@@ -124,12 +107,10 @@ class Means:
                 np.add(total, term, out=total)
 
     def _bound(self, means: NDArray[Any], reach: float, low: NDArray[Any]) -> NDArray[np.intp]:
-        """Round both ends of an interval around each float64 mean; return the places where they differ.
-
-        For n values of magnitude up to L, the products, the additions, the sum of the weights and the
-        quotient err by at most (2n + 1) 2^-53 L together. A reach of (2n + 4) 2^-53 L allows for the ends,
-        which are rounded too.
-        """
+        """Round both ends of an interval around each float64 mean; return the places where they differ."""
+        # For n values of magnitude up to L, the products, the additions, the sum of the weights and the
+        # quotient err by at most (2n + 1) 2^-53 L together. A reach of (2n + 4) 2^-53 L allows for the ends,
+        # which are rounded too.
         import numpy as np
 
         end, high, bits = self._term[: len(low)], self._high[: len(low)], f"u{low.itemsize}"
@@ -139,17 +120,10 @@ class Means:
 
 
 def _is_sum_exact(inputs: list[NDArray[Any]], largest: int, dtype: DType) -> bool:
-    """Return whether float64 adds the elements without error, in any order.
-
-    It does where all are multiples of some 2^k, and their sums less than 2^(k + 53). Then the float64 nearest
-    to their mean lies in the middle between two numbers of the type only if the mean itself does: rounding it
-    again is rounding the mean.
-
-    Args:
-        inputs: in the carrier of the type.
-        largest: the bits of the largest magnitude.
-        dtype: float32, float16 or bfloat16.
-    """
+    """Return whether float64 adds the elements, whose largest magnitude has these bits, without error."""
+    # It does where all are multiples of some 2^k, and their sums less than 2^(k + 53). Then the float64
+    # nearest to their mean lies in the middle between two numbers of the type only if the mean itself does:
+    # rounding it again is rounding the mean.
     infinity = INFINITY[dtype.name]
     digits = (infinity & -infinity).bit_length() - 1
     least = (largest >> digits) - (52 - digits - (len(inputs) - 1).bit_length())
@@ -187,8 +161,8 @@ def _smallest(values: NDArray[Any]) -> int:
     """Return the bits of the smallest magnitude that is not zero; larger ones than any if all are."""
     width = values.itemsize
     sign, bits = 1 << 8 * width - 1, values.view(f"<u{width}")
-    found = min(int(bits.min()), int(values.view(f"<i{width}").min()) + sign)
-    return found or (int(((bits << 1) - 2).min()) >> 1) + 1
+    smallest = min(int(bits.min()), int(values.view(f"<i{width}").min()) + sign)
+    return smallest or (int(((bits << 1) - 2).min()) >> 1) + 1
 
 
 def _float(bits: int, dtype: DType) -> float:
@@ -217,9 +191,9 @@ def _in_reach(values: list[NDArray[Any]]) -> Any:
 def _exact(values: list[float], weights: Sequence[float]) -> tuple[float, float]:
     """Return the mean as a pair, computed with fractions."""
     total = sum(Fraction(w) * Fraction(value) for w, value in zip(weights, values, strict=True))
-    found = Fraction(total) / sum(map(Fraction, weights))
-    high = float(found)
-    return high, float(found - Fraction(high))
+    quotient = Fraction(total) / sum(map(Fraction, weights))
+    high = float(quotient)
+    return high, float(quotient - Fraction(high))
 
 
 def _sum(values: list[NDArray[Any]], weights: Sequence[float]) -> tuple[Any, Any]:
@@ -266,10 +240,8 @@ def _quotient(high: Any, low: Any, whole: float, rest: float) -> tuple[Any, Any]
 
 
 def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Round a pair to a type in one step, first to odd, so that the last rounding sees no false tie.
-
-    Source: Boldo and Melquiond, "When double rounding is odd" (2005).
-    """
+    """Round a pair to a type in one step, first to odd, so that the last rounding sees no false tie."""
+    # Boldo and Melquiond, "When double rounding is odd" (2005)
     import numpy as np
 
     if dtype.itemsize == 8:
@@ -285,6 +257,15 @@ def _round(values: NDArray[Any], dtype: DType, out: NDArray[Any]) -> None:
     import numpy as np
 
     np.copyto(out, nearest(values, dtype) if dtype.name == "bfloat16" else values, casting="same_kind")
+
+
+def in_float64(tensor: TensorRef) -> NDArray[Any]:
+    """Return all values of a float tensor in float64, in its shape."""
+    import numpy as np
+
+    raw = b"".join(map(bytes, stream(tensor)))
+    values: NDArray[Any] = reader(tensor.dtype)(np.frombuffer(raw, dtype=carrier(tensor.dtype)))
+    return values.astype("<f8").reshape(tensor.shape)
 
 
 def nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:

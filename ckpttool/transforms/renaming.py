@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 
 from ..errors import Collision, UsageFault
 
-MAX_LEVELS = 200
-"""Modules in each other whose paths are followed; no model reaches it, and a name of many dots has many."""
+KEY_SECONDS = 2  # of one expression on one key
+TICK = 0.25
+MAX_LEVELS = 200  # modules in each other that are followed: no model has more, a name of many dots may
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,44 +77,29 @@ def _last(path: str) -> str:
 def strip_names(
     names: Iterable[str], prefix: str = "module.", *, repeat: bool = False, anywhere: bool = False
 ) -> Renaming:
-    """Strip a prefix from the names that carry it; other names stay.
-
-    Args:
-        names: the keys of a state.
-        prefix: the prefix, with its dot.
-        repeat: strip it again until no name begins with it (`module.module.`).
-        anywhere: strip it inside a name too, between whole parts (`0._orig_mod.weight`).
-
-    Raises:
-        Collision: two names would become the same, or one would become empty.
-        UsageFault: the prefix is empty, or lacks its dot.
-    """
+    """Strip a prefix from the names that carry it; other names stay."""
     _require(prefix)
     hints = replace(PREFIXES, dots=lambda old, new: f"with its dot: --prefix {prefix}.")
     if repeat and anywhere and prefix.endswith("."):
         return checked(names, partial(_without, prefix.split(".")[:-1]), hints)
     # Match only where a part begins, so that `submodule.` is never taken for `module.`.
-    found = re.compile(rf"(^{'|[.]' if anywhere else ''})({re.escape(prefix)}){'+' if repeat else ''}")
-    return checked(names, partial(found.sub, r"\1"), hints)
+    expression = re.compile(rf"(^{'|[.]' if anywhere else ''})({re.escape(prefix)}){'+' if repeat else ''}")
+    return checked(names, partial(expression.sub, r"\1"), hints)
 
 
 def _without(parts: list[str], name: str) -> str:
     """Return a name without a run of parts, wherever it is, until it is nowhere: in one pass."""
     *modules, last = name.split(".")
-    kept: list[str] = []
+    left: list[str] = []
     for module in modules:
-        kept.append(module)
-        if kept[-len(parts) :] == parts:
-            del kept[-len(parts) :]
-    return ".".join([*kept, last])
+        left.append(module)
+        if left[-len(parts) :] == parts:
+            del left[-len(parts) :]
+    return ".".join([*left, last])
 
 
 def add_names(names: Iterable[str], prefix: str = "module.") -> Renaming:
-    """Put a prefix before every name: the inverse of `strip_names`.
-
-    Raises:
-        UsageFault: the prefix is empty.
-    """
+    """Put a prefix before every name: the inverse of `strip_names`."""
     _require(prefix)
     return checked(names, lambda name: prefix + name, PREFIXES)
 
@@ -120,17 +111,11 @@ def _require(prefix: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The way out of a refused renaming.
+    """The way out of a refused renaming."""
 
-    Attributes:
-        same: when two keys would get the same name.
-        none: when a key would be left without a name.
-        dots: return it for (old, new) where the new name begins or ends with a dot, or has two in a row;
-            None allows such names.
-    """
-
-    same: str
-    none: str
+    same: str  # two keys would get the same name
+    none: str  # a key would be left without a name
+    # For (old, new) where the new name has a dot too many: no module of torch has an empty name. None allows.
     dots: Callable[[str, str], str] | None = None
 
 
@@ -143,27 +128,13 @@ MAPS = Hints(
 
 
 def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> Renaming:
-    """Return the renaming that a rule makes, refused when it is not one-to-one.
-
-    Args:
-        names: the old names.
-        rule: old name -> new name.
-        hints: the hints of its errors.
-
-    Raises:
-        Collision: two names would become the same, or one would become empty.
-        UsageFault: a new name begins or ends with a dot, or has two in a row, and the old one does not:
-            no module of torch has an empty name. Only with `hints.dots`.
-    """
+    """Return the renaming that a rule makes, refused when it is not one-to-one."""
     renamed: dict[str, str] = {}
     owners: dict[str, str] = {}
     for old in names:
         new = rule(old)
         if new in owners:
-            raise Collision(
-                f"'{owners[new]}' and '{old}' would both be named '{new}'",
-                hint=hints.same,
-            )
+            raise Collision(f"'{owners[new]}' and '{old}' would both be named '{new}'", hint=hints.same)
         if not new:
             raise Collision(f"'{old}' would be left without a name", hint=hints.none)
         if hints.dots and new != old and _has_empty_part(new) and not _has_empty_part(old):
@@ -180,46 +151,86 @@ def _has_empty_part(name: str) -> bool:
 
 
 def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Renaming:
-    """Apply regular expressions to every name, in order, as `re.sub` does.
-
-    Args:
-        names: the keys of a state.
-        rules: (expression, replacement) pairs.
-
-    Raises:
-        UsageFault: an expression or a replacement is malformed, or leaves a dot too many in a name.
-        Collision: two names would become the same, or one would become empty.
-    """
+    """Apply regular expressions to every name, in order, as `re.sub` does, each in limited time."""
     rules = list(rules)
     try:
-        hints = replace(MAPS, dots=partial(_with_its_dot, rules))
-        return checked(names, _applied(rules), hints)
+        with _time_limit() as watch:
+            hints = replace(MAPS, dots=partial(_with_its_dot, rules, watch))
+            return checked(names, _applied(rules, watch), hints)
+    except TooSlow:
+        where = f"'{watch.expression[:80]}' takes more than {KEY_SECONDS} s on the key '{watch.name[:80]}'"
+        raise UsageFault(
+            f"--map: {where}",
+            hint="write it without repetitions inside repetitions, such as (.+)+ or (a|a)*",
+        ) from None
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         raise UsageFault(f"--map: {error}", hint="for example: --map '^backbone\\.=model.'") from None
 
 
-def _applied(rules: Iterable[tuple[str, str]]) -> Callable[[str], str]:
+class TooSlow(Exception):
+    """An expression is still being matched with one key after KEY_SECONDS."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What is being matched, and since when in seconds of this thread's work."""
+
+    expression: str = ""
+    name: str = ""
+    begun: float = inf
+
+    def begin(self, expression: str, name: str) -> None:
+        self.expression, self.name, self.begun = expression, name, time.thread_time()
+
+    def check(self, *_: object) -> None:
+        if time.thread_time() - self.begun > KEY_SECONDS:
+            raise TooSlow
+
+
+@contextmanager
+def _time_limit() -> Iterator[_Watch]:
+    """Raise TooSlow in the matching of one key that takes too long; only in the main thread."""
+    watch = _Watch()
+    is_main = threading.current_thread() is threading.main_thread()
+    if (
+        not is_main or signal.getsignal(signal.SIGVTALRM) is None
+    ):  # None: of a handler that Python can't restore
+        yield watch
+        return
+    # `re` backtracks without end on some keys, and only a signal interrupts it. Others use SIGALRM.
+    handler = signal.signal(signal.SIGVTALRM, watch.check)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, TICK, TICK)
+    try:
+        yield watch
+    finally:
+        watch.begun = inf
+        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
+        signal.signal(signal.SIGVTALRM, handler)
+
+
+def _applied(rules: Iterable[tuple[str, str]], watch: _Watch) -> Callable[[str], str]:
     compiled = [(re.compile(expression), replacement) for expression, replacement in rules]
 
     def rule(name: str) -> str:
         for expression, replacement in compiled:
+            watch.begin(expression.pattern, name)
             name = expression.sub(replacement, name)
         return name
 
     return rule
 
 
-def _with_its_dot(rules: Sequence[tuple[str, str]], old: str, new: str) -> str:
+def _with_its_dot(rules: Sequence[tuple[str, str]], watch: _Watch, old: str, new: str) -> str:
     """Return the hint that gives the rules again, the one that leaves a dot too many with this dot."""
     for index, (expression, replacement) in enumerate(rules):
-        whole = f"(?:{expression})" if "|" in expression else expression
-        for with_dot in () if replacement else (f"{whole}\\.", f"\\.{whole}"):
+        group = f"(?:{expression})" if "|" in expression else expression
+        for with_dot in () if replacement else (f"{group}\\.", f"\\.{group}"):
             changed = [*rules[:index], (with_dot, replacement), *rules[index + 1 :]]
             try:
-                name = _applied(changed)(old)
+                name = _applied(changed, watch)(old)
             except re.error:  # flags such as `(?i)` stand first
                 continue
             if name not in ("", old) and not _has_empty_part(name):
-                maps = (shlex.quote(f"{each}={by}") for each, by in changed)
-                return "match the dot too: " + " ".join(f"--map {each}" for each in maps)
+                maps = (f"--map {shlex.quote(f'{pattern}={by}')}" for pattern, by in changed)
+                return "match the dot too: " + " ".join(maps)
     return "give a --map that leaves no empty part between dots"

@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 
 from ..checkpoint import full_json
-from ..checkpoint.argument import takes_checkpoint
-from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.special_tensors import PLACEHOLDER, require_plain
 from ..checkpoint.state import State
@@ -24,23 +23,13 @@ from ..tensors.cast import Caster, CastReport
 from ..tensors.dtypes import DType
 from ..tensors.ref import Storage, TensorRef
 
-WIDEST = 16
-"""Bytes of the widest element. Storages are cut at its multiples, so that no element is cut."""
+WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no element is cut
 
 
 def replace_state(
     checkpoint: Checkpoint, state: State, change: Callable[[dict[object, object]], dict[object, object]]
 ) -> Checkpoint:
-    """Return a checkpoint whose state's dict is replaced by a changed copy that keeps its module versions.
-
-    Args:
-        checkpoint: the checkpoint.
-        state: a state of it.
-        change: returns the new dict.
-
-    Raises:
-        Refused: the tree is nested too deeply to be copied.
-    """
+    """Return a checkpoint whose state's dict is replaced by a changed copy that keeps its module versions."""
 
     def swap(value: object) -> object:
         if value is not state.container:
@@ -81,8 +70,8 @@ def select(
         NothingToDo: a pattern matches no key, or no key is left.
         NoState: the file holds no state, or none at `state`.
     """
-    found = checkpoint.state(state)
-    keys = [key for key in found.container if isinstance(key, str)]
+    target = checkpoint.state(state)
+    keys = [key for key in target.container if isinstance(key, str)]
     only, exclude = tuple(only), tuple(exclude)
     for flag, patterns in (("--only", only), ("--exclude", exclude)):
         for pattern in patterns:
@@ -95,7 +84,7 @@ def select(
         raise NothingToDo(f"{checkpoint.path}: no key would be left", hint="give fewer patterns")
     new = replace_state(
         checkpoint,
-        found,
+        target,
         lambda old: type(old)({k: v for k, v in old.items() if k in kept or not isinstance(k, str)}),
     )
     return new, Selection(tuple(k for k in keys if k in kept), tuple(k for k in keys if k not in kept))
@@ -104,8 +93,8 @@ def select(
 def _wider(flag: str, pattern: str, keys: list[str]) -> str:
     """Return a hint for a pattern that no key matches, and that some key would behind its first modules."""
     modules = [f"{part}." for part in accumulate(keys[0].split(".")[:-1], "{}.{}".format)] if keys else []
-    common = [each for each in modules if all(key.startswith(each) for key in keys)][-1:]
-    for wider in (*(glob.escape(each) + pattern for each in common), f"*.{pattern}"):
+    common = [module for module in modules if all(key.startswith(module) for key in keys)][-1:]
+    for wider in (*(glob.escape(module) + pattern for module in common), f"*.{pattern}"):
         count = sum(fnmatchcase(key, wider) for key in keys)
         if count:
             return f"{flag} {shlex.quote(wider)} matches {count} of {len(keys)} keys"
@@ -113,25 +102,14 @@ def _wider(flag: str, pattern: str, keys: list[str]) -> str:
 
 
 def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tuple[Checkpoint, CastReport]:
-    """Return a checkpoint with the floating-point tensors of its state in another type.
+    """Return a checkpoint with the floating-point tensors of its state in another type; others stay.
 
-    Integers, booleans and complex tensors stay. The values are computed when they are written, and only then
-    does the report count overflows.
-
-    Args:
-        checkpoint: the checkpoint; it stays as it is.
-        to: float64, float32, float16 or bfloat16.
-        state: dotted path of the model's state; found when None.
-
-    Raises:
-        NothingToDo: no tensor would change.
-        Refused: a tensor is not a plain one, but sharded, sparse, quantised or the like.
-        NoState: the file holds no state, or none at `state`.
+    Values are computed when they are written: only then does the report count overflows.
     """
-    found = checkpoint.state(state)
-    require_plain(checkpoint.path, found.likes, "can't be cast")
+    target = checkpoint.state(state)
+    require_plain(checkpoint.path, target.likes, "can't be cast")
     caster = Caster(to)
-    new = replace_state(checkpoint, found, lambda old: _map_tensors(old, caster.cast))
+    new = replace_state(checkpoint, target, lambda old: _map_tensors(old, caster.cast))
     if not caster.report.tensors:
         raise NothingToDo(
             f"{checkpoint.path}: no tensor to cast: none has a float dtype other than {to.name}"
@@ -160,7 +138,7 @@ def _map_tensors(
 def with_metadata(
     checkpoint: Checkpoint, texts: Mapping[str, str], *, state: str | None = None
 ) -> Checkpoint:
-    """Return a checkpoint with these texts in its safetensors header, beside those that it has.
+    """Return a checkpoint with these texts in its safetensors header, with those that it has.
 
     Args:
         checkpoint: the checkpoint; it stays as it is.
@@ -197,13 +175,13 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     """
     doomed: dict[int, set[object]] = {}
     for name in names:
-        found = _entry(checkpoint.tree, name)
-        if found is None:
+        entry = _entry(checkpoint.tree, name)
+        if entry is None:
             raise NothingToDo(
                 f"{checkpoint.path}: holds nothing named '{name}'",
                 hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
             )
-        doomed.setdefault(id(found[0]), set()).add(found[1])
+        doomed.setdefault(id(entry[0]), set()).add(entry[1])
 
     def change(value: object) -> object:
         if not isinstance(value, dict) or id(value) not in doomed:
@@ -243,10 +221,10 @@ def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
     Raises:
         NoState: the file holds no state, or none at `state`.
     """
-    found = checkpoint.state(state)
-    absent = {name: like for name, like in found.likes.items() if like.kind == PLACEHOLDER}
+    target = checkpoint.state(state)
+    absent = {name: like for name, like in target.likes.items() if like.kind == PLACEHOLDER}
     require_plain(checkpoint.path, absent, "can't be taken out of this file")
-    return replace(checkpoint, tree=_map_tensors(found.container, _Trimmer(found)), opened=(), full=False)
+    return replace(checkpoint, tree=_map_tensors(target.container, _Trimmer(target)), opened=(), full=False)
 
 
 class _Trimmer:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+# The prefixes that wrappers put before every key of what they wrap.
 WRAPPERS = {
     "module.": "DistributedDataParallel or DataParallel",
     "_orig_mod.": "torch.compile",
@@ -20,26 +21,21 @@ WRAPPERS = {
     "_fpw_module.": "FairScale",
     "_module.": "Opacus",
 }
-"""The prefixes that wrappers put before every key of what they wrap."""
 
+# Entries of the wrapper itself next to the wrapped model: AveragedModel counts the models it has averaged.
 COMPANIONS = {"n_averaged": "AveragedModel"}
-"""Entries of the wrapper itself beside the wrapped model: AveragedModel counts the models it has averaged."""
 
+# Prefixes that tell several models in one state apart.
 OFFERED = {
-    "ema.module.": "an average kept beside the model, in the attribute `ema`",
-    "ema_model.": "an average kept beside the model, in the attribute `ema_model`",
-    "online_model.": "the model, where an average keeps it beside `ema_model`",
+    "ema.module.": "an average kept next to the model, in the attribute `ema`",
+    "ema_model.": "an average kept next to the model, in the attribute `ema_model`",
+    "online_model.": "the model, where an average keeps it next to `ema_model`",
 }
-"""Prefixes that tell several models in one state apart."""
 
-LIGHTNING = "pytorch-lightning_version"
-"""The entry that marks a file of Lightning."""
-
+LIGHTNING = "pytorch-lightning_version"  # the entry that marks a file of Lightning
+# Names that a LightningModule often gives the model it holds.
 ATTRIBUTES = ("model.", "net.", "module.", "network.", "backbone.")
-"""Names that a LightningModule often gives the model it holds."""
-
-MAX_NESTING = 8
-"""Wrappers inside wrappers that are recognised."""
+MAX_NESTING = 8  # wrappers inside wrappers that are recognised
 
 _WRAPPER = "|".join(map(re.escape, WRAPPERS))
 _CHAIN = re.compile(rf"(?:{_WRAPPER}){{1,{MAX_NESTING}}}")
@@ -48,61 +44,49 @@ _LINK = re.compile(_WRAPPER)
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """A prefix at the front of keys.
+    """A prefix at the front of keys."""
 
-    Attributes:
-        prefix: with its dot; nested wrappers as a chain (`module._orig_mod.`).
-        keys, of: it stands before `keys` of `of` keys.
-        wrapper: the wrapper that adds it.
-        certain: whether it can be nothing else. An uncertain prefix is offered, and never stripped unasked.
-        reason: why it is uncertain; `""` when it is certain.
-    """
-
-    prefix: str
-    keys: int
+    prefix: str  # with its dot; nested wrappers as a chain (`module._orig_mod.`)
+    keys: int  # that carry it
     of: int
     wrapper: str
-    certain: bool = True
-    reason: str = ""
+    certain: bool = True  # an uncertain prefix is offered, and never stripped unasked
+    reason: str = ""  # why it is uncertain
 
 
 def found_prefixes(
     names: Iterable[str], versions: Mapping[object, object] | None = None, *, lightning: bool = False
 ) -> list[FoundPrefix]:
-    """Return the prefixes of wrappers that keys begin with, the most frequent first, then possible ones.
-
-    Args:
-        names: the keys of a state.
-        versions: its `_metadata`, which also names modules without parameters.
-        lightning: whether Lightning wrote the file.
-    """
+    """Return the prefixes of wrappers that keys begin with, the most frequent first, then possible ones."""
     keys = list(names)
     counts: Counter[str] = Counter(match[0] for match in map(_CHAIN.match, keys) if match)
     chains: Counter[str] = Counter()
     for chain, count in counts.items():
         for end in (link.end() for link in _LINK.finditer(chain)):
             chains[chain[:end]] += count
-    own = [name for name in COMPANIONS if name in keys]
-    found = [_judged(chain, count, len(keys), own, versions or {}) for chain, count in chains.most_common()]
-    return [*found, *_offered(keys, {each.prefix for each in found}, lightning)]
+    companions = [name for name in COMPANIONS if name in keys]
+    judged = [
+        _judged(chain, count, len(keys), companions, versions or {}) for chain, count in chains.most_common()
+    ]
+    return [*judged, *_offered(keys, {prefix.prefix for prefix in judged}, lightning)]
 
 
 def _judged(
-    chain: str, count: int, of: int, own: list[str], versions: Mapping[object, object]
+    chain: str, count: int, of: int, companions: list[str], versions: Mapping[object, object]
 ) -> FoundPrefix:
     """Return a chain of wrappers at the front of keys, with the reason against it when there is one."""
     last = _LINK.findall(chain)[-1]
-    wrapper = COMPANIONS[own[0]] if own and chain == "module." else WRAPPERS[last]
-    beside = _beside(chain, versions)
+    wrapper = COMPANIONS[companions[0]] if companions and chain == "module." else WRAPPERS[last]
+    sibling = _sibling(chain, versions)
     reason = ""
-    if last == "module." and beside:
-        reason = f"there may be a module of that name beside '{beside}'"
-    elif last == "module." and count + len(own) < of:
+    if last == "module." and sibling:
+        reason = f"there may be a module of that name next to '{sibling}'"
+    elif last == "module." and count + len(companions) < of:
         reason = f"{of - count} keys lack it: it may be a module of that name"
     return FoundPrefix(chain, count, of, wrapper, not reason, reason)
 
 
-def _beside(chain: str, versions: Mapping[object, object]) -> str:
+def _sibling(chain: str, versions: Mapping[object, object]) -> str:
     """Return a sibling of the module that ends a chain; a wrapper's module has none, so `""`."""
     path = chain.removesuffix(".")
     above = path.rpartition(".")[0]
@@ -128,13 +112,7 @@ def _offered(keys: list[str], known: set[str], lightning: bool) -> Iterator[Foun
 
 
 def inner_prefixes(names: Iterable[str]) -> list[FoundPrefix]:
-    """Return the prefixes of wrappers around parts of a model: `0._orig_mod.weight`.
-
-    Only names that no model gives its modules count, those that begin with an underscore.
-
-    Args:
-        names: the keys of a state.
-    """
+    """Return the prefixes of wrappers around parts of a model: `0._orig_mod.weight`."""
     keys = list(names)
     counts: Counter[str] = Counter()
     for name in keys:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpttool.analysis.compare_values import Norms
 from ckpttool.analysis.equality import Tolerance
-from ckpttool.analysis.norms import Norms
 from tests.support.compared import compared
 from tests.support.layouts import LAYOUTS, LAZY
 

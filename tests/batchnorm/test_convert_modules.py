@@ -14,7 +14,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool import batchnorm
-from ckpttool.batchnorm import SyncBatchNorm, convert_states, layers
+from ckpttool.batchnorm import SyncBatchNorm, convert_states
 from ckpttool.errors import UsageFault
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_a_synchronised_model_records_the_kinds(tmp_path: Path) 
     """Live -> state dict -> file -> live, without a reference."""
     torch.save({"model": batchnorm.to_sync(make_net()).state_dict()}, tmp_path / "last.pt")
     with ckpttool.open(tmp_path / "last.pt") as checkpoint:
-        kinds = layers.recorded_kinds(checkpoint, checkpoint.state())
+        kinds = convert_states.recorded_kinds(checkpoint, checkpoint.state())
         convert_states.convert(checkpoint, "plain")
     assert kinds == batchnorm.kinds_of(make_net())
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())

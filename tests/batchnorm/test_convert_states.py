@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpttool
-from ckpttool.batchnorm import convert_states, layers
+from ckpttool.batchnorm import convert_states
 from ckpttool.batchnorm.convert_states import Report
 from ckpttool.errors import NothingToDo, Refused, UsageFault
 
@@ -175,7 +175,7 @@ def test_a_record_survives_further_changes_of_the_file(tmp_path: Path) -> None:
         plain, _ = ckpttool.strip_prefix(checkpoint)
         ckpttool.save(plain, tmp_path / "stripped.pt")
     with ckpttool.open(tmp_path / "stripped.pt") as checkpoint:
-        assert layers.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
+        assert convert_states.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
 
 
 def test_a_safetensors_file_records_kinds_in_its_header_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_safetensors_file_records_kinds_in_its_header_and_back_gives_the_same_
             "batchnorm.kinds": '{"bn": "BatchNorm2d", "head.0": "BatchNorm1d"}',
         }
     with ckpttool.open(tmp_path / "sync.safetensors") as checkpoint:
-        assert layers.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
+        assert convert_states.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
         back, report = convert_states.convert(checkpoint, "plain")
         ckpttool.save(back, tmp_path / "back.safetensors")
     assert report.restored == KINDS
@@ -229,7 +229,7 @@ def test_recording_the_same_kinds_again_leaves_nothing_to_do(tmp_path: Path) -> 
 def test_other_text_in_the_place_of_a_record_is_ignored(text: str, tmp_path: Path) -> None:
     save_file(make_model().state_dict(), tmp_path / "in.safetensors", {"batchnorm.kinds": text})
     with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
-        assert layers.recorded_kinds(checkpoint, checkpoint.state()) == {}
+        assert convert_states.recorded_kinds(checkpoint, checkpoint.state()) == {}
 
 
 # ---- what is BatchNorm, and what is not -------------------------------------------------------------------

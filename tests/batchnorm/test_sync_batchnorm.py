@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import SyncBatchNorm
-from ckpttool.batchnorm.moments import moments, update_running
+from ckpttool.batchnorm.sync_batchnorm import moments, update_running
 
 KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "1d, features": (nn.BatchNorm1d, (3,)),

@@ -15,13 +15,13 @@ from benchmarks.children.digits_by_class import shards
 from benchmarks.running_statistics import Measured, as_markdown, measure, write_rank_files
 from tests.support.running import ROOT
 from train import main
-from train.config import parser as flags
+from train.config import command_line
 
 
 def train_on_ranks(rank: int, world_size: int, arguments: Sequence[str], statistics: str) -> None:
     os.environ["STATISTICS"] = statistics
     try:
-        main.train(main.prepare(flags.parse(arguments)))
+        main.train(main.prepare(command_line.parse(arguments)))
     finally:
         del os.environ["STATISTICS"]
 

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.checkpoint import full_decoding, full_encoding, full_json
+from ckpttool.checkpoint import full_encoding, full_json
 from ckpttool.errors import CkptToolError, Damaged, Refused
 from ckpttool.inert_pickle.values import MAX_DEPTH, Global, Record, TooDeep
 from tests.support.comparing import assert_same, values
@@ -484,7 +484,7 @@ def test_the_page_lists_the_tags_of_the_code() -> None:
     page = (ROOT / "docs" / "full-format.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith('| `["')]
     tags = {tag for row in rows for tag in re.findall(r'`\["(\w+)"', row)}
-    assert tags == set(full_decoding.DECODERS)
+    assert tags == set(full_json.DECODERS)
 
 
 def test_the_page_names_the_options_and_fields_of_the_code() -> None:
@@ -664,7 +664,7 @@ def test_honest_depth_survives(tmp_path: Path) -> None:
 def test_nesting_deeper_than_can_be_written_is_refused(depth: int) -> None:
     tree = nested(depth)
     if depth < MAX_DEPTH:
-        back, _ = full_decoding.decode({}, full_encoding.encode(tree).text)
+        back, _ = full_json.decode({}, full_encoding.encode(tree).text)
         assert back == tree
     else:
         with pytest.raises(TooDeep):
@@ -679,7 +679,7 @@ def test_nesting_deeper_than_python_can_follow_is_refused(tmp_path: Path) -> Non
         text = full_encoding.encode(tree).text
     except TooDeep:
         return
-    assert full_encoding.encode(full_decoding.decode({}, text)[0]).text == text
+    assert full_encoding.encode(full_json.decode({}, text)[0]).text == text
 
 
 def test_a_value_that_cannot_be_held_is_named_with_the_way_out(tmp_path: Path) -> None:
@@ -708,6 +708,8 @@ def test_the_crafted_file_is_read_when_its_text_is_right(tmp_path: Path) -> None
     )
     assert checkpoint.tree["a"].shape == (2,)
 
+
+PARAMETER = ["global", "torch._utils", "_rebuild_parameter"]
 
 LIES: dict[str, str] = {
     "no JSON": "{",
@@ -797,6 +799,40 @@ LIES: dict[str, str] = {
     "a record of odd elements": document(
         ["record", {"how": "reduce", "callable": ["global", "a", "b"], "args": ["tuple"], "elements": 1}]
     ),
+    "a Parameter around text": document(
+        ["record", {"how": "reduce", "callable": PARAMETER, "args": ["tuple", "x", True, {}]}]
+    ),
+    "a Parameter with a state": document(
+        ["record", {"how": "reduce", "callable": PARAMETER,
+         "args": ["tuple", ["tensor", "w"], True, {}], "state": {}}]
+    ),
+    "a tensor made by a call": document(
+        ["record", {"how": "reduce", "callable": ["global", "torch._utils", "_rebuild_tensor"],
+         "args": ["tuple", ["storage", "w"], 0, ["tuple", 1], ["tuple", 1]]}]
+    ),
+    "a tensor of a class, of two parts": document(
+        ["record", {"how": "reduce", "callable": ["global", "torch._tensor", "_rebuild_from_type_v2"],
+         "args": ["tuple", ["tensor", "w"], ["global", "torch", "Tensor"]]}]
+    ),
+    "a quantised tensor by no scheme": document(
+        ["record", {"how": "reduce", "callable": ["global", "torch._utils", "_rebuild_qtensor"],
+         "args": ["tuple", ["storage", "odd", "QInt8Storage"], 0, *[["tuple", 1]] * 3, False, {}]}]
+    ),
+    "a call with keywords": document(
+        ["record", {"how": "reduce", "callable": ["global", "a", "b"], "args": ["tuple"], "kwargs": {"a": 1}}]
+    ),
+    "an object with a number for a keyword": document(
+        ["record", {"how": "newobj", "callable": ["global", "a", "b"], "args": ["tuple"],
+         "kwargs": ["dict", [1, 1]]}]
+    ),
+    "gradients of integers": document(["tensor", "n", {"requires_grad": True}]),
+    "an ordered dict with attributes in a list": document(["ordered", {}, ["list", 1]]),
+    "an ordered dict with a number for an attribute": document(["ordered", {}, ["dict", [1, 2]]]),
+    "a storage on no device": document(["storage", "w", "FloatStorage", "module.a"]),
+    "a tensor on no device": document(["tensor", "w", {"storage": ["FloatStorage", ""]}]),
+    "a name with a line break": document(["global", "a\nb", "c"]),
+    "a name with half a character": document(["global", "a", ["str", "7aCA"]]),
+    "an empty name": document(["global", "", "c"]),
     "a global of numbers": document(["global", 1, 2]),
     "a global of one name": document(["global", "os"]),
     "an integer that is none": document(["int", "ten"]),

@@ -13,7 +13,7 @@ from wcwidth import clip
 import ckpttool
 from ckpttool.analysis.stats import measure
 from ckpttool.analysis.summary import summarize, tensor_rows
-from ckpttool.cli.columns import columns, cut, cut_front, cut_middle, left, right, table, wrapped
+from ckpttool.cli.console import columns, cut, cut_front, cut_middle, left, right, table, wrapped
 from ckpttool.cli.pages.inspect import page, stats_table, tensor_lines
 
 WIDE = "層重み"  # two columns each

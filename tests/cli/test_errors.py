@@ -285,8 +285,8 @@ def test_files_come_from_stdin_and_go_to_stdout(process: Any, tmp_path: Path) ->
     assert b"-: torch-zip" in process("inspect", "-", input=raw).stdout
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_command_that_is_interrupted_leaves_no_file_behind(number: int, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_command_that_is_interrupted_leaves_no_file_behind(number: int, tmp_path: Path) -> None:
     slow = f"""
 import os, sys
 from ckpttool import cli
@@ -302,7 +302,7 @@ cli.main()
     torch.save({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "in.pt")
     command = [sys.executable, "-c", slow]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == code
+    assert ran.returncode == -number
     assert ran.stderr.split() == (["interrupted"] if number == signal.SIGINT else [])
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 

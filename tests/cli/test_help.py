@@ -144,15 +144,15 @@ def test_the_help_of_the_tool_lists_every_command(cli: Any) -> None:
 def test_the_help_of_the_tool_gives_each_command_one_line_that_fits_80_columns(process: Any) -> None:
     lines = process("--help", env={"COLUMNS": "80"}).stdout.decode().splitlines()
     assert max(map(len, lines)) <= 80
-    for modules in SECTIONS.values():
-        for module, line in modules.items():
+    for commands in SECTIONS.values():
+        for command, line in commands.items():
             assert re.fullmatch(r"[A-Z][^…]+[^.…]", line), "a phrase, without a dot at its end"
             widest = max(map(len, group.commands))
-            assert f"  {module.command.name:{widest}}  {line}" in lines, f"too long: {line}"
+            assert f"  {command.name:{widest}}  {line}" in lines, f"too long: {line}"
 
 
 def test_commands_are_shown_in_the_order_of_their_use(cli: Any) -> None:
-    names = [module.command.name for modules in SECTIONS.values() for module in modules]
+    names = [command.name for commands in SECTIONS.values() for command in commands]
     assert list(group.commands) == names
     shown = re.findall(r"^  ([a-z]+(?:-[a-z]+)*)  ", cli("--help").out, re.MULTILINE)
     assert shown == names

@@ -11,7 +11,7 @@ import torch
 
 import ckpttool
 from ckpttool.analysis.summary import summarize
-from ckpttool.cli.columns import columns
+from ckpttool.cli.console import columns
 from ckpttool.cli.pages.inspect import page
 
 MONITOR = (

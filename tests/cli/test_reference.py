@@ -31,7 +31,7 @@ CONTRACT = {
     "add-prefix": f"{WRITING} --prefix",
     "rename-keys": f"{WRITING} --map",
     "convert": f"{WRITING} --dtype --only --exclude --full --shard-size --to",
-    "merge": f"{WRITING} --dtype --full --take-rank --companions --shard-size --to",
+    "merge": f"{WRITING} --dtype --full --take-rank --shard-size --to",
     "slim": WRITING,
     "disarm": f"{READING} --dry-run --force",
     "merge-lora": WRITING,
@@ -50,28 +50,21 @@ CONTRACT = {
 
 
 def reference() -> str:
-    """The generated part: a table of all commands, then the help of each."""
+    """The generated part: a list of all commands, then the help of each."""
     return "\n".join(_lines())
 
 
 def _lines() -> Iterator[str]:
-    yield from ("", "## All commands", "", "| command | |", "|---|---|")
-    for modules in SECTIONS.values():
-        for module, line in modules.items():
-            yield f"| [`{module.command.name}`](#{module.command.name}) | {line} |"
+    yield from ("", "## All commands", "")
+    for commands in SECTIONS.values():
+        for command, line in commands.items():
+            yield f"- [`{command.name}`](#{command.name}): {line}"
     shared = shared_options()
     yield from ("", "## Shared options", "", "```text", _printed(shared), "```")
-    for title, modules in SECTIONS.items():
+    for title, commands in SECTIONS.items():
         yield from ("", f"## {title}")
-        for module in modules:
-            yield from (
-                "",
-                f"### {module.command.name}",
-                "",
-                "```text",
-                *_own_help(module.command, shared),
-                "```",
-            )
+        for command in commands:
+            yield from ("", f"### {command.name}", "", "```text", *_own_help(command, shared), "```")
     yield "\n"
 
 

@@ -48,16 +48,7 @@ TOGETHER = """
 def together(
     folder: Path, jobs: list[list[str]], *, times: int = 1
 ) -> Iterator[tuple[list[int], subprocess.Popen[str]]]:
-    """Run several commands in processes that start at the same moment.
-
-    Args:
-        folder: the working directory.
-        jobs: command lines of `ckpttool`.
-        times: how often each is run, one after another.
-
-    Yields:
-        The ids of the processes, and the process that waits for them.
-    """
+    """Run several commands in processes that start at the same moment."""
     command = [sys.executable, "-c", textwrap.dedent(TOGETHER), json.dumps(jobs), f"{times}"]
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -229,10 +229,10 @@ def compare_with_difference(rank: int, world_size: int, wrong: list[int], name: 
 @pytest.mark.parametrize(
     ("size", "wrong", "name", "said"),
     [
-        (2, [1], "module.weight", "rank 1 holds another module.weight than rank 0, before saving"),
-        (4, [2], "module.phase", "rank 2 holds another module.phase than rank 0, before saving"),
-        (4, [1, 3], "module.phase", "ranks 1, 3 hold another module.phase than rank 0, before saving"),
-        (4, [0], "lr", "rank 0 holds another lr than rank 1, before saving"),
+        (2, [1], "module.weight", "rank 1 has a different module.weight than rank 0, before saving"),
+        (4, [2], "module.phase", "rank 2 has a different module.phase than rank 0, before saving"),
+        (4, [1, 3], "module.phase", "ranks 1, 3 have a different module.phase than rank 0, before saving"),
+        (4, [0], "lr", "rank 0 has a different lr than rank 1, before saving"),
     ],
 )
 def test_a_difference_names_the_tensor_and_the_ranks_that_differ_from_most(
@@ -257,7 +257,7 @@ def compare_other_shapes(rank: int, world_size: int, how: str) -> Any:
 def test_states_with_equal_bytes_differ_by_dtype_shape_names_or_order(run_ranks, how):
     for kind, message, hint, _ in run_ranks(2, compare_other_shapes, how):
         assert (kind, hint) == (RanksDiffer.__name__, "look there")
-        assert "another a" in message or how == "order"
+        assert "different a than" in message or how == "order"
 
 
 def compare_sparse(rank: int, world_size: int) -> Any:
@@ -307,7 +307,7 @@ def test_agree_gives_each_ranks_number_to_all(run_ranks, size):
 
 
 def test_ranks_that_do_not_agree_all_fail_and_say_why(run_ranks):
-    said = "rank 2 holds another piece than rank 0, in gather"
+    said = "rank 2 has a different piece than rank 0, in gather"
     for error, found in run_ranks(4, agree_on, "differs"):
         assert (error, found) == (("RanksDiffer", said, "look there", 1), [])
     failed = [error[:2] for error, _ in run_ranks(4, agree_on, "fails")]
@@ -316,7 +316,7 @@ def test_ranks_that_do_not_agree_all_fail_and_say_why(run_ranks):
 
 
 def find_the_same_fault(rank: int, world_size: int) -> Any:
-    return caught(lambda: collectives.alike(refuse)), collectives.alike(lambda: 5)
+    return caught(lambda: collectives.report_once(refuse)), collectives.report_once(lambda: 5)
 
 
 def test_a_fault_that_every_rank_finds_is_reported_by_rank_0(run_ranks):

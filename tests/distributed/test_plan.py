@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
+import time
+import tracemalloc
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ckpttool.distributed import shuffle
 from ckpttool.distributed.plan import Plan, check, deal, dealt_sizes, evaluation_batches
 from ckpttool.errors import UsageFault
 
@@ -163,7 +167,46 @@ def test_epochs_and_seeds_differ_in_order():
 
 
 def test_the_order_of_an_epoch_never_changes_so_that_old_runs_can_continue():
-    assert Plan(samples=10, batch_size=4, seed=7).order(3) == [8, 6, 3, 4, 7, 1, 9, 0, 2, 5]
+    assert Plan(samples=10, batch_size=4, seed=7).order(3).tolist() == [8, 6, 3, 4, 7, 1, 9, 0, 2, 5]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1_999, 2_000, 2_047, 2_048, 2_049, 4_096, 65_537, 200_000])
+def test_the_order_is_that_of_pythons_shuffle(count: int) -> None:
+    for epoch in range(3):
+        order = list(range(count))
+        random.Random(f"5:{epoch}").shuffle(order)
+        assert Plan(count, 8, seed=5).order(epoch).tolist() == order
+
+
+@given(st.integers(0, 700), st.integers(0, 10**9))
+def test_it_is_so_of_a_few_samples_too_that_are_shuffled_as_many_are(count: int, seed: int) -> None:
+    order = list(range(count))
+    random.Random(f"{seed}:0").shuffle(order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shuffle, "FEW", 0)
+        assert shuffle.shuffled(count, f"{seed}:0").tolist() == order
+
+
+def test_an_epoch_of_very_many_samples_takes_4_bytes_for_each() -> None:
+    plan = Plan(4_000_000, 256)
+    Plan(shuffle.FEW, 8).order(0)  # what it imports is not counted
+    tracemalloc.start()
+    try:
+        steps = plan.of_rank(0, 3, 4)
+        assert sum(len(steps[number].micro_batches[0]) for number in range(100)) == 6_400
+        left, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * 4 * plan.samples  # the order, and this rank's share
+    assert left < 1.1 * plan.samples  # the share alone
+
+
+def test_the_order_of_very_many_samples_takes_a_fraction_of_the_time_of_pythons_shuffle() -> None:
+    order, began = list(range(400_000)), time.thread_time()
+    random.Random("0:0").shuffle(order)
+    one_tenth, began = time.thread_time() - began, time.thread_time()
+    Plan(4_000_000, 256).of_rank(0, 3, 4)
+    assert time.thread_time() - began < 5 * one_tenth  # it is below one
 
 
 @pytest.mark.parametrize(("samples", "batch_size", "drop_last", "steps"), [
@@ -180,7 +223,8 @@ def test_dealing_keeps_every_item(items, weights):
 
 def test_without_set_epoch_all_epochs_have_the_order_of_the_first():
     plan = Plan(samples=50, batch_size=10, set_epoch=False)
-    assert plan.order(3) == plan.order(0) == Plan(samples=50, batch_size=10).order(0)
+    orders = plan.order(3), plan.order(0), Plan(samples=50, batch_size=10).order(0)
+    assert len({tuple(order) for order in orders}) == 1
 
 
 # ---- what is refused -----------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def test_an_empty_batch_is_stood_in_for(run_ranks: Any) -> None:
 def test_one_process_without_a_group_takes_its_own_batches() -> None:
     model = network()
     with Uneven(model, batches_of(1)) as uneven:
-        sizes = [(len(batch[0]), uneven.count, uneven.is_dummy) for batch in uneven]
+        sizes = [(len(batch[0]), uneven.global_count, uneven.is_dummy) for batch in uneven]
     assert sizes == [(5, 5, False), (2, 2, False), (4, 4, False)]
 
 

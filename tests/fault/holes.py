@@ -82,6 +82,7 @@ def swallow_errors() -> None:
     os.fsync = try_to_flush
 
 
+# By name, what breaks something in the process in which it is called
 HOLES: dict[str, Callable[[], None]] = {
     hole.__name__.replace("_", "-"): hole
     for hole in (
@@ -94,4 +95,3 @@ HOLES: dict[str, Callable[[], None]] = {
         swallow_errors,
     )
 }
-"""By name, what breaks something in the process in which it is called."""

@@ -21,8 +21,8 @@ from ckpttool import cli
 from ckpttool.metrics import predictions
 from tests.support.every_format import as_dcp, as_tar, converted
 
+# Elements of the largest tensor: 5 MiB
 LARGE = 5 << 18
-"""Elements of the largest tensor: 5 MiB."""
 
 
 def state(seed: int = 0, prefix: str = "module.") -> OrderedDict[str, torch.Tensor]:
@@ -89,6 +89,7 @@ def _predictions(rank: int) -> Callable[[Path], None]:
     return write
 
 
+# By name, what writes each
 INPUTS: dict[str, Callable[[Path], object]] = {
     "in.pt": lambda path: torch.save(training(), path),
     "other.pt": lambda path: torch.save(training(1), path),
@@ -103,7 +104,6 @@ INPUTS: dict[str, Callable[[Path], object]] = {
     "rank0.safetensors": _predictions(0),
     "rank1.safetensors": _predictions(1),
 }
-"""By name, what writes each."""
 
 
 def write(folder: Path) -> None:
@@ -144,6 +144,7 @@ def _adapted() -> dict[str, torch.Tensor]:
     return {**state(), "module.fc.weight": exact.float()}
 
 
+# States that outputs must have, in plain torch
 WANTED: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "plain": partial(state, prefix=""),
     "prefixed": state,
@@ -153,7 +154,6 @@ WANTED: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "mean": _mean,
     "adapted": _adapted,
 }
-"""States that outputs must have, in plain torch."""
 
 
 def check(path: Path, wanted: str) -> None:

@@ -18,11 +18,11 @@ from tests.fault.supervised import KILL, SHORT, TERM, Fault, Ran, run
 from tests.fault.system_calls import CALLS, LOOK
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{20}\.ckpttool\.(tmp|old)|.+\.link")
+# Calls without which nothing can be removed: if one of them fails, the next save cleans up
 REMOVES = {"unlink", "unlinkat", "rmdir", "getdents64", "openat", "flock", "newfstatat", "lstat"}
-"""Calls without which nothing can be removed: if one of them fails, the next save cleans up."""
 
+# A folder's files by path: bytes, where a link leads, or `folder`
 Tree = dict[str, bytes | str]
-"""A folder's files by path: bytes, where a link leads, or `folder`."""
 
 
 def tree(folder: Path) -> Tree:
@@ -59,17 +59,7 @@ class Trial:
 
 
 class Bench:
-    """A scenario, ready to be run again and again.
-
-    Args:
-        inputs: the folder of all inputs.
-        place: an empty folder of its own. In `done` it keeps the files of a run without a fault.
-        hole: called in the program's process first; tests break something with it.
-
-    Attributes:
-        dry: the run without a fault.
-        wrong: what does not hold of it.
-    """
+    """A scenario, ready to be run again and again."""
 
     def __init__(
         self, scenario: Scenario, inputs: Path, place: Path, hole: Callable[[], object] | None = None
@@ -147,7 +137,7 @@ class Bench:
         if fault.how == KILL and ran.is_reached:
             allowed = {-9}
         elif fault.how == TERM and ran.is_reached:
-            allowed = {-15} if self.scenario.ends_at_term else {143, done}
+            allowed = {-15} if self.scenario.ends_at_term else {-15, 143, done}
         elif fault.how == SHORT or not ran.is_reached:
             allowed = {done}
         else:  # of what can't be looked at, click says that it is not readable
@@ -176,10 +166,7 @@ class Bench:
         )
 
     def _files(self, fault: Fault, ran: Ran) -> list[str]:
-        """Examine the files: each target old or new, nothing else changed, nothing left without a word.
-
-        A kill can say nothing, and neither need what fails so that nothing can be removed.
-        """
+        """Examine the files: each target old or new, nothing else changed, nothing left without a word."""
         wrong = []
         for target in self.scenario.targets:
             now, old, new = (
@@ -195,7 +182,7 @@ class Bench:
         return wrong
 
     def _others(self) -> list[str]:
-        """Say what has changed beside the targets, but for new temporaries."""
+        """Say what has changed besides the targets, but for new temporaries."""
         wrong, left = [], set(self._leftovers())
         for path in {**self.old, **self.current}:
             if self._target_of(path) or path in left or self.current.get(path) == self.old.get(path):

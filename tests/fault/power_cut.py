@@ -19,34 +19,31 @@ WRITES = {
     *("write", "pwrite64", "writev", "pwritev", "pwritev2", "sendfile", "copy_file_range", "splice"),
     *("ftruncate", "truncate", "fallocate"),
 }
+# Calls that open a file by a path, and which argument holds the flags
 OPENS = {"open": 1, "creat": 1, "openat": 2}
-"""Calls that open a file by a path, and which argument holds the flags."""
 
 FLUSHES = {"fsync", "fdatasync"}
 RENAMES = {"rename", "renameat", "renameat2"}
 LINKS = {"link", "linkat"}
+# The ioctls that give a file the blocks of another (linux/fs.h)
 CLONES = {0x40049409, 0x4020940D}
-"""The ioctls that give a file the blocks of another (linux/fs.h)."""
 
 MAP_SHARED, PROT_WRITE, EXCHANGE = 1, 2, 2
 
 
 @dataclass(slots=True)
 class _Disk:
-    """What is not known to be on the disk.
+    """What is not known to be on the disk."""
 
-    Attributes:
-        targets: the files and folders that must be whole after a power cut.
-        dirty: files with bytes that were not flushed.
-        entries: folder -> names in it that were made or renamed since it was flushed.
-        failed: files whose flush failed: what a later one says of them proves nothing.
-        lost: what a power cut could damage, in words.
-    """
-
+    # The files and folders that must be whole after a power cut
     targets: tuple[str, ...]
+    # Files with bytes that were not flushed
     dirty: set[str] = field(default_factory=set)
+    # Folder -> names in it that were made or renamed since it was flushed
     entries: dict[str, set[str]] = field(default_factory=dict)
+    # Files whose flush failed: what a later one says of them proves nothing
     failed: set[str] = field(default_factory=set)
+    # What a power cut could damage, in words
     lost: list[str] = field(default_factory=list)
 
     def is_target(self, path: str) -> bool:
@@ -109,16 +106,7 @@ def _moved(paths: Collection[str], source: str, to: str, exchanged: bool) -> Ite
 
 
 def lost_by_power_cut(seen: list[Seen], targets: tuple[str, ...], *, is_done: bool) -> list[str]:
-    """Return what a power cut could damage.
-
-    Args:
-        seen: the system calls of a run; those not answered with an error are taken to have succeeded.
-        targets: files and folders that are to be whole at every moment, relative to the folder of the run.
-        is_done: whether the program said that it was done: then what it renamed must be on the disk.
-
-    Returns:
-        One sentence for each danger; none if there is none.
-    """
+    """Return what a power cut could damage."""
     disk = _Disk(targets)
     for call in seen:
         name = call.call.name

@@ -17,33 +17,28 @@ from ckpttool import cli
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A command that writes.
+    """A command that writes."""
 
-    Attributes:
-        command: what is tried, and `formats`, from what to what: two columns of the table.
-        words: the command line; with it the program is `ckpttool`.
-        inputs: names of `inputs.INPUTS` that it reads.
-        targets: what it writes: each a file or a folder.
-        before: a command line that makes the old output; None if there is none.
-        wanted: which of `inputs.WANTED` the output must have; None: what a run without a fault writes is not
-            looked into.
-        again: a command line that succeeds where the output is the new one already; None for `words` with
-            --force.
-        program: what is run in the place of `ckpttool`.
-        imports_torch: the program does.
-        ends_at_term: the program has no handler of SIGTERM.
-    """
-
+    # What is tried, and `formats`, from what to what: two columns of the table
     command: str
     formats: str
+    # The command line; with it the program is `ckpttool`
     words: str = ""
+    # Names of `inputs.INPUTS` that it reads
     inputs: tuple[str, ...] = ("in.pt",)
+    # What it writes: each a file or a folder
     targets: tuple[str, ...] = ()
+    # A command line that makes the old output; None if there is none
     before: str | None = None
+    # Which of `inputs.WANTED` the output must have; None: what a run without a fault writes is not looked
+    # into
     wanted: str | None = None
+    # A command line that succeeds where the output is the new one already; None for `words` with --force
     again: str | None = None
+    # What is run in the place of `ckpttool`
     program: Callable[[], object] | None = None
     imports_torch: bool = False
+    # The program has no handler of SIGTERM
     ends_at_term: bool = False
 
     @property
@@ -55,11 +50,7 @@ class Scenario:
         return run_words(self.words) if self.program is None else self.program()
 
     def run_again(self, is_new: bool) -> object:
-        """Do what succeeds after an interruption.
-
-        Args:
-            is_new: the first attempt was done.
-        """
+        """Do what succeeds after an interruption."""
         if self.program is not None:
             return self.program()
         words = self.again if is_new and self.again else self.words
@@ -152,6 +143,7 @@ def save_of_trainer() -> object:
 
 TRAINED = ("out/last.pt", "out/best.pt", "out/step-000002.pt", "out/step-000004.pt")
 
+# Everything that is tried
 SCENARIOS = [
     Scenario(
         "strip-prefix",
@@ -363,4 +355,3 @@ SCENARIOS = [
         ends_at_term=True,
     ),
 ]
-"""Everything that is tried."""

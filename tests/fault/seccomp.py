@@ -55,17 +55,7 @@ def _checked(result: int) -> int:
 
 
 def hold(numbers: Collection[int]) -> int:
-    """Have this process held at system calls from now on.
-
-    Args:
-        numbers: of the calls, on this machine.
-
-    Returns:
-        The descriptor with which another process makes a `Listener`.
-
-    Raises:
-        OSError: the kernel is too old, or a sandbox forbids it.
-    """
+    """Have this process held at system calls from now on."""
     program = _filter(numbers)
     held = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(held))
@@ -77,14 +67,9 @@ def hold(numbers: Collection[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A system call that waits for its answer.
+    """A system call that waits for its answer."""
 
-    Attributes:
-        key: what the kernel knows it by.
-        number: which call it is.
-        arguments: the six registers.
-    """
-
+    # What the kernel knows it by
     key: int
     number: int
     arguments: tuple[int, ...]
@@ -109,11 +94,7 @@ class Listener:
             os.close(fd)
 
     def next(self, seconds: float) -> Held | None:
-        """Return the next call that waits; None once the child has ended.
-
-        Raises:
-            TimeoutError: the child made no call and did not end in so many seconds.
-        """
+        """Return the next call that waits; None once the child has ended."""
         while True:
             ready = dict(self._poll.poll(seconds * 1000))
             if not ready:

@@ -19,8 +19,8 @@ from typing import NoReturn
 from tests.fault.seccomp import Held, Listener, hold
 from tests.fault.system_calls import BY_NUMBER, SystemCall
 
+# Seconds without a system call after which a program counts as hanging
 PATIENCE = 30.0
-"""Seconds without a system call after which a program counts as hanging."""
 
 SHORT, KILL, TERM = "short", "SIGKILL", "SIGTERM"
 AT_FDCWD = 0xFFFFFF9C
@@ -28,18 +28,15 @@ AT_FDCWD = 0xFFFFFF9C
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong in a run.
+    """What goes wrong in a run."""
 
-    Attributes:
-        call: the name of the system call.
-        nth: which of the calls of that name, from 1, counted over all threads; only those that concern the
-            folder of the run count.
-        how: `SHORT`, `KILL`, `TERM` or the name of an error, as `ENOSPC`. A signal arrives before the call is
-            carried out.
-    """
-
+    # The name of the system call
     call: str
+    # Which of the calls of that name, from 1, counted over all threads; only those that concern the folder of
+    # the run count
     nth: int
+    # `SHORT`, `KILL`, `TERM` or the name of an error, as `ENOSPC`. A signal arrives before the call is
+    # carried out
     how: str
 
     def __str__(self) -> str:
@@ -48,51 +45,35 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A system call that a program made.
-
-    Attributes:
-        call: which.
-        paths: the files it concerns, relative to the folder of the run, the one that is changed first; None
-            for one that lies elsewhere.
-        arguments: the six registers.
-        error: the error it was answered with; 0 if it was carried out.
-    """
+    """A system call that a program made."""
 
     call: SystemCall
+    # The files it concerns, relative to the folder of the run, the one that is changed first; None for one
+    # that lies elsewhere
     paths: tuple[str | None, ...]
     arguments: tuple[int, ...]
+    # The error it was answered with; 0 if it was carried out
     error: int
 
 
 @dataclass(slots=True)
 class Ran:
-    """The outcome of a program.
+    """The outcome of a program."""
 
-    Attributes:
-        code: its exit code; -9 if it was killed by signal 9.
-        out, err: what it printed.
-        seen: the system calls that concern the folder of the run, in order.
-        is_reached: whether the call of the fault was made, and could fail that way.
-        hangs: whether it was ended because it did nothing for `PATIENCE` seconds.
-    """
-
+    # Its exit code; -9 if it was killed by signal 9
     code: int
     out: bytes
     err: str
+    # The system calls that concern the folder of the run, in order
     seen: list[Seen] = field(default_factory=list)
+    # Whether the call of the fault was made, and could fail that way
     is_reached: bool = False
+    # Whether it was ended because it did nothing for `PATIENCE` seconds
     hangs: bool = False
 
 
 def run(program: Callable[[], object], folder: Path, fault: Fault | None = None) -> Ran:
-    """Run a program in a fork of this process.
-
-    Args:
-        program: called with `folder` as working directory and its `tmp` for temporary files. This process
-            should have imported what it needs.
-        folder: the folder of the run, an absolute path without links; other files are never meddled with.
-        fault: what goes wrong; None to see what the program does.
-    """
+    """Run a program in a fork of this process."""
     ours, theirs = socket.socketpair()
     streams = [os.memfd_create(name) for name in ("out", "err")]
     pid = os.fork()
@@ -243,10 +224,7 @@ def _shorten(listener: Listener, held: Held, name: str) -> bool:
 
 
 class _Halved:
-    """Half of a call that moves bytes, carried out with the child's descriptors and memory.
-
-    Each method returns how many bytes were moved, as the call does; None if there is no half.
-    """
+    """Half of a call that moves bytes, carried out with the child's descriptors and memory."""
 
     def __init__(self, listener: Listener, arguments: tuple[int, ...]) -> None:
         self.listener, self.arguments = listener, arguments
@@ -317,6 +295,7 @@ class _Halved:
         return by
 
 
+# By the name of a call, what carries out a half of it
 SHORTENED: dict[str, Callable[[_Halved], int | None]] = {
     "read": _Halved.read,
     "readv": partial(_Halved.read, vectored=True),
@@ -331,4 +310,3 @@ SHORTENED: dict[str, Callable[[_Halved], int | None]] = {
     "sendfile": _Halved.sendfile,
     "copy_file_range": _Halved.copy_file_range,
 }
-"""By the name of a call, what carries out a half of it."""

@@ -10,26 +10,21 @@ IS_ARM = platform.machine() == "aarch64"
 SECCOMP = 277 if IS_ARM else 317
 MMAP = 222 if IS_ARM else 9
 
+# What a call does: it changes files or flushes them, moves bytes in or out, or only looks
 CHANGE, MOVE, LOOK = "change", "move", "look"
-"""What a call does: it changes files or flushes them, moves bytes in or out, or only looks."""
 
 
 @dataclass(frozen=True, slots=True)
 class SystemCall:
-    """A system call.
-
-    Attributes:
-        name: as in its manual page.
-        numbers: on x86-64 and on aarch64; None where there is no such call.
-        kind: one of CHANGE, MOVE and LOOK.
-        files: the arguments that name files, the one that is changed first: `f0` a descriptor in the first
-            argument, `p1` a path in the second, `d2` a path in the third, relative to the descriptor in the
-            second.
-    """
+    """A system call."""
 
     name: str
+    # On x86-64 and on aarch64; None where there is no such call
     numbers: tuple[int | None, int | None]
+    # One of CHANGE, MOVE and LOOK
     kind: str
+    # The arguments that name files, the one that is changed first: `f0` a descriptor in the first argument,
+    # `p1` a path in the second, `d2` a path in the third, relative to the descriptor in the second
     files: tuple[str, ...]
 
     @property
@@ -49,6 +44,7 @@ def _number(text: str) -> int | None:
     return None if text == "-" else int(text)
 
 
+# By name: the calls that take a file, but for those that close or seek
 CALLS = {
     call.name: call
     for call in [
@@ -142,6 +138,5 @@ CALLS = {
         ),
     ]
 }
-"""By name: the calls that take a file, but for those that close or seek."""
 
 BY_NUMBER = {call.number: call for call in CALLS.values() if call.number is not None}

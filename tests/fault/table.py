@@ -17,9 +17,11 @@ BEGIN, END = "<!-- fault -->\n", "<!-- /fault -->"
 def table(tried: Sequence[Tried], seed: int, seconds: float) -> str:
     """Return the table in Markdown, with the date, the seed and the totals below it."""
     lines = ["| command | formats | faults | passed |", "|---|---|---:|---:|"]
-    for each in tried:
-        held = "all" if not each.failed else f"**{each.held.total()}**"
-        lines.append(f"| {each.scenario.command} | {each.scenario.formats} | {each.tried:,} | {held} |")
+    for command in dict.fromkeys(each.scenario.command for each in tried):
+        rows = [each for each in tried if each.scenario.command == command]
+        count, held = totals(rows)
+        formats = "; ".join(each.scenario.formats for each in rows)
+        lines.append(f"| {command} | {formats} | {count:,} | {'all' if count == held else f'**{held:,}**'} |")
     count, held = totals(tried)
     new = sum(each.new for each in tried)
     possible = sum(each.possible for each in tried)

@@ -66,13 +66,7 @@ def test_every_output_is_old_or_new_whatever_fails(name: str, given: Path) -> No
 
 
 def wrong_with(hole: str, given: Path, calls: Collection[str] = (), *ways: str) -> str:
-    """Return what the machine finds with something broken on purpose.
-
-    Args:
-        hole: what is broken; empty for nothing.
-        calls: system calls that are to fail; of those that the program makes, the first and the last.
-        ways: how they fail.
-    """
+    """Return what the machine finds with something broken on purpose."""
     bench = Bench(OVER, given, given.parent / f"{hole or 'whole'}", HOLES.get(hole))
     counts = Counter(seen.call.name for seen in bench.dry.seen)
     made = [(name, nth) for name in calls for nth in {1, counts[name]} if counts[name]]

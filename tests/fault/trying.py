@@ -26,11 +26,7 @@ HOW = (*ERRORS, SHORT, KILL, TERM)
 
 
 def ways(name: str) -> tuple[str, ...]:
-    """Return how calls of a name can fail.
-
-    A kill is tried only where files change: between two such calls the files are the same. What only reads or
-    looks does not meet a full disk.
-    """
+    """Return how calls of a name can fail."""
     short = (SHORT,) if name in SHORTENED else ()
     if CALLS[name].kind == CHANGE or (CALLS[name].kind == MOVE and "read" not in name):
         return (*ERRORS, *short, KILL, TERM)
@@ -53,23 +49,19 @@ def faults(dry: Ran, seed: int) -> list[Fault]:
 
 @dataclass(slots=True)
 class Tried:
-    """What came of a scenario.
-
-    Attributes:
-        calls: system calls of a run without a fault.
-        possible: how many faults there are.
-        trials: those that were made: fault, and whether the output was the new one afterwards.
-        unreached: faults whose call was not made, as when threads take turns in another order.
-        wrong: what did not hold, with the fault in words.
-    """
+    """What came of a scenario."""
 
     scenario: Scenario
+    # System calls of a run without a fault
     calls: int = 0
+    # How many faults there are
     possible: int = 0
     held: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     new: int = 0
+    # Faults whose call was not made, as when threads take turns in another order
     unreached: int = 0
+    # What did not hold, with the fault in words
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -89,16 +81,7 @@ class Tried:
 def try_scenario(
     scenario: Scenario, given: Path, place: Path, seed: int, most: float, until: float, hole: str = ""
 ) -> Tried:
-    """Try the faults of a scenario.
-
-    Args:
-        given: the folder of all inputs.
-        place: a new folder for the runs; `done` stays in it, the files of a run without a fault.
-        seed: draws their order.
-        most: how many to try.
-        until: the moment (`time.monotonic`) after which no other is begun.
-        hole: a name of `holes.HOLES`: what is broken in the program's process.
-    """
+    """Try the faults of a scenario."""
     tried = Tried(scenario)
     place.mkdir()
     bench = Bench(scenario, given, place, HOLES.get(hole))
@@ -120,8 +103,8 @@ def place_for_runs() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
+# How many scenarios no process has begun; shared by the processes
 _left: Any = None
-"""How many scenarios no process has begun; shared by the processes."""
 
 
 def _share(left: Any) -> None:
@@ -143,18 +126,7 @@ def _try_in_turn(
 def try_all(
     scenarios: Sequence[Scenario], *, seed: int, seconds: float, most: float, jobs: int, hole: str = ""
 ) -> Iterator[Tried]:
-    """Try scenarios in several processes; yield what came of each.
-
-    Processes that have imported torch take ten times as long to fork, so only what needs it runs in such.
-
-    Args:
-        scenarios: some of `SCENARIOS`.
-        seed: draws the order of faults.
-        seconds: the time for all; the large scenarios get what the small ones leave.
-        most: the most faults of each.
-        jobs: processes.
-        hole: as of `try_scenario`.
-    """
+    """Try scenarios in several processes; yield what came of each."""
     until = time.monotonic() + seconds
     context = multiprocessing.get_context("fork")
     left = context.Value("i", len(scenarios))

@@ -405,9 +405,9 @@ def interrupted(folder: Path, by: int) -> tuple[int, dict[str, bytes]]:
     return code, {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "in.pt"}
 
 
-@pytest.mark.parametrize("by, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_in_the_middle_leaves_the_old_file_and_no_other(by: int, code: int, tmp_path: Path) -> None:
-    assert interrupted(tmp_path, by) == (code, {"out.safetensors": b"old"})
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_in_the_middle_leaves_the_old_file_and_no_other(by: int, tmp_path: Path) -> None:
+    assert interrupted(tmp_path, by) == (-by, {"out.safetensors": b"old"})
 
 
 def test_a_killed_process_leaves_the_old_file_whole(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ import torch
 import ckpttool
 from ckpttool.errors import Damaged
 from ckpttool.files import copying
-from ckpttool.files.copying import Output
-from ckpttool.files.sharing import BLOCK, NO_CLONE
+from ckpttool.files.copying import BLOCK, NO_CLONE, Output
 from ckpttool.tensors.ref import ByteRange, Source
 from tests.support.extents import clone_range
 

@@ -1,6 +1,6 @@
 """`python -m tests.fuzz SECONDS`: change files of every format, and compare what other libraries read.
 
-It prints what was tried and what a hostile file can cost; --write puts both tables into docs/security.md.
+It prints what was tried and what a hostile file can cost; --write puts the table into docs/security.md.
 What it finds wrong is made small and stays in tests/corpus/, which the tests examine; then it exits 1.
 """
 
@@ -13,10 +13,9 @@ import time
 
 import torch
 
-from tests.fuzz.campaign import fuzz_in_processes
-from tests.fuzz.corpus import keep
+from tests.fuzz.campaign import fuzz_in_processes, keep
 from tests.fuzz.seeds import SEEDS
-from tests.fuzz.table import bounds_table, put_into_docs, tried_table
+from tests.fuzz.table import put_into_docs, table
 
 
 def main() -> int:
@@ -25,15 +24,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="draws all changes; default 0")
     parser.add_argument("--only", default="", metavar="TEXT", help="formats that have this in their name")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/security.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/security.md")
     given = parser.parse_args()
     torch.set_num_threads(1)  # a fork has no threads but its own
     started = time.monotonic()
     kinds = [kind for kind in SEEDS if given.only in kind]
     tallies = fuzz_in_processes(kinds, seed=given.seed, seconds=given.seconds, jobs=max(1, given.jobs))
     took = time.monotonic() - started
-    tried, bounds = tried_table(tallies, given.seed, took), bounds_table(tallies, given.seed, took)
-    print(f"{tried}\n{bounds}")
+    made = table(tallies, given.seed, took)
+    print(made)
     found = [each for tally in tallies.values() for each in tally.found.values()]
     for each in found:
         print(
@@ -41,7 +40,7 @@ def main() -> int:
             file=sys.stderr,
         )
     if given.write:
-        put_into_docs(tried, bounds)
+        put_into_docs(made)
     return 1 if found else 0
 
 

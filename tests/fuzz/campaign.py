@@ -16,18 +16,18 @@ from random import Random
 from typing import Any
 
 from tests.fuzz.judge import Outcome
-from tests.fuzz.minimise import minimised
 from tests.fuzz.mutations import change_one
-from tests.fuzz.seeds import Files, seeds
+from tests.fuzz.seeds import Files, put, seeds
 from tests.fuzz.worker import Worker
 from tests.support.attacks import ATTACKS
+from tests.support.running import ROOT
 
+# Costs are told apart by the size of the file, up to these many bytes
 SIZES = (4 << 10, 64 << 10, 4 << 20)
-"""The largest files of each column of the table of bounds, in bytes."""
 
 MEMORY, MEMORY_PER_BYTE = 128 << 20, 100
+# What a file may cost at most: a constant and so much for each of its bytes
 SECONDS, SECONDS_PER_BYTE = 5.0, 20e-6
-"""What a file may cost at most: a constant and so much for each of its bytes."""
 
 
 @dataclass(slots=True)
@@ -50,17 +50,14 @@ class Found:
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the files of one format.
+    """What came of the files of one format."""
 
-    Attributes:
-        counts: files `tried`, `read` and, by library, read by others too.
-        memory, seconds: for each of SIZES the most that a file cost.
-        found: by what is wrong, the first file with it.
-    """
-
+    # Files `tried`, `read` and, by library, read by others too
     counts: Counter[str] = field(default_factory=Counter)
+    # For each of SIZES the most that a file cost
     memory: list[int] = field(default_factory=lambda: [0] * len(SIZES))
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(SIZES))
+    # By what is wrong, the first file with it
     found: dict[str, Found] = field(default_factory=dict)
 
     def note(self, files: Files, outcome: Outcome) -> None:
@@ -128,14 +125,7 @@ def fuzz(
     jobs: int = 1,
     hole: Callable[[], Any] | None = None,
 ) -> dict[str, Tally]:
-    """Examine files of all formats in turn, every `jobs`-th number of each, and what was made by hand.
-
-    Args:
-        seed: draws all changes.
-        until: the moment (`time.monotonic`) after which no other is begun.
-        most: how many of each format.
-        hole: called in the process that examines; tests break something with it.
-    """
+    """Examine files of all formats in turn, every `jobs`-th number of each, and what was made by hand."""
     tallies = {kind: Tally() for kind in kinds}
 
     def examine(kind: str, number: int, files: Files) -> None:
@@ -180,3 +170,60 @@ def fuzz_in_processes(kinds: Sequence[str], *, seed: int, seconds: float, jobs: 
             for kind, tally in future.result().items():
                 joined[kind].add(tally)
     return joined
+
+
+def minimised(files: Files, is_same: Callable[[Files], bool], until: float) -> Files:
+    """Return a smaller checkpoint with the same fault: files and bytes are taken out, others zeroed."""
+    for name in sorted(files):
+        if name:
+            fewer = {other: raw for other, raw in files.items() if other != name}
+            if fewer and time.monotonic() < until and is_same(fewer):
+                files = fewer
+    for name in sorted(files, key=lambda each: -len(files[each])):
+        for emptied in (lambda size: b"", bytes):
+            files = _without_stretches(files, name, emptied, is_same, until)
+    return files
+
+
+def _without_stretches(
+    files: Files,
+    name: str,
+    emptied: Callable[[int], bytes],
+    is_same: Callable[[Files], bool],
+    until: float,
+) -> Files:
+    """Replace stretches of one file, halves first and ever shorter ones, where the fault stays."""
+    size = len(files[name]) // 2
+    while size and time.monotonic() < until:
+        at = 0
+        while at < len(files[name]) and time.monotonic() < until:
+            raw = files[name]
+            piece = raw[at : at + size]
+            tried = {**files, name: raw[:at] + emptied(len(piece)) + raw[at + size :]}
+            if tried[name] != raw and is_same(tried):
+                files = tried
+            if files[name][at : at + size] == piece or emptied is bytes:
+                at += size
+        size //= 2
+    return files
+
+
+CORPUS = ROOT / "tests" / "corpus"
+
+
+def keep(found: Found) -> Path:
+    """Write a file, or a folder, into the corpus; return where."""
+    path = CORPUS / found.name
+    if not path.exists():
+        put(found.files, path)
+    return path
+
+
+def kept() -> dict[str, Files]:
+    """Return everything in the corpus, by name."""
+    found = {}
+    for path in sorted(CORPUS.iterdir()):
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        if path.suffix != ".md":
+            found[path.name] = {"" if file == path else file.name: file.read_bytes() for file in files}
+    return found

@@ -26,31 +26,27 @@ from ckpttool.errors import CkptToolError
 from ckpttool.files.digest import digest
 from ckpttool.formats.zip.reader import read_directory
 from ckpttool.inert_pickle.values import TooDeep
+from ckpttool.inert_pickle.weights_only import TAKEN
 from ckpttool.tensors.ref import ByteRange, Source, TensorRef
 from ckpttool.tensors.values import stream
 from tests.support.comparing import assert_same, values
 
+# Bytes of a tensor's values that are compared at most: a view may repeat one byte without end
 COMPARED = 1 << 26
-"""Bytes of a tensor's values that are compared at most: a view may repeat one byte without end."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a file.
+    """What came of a file."""
 
-    Attributes:
-        accepted: the package read it and `verify` found nothing.
-        wrong: what did not hold, as kind and place: the same words for the same fault.
-        details: the same at length.
-        also: the libraries that read it too.
-        memory: bytes that the process grew by at most, while the package was at work.
-        seconds: of CPU time, likewise.
-    """
-
+    # The package read it and `verify` found nothing
     accepted: bool = False
+    # What did not hold, as kind and place: the same words for the same fault
     wrong: str = ""
     details: str = ""
+    # The libraries that read it too
     also: list[str] = field(default_factory=list)
+    # Bytes that the process grew by at most, while the package was at work
     memory: int = 0
     seconds: float = 0.0
 
@@ -72,12 +68,7 @@ def _memory() -> tuple[int, int]:
 
 
 def use(path: Path, out: Path) -> Outcome:
-    """Do with a file what commands do, and note what it takes.
-
-    Args:
-        path: the file or folder.
-        out: a folder; `out.pt` in it is what the file was converted to, if it was.
-    """
+    """Do with a file what commands do, and note what it takes."""
     outcome = Outcome()
     with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # forget the peak
@@ -136,6 +127,8 @@ def compare(path: Path, out: Path, outcome: Outcome) -> None:
     """Compare what the package read with what other libraries read."""
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
+        if outcome.accepted:
+            _require_loadable(out / "out.pt", outcome)
         if path.is_dir():
             return
         head = path.read_bytes()[:16]
@@ -145,6 +138,22 @@ def compare(path: Path, out: Path, outcome: Outcome) -> None:
             _compare_with_safetensors(path, outcome)
         else:
             _compare_with_torch(path, out, outcome)
+
+
+def _require_loadable(path: Path, outcome: Outcome) -> None:
+    """Have torch read a written file that names nothing but what `weights_only` takes."""
+    import torch
+
+    with ckpttool.open(path) as written:
+        if not written.names <= TAKEN or written.protocol > 2:
+            return
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except RecursionError:
+        pass
+    except Exception as error:
+        if "Unsupported operand 139" not in str(error):  # an integer of more than 2040 bits
+            outcome.fail(f"torch does not read what was written: {str(error)[-60:]}", error)
 
 
 def _compare_with_zipfile(path: Path, outcome: Outcome) -> None:
@@ -218,11 +227,7 @@ def _compare_with_torch(path: Path, out: Path, outcome: Outcome) -> None:
 
 
 def _differences(mine: Any, theirs: Any, met: set[tuple[int, int]]) -> Iterator[str]:
-    """Yield how a tree differs from the one that torch reads, where it holds plain values and tensors.
-
-    Args:
-        met: pairs that were compared already: a tree may hold one value in many places.
-    """
+    """Yield how a tree differs from the one that torch reads, where it holds plain values and tensors."""
     import torch
 
     if (id(mine), id(theirs)) in met or len(met) > 100_000:

@@ -25,8 +25,8 @@ Change = Callable[[bytes, Random], bytes]
 
 NUMBERS = (0, 1, -1, 2, 127, 128, 255, 256, 1000, 0x7FFF, 0xFFFF, 0x10000, 2**31 - 1, 2**31, 2**32 - 1, 2**32)
 LARGE = (2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**63))
+# Bytes to which a repeated part grows at most
 LARGEST = 1 << 20
-"""Bytes to which a repeated part grows at most."""
 
 
 def number(random: Random) -> int:
@@ -218,12 +218,12 @@ def change_pickle(raw: bytes, random: Random) -> bytes:
     elif what == 5:
         ops.insert(at, _opcode(random))
     elif what == 6:
-        alike = [place for place, op in enumerate(ops) if op[:1] in b"KMJ\x8a"] or [at]
-        ops[random.choice(alike)] = _integer(number(random))
+        similar = [place for place, op in enumerate(ops) if op[:1] in b"KMJ\x8a"] or [at]
+        ops[random.choice(similar)] = _integer(number(random))
     else:
-        alike = [place for place, op in enumerate(ops) if op[:1] in b"XU\x8c"] or [at]
-        other = ops[random.choice(alike)] if random.random() < 0.5 else _text(random.choice(WORDS))
-        ops[random.choice(alike)] = other
+        similar = [place for place, op in enumerate(ops) if op[:1] in b"XU\x8c"] or [at]
+        other = ops[random.choice(similar)] if random.random() < 0.5 else _text(random.choice(WORDS))
+        ops[random.choice(similar)] = other
     return b"".join(ops)
 
 
@@ -307,7 +307,7 @@ def change_zip_field(raw: bytes, random: Random) -> bytes:
 
 
 def change_zip(raw: bytes, random: Random) -> bytes:
-    """Change, drop, double, rename or move a record, and write the zip anew; or change a header."""
+    """Change, drop, double, rename or move a record, and write the zip again; or change a header."""
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             records = [[each.filename, archive.read(each), zipfile.ZIP_STORED] for each in archive.infolist()]

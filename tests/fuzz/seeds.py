@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from tests.support.every_format import as_dcp, as_script, as_tar, converted, with_objects
 
+# The files of a checkpoint by name; that of a single file is empty
 Files = dict[str, bytes]
-"""The files of a checkpoint by name; that of a single file is empty."""
 
 
 def state() -> OrderedDict[str, torch.Tensor]:
@@ -62,6 +62,7 @@ def _safetensors(path: Path) -> None:
     )
 
 
+# By format, what writes each seed
 SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "zip .pt": (
         lambda path: torch.save(training(), path),
@@ -84,7 +85,6 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "shards, torch": (converted(training, to="torch-sharded", shard_size=64),),
     "DCP": (as_dcp(training), converted(training, to="dcp", full=True)),
 }
-"""By format, what writes each seed."""
 
 FOLDERS = ("shards, safetensors", "shards, torch", "DCP")
 

@@ -13,10 +13,8 @@ import torch
 
 from ckpttool.checkpoint import checksums
 from ckpttool.formats.safetensors import format as safetensors_format
-from ckpttool.tensors import source
-from tests.fuzz.campaign import files_of, judged
-from tests.fuzz.corpus import kept
-from tests.fuzz.minimise import minimised
+from ckpttool.tensors import ref
+from tests.fuzz.campaign import files_of, judged, kept, minimised
 from tests.fuzz.seeds import SEEDS, Files, seeds
 from tests.fuzz.worker import Worker
 
@@ -81,13 +79,13 @@ def ignore_the_end() -> None:
 
 def reverse() -> None:
     """Read the bytes of each stretch from back to front."""
-    chunks = source.ByteRange.chunks
+    chunks = ref.ByteRange.chunks
 
     def reversed_chunks(self: Any, buffer: memoryview) -> Iterator[memoryview]:
         for chunk in chunks(self, buffer):
             yield memoryview(bytes(chunk)[::-1])
 
-    source.ByteRange.chunks = reversed_chunks  # type: ignore[method-assign]
+    ref.ByteRange.chunks = reversed_chunks  # type: ignore[method-assign]
 
 
 def crash() -> None:

@@ -18,24 +18,18 @@ from typing import Any
 from tests.fuzz.judge import Outcome, compare, use
 from tests.fuzz.seeds import Files, put
 
+# Seconds of CPU time after which a file counts as one that hangs
 HANGS = 20.0
-"""Seconds of CPU time after which a file counts as one that hangs."""
 
+# The same for the comparison with other libraries, which are not waited for longer
 OTHERS_HANG = 4.0
-"""The same for the comparison with other libraries, which are not waited for longer."""
 
+# Bytes of address space beyond those of the start: other libraries allocate what a file claims
 ROOM = 4 << 30
-"""Bytes of address space beyond those of the start: other libraries allocate what a file claims."""
 
 
 class Worker:
-    """Examines files in a process of its own, which is started anew when one has ended it.
-
-    Use it as a context manager.
-
-    Args:
-        hole: called in the process first; tests break something with it.
-    """
+    """Examines files in a process of its own, which is started again when one has ended it."""
 
     def __init__(self, hole: Any = None) -> None:
         self.hole = hole

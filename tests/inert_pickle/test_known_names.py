@@ -41,7 +41,7 @@ NINE = [name(f"aaa{i}", "Thing") for i in range(8)] + [name("posix", "system")]
 
 @pytest.fixture
 def hidden(tmp_path: Path) -> Path:
-    """A state beside eight unknown names that sort before `posix.system`."""
+    """A state next to eight unknown names that sort before `posix.system`."""
     return torch_zip(
         tmp_path / "in.pt", dict_of({"model": dict_of({"w": WEIGHT}), "x": list_of(*NINE)}), BYTES
     )

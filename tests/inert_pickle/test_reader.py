@@ -130,8 +130,8 @@ def test_a_call_repeated_on_one_large_list_is_refused(kind: str) -> None:
 
 def test_many_equal_bytes_are_written_and_read_back() -> None:
     """Protocol 2 writes bytes as calls on text, and equal text only once."""
-    alike = [bytes(bytearray(b"\xff" * 1000)) for _ in range(300)]
-    assert read_pickle(written(read_pickle(pickle.dumps(alike, 4)).value, 2)).value == alike
+    equal = [bytes(bytearray(b"\xff" * 1000)) for _ in range(300)]
+    assert read_pickle(written(read_pickle(pickle.dumps(equal, 4)).value, 2)).value == equal
 
 
 def test_the_reader_stops_at_the_end_of_one_pickle_and_says_where() -> None:

@@ -14,10 +14,11 @@ from torch import nn
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
-from train.main import Job, train
-from train.tasks import task
+from train.main import train
+from train.run.run import Job
+from train.tasks import builtin as tasks
 
 SHAPE = (3, 8, 8)
 BATCH, SAMPLES = 12, 34
@@ -73,7 +74,7 @@ def run(rank: int, size: int, make: Any, folder: str, settings: dict[str, Any]) 
     config = TrainConfig(**{"out": folder, **usual, **settings})
     data = trainings.tensors(SHAPE, SAMPLES)
     model = trainings.seeded(make)
-    job = Job(config, trainings.place(rank, size), data, model, task.build(config, data), [])
+    job = Job(config, trainings.place(rank, size), data, model, tasks.build(config, data), [])
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):

@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.main import steps_of_epoch
-from train.tasks import task
+from train.tasks import builtin as tasks
 from train.trainer.trainer import Trainer
 
 
@@ -58,7 +58,7 @@ def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: A
 
 def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:
     config = TrainConfig(**{"scheduler": "none", "decay_norms": True, **settings})
-    return Trainer(config, data, model, place(rank, world_size), task.build(config, data))
+    return Trainer(config, data, model, place(rank, world_size), tasks.build(config, data))
 
 
 def finish_epoch(trainer: Trainer) -> Any:

@@ -29,6 +29,9 @@ FOLDERS = (
 )
 """The folders of the package, from the ground up: each imports only from those before it."""
 
+ROOMS = ("config", "data", "tasks", "model", "log", "launch", "trainer", "checkpoint", "run")
+"""The folders of the trainer, likewise."""
+
 
 def tables() -> str:
     """Return the generated part of the page: the folders, each with the names of its files."""

@@ -6,17 +6,17 @@ import errno
 import os
 import struct
 
-from ckpttool.files import sharing
+from ckpttool.files import copying
 
 
 def clone_range(fd: int, request: int, wanted: bytes) -> int:
     """Do what the ioctl does, by copying; refuse what is not whole blocks, but for the end of both files."""
-    assert request == sharing.FICLONERANGE
+    assert request == copying.FICLONERANGE
     source, start, nbytes, position = struct.unpack("qQQQ", wanted)
     end, size = start + nbytes, os.fstat(source).st_size
-    aligned = not (start % sharing.BLOCK or position % sharing.BLOCK)
+    aligned = not (start % copying.BLOCK or position % copying.BLOCK)
     is_end = end == size and position + nbytes >= os.fstat(fd).st_size
-    if not aligned or end > size or (end % sharing.BLOCK and not is_end) or not nbytes:
+    if not aligned or end > size or (end % copying.BLOCK and not is_end) or not nbytes:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     assert os.copy_file_range(source, fd, nbytes, start, position) == nbytes
     return 0

@@ -1,4 +1,4 @@
-"""The imports of the package, read from its source."""
+"""The imports of the package and of the trainer, read from their source."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tests.support.running import ROOT
 
 PACKAGE = ROOT / "ckpttool"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TRAINER = ROOT / "train"
+TRAINER_FILES = sorted(TRAINER.rglob("*.py"))
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class _Visitor(ast.NodeVisitor):
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return every module of the package by its full name; a folder's name stands for its `__init__.py`."""
-    return {name_of(path): path for path in FILES}
+    """Return every module of both by its full name; a folder's name stands for its `__init__.py`."""
+    return {name_of(path): path for path in (*FILES, *TRAINER_FILES)}
 
 
 def name_of(path: Path) -> str:
@@ -92,7 +94,7 @@ def imports_of(path: Path) -> tuple[Import, ...]:
 
 
 def own_imports(path: Path) -> set[str]:
-    """Return the modules of the package that a file imports, also through the lazy names of a folder."""
+    """Return the modules of both that a file imports, also through the lazy names of a folder."""
     found = {each.module for each in imports_of(path)} & set(modules())
     found |= {where for each in found if each != "ckpttool" for where in lazy_names(each).values()}
     return found - {name_of(path), "ckpttool"}

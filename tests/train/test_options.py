@@ -16,8 +16,8 @@ from torch import nn
 from tests.ranks import runs, trainings
 from tests.ranks.programs import start
 from tests.support.running import ROOT
-from train import main
-from train.config.values import Every
+from train import evaluate, main
+from train.config.shared import Every
 
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "lr": 0.01, "weight_decay": 0.1}
 ALL_BUT_ZERO = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.7, "accumulate": 2}
@@ -180,6 +180,13 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
 
 
+def test_muon_resumes_bit_for_bit(run_ranks: Any, tmp_path: Any) -> None:
+    settings = {**ADAMW, "optimizer": "muon", "momentum": 0.95, "weight_decay": 0.1}
+    arguments = perceptron, str(tmp_path), settings, (2, 3)
+    _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
+    assert differences == {2: [], 3: []}
+
+
 @pytest.mark.long
 def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks: Any, tmp_path: Any) -> None:
     settings = {"compile": True, "ema": 0.7, "clip_norm": 0.5, "drop_last": True}
@@ -198,9 +205,12 @@ def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks: 
         ("--amp fp16", "--amp fp16: works only on a GPU (give --amp bf16"),
         ("--optimizer lbfgs", "--optimizer lbfgs: calls the model several times in a step"),
         ("--optimizer Adagrad --momentum 0.5", "--momentum: Adagrad has none"),
-        ("--optimizer muon", "--optimizer muon: can't train simple-cnn: Muon only supports 2D parameters"),
+        ("--optimizer muon --zero", "--zero: muon's state is not divided among ranks"),
         ("--grad-checkpoint --model own.py:net", "--grad-checkpoint: Flat has no blocks"),
         ("--zero --model own.py:mixed", "--zero: needs parameters of one dtype"),
+        ("--model own.py:sparse", "parameter 1.weight gets a sparse gradient, and ranks average dense ones"),
+        ("--model own.py:sparse --weight-decay 0", "parameter 1.weight gets a sparse gradient"),
+        ("--model own.py:unlike", "--model own.py:unlike: does not take the 3×32×32 samples"),
     ],
 )
 def test_what_can_not_be_trained_so_is_refused_before_any_process_group(
@@ -232,4 +242,28 @@ def net(num_classes=10):
 
 def mixed(num_classes=10):
     return Flat(torch.float64)
+
+class Tokens(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.flatten(1)[:, :5].abs().long().clamp(max=6))
+
+def sparse(num_classes=10):
+    return Tokens(nn.Identity(), nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(20, 10))
+
+def lazy(num_classes=10):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(10))
+
+def unlike(num_classes=10):
+    return nn.Sequential(nn.LazyConv1d(4, 3), nn.LazyLinear(10))
 """
+
+
+def test_a_lazy_model_is_trained_resumed_and_evaluated(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    given = ["--data", "fake:20", "--model", "own.py:lazy"]
+    flags = ["--batch-size", "4", "--out", "run", "--epochs"]
+    assert main.main([*given, *flags, "1"]) == 0
+    assert main.main([*given, *flags, "2", "--resume", "auto", "--optimizer", "sgd"]) == 0
+    assert evaluate.main(["run/last.pt", *given]) == 0
+    assert capsys.readouterr().err == ""

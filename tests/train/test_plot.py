@@ -11,7 +11,7 @@ import pytest
 
 from tests.ranks.programs import ROOT, start
 from train import plot
-from train.log import curves
+from train.log import log_file
 
 matplotlib = pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")
@@ -51,7 +51,7 @@ def write(folder: Path, entries: list[dict[str, Any]]) -> str:
 
 def drawn(*paths: str) -> dict[str, Any]:
     """Return each panel of the picture by its title."""
-    figure = plot.picture(curves.read(paths))
+    figure = plot.picture(log_file.read_runs(paths))
     figure.canvas.draw()  # a picture that can't be laid out fails here
     return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_visible()}
 
@@ -176,12 +176,12 @@ def test_colours_are_told_apart_by_the_colour_blind() -> None:
 def test_a_run_is_named_by_the_end_of_its_path_that_tells_it_apart(
     paths: list[str], names: list[str]
 ) -> None:
-    assert curves.names_of(paths) == names
+    assert log_file.names_of(paths) == names
 
 
 def test_any_name_can_be_shown(tmp_path: Path) -> None:
     names = ["_hidden", "$x^2$ $", "%s {0}", "名前", "a\\b"]
-    figure = plot.picture(curves.read([write(tmp_path / name, classes()) for name in names]))
+    figure = plot.picture(log_file.read_runs([write(tmp_path / name, classes()) for name in names]))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == names
     plot.write(figure, str(tmp_path / "a.png"))
 
@@ -195,7 +195,7 @@ def run(*arguments: object) -> int:
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf", "PNG"])
 def test_the_picture_is_written_and_named(tmp_path: Path, ending: str, capsys: Any) -> None:
-    picture = tmp_path / f"curves.{ending}"
+    picture = tmp_path / f"log_file.{ending}"
     assert run(write(tmp_path / "a", classes()), write(tmp_path / "b", classes(2)), "-o", picture) == 0
     assert capsys.readouterr().out == f"drew 2 runs -> {picture}\n"
     if ending.lower() == "png":

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool.errors import Collision, NothingToDo, Refused
 from ckpttool.tensors import values as tensor_values
-from ckpttool.transforms import complex_parts
+from ckpttool.transforms.layout import join_complex, split_complex
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.layouts import numbers
@@ -53,7 +53,7 @@ def layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)
 def test_complex_tensors_are_split_into_their_parts(dtype: torch.dtype, tmp_path: Path) -> None:
     state = layouts(dtype)
-    new, names = complex_parts.split_complex(opened({**state, "plain": numbers(2)}, tmp_path))
+    new, names = split_complex(opened({**state, "plain": numbers(2)}, tmp_path))
     found = loaded(new, tmp_path)
     assert names == tuple(state)
     assert list(found) == [*(f"{key}.{part}" for key in state for part in ("real", "imag")), "plain"]
@@ -71,9 +71,9 @@ def test_splitting_and_joining_restores_a_pt_file(dtype: torch.dtype, tmp_path: 
     """Views, ties and conjugates survive; two names of one tensor object become two objects."""
     state = {**layouts(dtype), "plain": numbers(2)}
     state["tied"] = state["base"].view(4, 6)
-    split, _ = complex_parts.split_complex(opened(state, tmp_path))
+    split, _ = split_complex(opened(state, tmp_path))
     ckpttool.save(split, tmp_path / "split.pt")
-    joined, names = complex_parts.join_complex(ckpttool.open(tmp_path / "split.pt"))
+    joined, names = join_complex(ckpttool.open(tmp_path / "split.pt"))
     assert names == tuple(key for key in state if key != "plain")
     assert_same(state, loaded(joined, tmp_path))
 
@@ -85,11 +85,11 @@ def test_parts_that_went_through_safetensors_are_joined_by_value(
     dtype: torch.dtype, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_values, "CHUNK", chunk)
-    monkeypatch.setattr(complex_parts, "CHUNK", chunk)
+    monkeypatch.setattr("ckpttool.transforms.layout.CHUNK", chunk)
     state = layouts(dtype)
-    split, _ = complex_parts.split_complex(opened(state, tmp_path))
+    split, _ = split_complex(opened(state, tmp_path))
     ckpttool.save(split, tmp_path / "split.safetensors")
-    joined, _ = complex_parts.join_complex(ckpttool.open(tmp_path / "split.safetensors"))
+    joined, _ = join_complex(ckpttool.open(tmp_path / "split.safetensors"))
     found = loaded(joined, tmp_path)
     assert sorted(found) == sorted(state)
     for key, whole in state.items():
@@ -100,7 +100,7 @@ def test_parts_that_went_through_safetensors_are_joined_by_value(
 
 def test_parts_written_by_torch_are_joined_as_torch_joins_them(tmp_path: Path) -> None:
     parts = {"a.imag": numbers(6).view(2, 3).t(), "a.real": -numbers(6).view(3, 2), "b": numbers(1)}
-    joined, names = complex_parts.join_complex(opened(parts, tmp_path))
+    joined, names = join_complex(opened(parts, tmp_path))
     found = loaded(joined, tmp_path)
     assert names == ("a",)
     assert torch.equal(found["a"], torch.complex(parts["a.real"], parts["a.imag"].contiguous()))
@@ -114,7 +114,7 @@ def test_parts_expanded_beyond_the_limit_are_refused_at_once(tmp_path: Path) -> 
     }
     checkpoint = opened(parts, tmp_path)
     with pytest.raises(Refused, match="'a' is a view that expands 4 bytes"):
-        complex_parts.join_complex(checkpoint)
+        join_complex(checkpoint)
 
 
 def test_adjacent_parts_that_are_not_halves_of_one_number_are_joined_by_value(
@@ -133,7 +133,7 @@ def test_adjacent_parts_that_are_not_halves_of_one_number_are_joined_by_value(
         "one.real": base[4:5],
         "one.imag": base[5:6],
     }
-    joined, _ = complex_parts.join_complex(opened(parts, tmp_path))
+    joined, _ = join_complex(opened(parts, tmp_path))
     found = loaded(joined, tmp_path)
     for key, whole in found.items():
         assert torch.equal(whole, torch.complex(parts[f"{key}.real"], parts[f"{key}.imag"])), key
@@ -153,26 +153,24 @@ def test_adjacent_parts_that_are_not_halves_of_one_number_are_joined_by_value(
 )
 def test_tensors_that_are_no_pair_are_not_joined(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match="no pair of tensors"):
-        complex_parts.join_complex(opened(state, tmp_path))
+        join_complex(opened(state, tmp_path))
 
 
 def test_splitting_without_complex_tensors_is_nothing_to_do(tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match="no tensor is complex"):
-        complex_parts.split_complex(opened({"w": numbers(2)}, tmp_path))
+        split_complex(opened({"w": numbers(2)}, tmp_path))
 
 
 @pytest.mark.parametrize("order", [["a", "a.imag"], ["a.imag", "a"]])
 def test_a_part_whose_name_is_taken_is_refused(order: list[str], tmp_path: Path) -> None:
     both = {"a": complex_numbers(2), "a.imag": numbers(2)}
     with pytest.raises(Collision, match=r"'a' would be split into 'a\.imag', which already exists"):
-        complex_parts.split_complex(opened({key: both[key] for key in order}, tmp_path))
+        split_complex(opened({key: both[key] for key in order}, tmp_path))
 
 
 def test_a_pair_whose_name_is_taken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Collision, match=r"'a\.real' and 'a\.imag' would be joined into 'a'"):
-        complex_parts.join_complex(
-            opened({"a.real": numbers(2), "a.imag": numbers(2), "a": numbers(1)}, tmp_path)
-        )
+        join_complex(opened({"a.real": numbers(2), "a.imag": numbers(2), "a": numbers(1)}, tmp_path))
 
 
 def test_big_endian_complex_numbers_are_split_and_joined_by_value(tmp_path: Path) -> None:
@@ -180,11 +178,11 @@ def test_big_endian_complex_numbers_are_split_and_joined_by_value(tmp_path: Path
     body = dict_of({"z": tensor(storage(2, kind="ComplexFloatStorage"), (2,)), "n": tensor(storage(key="1"))})
     other = np.array([1, 2, 3, 4], ">f4").tobytes()
     torch_zip(tmp_path / "in.pt", body, {"0": pairs.tobytes(), "1": other}, byteorder="big")
-    split, _ = complex_parts.split_complex(ckpttool.open(tmp_path / "in.pt"))
+    split, _ = split_complex(ckpttool.open(tmp_path / "in.pt"))
     ckpttool.save(split, tmp_path / "split.safetensors")
     assert load_file(tmp_path / "split.safetensors")["z.imag"].tolist() == [2, 4]
     for again in (split, ckpttool.open(tmp_path / "split.safetensors")):
-        joined, _ = complex_parts.join_complex(again)
+        joined, _ = join_complex(again)
         assert loaded(joined, tmp_path)["z"].tolist() == [1 + 2j, -3.5 + 4j]
 
 
@@ -194,7 +192,7 @@ def test_big_endian_parts_are_joined_beside_other_big_endian_tensors(tmp_path: P
     torch_zip(
         tmp_path / "in.pt", body, {str(i): each for i, each in enumerate(raw.values())}, byteorder="big"
     )
-    joined, _ = complex_parts.join_complex(ckpttool.open(tmp_path / "in.pt"))
+    joined, _ = join_complex(ckpttool.open(tmp_path / "in.pt"))
     found = loaded(joined, tmp_path)
     assert found["z"].tolist() == [1 + 5j, 2 + 2j, 3 + 3j, 4 + 4j]
     assert found["n"].tolist() == [9, 2, 3, 4]
@@ -202,7 +200,7 @@ def test_big_endian_parts_are_joined_beside_other_big_endian_tensors(tmp_path: P
 
 def test_a_joined_tensor_keeps_requires_grad(tmp_path: Path) -> None:
     parts = {"a.real": numbers(2).requires_grad_(), "a.imag": numbers(2).requires_grad_()}
-    joined, _ = complex_parts.join_complex(opened(parts, tmp_path))
+    joined, _ = join_complex(opened(parts, tmp_path))
     assert loaded(joined, tmp_path)["a"].requires_grad
 
 
@@ -210,7 +208,7 @@ def test_a_joined_tensor_keeps_requires_grad(tmp_path: Path) -> None:
 def test_any_range_of_joined_numbers_equals_that_range_of_the_whole(layout: str, tmp_path: Path) -> None:
     parts = {"a.real": numbers(40).reshape(5, 8), "a.imag": -numbers(40).reshape(5, 8)}
     state = parts if layout == "rows" else {name: part.t() for name, part in parts.items()}
-    joined, _ = complex_parts.join_complex(opened(state, tmp_path))
+    joined, _ = join_complex(opened(state, tmp_path))
     (whole,) = joined.state().tensors.values()
     data, size = whole.storage.data, whole.dtype.itemsize
     everything = data.read()
@@ -235,7 +233,7 @@ def test_any_complex_view_survives_split_and_join(
     seen = complex_numbers(60).as_strided(*view)
     seen = seen.conj() if conjugate else seen
     with tempfile.TemporaryDirectory() as folder:
-        split, _ = complex_parts.split_complex(opened({"z": seen}, Path(folder)))
+        split, _ = split_complex(opened({"z": seen}, Path(folder)))
         ckpttool.save(split, Path(folder) / "split.pt")
-        joined, _ = complex_parts.join_complex(ckpttool.open(Path(folder) / "split.pt"))
+        joined, _ = join_complex(ckpttool.open(Path(folder) / "split.pt"))
         assert_same({"z": seen}, loaded(joined, Path(folder)))

@@ -146,7 +146,7 @@ def test_a_sibling_module_without_parameters_makes_a_prefix_uncertain() -> None:
     """`_metadata` names the sibling that the keys lack; a module inside the prefix is no sibling."""
     versions = {"": {}, "module": {}, "module.a": {}, "relu": {}}
     (found,) = found_prefixes(["module.a.w"], versions)
-    assert (found.certain, found.reason) == (False, "there may be a module of that name beside 'relu'")
+    assert (found.certain, found.reason) == (False, "there may be a module of that name next to 'relu'")
     assert judged("module.a.w", versions={"": {}, "module": {}, "module.relu": {}}) == [("module.", True)]
     nested = {"": {}, "module": {}, "module.module": {}, "module.relu": {}, "module.module.a": {}}
     assert judged("module.module.a.w", versions=nested) == [("module.", True), ("module.module.", False)]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.errors import Collision, NothingToDo, UsageFault
+from ckpttool.transforms import renaming
 from ckpttool.transforms.keys import rename_keys
 from ckpttool.transforms.renaming import Renaming, rename_names
 from tests.support.comparing import assert_same
@@ -255,3 +259,49 @@ def test_a_renaming_and_its_inverse_restore_the_file(names: list[str], prefix: s
     assume("" not in f"{prefix}a".split("."))
     there = renamed(names, ("^", prefix))
     assert renamed(there, (f"^.{{{len(prefix)}}}", "")) == names
+
+
+HOSTILE = {
+    "repetition in a repetition": r"^((.+)+)+!$",
+    "the same twice": r"^(a|a)*$",
+    "a later rule": r"^x",
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_an_expression_that_never_ends_on_a_key_is_named_with_it(case: str) -> None:
+    rules = [(HOSTILE[case], "b")]
+    if case == "a later rule":
+        rules.append((r"^(\w+\s?)*$", ""))
+    begun = time.process_time()
+    with pytest.raises(UsageFault, match=r"takes more than 2 s on the key 'a{60}") as caught:
+        rename_names(["conv.weight", "a" * 60 + "-"], rules)
+    assert rules[-1][0] in str(caught.value)
+    assert time.process_time() - begun < 10
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+def test_the_time_of_many_keys_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renaming, "KEY_SECONDS", 0.05)
+    monkeypatch.setattr(renaming, "TICK", 0.01)
+    names = [f"{'layer.' * 20}{number}.weight" for number in range(50_000)]
+    assert rename_names(names, [("^layer", "module"), (r"(\w+\.)*weight$", r"\1bias")]).renamed == len(names)
+
+
+def test_a_timer_and_a_handler_of_others_are_given_back() -> None:
+    before = signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 500, 7)
+    try:
+        rename_names(["a"], [("a", "b")])
+        assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_IGN
+        delay, interval = signal.getitimer(signal.ITIMER_VIRTUAL)
+        assert 0 < delay <= 500.1
+        assert interval == pytest.approx(7, abs=0.1)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def test_names_are_renamed_in_any_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(rename_names, ["a"], [("a", "b")]).result().names == {"a": "b"}

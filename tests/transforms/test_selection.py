@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import NoState, NothingToDo, Refused
 from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.transforms import complex_parts, selection
+from ckpttool.transforms import layout, selection
 from tests.support.comparing import assert_same, values
 from tests.support.layouts import numbers
 from tests.support.saved import loaded, opened
@@ -217,7 +217,7 @@ def test_any_slimmed_state_keeps_its_values(stretches: list[tuple[int, int]], dt
 
 def test_a_missing_state_is_refused(tmp_path: Path) -> None:
     checkpoint = opened({"model": STATE}, tmp_path)
-    for change in (selection.select, selection.slim, complex_parts.split_complex, complex_parts.join_complex):
+    for change in (selection.select, selection.slim, layout.split_complex, layout.join_complex):
         with pytest.raises(NoState, match="no state named 'ema'"):
             change(checkpoint, state="ema")
 
@@ -236,8 +236,8 @@ def test_a_file_nested_too_deep_to_copy_is_refused_by_every_change(tmp_path: Pat
     for change in (
         lambda: selection.select(checkpoint, only=["w"]),
         lambda: selection.cast(checkpoint, DTYPES["float16"]),
-        lambda: complex_parts.split_complex(checkpoint),
-        lambda: complex_parts.join_complex(checkpoint),
+        lambda: layout.split_complex(checkpoint),
+        lambda: layout.join_complex(checkpoint),
         lambda: selection.drop(checkpoint, ["epoch"]),
     ):
         with pytest.raises(Refused, match="nested too deeply"):

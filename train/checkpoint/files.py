@@ -20,10 +20,10 @@ from ckpttool.files.failures import naming, system_error
 
 LAST, BEST = "last.pt", "best.pt"
 LINK = ".link"
+# The names that `numbered` gives, and no others: `step-7.pt` is a user's.
 NUMBERED = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.pt")
-"""The names that `numbered` gives, and no others: `step-7.pt` is a user's."""
+# Bytes that are read of a checkpoint's pickle, to tell whose it is: a hundred thousand tensors take less.
 LONGEST_PICKLE = 1 << 28
-"""Bytes that are read of a checkpoint's pickle, to tell whose it is: a hundred thousand tensors take less."""
 
 
 def write(
@@ -34,26 +34,18 @@ def write(
     placing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     placed: list[str] | None = None,
 ) -> None:
-    """Write one checkpoint under several names, each atomically.
+    """Write one checkpoint under several names, at least one without a number, each atomically.
 
-    Args:
-        state: what the file holds.
-        folder: of the run.
-        names: of the files, at least one without a number. The first is replaced last: a run that is killed
-            before that goes on from the old one, and writes the others again.
-        placing: called when the file is complete on the disk; in the context that it returns, the file gets
-            its first name. If the context raises, the file is removed. An error is raised in it only if the
-            file did not get that name.
-        placed: gets each name once it is the new file's, also where a later one fails.
-
-    Raises:
-        FileError: the disk is full, or the folder can't be written; an older file of that name is unchanged.
-            Or a numbered name is another's file, which stays; the others are given.
+    The first name is replaced last: a run that is killed before that goes on from the old file, and writes
+    the others again. In the context that `placing` returns, the file, complete on the disk, gets its first
+    name; an error is raised in it only if it did not. `placed` gets each name that is the new file's.
+    FileError if the disk refuses, or a numbered name is another's file, which stays: of another program, or
+    of another training than `state["training"]` says.
     """
-    every = [os.path.join(folder, name) for name in names]
-    with naming(every[0]):
-        foreign = [path for path in every if is_taken(path)]
-    paths = [path for path in every if path not in foreign]
+    wanted = [os.path.join(folder, name) for name in names]
+    with naming(wanted[0]):
+        foreign = [path for path in wanted if is_taken(path, state.get("training", ""))]
+    paths = [path for path in wanted if path not in foreign]
     placed = [] if placed is None else placed
     with naming(paths[0]):
         try:
@@ -64,7 +56,7 @@ def write(
             _give_name(paths[-1], path)
             placed.append(os.path.basename(path))
     if foreign:
-        reason = "is not a checkpoint of this trainer, and stays as it is"
+        reason = "is not a checkpoint of this run, and stays as it is"
         raise FileError(foreign[0], reason, hint="move it away")
 
 
@@ -119,10 +111,9 @@ def numbered(global_step: int) -> str:
 
 
 def newest_first(folder: str) -> list[list[str]]:
-    """Return a run's checkpoints, to be tried in this order: last.pt, then the others by time.
+    """Return the names of each of a run's checkpoints, to be tried in order: last.pt, then others by time.
 
-    Returns:
-        For each file its names. A link that leads to nothing is a file too, and one to a folder is none.
+    A link that leads to nothing is a file too, and one to a folder is none.
     """
     others = [
         entry
@@ -132,11 +123,11 @@ def newest_first(folder: str) -> list[list[str]]:
     ]
     others.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
     paths = [os.path.join(folder, LAST), *(entry.path for entry in others)]
-    found: dict[tuple[int, int], list[str]] = {}
+    names_of: dict[tuple[int, int], list[str]] = {}
     for path in filter(os.path.lexists, paths):
         facts = _facts(path)
-        found.setdefault((facts.st_dev, facts.st_ino), []).append(path)
-    return list(found.values())
+        names_of.setdefault((facts.st_dev, facts.st_ino), []).append(path)
+    return list(names_of.values())
 
 
 def _facts(path: str) -> os.stat_result:
@@ -144,38 +135,32 @@ def _facts(path: str) -> os.stat_result:
     return os.stat(path) if os.path.exists(path) else os.lstat(path)
 
 
-def drop_old(folder: str, keep: int) -> None:
+def drop_old(folder: str, keep: int, training: str = "") -> None:
     """Remove all numbered checkpoints but the last `keep` written.
 
     By time, not by number: a run that went back to an earlier step writes small numbers last. Links, folders
-    and other files of such a name, which the trainer has not written, stay and do not count.
-
-    Raises:
-        FileError: one can't be removed.
+    and other files of such a name, which no run of this training has written, stay and do not count.
     """
     with naming(folder, "listed"):
-        found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
-        found.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
-    for entry in found:
+        entries = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
+        entries.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
+    for entry in entries:
         with naming(entry.path, "removed"):
-            keep -= not _is_foreign(entry.path)
-            if keep < 0:
+            is_own = not _is_foreign(entry.path, training)
+            keep -= is_own
+            if is_own and keep < 0:
                 os.unlink(entry.path)
                 keep = 0
 
 
-def is_taken(path: str) -> bool:
-    """Return whether a path has a numbered name and what is there is not the trainer's, so it stays."""
-    return NUMBERED.fullmatch(os.path.basename(path)) is not None and _is_foreign(path)
+def is_taken(path: str, training: str = "") -> bool:
+    """Return whether a path has a numbered name and what is there is not the run's, so it stays."""
+    return NUMBERED.fullmatch(os.path.basename(path)) is not None and _is_foreign(path, training)
 
 
-def _is_foreign(path: str) -> bool:
-    """Return whether there is something that is not a checkpoint of the trainer: a link, a folder, or no zip
-    whose pickle holds digests and progress.
-
-    Raises:
-        OSError: the disk does not tell.
-    """
+def _is_foreign(path: str, training: str) -> bool:
+    """Return whether there is something that is no checkpoint of this training: a link, a folder, or no zip
+    whose pickle holds digests, progress and the name of the training. OSError if the disk does not tell."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return True
@@ -185,11 +170,9 @@ def _is_foreign(path: str) -> bool:
         with zipfile.ZipFile(path) as file:
             name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
             begin = file.open(name).read(LONGEST_PICKLE)
-    except (
-        Exception
-    ) as error:  # another program's file may be anything; each decompressor has errors of its own
+    except Exception as error:  # of any kind: another program's file may be anything
         behind = system_error(error)
         if behind is None or behind.errno in (errno.EINVAL, errno.EACCES, errno.EPERM):
             return True  # EINVAL: a zip that speaks of a place before its start
         raise behind from None
-    return b"digests" not in begin or b"global_step" not in begin
+    return any(mark not in begin for mark in (b"digests", b"global_step", training.encode()))

@@ -1,4 +1,4 @@
-"""The trainer's checkpoint as a file: its structure, and how it is read."""
+"""The trainer's checkpoint as a file: its structure, and how it is read. Imports torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable
+from ckpttool.files.failures import reason
 
 
 class Each(NamedTuple):
@@ -28,6 +29,7 @@ class Named(NamedTuple):
     value: Any
 
 
+# What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`.
 NUMBER = (int, float)
 SETTING = (str, int, float, bool, type(None), list, tuple)
 STRUCTURE: dict[str, Any] = {
@@ -37,37 +39,38 @@ STRUCTURE: dict[str, Any] = {
         "param_groups": Each({"params": Each(int), "param_names": Each(str)}),
     },
     "scheduler": {"base_lrs": Each(NUMBER), "last_epoch": int},
-    "scaler?": Named(str, NUMBER),
+    "scaler": Named(str, NUMBER),
     "ema?": {"updates": int, "averages": Named(str, torch.Tensor)},
-    "log?": Each(Each(NUMBER)),
+    "log": Each(Each(NUMBER)),
     "progress": {
         "epoch": int,
         "step": int,
         "global_step": int,
         "samples": int,
         "best": NUMBER,
+        "uncounted": int,
         "sums": Each(Each(NUMBER)),
-        "unscored?": bool,
-        "lr?": NUMBER,
+        "unscored": bool,
+        "lr": NUMBER,
     },
     "plan": {
         "samples": int,
         "batch_size": int,
         "world_size": int,
         "data": str,
-        "contents?": Named(str, Named(str, str)),
-        "init?": (str, type(None)),
+        "contents": Named(str, Named(str, str)),
+        "init": (str, type(None)),
     },
     "rng": Each({"python": list, "torch": torch.Tensor}),
     "config": Named(str, SETTING),
-    "digests": {"model": str, "optimizer": str, "run?": str},
+    "digests": {"model": str, "optimizer": str, "run": str},
     "versions": Named(str, (str, int)),
+    "training": str,
     "chain?": str,
 }
-"""What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`."""
 
+# What `digests["run"]` is of.
 PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions", "log")
-"""What `digests["run"]` is of."""
 
 
 def digest_of_run(state: Mapping[str, Any]) -> str:
@@ -101,38 +104,34 @@ def named_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
 def read(path: str) -> dict[str, Any]:
     """Return a checkpoint of this trainer, on the CPU, compared with its digests, as torch checks nothing.
 
-    Raises:
-        Unreadable: the file is missing, or may not be read.
-        Damaged: torch can't read it, something is missing in it or of another type, or its values are not
-            those that were saved.
-        Refused: it is a checkpoint of another program, or not a regular file.
+    Raises Unreadable, Damaged, or Refused for another program's file.
     """
-    _require_file(path)
+    require_file(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise Unreadable(path, (error.strerror or str(error)).lower()) from error
+        raise Unreadable(path, reason(error)) from error
     except pickle.UnpicklingError as error:  # torch's own text tells how to run what is in it
         what = "it holds more than tensors and plain values, or is damaged; nothing in it was run"
         raise Damaged(path, f"can't be read: {what}") from error
     except Exception as error:  # torch raises all kinds of errors for damaged bytes
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Damaged(path, f"can't be read: {reason}") from error
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Damaged(path, f"can't be read: {why}") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "progress", "digests"} <= state.keys():
         raise Refused(
             path, "is not a checkpoint of this trainer", hint=f"inspect it: ckpttool inspect {path}"
         )
     with malformed(path):
         _check(path, "", state, STRUCTURE)
-        found = {
+        digests = {
             "model": collectives.digest_all(state["model"]),
             "optimizer": collectives.digest_all(named_optimizer(state["optimizer"])),
             "run": digest_of_run(state),
         }
         if "ema" in state:
-            found["ema"] = collectives.digest_all(state["ema"]["averages"])
+            digests["ema"] = collectives.digest_all(state["ema"]["averages"])
     for part, digest in state["digests"].items():
-        if part in found and found[part] != digest:
+        if digests.get(part, digest) != digest:
             what = "values of the run" if part == "run" else f"{part}'s values"
             raise Damaged(path, f"the {what} are not the saved ones")
     return state
@@ -146,17 +145,16 @@ def malformed(path: str) -> Iterator[None]:
     except CkptToolError:
         raise
     except Exception as error:  # torch's own checks of a state raise all kinds of errors
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise Damaged(path, f"does not hold the state of a run: {reason}") from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise Damaged(path, f"does not hold the state of a run: {why}") from error
 
 
-def _require_file(path: str) -> None:
+def require_file(path: str) -> None:
     """Raise Unreadable if there is no file, and Refused for a pipe or a device, which may never end."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        reason = "is a link to nothing" if os.path.islink(path) else (error.strerror or str(error)).lower()
-        raise Unreadable(path, reason) from error
+        raise Unreadable(path, "is a link to nothing" if os.path.islink(path) else reason(error)) from error
     if not stat.S_ISREG(mode):
         raise Refused(path, "is not a regular file", hint="name a checkpoint: --resume PATH")
 

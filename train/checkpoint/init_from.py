@@ -1,7 +1,7 @@
-"""Start a training from the weights of a file: `--init FILE`. Imports torch.
+"""Start a run from the weights of a file: `--init FILE`. Imports torch.
 
 Every rank that has the file loads it before any process group starts, so a file that does not fit is refused
-on all of them alike. On several machines only rank 0's needs it: DDP sends rank 0's weights to all others.
+on all of them. On several machines only rank 0's needs it: DDP sends rank 0's weights to all others.
 """
 
 from __future__ import annotations
@@ -23,48 +23,38 @@ from ckpttool.analysis import checks
 from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.checkpoint.dotted_names import dotted
 from ckpttool.checkpoint.state import State
+from ckpttool.distributed.group import given_rank
 from ckpttool.errors import Mismatch, NoState, NothingToDo, UsageFault
 from ckpttool.models.diagnosis import Diagnosis, diagnose
-from ckpttool.models.diagnosis.case import Case
-from ckpttool.models.diagnosis.fit import Blueprint, compare
-from ckpttool.models.diagnosis.shell import command_line
+from ckpttool.models.diagnosis.fit import Blueprint, Case, compare
+from ckpttool.models.diagnosis.lines import command_line
 from ckpttool.models.diagnosis.treatment import treat
-from ckpttool.models.loading_rules import accepts
 from ckpttool.models.reloading import Reloaded, reload
+from ckpttool.models.skeleton import accepts
 from ckpttool.transforms.wrappers import found_prefixes
-from train.launch import program as launch
 
+# Names of one kind that an error lists if no command helps; it counts the rest.
 LISTED = 200
-"""Names of one kind that an error lists if no command helps; it counts the rest."""
 
+# Names that any other list shows.
 SHOWN = 8
-"""Names that any other list shows."""
 
+# Kinds of problems that the lists of names show.
 LISTED_ALREADY = ("missing", "unexpected", "size", "head")
-"""Kinds of problems that the lists of names show."""
 
 
 def load(model: nn.Module, path: str, allow_missing: Sequence[str] = ()) -> list[str]:
-    """Load a file's weights into a model, strictly.
+    """Load a file's weights into a model, strictly but for names that match a pattern of `allow_missing`.
 
-    Args:
-        model: plain, as built; on the CPU.
-        path: any checkpoint that `ckpttool.open` reads, with or without wrappers' prefixes.
-        allow_missing: shell patterns of names of the model that keep its values if the file lacks them or
-            has them in another shape.
-
-    Returns:
-        Remarks for the user: what was loaded, and what was not. None on a rank without the file, unless it
-        is rank 0, whose weights all ranks get.
+    Returns remarks for the user; none on a rank without the file, unless it is rank 0, whose weights all get.
 
     Raises:
         UsageFault: the weights do not fit the model, or some are NaN or infinite, or a pattern matches no
             name of the model. The hint lists every name and the commands that fix the file.
-        Unreadable, Damaged, Unsupported, Refused: the file can't be read, or its bytes do not match their
-            checksums.
+        Unreadable, Damaged, Unsupported, Refused: the file can't be read, or fails its checksums.
         NoState: it holds no model's state, or several and nothing says which to take.
     """
-    if launch.rank() != 0 and not os.path.exists(path):
+    if given_rank() != 0 and not os.path.exists(path):
         return []
     with formats.open(path) as checkpoint:
         state = _state(checkpoint)
@@ -80,10 +70,7 @@ def load(model: nn.Module, path: str, allow_missing: Sequence[str] = ()) -> list
 
 
 def digest(path: str) -> str:
-    """Return the SHA-256 of what `--init` takes from a file: names, types, shapes and values.
-
-    It is the same for a copy elsewhere, or in another format. Raises as `load` does for unreadable files.
-    """
+    """Return the SHA-256 of what `--init` takes from a file, the same for a copy in another format."""
     with formats.open(path) as checkpoint:
         _state(checkpoint)
         return checks.digest(checkpoint, verify=False)
@@ -93,7 +80,7 @@ def _state(checkpoint: Checkpoint) -> State:
     try:
         return checkpoint.state()
     except NoState as error:
-        names = [dotted(each) for each in checkpoint.states()]
+        names = [dotted(path) for path in checkpoint.states()]
         if len(names) < 2:
             raise
         taken_out = _slim(checkpoint.path, names[0])
@@ -108,7 +95,7 @@ def _slim(path: str, where: str) -> str:
 
 
 def _require_finite(path: str, model: nn.Module) -> None:
-    """Refuse weights from which nothing can be learned. Buffers may be infinite on purpose: masks are."""
+    """Refuse weights from which no training recovers. Buffers may be infinite on purpose: masks are."""
     bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
     bad += [
         name
@@ -118,7 +105,7 @@ def _require_finite(path: str, model: nn.Module) -> None:
     if bad:
         verb = "is" if len(bad) == 1 else "are"
         raise UsageFault(
-            f"--init {path}: {_listed(bad)} {verb} NaN or infinite: nothing can be learned from there",
+            f"--init {path}: {_listed(bad)} {verb} NaN or infinite: not a state to train from",
             hint=f"see where: {command_line(['ckpttool', 'verify', path])}",
         )
 
@@ -138,12 +125,9 @@ def _remarks(
         if not any(fnmatchcase(name, pattern) for name in loaded.kept):
             yield f"--init-allow-missing {shlex.quote(pattern)}: the file has all of it"
     if loaded.added:
-        begin = (
-            "counter of BatchNorm, which begins"
-            if len(loaded.added) == 1
-            else "counters of BatchNorm, which begin"
-        )
-        yield f"the file lacks {len(loaded.added)} {begin} at 0"
+        count = len(loaded.added)
+        plural = "s" * (count > 1)
+        yield f"the file lacks {count} counter{plural} of BatchNorm, which begin{'s' * (not plural)} at 0"
     yield from _casts(state, model)
     for other in checkpoint.other_states(state.path):
         yield f"it also holds '{other}'; to start from that: {_slim(checkpoint.path, other)}"
@@ -155,12 +139,12 @@ def _remarks(
 
 def _casts(state: State, model: nn.Module) -> Iterator[str]:
     """Yield a remark for each change of an element type."""
-    own = {str(value.dtype).removeprefix("torch.") for value in model.parameters()}
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in model.parameters()}
     types = Counter(tensor.dtype.name for tensor in state.tensors.values() if "float" in tensor.dtype.name)
-    if len(own) == 1:
+    if len(dtypes) == 1:
         for name, count in types.items():
-            if name not in own:
-                yield f"{count} tensors are {name} in the file and {next(iter(own))} here"
+            if name not in dtypes:
+                yield f"{count} tensors are {name} in the file and {next(iter(dtypes))} here"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -204,22 +188,20 @@ def _paragraph(kind: str, names: Sequence[str], shown: int) -> list[str]:
 
 def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...]) -> tuple[list[str], bool]:
     """Return the commands that make the file fit and the flags that let it differ; and whether they do."""
-    found = _diagnosis(checkpoint, model, patterns)
+    diagnosis = _diagnosis(checkpoint, model, patterns)
     fresh: tuple[str, ...] = ()
-    if found.then is None:
+    if diagnosis.then is None:
         fresh = tuple(_patterns(_wanting(checkpoint, model), list(model.state_dict())))
         again = _diagnosis(checkpoint, model, (*patterns, *fresh))
-        fresh, found = (fresh, again) if fresh and again.then else ((), found)
-    if found.then is None:
-        problems = [each for each in found.problems if each.kind not in LISTED_ALREADY and not each.is_remark]
-        words = [each.message.partition(";")[0] for each in problems]  # what follows are names again
+        fresh, diagnosis = (fresh, again) if fresh and again.then else ((), diagnosis)
+    if diagnosis.then is None:
+        problems = [p for p in diagnosis.problems if p.kind not in LISTED_ALREADY and not p.is_remark]
+        words = [problem.message.partition(";")[0] for problem in problems]  # what follows are names again
         return [*words, f"see what is in it: {command_line(['ckpttool', 'inspect', checkpoint.path])}"], False
-    commands = [each.command for each in found.problems if each.command and not each.is_remark]
-    result = shlex.split(found.then)[2]
-    wrappers = [
-        each.prefix for each in found_prefixes(checkpoint.state().tensors, checkpoint.state().versions)
-    ]
-    if len(commands) == 1 and any(shlex.split(commands[0])[4:] == ["--prefix", each] for each in wrappers):
+    commands = [p.command for p in diagnosis.problems if p.command and not p.is_remark]
+    result, state = shlex.split(diagnosis.then)[2], checkpoint.state()
+    wrappers = [["--prefix", found.prefix] for found in found_prefixes(state.tensors, state.versions)]
+    if len(commands) == 1 and shlex.split(commands[0])[4:] in wrappers:
         commands, result = [], checkpoint.path  # loading takes it off too
     lines = ["rewrite the file:", *(f"  {command}" for command in commands)] if commands else []
     flags = [word for pattern in (*patterns, *fresh) for word in ("--init-allow-missing", pattern)]

@@ -1,8 +1,9 @@
-"""One checkpoint on its way to the disk: its digests, and its file. Imports torch."""
+"""One checkpoint on its way to the disk: its copy in memory, its digests, and its file. Imports torch."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 import threading
@@ -19,8 +20,8 @@ from train.checkpoint.format import digest_of_run, named_optimizer
 
 T = TypeVar("T")
 
+# What is added to the niceness of a thread that writes: training goes first where cores are few.
 NICENESS = 10
-"""What is added to the niceness of a thread that writes: training goes first where cores are few."""
 
 
 def digests_of(state: dict[str, Any]) -> dict[str, dict[str, bytes]]:
@@ -30,7 +31,7 @@ def digests_of(state: dict[str, Any]) -> dict[str, dict[str, bytes]]:
         values["optimizer"] = named_optimizer(state["optimizer"])
     if "ema" in state:
         values["ema"] = state["ema"]["averages"]
-    return {part: collectives.digest_each(each) for part, each in values.items()}
+    return {part: collectives.digest_each(tensors) for part, tensors in values.items()}
 
 
 class Abandoned(Exception):
@@ -40,11 +41,8 @@ class Abandoned(Exception):
 class Save:
     """One checkpoint on its way to the disk. Nothing in it is a collective.
 
-    Attributes:
-        digests: of this rank's state, or why it must not be saved.
-        allowed: set once all ranks are known to hold the same; the file then takes its place.
-        written: the time at which it was, on rank 0.
-        agreed: whether the ranks have been compared.
+    The state must not change until the file is written. `names` are those of the files; with `keep`, older
+    numbered ones go afterwards. `recorded` returns a context in which the file takes its place.
     """
 
     def __init__(
@@ -57,25 +55,14 @@ class Save:
         lr: float,
         recorded: Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[object]],
     ) -> None:
-        """Prepare a save.
-
-        Args:
-            state: as `capture` returned it; it must not change until the file is written.
-            folder: of the run.
-            names: of the files to write, at least one.
-            keep: how many numbered checkpoints to leave in the folder; 0 leaves all.
-            finite: this rank's parameters and running statistics, which must be finite, by name.
-            lr: for the hint, if they are not.
-            recorded: returns a context in which the file takes its place; called with the state.
-        """
         self.state, self.folder, self.names, self.keep = state, folder, names, keep
         self.placed: list[str] = []
         self.finite, self.lr, self.recorded = finite, lr, recorded
         self.step, self.best = state["progress"]["global_step"], state["progress"]["best"]
-        self.digests: Future[dict[str, bytes]] = Future()
-        self.allowed: Future[None] = Future()
-        self.written: Future[None] = Future()
-        self.agreed = False
+        self.digests: Future[dict[str, bytes]] = Future()  # of this rank's state, or why it can't be saved
+        self.allowed: Future[None] = Future()  # all ranks are known to hold the same
+        self.written: Future[None] = Future()  # on rank 0
+        self.agreed = False  # the ranks have been compared
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -91,18 +78,18 @@ class Save:
         self.write()
 
     def look(self) -> None:
-        """Compute the digests; refuse a training that has diverged, before a checkpoint is overwritten."""
+        """Compute the digests; refuse a state that has diverged, before a checkpoint is overwritten."""
         _settle(self.digests, self._look)
 
     def _look(self) -> dict[str, bytes]:
         self._check_finite()
         parts = digests_of(self.state)
-        whole = {part: collectives.combined(each).hex() for part, each in parts.items()}
-        self.state["digests"] = whole | {"run": digest_of_run(self.state)}
+        combined = {part: collectives.combined(digests).hex() for part, digests in parts.items()}
+        self.state["digests"] = combined | {"run": digest_of_run(self.state)}
         shared = dict(parts["model"])
         if not self.state["config"]["zero"]:  # there each rank has a part of its own, and rank 0 the whole
             shared |= parts["optimizer"]
-        return shared | {f"the average of {name}": one for name, one in parts.get("ema", {}).items()}
+        return shared | {f"the average of {name}": digest for name, digest in parts.get("ema", {}).items()}
 
     def write(self) -> None:
         """Write the file on rank 0, if `look` found nothing wrong. It waits for `allowed`."""
@@ -112,7 +99,7 @@ class Save:
     def _write(self) -> None:
         checkpoint_files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
         if self.keep:
-            checkpoint_files.drop_old(self.folder, self.keep)
+            checkpoint_files.drop_old(self.folder, self.keep, self.state["training"])
 
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
@@ -128,8 +115,7 @@ class Save:
     def leave(self, patience: float | None = None) -> None:
         """End the thread: let a file that may take its place do so, and remove another.
 
-        Args:
-            patience: seconds to wait for the disk; by default as long as it takes.
+        It waits for the disk for `patience` seconds; by default as long as it takes.
         """
         if not self.agreed and not self.allowed.done():
             self.allowed.set_exception(Abandoned())
@@ -144,7 +130,7 @@ class Save:
                 last = os.path.join(self.folder, checkpoint_files.LAST)
                 before = f"; {last} is from before that" if os.path.exists(last) else ""
                 raise CheckFailed(
-                    f"after step {self.step} {name} is NaN or infinite: nothing can be learned from here on",
+                    f"after step {self.step} {name} is NaN or infinite: training has diverged",
                     hint=f"give a smaller --lr than {self.lr:g}, or --warmup, or look for NaN in the samples "
                     f"and in the loss{before}",
                 )
@@ -158,3 +144,88 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+# ---- the copy that is written while training goes on ---------------------------------------------------
+
+
+class Staging:
+    """Copies of a run's state that training does not change; each overwrites the one before.
+
+    Memory that is touched for the first time costs many times what copying into it costs, so the buffers are
+    used again. For tensors on a GPU they are pinned, so that it copies at the full speed of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[torch.Tensor, bool]] = []  # and whether it was to be pinned
+
+    def copy(self, state: T) -> T:
+        """Return a copy of a state on the CPU, which `torch.save` writes as it would write the state there.
+
+        Whole storages are copied, so tensors that share memory share it in the copy, and views stay views.
+        Containers are new; strings and numbers are the same objects, on whose identity a pickle depends.
+        """
+        copies: dict[int, Any] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
+        on_device: set[torch.device] = set()
+        with torch.no_grad():
+            for tensor in tensors_of(state):
+                storage = tensor.untyped_storage()
+                is_new = storage._cdata not in storages
+                if is_new:
+                    storages[storage._cdata] = self._buffer(storage, len(storages))
+                    on_device.add(tensor.device)
+                copies[id(tensor)] = copied = _as(tensor, storages[storage._cdata])
+                if is_new and _is_whole(tensor, storage):
+                    copied.copy_(tensor, non_blocking=tensor.is_cuda)
+                elif is_new:
+                    _bytes(storages[storage._cdata]).copy_(_bytes(storage), non_blocking=tensor.is_cuda)
+        for device in on_device:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        del self._buffers[len(storages) :]
+        return copy.deepcopy(state, copies)
+
+    def _buffer(self, storage: torch.UntypedStorage, number: int) -> torch.UntypedStorage:
+        """Return memory for the copy of a storage: the buffer of this number, if that has the size."""
+        size, pinned = storage.nbytes(), storage.device.type == "cuda"
+        buffer = self._buffers[number : number + 1]
+        if not buffer or buffer[0][0].numel() != size or buffer[0][1] != pinned:
+            buffer = [(torch.empty(size, dtype=torch.uint8, pin_memory=pinned), pinned)]
+            self._buffers[number : number + 1] = buffer
+        return buffer[0][0].untyped_storage()
+
+
+def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Return whether a tensor's numbers are its whole storage, in order, and copied faster than bytes."""
+    plain = tensor.is_floating_point() and tensor.is_contiguous() and not tensor.is_neg()
+    return plain and tensor.nbytes == storage.nbytes()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of a storage as a tensor that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def is_on_cpu(state: Any) -> bool:
+    """Return whether all tensors of a state lie in the memory of the CPU."""
+    return all(tensor.device.type == "cpu" for tensor in tensors_of(state))
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors of a state. Others, as parameters and sparse ones, deepcopy copies."""
+    if type(value) is torch.Tensor:
+        if value.layout == torch.strided and not value.is_quantized and not value.is_meta:
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(item)
+
+
+def _as(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a tensor that lies in a storage as `tensor` lies in its own."""
+    view = torch.empty(0, dtype=tensor.dtype)
+    view = view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    view = view.requires_grad_(tensor.requires_grad)
+    view = view.conj() if tensor.is_conj() else view
+    return view._neg_view() if tensor.is_neg() else view

@@ -1,4 +1,4 @@
-"""The plan that the flags describe, and its checks; needs no torch."""
+"""The plan that the flags describe, and its checks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from train.config.training import TrainConfig
 
 
 def make_plan(config: TrainConfig, samples: int) -> Plan:
-    """Return how `samples` training samples are ordered, cut into batches and dealt to ranks.
-
-    With `--rank-share auto` shares are equal until the ranks' speeds have been measured.
-    """
+    """Return how training samples are ordered, cut into batches and dealt to ranks."""
     return Plan(
         samples,
         config.batch_size,
@@ -21,19 +18,13 @@ def make_plan(config: TrainConfig, samples: int) -> Plan:
         config.sampler,
         config.set_epoch,
         config.rank_batch,
+        # With "auto", shares are equal until the ranks' speeds have been measured.
         config.rank_share if isinstance(config.rank_share, tuple) else None,
     )
 
 
 def check_plan(config: TrainConfig, world_size: int) -> None:
-    """Check that batches can be dealt as the flags say, whatever the data.
-
-    Raises:
-        UsageFault: they can't, under the conditions of `ckpttool.distributed.plan.check`, `--sampler none`
-            is given without `--preview`, or `--rank-share auto` with another sampler than `exact` or with
-            `--rank-batch`; or `--virtual-ranks` is no multiple of the ranks, more than the samples in a
-            batch, or given with a flag that it can't be combined with. Names the flag.
-    """
+    """Check that batches can be dealt as the flags say, whatever the data."""
     if config.sampler == "none" and not config.preview:
         raise UsageFault(
             "--sampler none: every rank would train on all samples",

@@ -1,30 +1,113 @@
-"""The settings that trainings and evaluations share, and what makes a field a flag. Needs no torch."""
+"""The settings that training and evaluation share: what makes a field a flag, and how its value is read."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.errors import UsageFault
-from train.config.values import integer, number, numbers
+
+SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+class Every(NamedTuple):
+    """An interval: a number of steps, epochs, seconds, minutes or hours."""
+
+    number: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.number}{self.unit}"
+
+    @property
+    def seconds(self) -> float | None:
+        return self.number * SECONDS[self.unit] if self.unit in SECONDS else None
+
+    def in_steps(self, steps_per_epoch: int) -> int:
+        return self.number * (steps_per_epoch if self.unit == "epochs" else 1)
+
+
+def integer(least: int) -> Callable[[str], int]:
+    """Read an integer that is not less than `least`."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    return convert
+
+
+def number(
+    *, above: float = -math.inf, least: float = -math.inf, below: float = math.inf
+) -> Callable[[str], float]:
+    """Read a number in a range, open at `above` and `below`, closed at `least`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not (above < value < below and value >= least):
+            raise argparse.ArgumentTypeError(f"{text} is out of range")
+        return value
+
+    return convert
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Read numbers with commas between them."""
+    convert = number()
+    return tuple(convert(part) for part in text.split(","))
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Read integers, none negative, with commas between them."""
+    convert = integer(0)
+    return tuple(convert(part) for part in text.split(","))
+
+
+def integers_or_auto(text: str) -> tuple[int, ...] | str:
+    """Read `auto`, or integers with commas between them."""
+    return text if text == "auto" else integers(text)
+
+
+def every(*units: str, least: int) -> Callable[[str], Every]:
+    """Read a number with one of the units, the first of which need not be written."""
+
+    def convert(text: str) -> Every:
+        for unit in sorted(units, key=len, reverse=True):
+            if text.endswith(unit):
+                return Every(integer(least)(text.removesuffix(unit)), unit)
+        return Every(integer(least)(text), units[0])
+
+    return convert
+
+
+def duration(text: str) -> float:
+    """Read a time above zero, in seconds if it has no unit: `90`, `90s`, `30min`, `2h`."""
+    for unit in sorted(SECONDS, key=len, reverse=True):
+        if text.endswith(unit):
+            return number(above=0)(text.removesuffix(unit)) * SECONDS[unit]
+    return number(above=0)(text)
 
 
 def flag(default: Any, group: str, text: str, **options: Any) -> Any:
-    """Return a dataclass field with what makes it a flag.
-
-    Args:
-        default: the field's default.
-        group: the heading below which the help lists it.
-        text: its help.
-        options: for argparse.
-    """
+    """Return a dataclass field that is a flag, listed in the help under `group`; `options` are argparse's."""
     return dataclasses.field(default=default, metadata={"group": group, "help": text, **options})
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which data, and how its images become numbers. `mean`, `std`: None for the default."""
+    """Which data, how its images become numbers, and what the outputs are compared with."""
 
     data: str = flag(
         "digits",
@@ -65,11 +148,7 @@ class RanksConfig:
     """How the ranks start and wait for each other."""
 
     workers: int = flag(
-        0,
-        "ranks",
-        "processes that load data, per rank (0: the rank itself)",
-        type=integer(0),
-        metavar="N",
+        0, "ranks", "processes that load data, per rank (0: the rank itself)", type=integer(0), metavar="N"
     )
     backend: str = flag(
         "auto",
@@ -77,12 +156,9 @@ class RanksConfig:
         "auto: nccl if each rank has a GPU, otherwise gloo on the CPU",
         choices=("auto", "gloo", "nccl"),
     )
+    mixed_torch: bool = flag(False, "ranks", "let ranks run different minor versions of torch")
     timeout: float = flag(
-        600.0,
-        "ranks",
-        "how long a rank waits for the others (600)",
-        type=number(above=0),
-        metavar="SECONDS",
+        600.0, "ranks", "how long a rank waits for the others (600)", type=number(above=0), metavar="SECONDS"
     )
     hang_timeout: float = flag(
         300.0,
@@ -104,7 +180,6 @@ class RanksConfig:
 
 
 def check_pictures(config: DataConfig) -> None:
-    """Raise UsageFault if `--std` is not positive, or `--resize` is given without a folder of images."""
     if config.std and not all(value > 0 for value in config.std):
         raise UsageFault(f"--std {_joined(config.std)}: must be above 0")
     if config.resize and not config.data.startswith("folder:"):

@@ -1,4 +1,4 @@
-"""The configuration of a training: every setting once, with its default, its help and how its flag is read.
+"""Every setting of a training run once, with its default, its help and how its flag is read.
 
 The flags of the command line are made from these fields; a field's name is its flag's name. The checks here
 need no torch, so wrong flags are refused within a tenth of a second.
@@ -10,21 +10,39 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.distributed.place import started_by_launcher
+from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
-from train.checkpoint import changing
-from train.config.shared import DataConfig, RanksConfig, check_pictures, flag
-from train.config.values import Every, duration, every, integer, integers, integers_or_auto, number
+from train.config.shared import (
+    DataConfig,
+    Every,
+    RanksConfig,
+    check_pictures,
+    duration,
+    every,
+    flag,
+    integer,
+    integers,
+    integers_or_auto,
+    number,
+    numbers,
+)
 
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
+    "muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 1e-1},
 }
 OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 
 NO_WARMUP = Every(0, "epochs")
 EACH_EPOCH = Every(1, "epochs")
+
+# Settings that a resumed run may change if --change names them. The others are another training.
+CHANGEABLE = {
+    *("lr", "momentum", "weight_decay", "scheduler", "warmup", "clip_norm"),
+    *("label_smoothing", "augment", "mixup", "cutmix", "accumulate"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +75,13 @@ class TrainConfig(RanksConfig, DataConfig):
         "the part of a label that is spread over all classes (0)",
         type=number(least=0, below=1),
         metavar="X",
+    )
+    class_weights: tuple[float, ...] | None = flag(
+        None,
+        "task",
+        "how much a sample of each class counts in the training loss, as the weight of torch's cross entropy",
+        type=numbers,
+        metavar="X,X,...",
     )
     eval_every: Every = flag(
         EACH_EPOCH,
@@ -130,7 +155,8 @@ class TrainConfig(RanksConfig, DataConfig):
     accumulate: int = flag(
         1,
         "training",
-        "take each rank's share of the batch in N passes: the same training in less memory (1)",
+        "take each rank's share of the batch in N passes, in less memory; without BatchNorm and dropout it "
+        "is the same training (1)",
         type=integer(1),
         metavar="N",
     )
@@ -158,7 +184,10 @@ class TrainConfig(RanksConfig, DataConfig):
     )
     json: bool = flag(False, "training", "with --preview: print JSON")
     optimizer: str = flag(
-        "sgd", "optimizer", "sgd (the default), adam, adamw, or another class of torch.optim", metavar="NAME"
+        "sgd",
+        "optimizer",
+        "sgd (the default), adam, adamw, muon (with adamw for the rest), or another class of torch.optim",
+        metavar="NAME",
     )
     lr: float = flag(
         OPTIMIZERS["sgd"]["lr"],
@@ -170,14 +199,14 @@ class TrainConfig(RanksConfig, DataConfig):
     momentum: float = flag(
         OPTIMIZERS["sgd"]["momentum"],
         "optimizer",
-        "for sgd (0.9)",
+        "sgd 0.9, muon 0.95",
         type=number(least=0, below=1),
         metavar="X",
     )
     weight_decay: float = flag(
         OPTIMIZERS["sgd"]["weight_decay"],
         "optimizer",
-        "sgd 0.0001, adamw 0.01, others 0",
+        "sgd 0.0001, adamw 0.01, muon 0.1, others 0",
         type=number(least=0),
         metavar="X",
     )
@@ -247,7 +276,7 @@ class TrainConfig(RanksConfig, DataConfig):
         (),
         "saving",
         "with --resume: let this setting differ from the saved run's; may be repeated. One of "
-        + ", ".join(sorted(changing.CHANGEABLE)).replace("_", "-"),
+        + ", ".join(sorted(CHANGEABLE)).replace("_", "-"),
         action="append",
         metavar="NAME",
     )
@@ -272,20 +301,14 @@ class TrainConfig(RanksConfig, DataConfig):
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as primitives, as stored in a checkpoint."""
-        fields = dataclasses.asdict(self)
         return {
             name: str(value) if isinstance(getattr(self, name), Every) else value
-            for name, value in fields.items()
+            for name, value in dataclasses.asdict(self).items()
         }
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse values that are wrong whatever the data and the model.
-
-    Raises:
-        UsageFault: flags contradict each other, one lacks another that it needs, or the batch is smaller
-            than the number of passes; names the flag.
-    """
+    """Refuse values that are wrong whatever the data and the model."""
     if config.optimizer in ("adam", "adamw") and config.momentum:
         raise UsageFault(f"--momentum: {config.optimizer} has none", hint="leave it out")
     if config.resume == "auto" and config.out is None:
@@ -294,7 +317,7 @@ def check(config: TrainConfig) -> None:
         raise UsageFault("--force starts over and --resume continues", hint="give one of them")
     if config.change and not config.resume:
         raise UsageFault("--change: says what may differ on a resume", hint="give --resume, or leave it out")
-    changing.fields(config.change)
+    fields(config.change)
     if config.init_allow_missing and not config.init:
         raise UsageFault("--init-allow-missing: needs --init", hint="give --init FILE, or leave it out")
     if config.json and not config.preview:
@@ -308,3 +331,16 @@ def check(config: TrainConfig) -> None:
             "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
         )
     check_pictures(config)
+
+
+def fields(names: tuple[str, ...]) -> set[str]:
+    """Return the fields that `--change` names, as `weight-decay` or `weight_decay`."""
+    field_of = {name: name.removeprefix("--").replace("-", "_") for name in names}
+    for name, field in field_of.items():
+        if field not in CHANGEABLE:
+            known = ", ".join(changeable.replace("_", "-") for changeable in sorted(CHANGEABLE))
+            raise UsageFault(
+                f"--change {name}: can't differ from the saved run's",
+                hint=f"{known} can; --init starts another run from a checkpoint's weights",
+            )
+    return set(field_of.values())

@@ -1,4 +1,4 @@
-"""Training samples changed at random, by (seed, epoch, sample) alone. Imports torch.
+"""Training samples changed at random, by (seed, epoch, sample) alone.
 
 So a sample is the same on any rank, in any loading process, on any number of ranks, and after a resume. The
 data set below stays as it is: what is compared between ranks and on a resume are its own samples.
@@ -18,24 +18,13 @@ from ckpttool.errors import CheckFailed, UsageFault
 from train.config.training import TrainConfig
 from train.data.samples import Samples, Scale, count, scale_of
 
-PADDING = 8
-"""crop-flip pads by an eighth of the image: 4 pixels of 32, as for the ResNets of arXiv 1512.03385, 4.2."""
+PADDING = 8  # crop-flip pads by an eighth: 4 pixels of 32, as for the ResNets of arXiv 1512.03385, 4.2
 
 
 def augmented(samples: Samples, config: TrainConfig, classes: int) -> Samples:
-    """Return training samples as `--augment`, `--mixup` and `--cutmix` change them.
+    """Return training samples as `--augment`, `--mixup` and `--cutmix` change them, or as they are.
 
-    Args:
-        samples: a map-style data set of (tensor, label).
-        config: of the run.
-        classes: how many there are.
-
-    Returns:
-        `samples` itself if no flag is given. Else a data set of as many samples; with mixup or cutmix each
-        target is a float32 tensor of `classes` probabilities.
-
-    Raises:
-        UsageFault: the samples are no images, or a flag does not fit the data.
+    With mixup or cutmix each target is a float32 tensor of `classes` probabilities.
     """
     if config.augment == "none" and not config.mixup and not config.cutmix:
         return samples
@@ -44,7 +33,6 @@ def augmented(samples: Samples, config: TrainConfig, classes: int) -> Samples:
 
 
 def _check(samples: Samples, config: TrainConfig) -> None:
-    """Raise UsageFault, naming the flag, for what can't be changed in this way."""
     sample = samples[0]
     picture = sample[0] if isinstance(sample, tuple | list) and len(sample) == 2 else None
     for flag, value in (("--mixup", config.mixup), ("--cutmix", config.cutmix)):
@@ -94,7 +82,6 @@ class Augmented(Dataset[Any]):
         self.scale = Scale() if config.augment == "none" else _scale(config, samples[0][0]) or Scale()
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the samples be those of another epoch."""
         self.epoch = epoch
         if hasattr(self.samples, "set_epoch"):
             self.samples.set_epoch(epoch)
@@ -103,11 +90,6 @@ class Augmented(Dataset[Any]):
         return count(self.samples)
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample.
-
-        Raises:
-            CheckFailed: its label, or that of its partner, is not one of the classes.
-        """
         picture, label = self._changed(index)
         if not self.config.mixup and not self.config.cutmix:
             return picture, label
@@ -159,13 +141,7 @@ class Augmented(Dataset[Any]):
 
 
 def crop_flip(picture: torch.Tensor, draw: random.Random, black: torch.Tensor) -> torch.Tensor:
-    """Shift an image by up to an eighth of its size, and mirror every second one.
-
-    Args:
-        picture: (channels, height, width).
-        draw: gives the random numbers.
-        black: (channels, 1, 1), what is shifted in.
-    """
+    """Shift an image [channels, height, width] by up to an eighth, and mirror every second one."""
     _, height, width = picture.shape
     down, right = (max(1, round(size / PADDING)) for size in (height, width))
     padded = black.repeat(1, height + 2 * down, width + 2 * right)
@@ -178,16 +154,9 @@ def crop_flip(picture: torch.Tensor, draw: random.Random, black: torch.Tensor) -
 def cut(
     picture: torch.Tensor, other: torch.Tensor, draw: random.Random, alpha: float
 ) -> tuple[torch.Tensor, float]:
-    """Replace a rectangle of an image by that of another one.
+    """Replace a rectangle by that of another image; return the image, and the part of it that stayed.
 
-    Args:
-        picture, other: (channels, height, width).
-        draw: gives the random numbers.
-        alpha: the part of the image that stays is from Beta(alpha, alpha), before the rectangle is cut off
-            at the image's edges.
-
-    Returns:
-        The image, and the part of it that stayed.
+    The part is from Beta(alpha, alpha), before the rectangle is cut off at the image's edges.
     """
     _, height, width = picture.shape
     side = (1 - draw.betavariate(alpha, alpha)) ** 0.5
@@ -199,7 +168,6 @@ def cut(
 
 
 def _stretch(size: int, part: float, draw: random.Random) -> tuple[int, int]:
-    """Return the first and the last pixel of a stretch around a drawn centre."""
     length, centre = int(size * part), draw.randrange(size)
     return max(centre - length // 2, 0), min(centre + length // 2, size)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,25 +18,21 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils import signal_handling
 
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
+from ckpttool.distributed.processes import end_with_parent
 from ckpttool.errors import CkptToolError
 from train.data.samples import Samples, count
-from train.launch.spawn import PR_SET_PDEATHSIG
 
-_started: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What holds the loading processes of this process."""
+PATIENCE = 5.0  # seconds that all loading processes together have to end the samples that they are at
 
-PATIENCE = 5.0
-"""Seconds that all loading processes together have to end the samples that they are at."""
+_started: weakref.WeakSet[Any] = weakref.WeakSet()  # what holds the loading processes of this process
 
 
 @contextlib.contextmanager
 def processes_ended() -> Iterator[None]:
-    """End the loading processes that were started in the block, however it ends.
-
-    The garbage collector would do it too late: it closes the queue to such a process before torch says in it
-    that the process shall end. torch then waits for ten seconds and leaves the process alone (torch 2.15).
-    """
+    """End the loading processes that were started in the block, however it ends."""
+    # The garbage collector would do it too late: it closes the queue to such a process before torch says in
+    # it that the process shall end. torch then waits for ten seconds and leaves it running (torch 2.15).
     try:
         yield
     finally:
@@ -45,39 +40,32 @@ def processes_ended() -> Iterator[None]:
 
 
 def _end(loaders: list[Any]) -> None:
-    """End all loading processes at once.
-
-    torch would wait for one after the other, ten seconds for each that is stuck in a sample, and leave those
-    alive, as they ignore the signal that it then sends.
-    """
-    for one in loaders:
-        if one._worker_pids_set:  # else the kill below would be raised as the failure of a loading process
-            signal_handling._remove_worker_pids(id(one))  # type: ignore[attr-defined]
-            one._worker_pids_set = False
-    ends = [threading.Thread(target=one._shutdown_workers, daemon=True) for one in loaders]
+    """End all loading processes at once."""
+    # torch would wait for one after the other, ten seconds for each that is stuck in a sample, and leave
+    # those alive, as they ignore the signal that it then sends.
+    for loader in loaders:
+        if loader._worker_pids_set:  # else the kill below would be raised as a loading process's failure
+            signal_handling._remove_worker_pids(id(loader))  # type: ignore[attr-defined]
+            loader._worker_pids_set = False
+    ends = [threading.Thread(target=loader._shutdown_workers, daemon=True) for loader in loaders]
     for end in ends:
         end.start()
     deadline = time.monotonic() + PATIENCE
     for end in ends:
         end.join(max(0.0, deadline - time.monotonic()))
-    for process in (process for one in loaders for process in one._workers):
+    for process in (process for loader in loaders for process in loader._workers):
         process.kill()
-    for end in ends:  # those that still wait, for the thread that pins memory say, end with the process
+    for end in ends:  # those that still wait, say for the thread that pins memory, end with the process
         end.join(PATIENCE)
 
 
 class Batches:
-    """The batches of a loader, in order; iterate as often as `again` says."""
+    """The batches of a loader, in order. Raises a CkptToolError of a sample as it was, from any process."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield each batch.
-
-        Raises:
-            CkptToolError: one that a sample raised, as it was raised, also in another process.
-        """
         batches = iter(self.loader)
         if self.loader.num_workers:
             _started.add(batches)
@@ -98,7 +86,7 @@ class Batches:
 
 def load(
     samples: Samples,
-    batches: list[list[int]],
+    batches: Iterable[list[int]],
     place: Place,
     workers: int,
     *,
@@ -108,9 +96,7 @@ def load(
     """Return these batches of samples, in order.
 
     Args:
-        samples: a map-style data set.
         batches: the indices of the samples of each batch.
-        place: of this rank; memory is pinned if it has a GPU.
         workers: loading processes; 0 to load in this process.
         seed: with the process's number, determines the random numbers that it draws.
         again: keep the processes, because the same batches will be loaded again.
@@ -133,11 +119,10 @@ def load(
 
 @dataclass(frozen=True)
 class Failure:
-    """An expected error on its way to the process that reports it.
+    """An expected error on its way to the process that reports it."""
 
-    torch raises an error of another process anew, with the traceback as its only argument: the class, the
-    hint and the exit code would be lost.
-    """
+    # torch makes a new error of one from another process, with the traceback as its only argument: the
+    # class, the hint and the exit code would be lost.
 
     error: CkptToolError
 
@@ -164,15 +149,11 @@ def collate(batch: list[Any]) -> Any:
 
 
 def outlive_signals(_: int) -> None:
-    """Let a process that loads data ignore the signals that end a run, and end with its rank.
-
-    A terminal and a scheduler send them to all processes, and the rank needs batches to end its step.
-    """
+    """Let a process that loads data ignore the signals that end a run, and end with its rank."""
+    # A terminal and a scheduler send them to all processes, and the rank needs batches to end its step.
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         with contextlib.suppress(AttributeError):  # a system without it
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        rank = multiprocessing.parent_process()
-        if rank is not None and rank.pid != os.getppid():
-            os._exit(1)
+    rank = multiprocessing.parent_process()
+    if end_with_parent(signal.SIGKILL) and rank is not None and rank.pid != os.getppid():
+        os._exit(1)

@@ -1,53 +1,45 @@
-"""The data sets known by name: digits, cifar10, mnist and fake:N."""
+"""The data sets known by name: digits, cifar10, mnist, fake:N and folder:PATH."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from ckpttool.errors import CkptToolError, UsageFault
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
+from ckpttool.files.failures import reason
 from train.config.shared import DataConfig
 from train.data.samples import HELD_OUT, Parts, Scale, scale_of, split
 
 CLASSES = tuple("0123456789")
 FAKE_SHAPE = (3, 32, 32)
-UNIFORM = Scale((0.5,), (12**-0.5,))
-"""The mean and standard deviation of numbers drawn evenly from [0, 1)."""
+UNIFORM = Scale((0.5,), (12**-0.5,))  # of numbers drawn evenly from [0, 1)
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 
 
 def digits(config: DataConfig) -> Parts:
-    """Return scikit-learn's handwritten digits: 1,797 images of 1×8×8, included in its package.
-
-    Raises:
-        UsageFault: scikit-learn is not installed, or a flag does not fit.
-    """
+    """Return scikit-learn's handwritten digits: 1,797 images of 1×8×8, included in its package."""
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits  # optional, and slow to import
     except ImportError:
         raise UsageFault("--data digits: needs scikit-learn", hint="pip install 'ckpttool[train]'") from None
     loaded = load_digits()
     pictures = torch.tensor(loaded.images, dtype=torch.float32).div(16).unsqueeze(1)
     labels = torch.tensor(loaded.target, dtype=torch.int64)
-    all_of_them = TensorDataset(scale_of(config, channels=1).apply(pictures), labels)
-    train, test = split(all_of_them, labels.tolist())
+    train, test = split(TensorDataset(scale_of(config, channels=1).apply(pictures), labels), labels.tolist())
     return Parts(train, test, CLASSES, "digits")
 
 
 def torchvision(config: DataConfig) -> Parts:
-    """Return CIFAR-10 or MNIST, as torchvision reads it; `--download` downloads it first.
-
-    Raises:
-        UsageFault: torchvision is not installed, or the files are not in `--data-root`.
-        CkptToolError: the download failed.
-    """
+    """Return CIFAR-10 or MNIST, as torchvision reads it; `--download` downloads it first."""
     try:
-        from torchvision import datasets
+        from torchvision import datasets  # optional, and slow to import
     except ImportError:
         raise UsageFault(
             f"--data {config.data}: needs torchvision", hint="pip install 'ckpttool[train]'"
@@ -59,17 +51,17 @@ def torchvision(config: DataConfig) -> Parts:
     parts = []
     for train in (True, False):
         try:
-            found = kind(config.data_root, train=train)
+            loaded = kind(config.data_root, train=train)
         except RuntimeError:
             raise UsageFault(
                 f"--data {config.data}: not found in {os.path.join(config.data_root, folder)}",
                 hint="--download downloads it, --data-root names another folder",
             ) from None
-        pictures = torch.as_tensor(found.data)
+        pictures = torch.as_tensor(loaded.data)
         pictures = pictures.unsqueeze(1) if pictures.dim() == 3 else pictures.permute(0, 3, 1, 2)
-        labels = torch.as_tensor(found.targets, dtype=torch.int64)
+        labels = torch.as_tensor(loaded.targets, dtype=torch.int64)
         parts.append(_Bytes(pictures, labels, scale_of(config, pictures.shape[1])))
-    return Parts(parts[0], parts[1], tuple(found.classes), config.data)
+    return Parts(parts[0], parts[1], tuple(loaded.classes), config.data)
 
 
 def _download(kind: Any, config: DataConfig) -> None:
@@ -85,7 +77,7 @@ def _download(kind: Any, config: DataConfig) -> None:
             ) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _lock(path: str) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -93,7 +85,7 @@ def _lock(path: str) -> Iterator[None]:
 
 
 class _Bytes(Dataset[tuple[torch.Tensor, int]]):
-    """Images held as bytes, scaled on access."""
+    """Images kept as bytes, scaled on access."""
 
     def __init__(self, pictures: torch.Tensor, labels: torch.Tensor, scale: Scale) -> None:
         self.pictures, self.labels, self.scale = pictures, labels.tolist(), scale
@@ -106,13 +98,7 @@ class _Bytes(Dataset[tuple[torch.Tensor, int]]):
 
 
 def fake(config: DataConfig, argument: str) -> Parts:
-    """Return noise of CIFAR's shape, for trying things out: N training samples, a fifth as many test samples.
-
-    It is uniform with mean 0 and standard deviation 1, as images are when they are normalised.
-
-    Raises:
-        UsageFault: `argument`, N, is not a positive number.
-    """
+    """Return noise of CIFAR's shape, mean 0, deviation 1: N samples, and a fifth as many test samples."""
     if not argument.isdecimal() or not int(argument):
         raise UsageFault(f"--data {config.data}: needs a number of samples", hint="for example fake:64")
     number, scale = int(argument), scale_of(config, FAKE_SHAPE[0], usual=UNIFORM)
@@ -134,3 +120,151 @@ class _Noise(Dataset[tuple[torch.Tensor, int]]):
         number = self.first + index
         noise = torch.rand(FAKE_SHAPE, generator=torch.Generator().manual_seed(number))
         return self.scale.apply(noise), number % 10
+
+
+# ---- folders of images: PATH/<class>/<file> ------------------------------------------------------------
+
+
+def folder(config: DataConfig, path: str) -> Parts:
+    """Return PATH/train/<class>/* and PATH/test/<class>/*; or PATH/<class>/*, divided."""
+    if not os.path.isdir(path):
+        raise UsageFault(f"--data folder:{path}: no such folder", hint="give folder:PATH")
+    scale = scale_of(config, channels=3)
+    if not is_divided(path):
+        files, labels, classes = find_pictures(path)
+        train, test = split(Folder(files, labels, scale, config.resize), labels)
+        return Parts(train, test, classes, _fingerprint(path, files))
+    files, labels, classes = find_pictures(os.path.join(path, "train"))
+    test_files, test_labels, _ = find_pictures(os.path.join(path, "test"), classes)
+    return Parts(
+        Folder(files, labels, scale, config.resize),
+        Folder(test_files, test_labels, scale, config.resize),
+        classes,
+        _fingerprint(path, files + test_files),
+    )
+
+
+def is_divided(path: str) -> bool:
+    return all(os.path.isdir(os.path.join(path, part)) for part in ("train", "test"))
+
+
+def test_folder(config: DataConfig, path: str) -> Parts:
+    """Return the images of PATH/test/<class>/*, or of PATH/<class>/*, as both parts."""
+    inner = os.path.join(path, "test")
+    if os.path.isdir(inner):
+        path = inner
+    files, labels, classes = find_pictures(path)
+    samples = Folder(files, labels, scale_of(config, channels=3), config.resize)
+    return Parts(samples, samples, classes, _fingerprint(path, files))
+
+
+def _fingerprint(root: str, files: Sequence[str]) -> str:
+    names = "\n".join(os.path.relpath(file, root) for file in files)
+    return f"folder {hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:16]}"
+
+
+def find_pictures(
+    root: str, classes: Sequence[str] | None = None
+) -> tuple[list[str], list[int], tuple[str, ...]]:
+    """Return the image files under `root`, their labels, and the classes, each sorted by name.
+
+    Args:
+        root: holds one folder per class.
+        classes: the classes to use, if another folder defines them; it may hold no other.
+    """
+    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    if not names:
+        raise UsageFault(
+            f"{root}: has no folders of images, one per class", hint="give folder:PATH with PATH/<class>/*"
+        )
+    labels_of = {name: label for label, name in enumerate(classes or names)}
+    unknown = [name for name in names if name not in labels_of]
+    if unknown:
+        raise UsageFault(f"{os.path.join(root, unknown[0])}: the training data has no such class")
+    files: list[str] = []
+    labels: list[int] = []
+    for name in names:
+        entries = [e for e in os.scandir(os.path.join(root, name)) if e.name.lower().endswith(ENDINGS)]
+        for entry in entries:
+            if not entry.is_file():  # opening a named pipe would wait for a writer
+                why = "is not a regular file" if os.path.exists(entry.path) else "no such file"
+                raise Unreadable(entry.path, why)
+        files += sorted(entry.path for entry in entries)
+        labels += [labels_of[name]] * len(entries)
+    if not files:
+        raise UsageFault(f"{root}: its folders hold no images", hint=f"known extensions: {' '.join(ENDINGS)}")
+    return files, labels, tuple(classes or names)
+
+
+class Folder(Dataset[tuple[torch.Tensor, int]]):
+    """Image files, read as RGB. All must have the size of the first, unless `resize` is given."""
+
+    def __init__(
+        self, files: Sequence[str], labels: Sequence[int], scale: Scale, resize: int | None = None
+    ) -> None:
+        self.files, self.labels, self.scale, self.resize = files, labels, scale, resize
+        if not resize:
+            self._check_sizes()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.scale.apply(self._read(self.files[index])), self.labels[index]
+
+    def raw_sample(self, index: int) -> tuple[str, int]:
+        """Return the SHA-256 of a file, and its label."""
+        path = self.files[index]
+        try:
+            with open(path, "rb") as file:
+                return hashlib.sha256(file.read()).hexdigest(), self.labels[index]
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def _read(self, path: str) -> torch.Tensor:
+        with _picture(path) as opened:
+            picture = opened.convert("RGB")
+        if self.resize:
+            picture = picture.resize((self.resize, self.resize), _pillow().Resampling.BILINEAR)
+        data = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+        return data.view(picture.height, picture.width, 3).permute(2, 0, 1).float().div(255)
+
+    def _check_sizes(self) -> None:
+        """Read every file's header: a batch of two sizes would fail hours into a run."""
+        first: tuple[int, int] | None = None
+        for path in self.files:
+            with _picture(path) as opened:
+                size = opened.size
+            first = first or size
+            if size != first:
+                raise UsageFault(
+                    f"{path}: is {size[0]}×{size[1]}, but {self.files[0]} is {first[0]}×{first[1]}",
+                    hint="--resize N makes all images N×N",
+                )
+
+
+@contextlib.contextmanager
+def _picture(path: str) -> Iterator[Any]:
+    try:
+        with _pillow().open(path) as opened:
+            yield opened
+    except UsageFault:
+        raise
+    except Exception as error:  # Pillow raises all kinds of errors for damaged bytes
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> FileError:
+    if isinstance(error, OSError) and error.errno is not None:
+        return Unreadable(path, reason(error))
+    if type(error).__name__ == "DecompressionBombError":
+        return Refused(path, "is an image of more pixels than Pillow decodes: a decompression bomb?")
+    return Damaged(path, "is not a readable image")
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image  # optional, and only for folders
+    except ImportError:
+        raise UsageFault("--data folder: needs Pillow", hint="pip install 'ckpttool[train]'") from None
+    return Image

@@ -1,4 +1,4 @@
-"""Data sets by name, each as (training samples, test samples).
+"""The data set that `--data` names, as training and test samples, and whether all ranks have the same.
 
 A sample of the data sets known by name is (image, label): a float32 tensor of channels × height × width, and
 an int. One of a user's own can be any structure of tensors that its task takes. Nothing here is random,
@@ -10,17 +10,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.randomness import seeded
-from ckpttool.errors import CheckFailed, RanksDiffer, UsageFault
+from ckpttool.distributed.randomness import Keyed, seeded
+from ckpttool.errors import CheckFailed, RanksDiffer, Unreadable, UsageFault
+from ckpttool.files.failures import reason
+from ckpttool.models import factory
 from train.config.shared import DataConfig
-from train.data import builtin as builtin_data
-from train.data import fingerprint as contents
-from train.data import from_factory as user_data
-from train.data import image_folder as pictures
+from train.data import builtin, fingerprint
 from train.data.fingerprint import CLASSIFICATION, Contents
 from train.data.samples import Parts, Samples, count, leaves
 
@@ -32,13 +33,10 @@ class Data:
     """A data set.
 
     Attributes:
-        name: as on the command line.
-        train, test: map-style data sets.
         classes: their names, by label; none where the task has none.
         shape: of the first tensor in a sample: channels, height and width of an image.
         fingerprint: differs between data sets with different samples, as far as known without reading them.
         contents: digests of some samples and of the labels.
-        task: what the data is for; classification has a label per sample.
     """
 
     name: str
@@ -51,20 +49,15 @@ class Data:
     task: str = CLASSIFICATION
 
     def redrawn(self) -> set[str]:
-        """Return the kinds of `contents` that are others each time they are read; see `contents.redrawn`."""
-        parts = (("training", self.train), ("test", self.test))
-        return set[str]().union(
-            *(contents.redrawn(part, samples, self.contents, self.name, self.task) for part, samples in parts)
+        """Return the kinds of `contents` that differ each time they are read."""
+        return fingerprint.redrawn("training", self.train, self.contents, self.name, self.task) | (
+            fingerprint.redrawn("test", self.test, self.contents, self.name, self.task)
         )
 
     def check_labels(self, labels: torch.Tensor, samples: Sequence[int], part: str) -> None:
-        """Check labels, as the loss would end in a traceback, or skip a label equal to its `ignore_index`.
+        """Refuse a label that is not one of the classes.
 
-        Args:
-            labels: int64 [n], of the samples with the indices `samples` in `part`, "training" or "test".
-
-        Raises:
-            CheckFailed: a label is not one of the classes.
+        The loss would end in a traceback, or skip a label equal to its `ignore_index`.
         """
         classes = len(self.classes)
         for sample, label in zip(samples, labels.tolist(), strict=True):
@@ -76,16 +69,7 @@ class Data:
                 )
 
     def check_tokens(self, targets: torch.Tensor, samples: Sequence[int], part: str, *, ignored: int) -> None:
-        """Check the target tokens of sequences, as `check_labels` does labels.
-
-        Args:
-            targets: integers [n, ...], of the samples with the indices `samples` in `part`.
-            ignored: a target that stands for no token.
-
-        Raises:
-            CheckFailed: a target is not `ignored`, and none of the tokens, which are the data set's classes;
-                of a data set without classes, if it is negative.
-        """
+        """Refuse a target [n, ...] that is not `ignored` and none of the classes; without any, below 0."""
         known = len(self.classes)
         wrong = (targets < 0) | (targets >= known) if known else targets < 0
         wrong = (wrong & (targets != ignored)).flatten(1)
@@ -102,24 +86,14 @@ class Data:
 
 
 def load(config: DataConfig, *, seed: int = 0) -> Data:
-    """Return the data set that `--data` names.
-
-    Args:
-        seed: with the epoch and the sample, determines the random numbers that a user's data set draws.
-
-    Raises:
-        UsageFault: there is no such data set, its files are missing, or a flag does not fit it; names the
-            path that was searched and the flag to give.
-        Unreadable, Damaged: an image of a folder can't be read.
-        CkptToolError: `--download` failed.
-    """
+    """Return the data set that `--data` names. What a user's draws is keyed by (seed, epoch, sample)."""
     parts = load_parts(config, seed=seed)
     # The shuffle depends on the number of samples, so other sizes are other data.
     return _data(config, parts, f" {count(parts.train)}/{count(parts.test)}")
 
 
 def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
-    """Return both parts of a data set, none of them empty, without reading a sample. Raises as `load`."""
+    """Return both parts of a data set, none of them empty, without reading a sample."""
     # What a factory draws, as for random_split, must be the same on every rank, in each run, and in an
     # evaluation, which has no --seed: else samples that were trained on would be tested with.
     with seeded("data"):
@@ -131,68 +105,111 @@ def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
 
 
 def load_test(config: DataConfig) -> Data:
-    """Return the data set for an evaluation: a folder with one level of classes is the test set itself.
-
-    Raises:
-        as `load`.
-    """
+    """Return the data set for an evaluation: a folder with one level of classes is the test set itself."""
     path = config.data.removeprefix("folder:")
-    divided = all(os.path.isdir(os.path.join(path, part)) for part in ("train", "test"))
-    if path == config.data or divided or not os.path.isdir(path):
+    if path == config.data or builtin.is_divided(path) or not os.path.isdir(path):
         return load(config)
-    return _data(config, pictures.load_test(config, path), "")
+    return _data(config, builtin.test_folder(config, path), "")
 
 
 def _parts(config: DataConfig, seed: int) -> Parts:
     name, _, argument = config.data.partition(":")
     if config.data == "digits":
-        return builtin_data.digits(config)
+        return builtin.digits(config)
     if config.data in ("cifar10", "mnist"):
-        return builtin_data.torchvision(config)
+        return builtin.torchvision(config)
     if name == "folder" and argument:
-        return pictures.load(config, argument)
+        return builtin.folder(config, argument)
     if name == "fake":
-        return builtin_data.fake(config, argument)
+        return builtin.fake(config, argument)
     if argument:
-        return user_data.load(config, seed)
+        return _from_factory(config, seed)
     raise UsageFault(f"--data {config.data}: no such data set", hint=f"one of {NAMES}")
 
 
 def _data(config: DataConfig, parts: Parts, sizes: str) -> Data:
-    fingerprint = f"{parts.source}{sizes}{_preparation(config)}"
-    found: dict[str, dict[str, str]] = {}
+    contents: dict[str, dict[str, str]] = {}
     for part, samples in {"test": parts.test, "training": parts.train}.items():
         if part == "test" or samples is not parts.test:
-            for kind, digests in contents.describe(part, samples, config.data, config.task).items():
-                found.setdefault(kind, {}).update(digests)
+            for kind, digests in fingerprint.describe(part, samples, config.data, config.task).items():
+                contents.setdefault(kind, {}).update(digests)
     parts_of_first = leaves(parts.test[0], f"--data {config.data}: test sample 0").values()
-    shape = next((tuple(one.shape) for one in parts_of_first if isinstance(one, torch.Tensor)), ())
-    return Data(config.data, parts.train, parts.test, parts.classes, shape, fingerprint, found, config.task)
+    shape = next((tuple(leaf.shape) for leaf in parts_of_first if isinstance(leaf, torch.Tensor)), ())
+    source = f"{parts.source}{sizes}{_preparation(config)}"
+    return Data(config.data, parts.train, parts.test, parts.classes, shape, source, contents, config.task)
 
 
 def compare(data: Data, when: str) -> None:
-    """Check that all ranks have loaded the same data. A collective.
-
-    Args:
-        when: ends the message.
-
-    Raises:
-        RanksDiffer: on every rank, if they haven't.
-    """
+    """Raise RanksDiffer, whose message ends in `when`, unless all ranks have the same data. A collective."""
     hint = "the files of --data must be the same on every machine, and a factory must seed its own generators"
-    whole = {"--data": (data.fingerprint, data.classes)}
+    known = {"--data": (data.fingerprint, data.classes)}
     try:
-        collectives.compare({**whole, **contents.flat(data.contents)}, when, hint=hint)
+        collectives.compare({**known, **fingerprint.flat(data.contents)}, when, hint=hint)
     except RanksDiffer:
         with collectives.fail_together():
-            own = data.redrawn()
-        changing = set[str]().union(*collectives.gather(own))
+            redrawn = data.redrawn()
+        changing = set[str]().union(*collectives.gather(redrawn))
         if not changing:
             raise
-        collectives.compare({**whole, **contents.flat(data.contents, changing)}, when, hint=hint)
+        collectives.compare({**known, **fingerprint.flat(data.contents, changing)}, when, hint=hint)
 
 
 def _preparation(config: DataConfig) -> str:
-    """Return the flags for turning images into numbers: other numbers are another data set."""
+    # Other numbers are another data set.
     given = {"mean": config.mean, "std": config.std, "resize": config.resize}
     return "".join(f", {name} {value}" for name, value in given.items() if value is not None)
+
+
+# ---- data sets that a user's factory makes: --data file.py:factory -------------------------------------
+
+
+def _from_factory(config: DataConfig, seed: int) -> Parts:
+    if config.mean or config.std:
+        raise UsageFault(f"--mean, --std: {config.data} makes its own images", hint="leave them out")
+    made = factory.build(config.data)
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise UsageFault(f"--data {config.data}: must return (train, test), two data sets")
+    train, test = made
+    for samples in made:
+        count(samples)
+    return Parts(
+        Named(train, seed, "training", config.data),
+        Named(test, seed, "test", config.data),
+        _classes(train, config),
+        config.data,
+    )
+
+
+class Named(Keyed):
+    """A data set of a user's, whose sample is named when its file can't be read."""
+
+    def __init__(self, samples: Samples, seed: int, part: str, data: str) -> None:
+        super().__init__(samples, seed)
+        self.part, self.data = part, data
+
+    def drawn(self, index: int) -> Any:
+        try:
+            return super().drawn(index)
+        except OSError as error:
+            sample, why = f"{self.part} sample {index}", reason(error)
+            if error.filename is None:
+                raise Unreadable(f"--data {self.data}", f"{sample} can't be read: {why}") from error
+            raise Unreadable(os.fsdecode(error.filename), f"{why}: {sample} of --data {self.data}") from error
+
+
+def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:
+    """Return the names of the classes; those of another task than classification only if they are named."""
+    named = getattr(samples, "classes", None)
+    if named is not None:
+        return tuple(map(str, named))
+    if config.task != CLASSIFICATION:
+        return ()
+    labels = getattr(samples, "targets", None)
+    if labels is None and isinstance(samples, TensorDataset):
+        labels = samples.tensors[-1]
+    if labels is None:
+        raise UsageFault(
+            f"--data {config.data}: the training data set does not say its classes",
+            hint="give it an attribute: classes = ['cat', 'dog']",
+        )
+    return tuple(str(label) for label in range(int(max(labels)) + 1))

@@ -1,4 +1,4 @@
-"""What a data set contains, in brief: digests of its labels and of a few samples.
+"""Digests of a data set's labels and of a few samples, to tell whether two are the same.
 
 Ranks that load different samples would use some twice and others never, and a run that resumes with other
 samples may train on those it is tested with. Neither shows in the name of a data set or in its sizes: an
@@ -21,79 +21,69 @@ from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import UsageFault
 from train.data.samples import Samples, checked, count, leaves
 
-DRAWN = 4
-"""Samples read besides the first and the last, at places that depend only on their number."""
-
-BLOCKS = 16
-"""Pieces into which the labels are cut, so that a difference can be located."""
-
-REDRAWS = 8
-"""How often a sample is read again to find out whether it is another each time."""
+DRAWN = 4  # samples read besides the first and the last, at places that depend only on their number
+BLOCKS = 16  # pieces into which the labels are cut, so that a difference can be located
+REDRAWS = 8  # how often a sample is read again to find out whether it differs each time
 
 ONE_SHAPE = "samples of one batch need one shape: resize, crop or pad them in the data set"
 
-CLASSIFICATION = "classification"
-"""The task whose samples are pairs of a tensor and a label."""
+CLASSIFICATION = "classification"  # the task whose samples are pairs of a tensor and a label
 
+# The parts of a sample with a label. Those of any other sample are `sample` and their place: `sample[0]`.
 SAMPLE, LABEL = "sample", "label"
-"""The parts of a sample with a label. Those of any other sample are `sample` and their place: `sample[0]`."""
 
-Leaves = Mapping[str, Any]
-"""The parts of one sample."""
-
-Contents = Mapping[str, Mapping[str, str]]
-"""`training sample` -> `17` -> digest."""
+Leaves = Mapping[str, Any]  # the parts of one sample
+Contents = Mapping[str, Mapping[str, str]]  # `training sample` -> `17` -> digest
 
 
 def describe(part: str, samples: Samples, name: str, task: str = CLASSIFICATION) -> dict[str, dict[str, str]]:
-    """Return what is in one part of a data set.
+    """Return digests of one part of a data set: "training" or "test".
 
     A data set can say itself what is to be compared, for example if it differs between ranks on purpose: by
     an attribute `fingerprint`, a text.
-
-    Args:
-        part: "training" or "test".
-        samples: of that part.
-        name: of the data set, for errors.
-        task: for which samples may be something else than a tensor and its label.
-
-    Raises:
-        UsageFault: a sample that was read can't be used, as `samples.checked` and `samples.leaves` say.
     """
-    own = getattr(_source(samples), "fingerprint", None)
-    if isinstance(own, str):
-        return {"fingerprint": {f"of the {part} samples": own}}
-    found: dict[str, dict[str, str]] = {}
+    given = getattr(_source(samples), "fingerprint", None)
+    if isinstance(given, str):
+        return {"fingerprint": {f"of the {part} samples": given}}
+    contents: dict[str, dict[str, str]] = {}
     first: Leaves = {}
     for index in places(count(samples)):
         sample = _read(part, samples, index, name, task)
         first = first or sample
         _same_shapes(first, sample, f"--data {name}: {part} sample {index}")
         for kind, leaf in sample.items():
-            found.setdefault(_title(part, kind), {})[str(index)] = _digest(leaf)
-    found[f"labels of {part} samples"] = dict(_listed(samples))
-    return found
+            contents.setdefault(_title(part, kind), {})[str(index)] = _digest(leaf)
+    contents[f"labels of {part} samples"] = dict(_listed(samples))
+    return contents
 
 
 def redrawn(part: str, samples: Samples, before: Contents, name: str, task: str = CLASSIFICATION) -> set[str]:
-    """Return the kinds of contents that are others each time they are read, although the seeds are the same.
+    """Return the kinds of contents that differ each time they are read, although the seeds are the same.
 
-    They are from a data set with generators of its own, and can't be compared.
-
-    Args:
-        before: what `describe` returned.
+    They are from a data set with generators of its own, and can't be compared. `before` is from `describe`.
     """
     changed: set[str] = set()
     if not isinstance(samples, Keyed):
         return changed
     read = {index for kind, digests in before.items() if f"{part} sample" in kind for index in digests}
-    for index in sorted(map(int, (one for one in read if one.isdigit()))):
+    for index in sorted(int(name) for name in read if name.isdigit()):
         for _ in range(REDRAWS):
             for kind, leaf in _read(part, samples, index, name, task).items():
                 title = _title(part, kind)
                 if _digest(leaf) != before[title][str(index)]:
                     changed.add(title)
     return changed
+
+
+def draws_for_itself(samples: Samples, name: str, task: str = CLASSIFICATION) -> bool:
+    """Return whether a training sample differs each time it is read, although the seeds are the same."""
+    if not isinstance(samples, Keyed):
+        return False
+    first, *others = (
+        {kind: _digest(leaf) for kind, leaf in _read("training", samples, 0, name, task).items()}
+        for _ in range(REDRAWS + 1)
+    )
+    return any(again != first for again in others)
 
 
 def flat(contents: Contents, leave_out: set[str] | frozenset[str] = frozenset()) -> dict[str, str]:
@@ -123,11 +113,11 @@ def listed_labels(samples: Any) -> torch.Tensor | None:
         parts = [listed_labels(part) for part in source.datasets]
         known = [part for part in parts if part is not None]
         return torch.cat(known) if len(known) == len(parts) else None
-    found = source.tensors[-1] if isinstance(source, TensorDataset) else None
+    listed = source.tensors[-1] if isinstance(source, TensorDataset) else None
     for name in ("targets", "labels"):
-        found = getattr(source, name, None) if found is None else found
+        listed = getattr(source, name, None) if listed is None else listed
     try:
-        labels = torch.as_tensor(found)
+        labels = torch.as_tensor(listed)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, or rows of different lengths
         return None
     if labels.dim() != 1 or len(labels) != len(source) or labels.is_floating_point():

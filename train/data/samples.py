@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -14,23 +15,19 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 from ckpttool.errors import UsageFault
 from train.config.shared import DataConfig
 
+# Map-style. A sample is (tensor, label) for classification, else what default_collate takes.
 Samples = Dataset[Any]
-"""A map-style data set. A sample is (tensor, label) for classification, else what default_collate takes."""
 
 NEEDED = "for classification a sample is (tensor, integer); --task names other tasks"
 PARTS = "a sample is made of tensors, numbers, texts, and tuples, lists and dicts of these"
 LABELS = (int, torch.Tensor, numpy.integer, numpy.ndarray)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-HELD_OUT = 5
-"""If a data set has no test set, every fifth sample of a class becomes a test sample."""
+HELD_OUT = 5  # without a test set, every fifth sample of a class becomes a test sample
 
 
 class Parts(NamedTuple):
-    """A data set as loaded: both parts, the names of the classes by label, and what it was made from.
-
-    There are no classes where the task has none.
-    """
+    """A data set as loaded: both parts, the names of the classes if the task has some, and its source."""
 
     train: Samples
     test: Samples
@@ -60,16 +57,11 @@ class Scale:
         return mean.view(-1, 1, 1), std.view(-1, 1, 1)
 
 
-COLOUR = Scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""How colour images are normalised: the usual mean and standard deviation of ImageNet."""
+COLOUR = Scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's mean and standard deviation
 
 
 def count(samples: Samples) -> int:
-    """Return the number of samples.
-
-    Raises:
-        UsageFault: the data set has no length, a negative one, or is an IterableDataset.
-    """
+    """Return the number of samples; refuse an IterableDataset, and a length that is missing or negative."""
     if isinstance(samples, IterableDataset) or not isinstance(samples, Sized):
         raise UsageFault(
             f"--data: {type(samples).__name__} has no samples by index, by which ranks share them out",
@@ -82,30 +74,19 @@ def count(samples: Samples) -> int:
 
 
 def checked(sample: object, where: str) -> tuple[torch.Tensor, int]:
-    """Return a sample as (tensor, class number), if it is one.
-
-    Args:
-        where: which sample it is, for the error.
-
-    Raises:
-        UsageFault: it is something else: no pair, no tensor, or a label that is not one integer.
-    """
+    """Return a sample as (tensor, class number); `where` names it in the error if it is something else."""
     if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], torch.Tensor):
-        raise UsageFault(f"{where} is {_kind(sample)}, not (tensor, label)", hint=NEEDED)
+        raise UsageFault(f"{where} is {kind_of(sample)}, not (tensor, label)", hint=NEEDED)
     label = torch.as_tensor(sample[1]) if isinstance(sample[1], LABELS) else None
     if label is None or label.dim() or label.dtype not in INTEGERS:
-        raise UsageFault(f"{where} has {_kind(sample[1])} as its label, not a class number", hint=NEEDED)
+        raise UsageFault(f"{where} has {kind_of(sample[1])} as its label, not a class number", hint=NEEDED)
     return sample[0], int(label)
 
 
 def leaves(sample: object, where: str) -> dict[str, torch.Tensor | str]:
     """Return the parts of a nested sample, by their place in it: `[0]['mask']`.
 
-    Args:
-        where: which sample it is, for the error.
-
-    Raises:
-        UsageFault: a part is none that `default_collate` puts into a batch.
+    Raises UsageFault, with `where` the sample is, for a part that `default_collate` can't put into a batch.
     """
     if isinstance(sample, Mapping):
         inner: Iterable[tuple[object, object]] = sample.items()
@@ -118,21 +99,24 @@ def leaves(sample: object, where: str) -> dict[str, torch.Tensor | str]:
             return {"": default_collate([sample])[0]}
         except (TypeError, RuntimeError, ValueError) as error:
             raise UsageFault(
-                f"{where} holds {_kind(sample)}, which can't be put into a batch", hint=PARTS
+                f"{where} holds {kind_of(sample)}, which can't be put into a batch", hint=PARTS
             ) from error
     return {f"[{key!r}]{rest}": leaf for key, part in inner for rest, leaf in leaves(part, where).items()}
 
 
-def _kind(value: object) -> str:
+def kind_of(value: Any) -> str:
+    """Return what a value is, for an error."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} with the shape {list(value.shape)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"
 
 
 def split(samples: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
-    """Divide samples into training and test samples: every fifth of each class is a test sample."""
+    """Divide samples into training and test samples, class by class."""
     seen: defaultdict[int, int] = defaultdict(int)
     train: list[int] = []
     test: list[int] = []
@@ -143,15 +127,7 @@ def split(samples: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
 
 
 def scale_of(config: DataConfig, channels: int, usual: Scale | None = None) -> Scale:
-    """Return the normalisation that the flags give.
-
-    Args:
-        channels: of the images.
-        usual: where no flag is given; by default that of colour images if there are three channels.
-
-    Raises:
-        UsageFault: `--mean` or `--std` has neither one number nor one per channel.
-    """
+    """Return the normalisation that the flags give, or else `usual`: ImageNet's for three channels."""
     if usual is None:
         usual = COLOUR if channels == 3 else Scale()
     for flag, values in (("--mean", config.mean), ("--std", config.std)):

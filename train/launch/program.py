@@ -1,4 +1,4 @@
-"""A program on one rank: how it runs, says what it has to say, and ends."""
+"""A program on one rank: how it starts, runs, says what it has to say, and ends."""
 
 from __future__ import annotations
 
@@ -10,34 +10,30 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from ckpttool.distributed.lost_rank import is_lost_rank, is_timeout
-from ckpttool.distributed.place import given_rank, given_world_size, started_by_launcher
+from ckpttool.distributed.group import given_rank
+from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
+from ckpttool.distributed.processes import SPAWNED, end_with_torchrun
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
 from train import console
-from train.launch import spawn as spawning
 
 if TYPE_CHECKING:
-    from ckpttool.distributed.place import Place
+    from ckpttool.distributed.group import Place
     from train.config.shared import RanksConfig
 
 Job = TypeVar("Job")
 
 STARTED = time.monotonic()
 
+# Seconds that a rank waits before it repeats another rank's failure, so that that rank reports it first.
+# Torchrun ends the waiting ranks as soon as the failed one has exited, so under it no rank waits this long.
 PATIENCE = 5.0
-"""Seconds that a rank waits before it repeats another rank's failure, so that that rank reports it first.
-
-Torchrun ends the waiting ranks as soon as the failed one has exited, so under it no rank waits this long.
-"""
 
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
+OWN_FILE = re.compile(r"^(.+\.py):\w+", re.MULTILINE)
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
-
-
-rank, world_size, started_by_torchrun = given_rank, given_world_size, started_by_launcher
 
 
 def run_program(
@@ -46,107 +42,101 @@ def run_program(
     """Run a program on this rank and return its exit code; an expected error is one line on stderr.
 
     Args:
-        prepare: everything that a rank can refuse by itself. It fails on all ranks alike, before any
-            process group starts, so rank 0 reports for all.
+        prepare: everything that a rank can refuse by itself. It fails in the same way on all ranks, before
+            any process group starts, so rank 0 reports for all.
         work: what the ranks do together, with what `prepare` returned. Returns the exit code; None is 0.
         as_json: also print an error as one JSON object on stdout.
     """
-    spawning.end_with_torchrun()
+    end_with_torchrun()
+    is_prepared = False
     try:
         job = prepare()
-    except CkptToolError as error:
-        return complain(error, echo=rank() != 0, as_json=as_json)
-    except KeyboardInterrupt as interrupt:
-        return _interrupted(interrupt)
-    except SystemExit as error:
-        return complain(_left(error), as_json=as_json)
-    try:
+        is_prepared = True
         return work(job) or 0
     except CkptToolError as error:
-        return complain(error, echo=_is_echo(error), as_json=as_json)
+        echo = _is_echo(error) if is_prepared else given_rank() != 0
+        return complain(error, echo=echo, as_json=as_json)
     except KeyboardInterrupt as interrupt:
-        return _interrupted(interrupt)
+        if given_rank() == 0:
+            console.note("\n" + "; ".join(["interrupted", *map(str, interrupt.args)]))
+        return 128 + signal.SIGINT
     except SystemExit as error:
         return complain(_left(error), as_json=as_json)
     except RuntimeError as error:
-        known = _known(error)
+        known = _known(error) if is_prepared else None
         if known is None:
             raise
         return complain(known, echo=is_lost_rank(error), as_json=as_json)
 
 
+def keep_importable(*specs: str) -> None:
+    """Put the folders of the user's files first on the import path for good, as Python does for a script.
+
+    Their modules may be imported late, and in a process that loads data.
+    """
+    folders = [os.path.dirname(os.path.abspath(file)) for file in re.findall(OWN_FILE, "\n".join(specs))]
+    sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+
+
 @contextlib.contextmanager
 def process_group(place: Place, config: RanksConfig) -> Iterator[None]:
-    """Hold the process group of a program, under a watch for ranks that hang; enter it with the data loaded.
-
-    What took this rank a while may take another one as long, so it waits at least for that time. Processes
-    that load data end before the group does.
-    """
+    """Hold the process group, under a watch for ranks that hang; enter it with the data loaded."""
     from ckpttool.distributed import group, heartbeat
-    from train.data import batches as loading
+    from train.data import batches  # imports torch, which a command line that is refused need not wait for
 
-    took = time.monotonic() - STARTED
-    patience = max(config.join_timeout, took)
+    # What took this rank a while may take another one as long.
+    patience = max(config.join_timeout, time.monotonic() - STARTED)
     with (
         group.process_group(place, config.timeout, patience),
-        loading.processes_ended(),  # outside the watch: nobody waits for a rank whose processes end slowly
+        batches.processes_ended(),  # outside the watch: nobody waits for a rank whose processes end slowly
         heartbeat.watch(config.hang_timeout),
     ):
         yield
 
 
 def _left(error: SystemExit) -> CheckFailed:
-    """Return the error for code of the user's that ends the process: the other ranks would wait for it."""
+    """Return the error for user code that ends the process: the other ranks would wait for it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = f": {error.code}" if isinstance(error.code, str) else ""
     return CheckFailed(
-        f"rank {rank()}: {frame.filename}:{frame.lineno} ended the process{text}",
+        f"rank {given_rank()}: {frame.filename}:{frame.lineno} ended the process{text}",
         hint="let code of --model, --data and --task raise an error instead of calling sys.exit",
     )
 
 
 def _known(error: RuntimeError) -> CheckFailed | None:
     """Return an error of torch, gloo or NCCL in our words, if it is known by its message, its only mark."""
-    said = str(error)
+    message, rank = str(error), given_rank()
     if is_lost_rank(error):
-        return CheckFailed(f"rank {rank()}: lost the connection to another rank")
+        return CheckFailed(f"rank {rank}: lost the connection to another rank")
     if is_timeout(error):
-        return CheckFailed(f"rank {rank()}: no answer from another rank within --timeout")
-    if dead := DEAD_WORKER.search(said):
+        return CheckFailed(f"rank {rank}: no answer from another rank within --timeout")
+    if dead := DEAD_WORKER.search(message):
         return CheckFailed(
-            f"rank {rank()}: a process that loads data {dead[1]}",
+            f"rank {rank}: a process that loads data {dead[1]}",
             hint="out of memory? give fewer --workers or a smaller --batch-size",
         )
-    if UNFINISHED.search(said):
+    if UNFINISHED.search(message):
         return CheckFailed(
-            f"rank {rank()}: a parameter of the model did not affect the output in a pass, and ranks average "
+            f"rank {rank}: a parameter of the model did not affect the output in a pass, and ranks average "
             "the gradients of all parameters",
             hint="let every forward pass use it (times 0 if need be), or set requires_grad=False",
         )
     return None
 
 
-def _interrupted(interrupt: KeyboardInterrupt) -> int:
-    """Report an interrupt on rank 0, with the program's own message; return the exit code."""
-    if rank() == 0:
-        console.note("\n" + "; ".join(["interrupted", *map(str, interrupt.args)]))
-    return 128 + signal.SIGINT
-
-
 def _is_echo(error: CkptToolError) -> bool:
     """Return whether another rank reports this failure."""
-    from ckpttool.distributed.collectives import RankFailed
+    from ckpttool.distributed.collectives import RankFailed  # imports torch
 
-    return isinstance(error, RankFailed) or (isinstance(error, RanksDiffer) and rank() != 0)
+    return isinstance(error, RankFailed) or (isinstance(error, RanksDiffer) and given_rank() != 0)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code: flush its output, and run no destructors.
-
-    The work is done by now and the process group destroyed. Only the destructors of torch's C++ threads
-    would still run, and on a busy machine they were seen to abort a rank that had done its work
-    ("terminate called without an active exception"), which makes torchrun report a failure.
-    """
+    """End this process with an exit code: flush its output, and run no destructors."""
+    # The work is done by now and the process group destroyed. Only the destructors of torch's C++ threads
+    # would still run, and on a busy machine they were seen to abort a rank that had done its work
+    # ("terminate called without an active exception"), which makes torchrun report a failure.
     with contextlib.suppress(OSError):  # `console.say` has reported what could not be written
         sys.stdout.flush()
         sys.stderr.flush()
@@ -154,14 +144,11 @@ def leave(code: int) -> NoReturn:
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:
-    """Print an error as one line on stderr, and a hint of several lines below it.
+    """Print an error as one line on stderr, a hint of several lines below it; return its exit code.
 
     Args:
         echo: wait first, because another rank reports it too.
         as_json: also print it as one JSON object on stdout.
-
-    Returns:
-        Its exit code.
     """
     if echo:
         time.sleep(PATIENCE)
@@ -177,3 +164,49 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
     below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
     console.note(f"error: {message}{below}")
     return error.exit_code
+
+
+# ---- --spawn: ranks of this machine started without torchrun -------------------------------------------
+
+
+def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
+    """Run a program on several ranks of this machine, as torchrun would, and return its exit code.
+
+    That is the code of the rank that failed first, 128 + the signal if one was killed. The ranks end with
+    this process.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)  # until there are ranks, and the agent listens to signals
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    # torchrun would set it to 1 and print a note.
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ[SPAWNED] = str(os.getpid())
+    import logging
+
+    # Imports torch.
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # torchrun reports a failure with a traceback of this process; the failed rank has reported its own.
+    logging.disable(logging.CRITICAL)
+    options = run.parse_args(["--standalone", "--nproc-per-node", str(ranks), script, *arguments])
+    if hasattr(options, "signals_to_handle"):  # else SIGUSR1 ends this process, and the ranks with it
+        options.signals_to_handle += ",SIGUSR1"
+    try:
+        run.run(options)
+    except ChildFailedError as error:
+        index, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return int(failure.exitcode)
+        console.note(f"error: rank {index} was killed by {signal.Signals(-failure.exitcode).name}")
+        return 128 - int(failure.exitcode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _end_at_once(number: int, _: object) -> NoReturn:
+    # KeyboardInterrupt would be a traceback, or be lost, as in a callback of an import.
+    os.write(2, b"\ninterrupted\n")  # print may be at work already
+    os._exit(128 + number)

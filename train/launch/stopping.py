@@ -17,22 +17,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ckpttool.distributed.place import started_by_launcher
+from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import CkptToolError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals at which a run saves and ends: of a scheduler, of a terminal, and SLURM's warning."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # of a scheduler, a terminal, SLURM's warning
 
+# Seconds in which another SIGINT is no second one: a terminal sends one to the launcher too, which sends it
+# on to the ranks.
 REPEATED = 2.0
-"""Seconds in which another SIGINT is no second one: a terminal sends one to the launcher too, which sends it
-on to the ranks."""
 
-WAKE = 0
-"""A byte that is no signal: something has changed that the thread should look at."""
+WAKE = 0  # a byte that is no signal: something has changed that the thread should look at
 
 
 class ToldToEnd(CkptToolError):
-    """A signal has come while the test set is evaluated, which may take longer than the grace."""
+    """A signal has come during an evaluation, which may take longer than the grace."""
 
     kind = "told-to-end"
 
@@ -46,11 +44,9 @@ class Stop:
     """
 
     def __init__(self, grace: float, left_undone: Callable[[], str] = lambda: "") -> None:
-        """Prepare; only the main thread of a process can enter the block with an effect.
+        """Take the seconds from a signal to the end of the process, and what it then says of the run.
 
-        Args:
-            grace: seconds from the signal to the end of the process.
-            left_undone: returns what to say if the process has to end before the run has; `""` says nothing.
+        Entering the block has an effect only in the main thread.
         """
         self.grace, self.number, self.since = grace, 0, 0.0
         self._left_undone = left_undone
@@ -97,25 +93,17 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """The signal's name, as `SIGTERM`; `""` if none has come."""
         return signal.Signals(self.number).name if self.number else ""
 
     def seconds(self) -> float:
-        """Return the seconds since the signal."""
         return time.monotonic() - self.since
 
     def raise_if_told(self) -> None:
-        """Raise ToldToEnd if a signal has come."""
         if self.number:
             raise ToldToEnd(f"told to end by {self.name}")
 
     def heard(self, number: int, seconds: float) -> None:
-        """Take over the signal that any rank has got.
-
-        Args:
-            number: of the signal.
-            seconds: since it came.
-        """
+        """Take over the signal that any rank has got, some seconds ago."""
         since = time.monotonic() - seconds
         self.since = min(since, self.since) if self.number else since
         self.number = number  # last: another thread takes it as a sign that `since` is set
@@ -152,10 +140,10 @@ class Stop:
 
     def _end(self, code: int, why: str) -> None:
         """End the process at once. A file that is being written has no name yet; the next run removes it."""
-        said = self._left_undone()
-        if said:
+        undone = self._left_undone()
+        if undone:
             with contextlib.suppress(OSError):
-                os.write(2, f"{why}; {said}\n".encode())
+                os.write(2, f"{why}; {undone}\n".encode())
         os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""log.jsonl, the log of a run: one JSON object on each line, written by rank 0. Needs no torch.
+"""log.jsonl, the log of a run: one JSON object on each line, written by rank 0.
 
 A line with `epoch` ends an epoch and has the scores on the test set. A line with `step` is about the steps
 since the line before (train/log/step_log.py); with `test_loss` it is a score in the middle of an epoch, and
@@ -11,26 +11,25 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from ckpttool.errors import Damaged, Unreadable
-from ckpttool.files import lines
-from ckpttool.files.commit import replacing
-from ckpttool.files.failures import naming
+from ckpttool.errors import Damaged, FileError, Unreadable
+from ckpttool.files.commit import append_line, replacing
+from ckpttool.files.failures import naming, reason
+from train import console
 
 LOG = "log.jsonl"
 
+Line = TypeVar("Line")
+
 
 def append(folder: str, entry: Mapping[str, Any]) -> None:
-    """Add one object to the log, on a line of its own; NaN and infinity become null.
-
-    Raises:
-        FileError: the log can't be written. What was written of the line is taken back.
-    """
+    """Add one object to the log, on a line of its own, or raise FileError and leave the log as it was."""
     path = os.path.join(folder, LOG)
     with naming(path):
-        lines.append(path, json.dumps(_finite(entry)).encode())
+        append_line(path, json.dumps(_finite(entry)).encode())
 
 
 def cut(folder: str, *, epoch: int, step: int) -> None:
@@ -38,19 +37,11 @@ def cut(folder: str, *, epoch: int, step: int) -> None:
 
     Lines are in the order of the training. So everything is removed from the first line on that is about a
     later epoch or step; a line that names neither stays where it is.
-
-    Args:
-        folder: the run's folder; without a log in it, nothing happens.
-        epoch: epochs finished.
-        step: optimizer steps done since the beginning.
-
-    Raises:
-        FileError: the log can't be read or written.
     """
     path = os.path.join(folder, LOG)
     if not os.path.exists(path):
         return
-    kept = []
+    remaining = []
     with naming(path):
         with open(path, "rb") as file:
             for line in file:
@@ -59,21 +50,13 @@ def cut(folder: str, *, epoch: int, step: int) -> None:
                     continue
                 if _number(entry, "epoch") > epoch or _number(entry, "step") > step:
                     break
-                kept.append(line.rstrip(b"\n") + b"\n")
+                remaining.append(line.rstrip(b"\n") + b"\n")
         with replacing(path) as file:
-            file.writelines(kept)
+            file.writelines(remaining)
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the objects of a log, in order. A last line that a crash has cut off is left out.
-
-    Args:
-        path: a log, or the folder of a run.
-
-    Raises:
-        Unreadable: there is none, or it can't be read.
-        Damaged: a line other than the last is no JSON object; or there is no line at all.
-    """
+    """Return the objects of a log, or of a run's folder, without a last line that was cut off."""
     path = os.fspath(path)
     if os.path.isdir(path):
         path = os.path.join(path, LOG)
@@ -88,21 +71,21 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _entries(path: str) -> Iterator[dict[str, Any]]:
     try:
         with open(path, "rb") as file:
-            found = file.read().split(b"\n")
+            lines_read = file.read().split(b"\n")
     except FileNotFoundError:
         raise Unreadable(path, "no such file", hint=f"give the folder of a run, or its {LOG}") from None
     except OSError as error:
-        raise Unreadable(path, (error.strerror or str(error)).lower()) from error
-    for number, line in enumerate(found, start=1):
+        raise Unreadable(path, reason(error)) from error
+    for number, line in enumerate(lines_read, start=1):
         entry = parsed(line)
         if entry is not None:
             yield entry
-        elif line.strip() and number < len(found):  # the text after the last line break may be cut off
+        elif line.strip() and number < len(lines_read):  # the text after the last line break may be cut off
             raise Damaged(path, f"line {number} is not a JSON object", hint="is this the log of a run?")
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Return the object on a line, or None if there is none: the line is empty, cut off or something else."""
+    """Return the object on a line; None if it is empty, cut off or something else."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -118,7 +101,144 @@ def _number(entry: Mapping[str, Any], name: str) -> float:
 def _finite(value: Any) -> Any:
     """Return a JSON value with null in place of NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class HeldLines(Generic[Line]):
+    """Lines for a file on a disk that may be full: what it refuses is written before the next line.
+
+    `write` adds one to the file whole, or raises FileError.
+    """
+
+    def __init__(self, write: Callable[[Line], object]) -> None:
+        self._write = write
+        self._waiting: list[Line] = []
+
+    def add(self, line: Line) -> None:
+        """Add a line; if it can't be written, say so and go on."""
+        self._waiting.append(line)
+        try:
+            self.flush()
+        except FileError as error:
+            if len(self._waiting) == 1:
+                console.warn(f"{error}; training goes on, and tries again")
+
+    def flush(self) -> None:
+        """Write what is waiting. Raise FileError if the disk still refuses it."""
+        while self._waiting:
+            self._write(self._waiting[0])
+            del self._waiting[0]
+
+
+# ---- the log as curves over the epochs of the training ------------------------------------------------
+
+# (epochs, value), in the order of the training; a value is NaN where the log has null.
+Points = list[tuple[float, float]]
+
+MAX_NAME = 44  # characters of a run's name, beyond which its middle is left out
+
+
+@dataclass(frozen=True)
+class Run:
+    """The curves of one run, by quantity: `loss`, `accuracy` or what its task measures, `lr`, and so on."""
+
+    name: str
+    train: dict[str, Points] = field(default_factory=dict)
+    test: dict[str, Points] = field(default_factory=dict)
+
+
+def read_runs(paths: Sequence[str]) -> list[Run]:
+    """Return the runs with these logs or folders, in this order."""
+    runs = [curves(name, read(path)) for name, path in zip(names_of(paths), paths, strict=True)]
+    for run, path in zip(runs, paths, strict=True):
+        if not run.train and not run.test:
+            raise Damaged(path, "holds no entry with a loss or a score", hint="is this the log of a run?")
+    return runs
+
+
+def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
+    """Return the curves of a run from the entries of its log.
+
+    The training loss comes from entries about steps, and where a log has none, from those about epochs. Loss
+    and speed of less than half an interval, as at the end of a training, say little and are left out.
+    """
+    run, by_epoch, entries = Run(name), Run(name), list(entries)
+    usual = max((_value(entry["steps"]) for entry in entries if "steps" in entry), default=1.0)
+    for entry in entries:
+        if "epoch" in entry:
+            _add_epoch(by_epoch, entry)
+        elif "test_loss" in entry:
+            tested = {name.removeprefix("test_"): value for name, value in entry.items()}
+            _add_score(by_epoch.test, _value(entry.get("epochs")), tested)
+        elif "step" in entry:
+            at = _value(entry.get("epochs"))
+            too_short = 2 * _value(entry.get("steps", usual)) < usual
+            for quantity in ("lr",) if too_short else ("loss", "lr", "samples_per_second"):
+                _add(run.train, quantity, at, entry.get(quantity))
+    return Run(name, {**by_epoch.train, **run.train}, by_epoch.test)
+
+
+def _add_epoch(run: Run, entry: Mapping[str, Any]) -> None:
+    at = _value(entry["epoch"])
+    for quantity, key in (("loss", "train_loss"), ("accuracy", "train_accuracy"), ("lr", "lr")):
+        if key in entry:
+            _add(run.train, quantity, at, entry[key])
+    samples, seconds = _value(entry.get("train_samples")), _value(entry.get("seconds"))
+    if samples > 0 and seconds > 0:
+        _add(run.train, "samples_per_second", at, samples / seconds)
+    _add_score(run.test, at, entry)
+
+
+def _add_score(test: dict[str, Points], at: float, entry: Mapping[str, Any]) -> None:
+    metrics = entry.get("metrics")
+    scores = {name: entry[name] for name in ("loss", "accuracy") if name in entry}
+    for name, value in {**scores, **(metrics if isinstance(metrics, dict) else {})}.items():
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            _add(test, name, at, value)
+
+
+def _add(curves: dict[str, Points], quantity: str, at: float, value: Any) -> None:
+    if math.isfinite(at):
+        curves.setdefault(quantity, []).append((at, _value(value)))
+
+
+def _value(value: Any) -> float:
+    """Return a number of the log as a float; NaN for null and whatever else is no finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else math.nan
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Return a name for each run: as much of the end of its path as tells it from the others.
+
+    A run that is given twice gets a number.
+    """
+    folders = [_folder(path) for path in paths]
+    names: list[str] = []
+    for folder in folders:
+        others = set(folders) - {folder}
+        parts = folder.strip(os.sep).split(os.sep)
+        tails = [os.sep.join(parts[-length:]) for length in range(1, len(parts) + 1)]
+        name = next((t for t in tails if not any(f"/{o}".endswith(f"/{t}") for o in others)), folder)
+        names.append(shortened(name))
+    return [
+        f"{name} ({names[: index + 1].count(name)})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    ]
+
+
+def _folder(path: str) -> str:
+    """Return the absolute folder of a run, or a log's own path where it has another name."""
+    absolute = os.path.abspath(path)
+    return os.path.dirname(absolute) if os.path.basename(absolute) == LOG else absolute
+
+
+def shortened(name: str) -> str:
+    """Return a name without its middle, if it is long: its beginning and its end tell most."""
+    if len(name) <= MAX_NAME:
+        return name
+    head = (MAX_NAME - 1) // 2
+    return f"{name[:head]}…{name[-(MAX_NAME - 1 - head) :]}"

@@ -1,29 +1,20 @@
 """The log of a run while it trains: loss, learning rate, gradient norm, speed, and where the time goes.
 
-Imports torch. In a training loop:
-
     log = StepLog(50, device, sinks)
-    with log.phase("data"):
-        batch = next(batches)
-    with log.phase("forward"):
-        loss, count = ...
     with log.phase("backward", loss):
         loss.backward()
     log.add(loss, count)
-    with log.phase("update"):
-        optimizer.step()
     log.step(number, samples=..., lr=..., epochs=...)
 
-**What it costs.** A step reads the clock some ten times and adds the loss to a sum on the device. Nothing is
-read from the device, and nothing is sent, but once per interval.
+A step reads the clock some ten times and adds the loss to a sum on the device. Nothing is read from the
+device, and nothing is sent, but once per interval.
 
-**What a phase is.** On a CPU, the time that this rank spent in it. On a GPU, where kernels run long after
-they were launched, the time between two events on its stream, which includes the time it stood idle there.
+On a CPU, a phase is the time that this rank spent in it. On a GPU, where kernels run long after they were
+launched, it is the time between two events on its stream, which includes the time it stood idle there.
 
-**What `reduce` is.** DDP sums gradients over ranks while backward is still computing others, so the two can't
-be told apart in full. `backward` ends when this rank has computed its own gradients; `reduce` is what it then
-waits until they are summed: the part of the communication that computing does not hide, and the time that a
-faster rank waits for slower ones.
+DDP sums gradients over ranks while backward is still computing others, so the two can't be told apart in
+full. `backward` ends when this rank has computed its own gradients; `reduce` is what it then waits until they
+are summed: communication that computing does not hide, and the wait for slower ranks.
 """
 
 from __future__ import annotations
@@ -47,22 +38,15 @@ class Sink(Protocol):
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         """Write an entry, so that it is kept if the process is killed afterwards.
 
-        Args:
-            entry: numbers by name; `epoch` or `step` says what it is about.
-            step: optimizer steps done since the beginning.
+        Its `epoch` or `step` says what it is about; `step` here is of the optimizer, since the beginning.
         """
 
 
 class StepLog:
-    """Sums over an interval of steps, written as one entry at its end.
+    """Sums over an interval of steps, written as one entry at its end, on rank 0.
 
-    Every rank has one. `step` is a collective where it writes an entry, and `write` always.
-
-    Args:
-        every: optimizer steps per interval; it ends where the number of steps is divisible by this.
-        device: where the losses are.
-        sinks: where entries go, on rank 0; empty on the others.
-        last: the number of the training's last step, where the interval ends too.
+    Every rank has one. `step` is a collective where it writes an entry, and `write` always. An interval ends
+    where the number of steps is divisible by `every`, and with the step `last`.
     """
 
     def __init__(
@@ -78,15 +62,10 @@ class StepLog:
         self._begun: Any = None
 
     def phase(self, name: str, loss: torch.Tensor | None = None) -> _Phase:
-        """Return a context whose time is counted as this phase of the step.
+        """Return a context whose time is counted as this phase of the step, one of `PHASES`.
 
-        Args:
-            name: one of `PHASES`.
-            loss: for "backward": what backward is called on in it. It gets a hook that tells when this rank's
-                own gradients are complete; the time from there on is then counted as "reduce".
-
-        Raises:
-            KeyError: there is no such phase.
+        "backward" takes what backward is called on in it. It gets a hook that tells when this rank's own
+        gradients are complete; the time from there on is then counted as "reduce".
         """
         phase = self._phases[name]
         phase.loss = loss
@@ -97,12 +76,7 @@ class StepLog:
         return number % self.every == 0 or number == self.last
 
     def add(self, loss_sum: torch.Tensor, count: float | torch.Tensor) -> None:
-        """Count the losses of one forward pass.
-
-        Args:
-            loss_sum: their sum, a scalar on the device.
-            count: how many they are: samples, tokens, pixels; on the device, if it is a tensor.
-        """
+        """Count the losses of a forward pass: their sum, a scalar on the device, and how many they are."""
         self._loss += loss_sum.detach()
         self._count = self._count + count
 
@@ -120,15 +94,11 @@ class StepLog:
         Args:
             number: optimizer steps done since the beginning, with this one.
             samples: samples of the step, over all ranks.
-            lr: the learning rate it was taken with.
             epochs: epochs done so far, with their fraction.
             grad_norm: of the whole gradient, before it was clipped; needed only where `due(number)`.
 
         Returns:
             The mean loss of all ranks over the interval, where it ends and something was counted in it.
-
-        Raises:
-            FileError: on rank 0, if the log can't be written; the other ranks raise RankFailed.
         """
         now = self._clock.now()
         if self._begun is not None:
@@ -147,33 +117,24 @@ class StepLog:
         return entry["loss"]
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
-        """Write an entry of any kind, given on rank 0. A collective. Raises as `step`."""
+        """Write an entry of any kind, given on rank 0. A collective."""
         with collectives.fail_together():
             for sink in self.sinks:
                 sink.write(entry, step)
 
     def seconds(self) -> dict[str, float]:
-        """Return this rank's seconds in the interval so far: of whole steps as "step", and by phase."""
+        """Return this rank's seconds in the interval: of whole steps as "step", and by phase."""
         self._clock.settle(self._seconds, wait=True)
         return dict(self._seconds)
 
     def state(self) -> list[float]:
-        """Return this rank's sums of the unfinished interval, for a checkpoint: what is equal in each run.
-
-        Times are not among them, so the first entry after a resume has those of the steps since then.
-        """
+        """Return this rank's sums of the unfinished interval, for a checkpoint: all but the times."""
         return [float(self._steps), float(self._loss), float(self._count)]
 
     def restore(self, states: Sequence[Sequence[float]], rank: int, world_size: int) -> None:
-        """Continue an unfinished interval.
+        """Continue an unfinished interval, from `state()` of each rank that saved.
 
-        Args:
-            states: `state()` of each rank that saved.
-            rank: of this process.
-            world_size: the ranks there are now. If they were others, rank 0 takes the sums of all of them.
-
-        Raises:
-            ValueError: a state has another length.
+        If the ranks have become more or fewer, rank 0 takes the sums of all of them.
         """
         if any(len(state) != 3 for state in states):
             raise ValueError(f"the state of a log has {len(states[0])} numbers")
@@ -181,20 +142,20 @@ class StepLog:
         steps, loss, count = states[rank] if same else states[0]
         if not same:
             loss, count = (sum(state[i] for state in states) if rank == 0 else 0.0 for i in (1, 2))
-        self._steps, self._count = int(steps), int(count)
+        self._steps, self._count = int(steps), count
         self._loss.fill_(loss)
 
     def _of_interval(self) -> dict[str, Any]:
         """Return the mean loss over all ranks' samples in the interval, and the means of the ranks' times."""
-        own = [float(self._loss), float(self._count), *self.seconds().values()]
-        loss, count, *seconds = collectives.total(torch.tensor(own, dtype=torch.float64)).tolist()
+        sums = [float(self._loss), float(self._count), *self.seconds().values()]
+        loss, count, *seconds = collectives.total(torch.tensor(sums, dtype=torch.float64)).tolist()
         ranks = collectives.world_size()
-        whole, *phases = (round(one / ranks, 6) for one in seconds)
+        step, *phases = (round(value / ranks, 6) for value in seconds)
         return {
             "loss": loss / count if count else None,
             "steps": self._steps,
-            "samples_per_second": round(self._samples / whole, 3) if whole else None,
-            "seconds": whole,
+            "samples_per_second": round(self._samples / step, 3) if step else None,
+            "seconds": step,
             **{f"{name}_seconds": value for name, value in zip(PHASES, phases, strict=True)},
         }
 
@@ -260,7 +221,7 @@ class _HostClock:
         seconds[name] += end - start
 
     def settle(self, seconds: dict[str, float], *, wait: bool = False) -> None:
-        """Do nothing: what was added is counted."""
+        pass  # what was added is counted
 
 
 class _DeviceClock:
@@ -280,7 +241,6 @@ class _DeviceClock:
         self._spans.append((name, start, end))
 
     def settle(self, seconds: dict[str, float], *, wait: bool = False) -> None:
-        """Count the spans whose end has passed; wait for all of them if told to."""
         while self._spans:
             name, start, end = self._spans[0]
             if wait:

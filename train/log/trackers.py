@@ -1,6 +1,6 @@
 """TensorBoard and Weights & Biases: what log.jsonl gets, they get too. Both are optional packages.
 
-Each is a `Sink` of train/log/step_log.py. `check` refuses a missing package before anything starts.
+Each is a `Sink` of train/log/step_log.py.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CheckFailed, FileError, UsageFault
+from ckpttool.files.commit import append_record
 from ckpttool.files.failures import naming
-from ckpttool.files.lines import append_record
 from train.config.training import TrainConfig
 from train.log import log_file
-from train.log.held_lines import HeldLines
+from train.log.log_file import HeldLines
 
 if TYPE_CHECKING:
     from train.log.step_log import Sink
 
 ABOUT_POSITION = {"step", "steps", "epoch", "epochs"}
+# With `train_...`, the fields of an entry about an epoch that are not about the test set.
 ABOUT_TRAINING = {"lr", "threads", "batch_size"}
-"""Fields of an entry about an epoch that are not about the test set, beside `train_...`."""
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse a tracker whose package is missing.
-
-    Raises:
-        UsageFault: `--tensorboard` or `--wandb` without its package; names the extra.
-    """
+    """Refuse a tracker whose package is missing, before anything starts."""
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and not _is_installed(name):
             raise UsageFault(
@@ -45,22 +41,15 @@ def check(config: TrainConfig) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a package is installed. A mere folder of that name, as W&B makes one, is none."""
     spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None
+    return spec is not None and spec.origin is not None  # None: a mere folder, as W&B makes one
 
 
 @contextlib.contextmanager
 def opened(config: TrainConfig, folder: str, step: int) -> Iterator[list[Sink]]:
     """Open the log and the trackers that the flags ask for; close them after the block. On rank 0 only.
 
-    Args:
-        folder: the run's folder, in which all of them write.
-        step: optimizer steps done since the beginning; what a tracker knows of later ones is void.
-
-    Raises:
-        FileError: a tracker can't write in the folder.
-        CheckFailed: W&B does not start.
+    What a tracker knows of steps after `step`, the optimizer steps done since the beginning, is void.
     """
     with contextlib.ExitStack() as stack:
         sinks: list[Sink] = [stack.enter_context(LogFile(folder))]
@@ -72,7 +61,7 @@ def opened(config: TrainConfig, folder: str, step: int) -> Iterator[list[Sink]]:
 
 
 class LogFile:
-    """log.jsonl in a run's folder. What a full disk refuses is held, and written when there is room again."""
+    """log.jsonl in a run's folder. What a full disk refuses is written when there is room again."""
 
     def __init__(self, folder: str) -> None:
         self._lines = HeldLines(partial(log_file.append, folder))
@@ -81,7 +70,6 @@ class LogFile:
         return self
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
-        """Add a line; if it can't be written, say so and go on."""
         self._lines.add(entry)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -93,12 +81,9 @@ class LogFile:
 class TensorBoard:
     """Events for `tensorboard --logdir runs`, in the folder `tensorboard` of a run.
 
-    What a full disk refuses is held, as by `LogFile`. TensorBoard's own writer would end with the thread in
-    which it writes, so its records are made and appended here.
-
-    Args:
-        folder: the run's folder.
-        step: where the run continues; TensorBoard then hides what an interrupted run wrote after it.
+    As in `LogFile`, what a full disk refuses is written later. TensorBoard's own writer would end with the
+    thread in which it writes, so its records are made and appended here. It hides what an interrupted run
+    wrote after `step`, where the run continues.
     """
 
     def __init__(self, folder: str, step: int) -> None:
@@ -116,12 +101,12 @@ class TensorBoard:
         return self
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
-        """Write each number as a scalar at this step; if it can't be written, say so and go on."""
         values = [{"tag": tag, "simple_value": value} for tag, value in tagged(entry).items()]
         if values:
             self._add(step=step, summary={"value": values})
 
     def _add(self, **event: Any) -> None:
+        # Optional, as wandb below.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -134,7 +119,6 @@ class TensorBoard:
             append_record(self._path, record)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Raise FileError as `LogFile` does."""
         with contextlib.suppress(*([FileError] if kind is not None else [])):
             self._records.flush()
 
@@ -144,21 +128,17 @@ class WeightsAndBiases:
 
     W&B takes no values for steps that lie behind. So each start is a W&B run of its own; runs that continue
     one another are one group, named after the folder.
-
-    Args:
-        config: shown as the configuration.
-        folder: the run's folder.
     """
 
     def __init__(self, config: TrainConfig, folder: str) -> None:
         import wandb
 
-        whole = os.path.abspath(folder)
+        folder = os.path.abspath(folder)
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "ckpttool"),
-                group=os.path.basename(whole),
-                dir=whole,
+                group=os.path.basename(folder),
+                dir=folder,
                 config=config.plain(),
                 mode=None if "WANDB_MODE" in os.environ else "offline",
                 settings=wandb.Settings(silent=True, console="off"),
@@ -170,7 +150,6 @@ class WeightsAndBiases:
         return self
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
-        """Log all numbers at this step."""
         self.run.log(tagged(entry), step=step)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Models by name. Each is a plain module; the trainer wraps it."""
+"""The models known by name. Each is a plain module; the trainer wraps it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,9 @@ NAMES = "simple-cnn, resnet20, torchvision:NAME or file.py:factory"
 
 
 def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Return the model that `--model` names.
+    """Return the model that `--model` names, for samples of this shape.
 
-    Args:
-        name: as on the command line.
-        shape: of a sample; channels, height and width for the models of images.
-        classes: how many outputs the model needs; a user's factory gets it as `num_classes`. 0 if that is
-            not known: then a factory gets nothing.
-
-    Raises:
-        UsageFault: there is no such model, it does not take samples of this shape, or the user's factory
-            raised an error or returned no module.
+    A user's factory gets `classes`, the outputs that the model needs, as `num_classes`; nothing if that is 0.
     """
     if name in ("simple-cnn", "resnet20"):
         if not classes:
@@ -44,7 +36,18 @@ def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
     made: Any = factory.build(name, **({"num_classes": classes} if classes else {}))
     if not isinstance(made, nn.Module):
         raise UsageFault(f"--model {name}: returned {type(made).__name__}, not a torch.nn.Module")
-    return made
+    return in_training(made)
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """Put a model into training mode, but for the layers that the user's code froze by `eval()`."""
+    frozen = [module for module in model.modules() if not module.training]
+    if len(frozen) == len(list(model.modules())):
+        frozen = []  # from_pretrained returns a whole model in eval(), also one that is to be trained
+    model.train()  # which a model may have overridden, to freeze layers itself
+    for module in frozen:
+        module.training = False
+    return model
 
 
 def simple_cnn(num_classes: int = 10, channels: int = 1, height: int = 8, width: int = 8) -> nn.Sequential:
@@ -60,10 +63,7 @@ def simple_cnn(num_classes: int = 10, channels: int = 1, height: int = 8, width:
         features += [nn.Conv2d(width_of_layer, wider, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
         width_of_layer, height, width = wider, height // 2, width // 2
     classifier = nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(width_of_layer * height * width, 64),
-        nn.ReLU(),
-        nn.Linear(64, num_classes),
+        nn.Flatten(), nn.Linear(width_of_layer * height * width, 64), nn.ReLU(), nn.Linear(64, num_classes)
     )
     return nn.Sequential(OrderedDict(features=nn.Sequential(*features), classifier=classifier))
 

@@ -32,8 +32,8 @@ class Ema:
         self._averaged = {id(parameter) for parameter in model.parameters()}
         for layer in model.modules():
             if isinstance(layer, _NormBase):
-                own = layer.named_buffers(recurse=False)
-                self._averaged |= {id(buffer) for _, buffer in own if buffer.is_floating_point()}
+                buffers = layer.named_buffers(recurse=False)
+                self._averaged |= {id(buffer) for _, buffer in buffers if buffer.is_floating_point()}
         averages = {id(value): _average_of(value) for value in self._values().values()}
         self._averages = {name: averages[id(value)] for name, value in self._values().items()}
 
@@ -85,11 +85,7 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned.
-
-        Raises:
-            ValueError: its names or shapes are not those of the model.
-        """
+        """Restore a state that `state_dict` returned; raise ValueError if it is of another model."""
         self._require_own_weights()
         saved = state["averages"]
         if saved.keys() != self._averages.keys():
@@ -102,7 +98,7 @@ class Ema:
         self.updates = state["updates"]
 
     def _values(self) -> dict[str, Tensor]:
-        """Return the tensors of the model's state by name, themselves and not copies."""
+        # Themselves, not copies.
         state = self.model.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 

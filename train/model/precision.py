@@ -24,20 +24,12 @@ from ckpttool.errors import CheckFailed, UsageFault
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+# Scaling has found no finite gradient on the way here from 65536, so it is not the range that is missing.
 SMALLEST_SCALE = 2.0**-10
-"""Scaling has found no finite gradient on the way here from 65536, so it is not the range that is missing."""
 
 
 def check(kind: str, device: torch.device, model: nn.Module) -> None:
-    """Check that a model can be trained in this precision.
-
-    Args:
-        kind: `none`, `bf16` or `fp16`.
-        device: the one to train on.
-
-    Raises:
-        UsageFault: `fp16` on a CPU, or for a model with a complex or float16 parameter; names it.
-    """
+    """Refuse `--amp fp16` on a CPU, and for a model with a parameter that is complex or float16."""
     if kind != "fp16":
         return
     if device.type == "cpu":
@@ -52,7 +44,7 @@ def check(kind: str, device: torch.device, model: nn.Module) -> None:
 
 
 class Precision:
-    """The precision of a training, with the state of its scaling. `none` changes nothing.
+    """The precision of training, with the state of its scaling. `none` changes nothing.
 
         with precision.autocast():
             loss = ...
@@ -71,13 +63,11 @@ class Precision:
         self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward pass and its loss."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward` on."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -86,13 +76,7 @@ class Precision:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Take the optimizer's step unless gradients are infinite or NaN; return whether it was taken.
-
-        Without scaling it is always taken.
-
-        Raises:
-            CheckFailed: so many steps were skipped that the cause is not the range of float16.
-        """
+        """Take the optimizer's step unless scaled gradients are not finite; return whether it was taken."""
         if self._scaler is None:
             optimizer.step()
             return True
@@ -111,15 +95,9 @@ class Precision:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as primitives; empty without scaling."""
         return {} if self._scaler is None else {**self._scaler.state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned.
-
-        Raises:
-            KeyError: it is of a training without scaling, and this one has it.
-        """
         if self._scaler is not None:
             self.skipped = state["skipped"]
             self._scaler.load_state_dict(state)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from ckpttool.errors import UsageFault
 from train.config.training import TrainConfig
 
+# Versions of one function that are compiled before torch gives up: each shape and each mode has its own.
 GRAPHS = 64
-"""Versions of one function that are compiled before torch gives up: each shape and each mode has its own."""
 
 
 def wrap(config: TrainConfig, model: nn.Module) -> None:
@@ -25,9 +25,6 @@ def wrap(config: TrainConfig, model: nn.Module) -> None:
     Each batch size has compiled code of its own. If torch made one for all sizes when it met the second,
     which code a step runs would depend on the steps before, and a resumed run would differ in the last bits.
     The code is made in the first step of each batch size, which takes seconds to minutes.
-
-    Raises:
-        UsageFault: `--grad-checkpoint`, and the model has no blocks.
     """
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     if config.grad_checkpoint:
@@ -37,11 +34,7 @@ def wrap(config: TrainConfig, model: nn.Module) -> None:
 
 
 def not_compiled() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which compiled modules run as they are.
-
-    For evaluation, whose score is then that of the saved file in anyone's hands, and for passes that are not
-    worth compiling.
-    """
+    """Return a context in which compiled modules run as they are: for evaluation, and for single passes."""
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
@@ -57,17 +50,10 @@ def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> list[str]:
     The second computation leaves no trace: it draws the same random numbers, starts from the same buffers,
     and running statistics are updated once.
 
-    Args:
-        model: changed in place; its state, its classes and its hooks stay.
-        compiled: compile each block by itself. Were the checkpoint compiled with the model, a break of the
-            compiler's graph inside a block would leave it without what undoes the changes.
-
-    Returns:
-        The paths of the blocks.
-
-    Raises:
-        UsageFault: there is no block.
+    Returns the paths of the blocks; raises UsageFault if there are none.
     """
+    # With `compiled`, each block is compiled by itself. Were the checkpoint compiled with the model, a break
+    # of the compiler's graph inside a block would leave it without what undoes the changes.
     paths: list[str] = []
     for path, module in model.named_modules():
         if _is_block(model, path) and not any(path.startswith(f"{outer}.") for outer in paths):
@@ -120,17 +106,17 @@ class _Again:
             if not (isinstance(layer, _BatchNorm) and layer.training)
             for buffer in layer.buffers(recurse=False)
         }
-        self.own: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __enter__(self) -> None:
         copies: dict[int, torch.Tensor] = {}
         for layer in self.block.modules():
             for name, buffer in list(layer.named_buffers(recurse=False, remove_duplicate=False)):
                 copy = copies.setdefault(id(buffer), self.before.get(id(buffer), buffer).clone())
-                self.own.append((layer, name, buffer))
+                self.replaced.append((layer, name, buffer))
                 setattr(layer, name, copy)
 
     def __exit__(self, *_: object) -> None:
-        for layer, name, buffer in self.own:
+        for layer, name, buffer in self.replaced:
             setattr(layer, name, buffer)
-        self.own = []
+        self.replaced = []

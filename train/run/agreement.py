@@ -6,7 +6,6 @@ import math
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,18 +14,17 @@ from ckpttool.distributed import collectives
 from train.checkpoint.saver import Saver
 from train.launch.stopping import Stop
 
+# Seconds between two messages. Where steps are shorter, there is none in some of them.
 SPACING = 0.02
-"""Seconds between two messages. Where steps are shorter, there is none in some of them."""
 
+# Steps between two messages at most.
 MOST = 10
-"""Steps between two messages at most."""
 
+# Seconds from which on a step is long: what is sent in it is read at its end, not at that of the next.
 LONG = 1.0
-"""Seconds from which on a step is long: what is sent in it is read at its end, not at that of the next."""
 
-
+# Seconds that are told of a step at most.
 LONGEST = 1e6
-"""Seconds that are told of a step at most."""
 
 
 class Agreement:
@@ -37,22 +35,18 @@ class Agreement:
 
     To read a message in its own step is to wait once more for the slowest rank, which costs some per cent of
     a short step. By the next one it has arrived: the gradients have made the ranks wait for each other.
-
-    Attributes:
-        stop: what this rank was told.
-        saver: of this rank.
     """
 
     def __init__(self, stop: Stop, saver: Saver) -> None:
-        """Prepare. A collective: over NCCL the CPU would wait for the GPU, so there it makes a gloo group."""
         self.stop, self.saver = stop, saver
         self._is_alone = collectives.world_size() == 1
         self._group: dist.ProcessGroup | None = None
         if not self._is_alone and dist.get_backend() != "gloo":
-            group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")  # over NCCL the CPU would wait for the GPU
             assert isinstance(group, dist.ProcessGroup)  # of all ranks, and this is one
             self._group = group
-        self._sent: deque[_Message] = deque()
+        # In which step, this rank's values, and the work after which they are the largest of all ranks'.
+        self._sent: deque[tuple[int, torch.Tensor, dist.Work | None]] = deque()
         self._step = self._sent_in = 0
         self._spacing, self._waits = 1, True
         self._began, self._gap, self._seconds = time.monotonic(), math.inf, math.inf
@@ -67,27 +61,20 @@ class Agreement:
             self._send()
 
     def finish(self, *, wait: bool = False) -> str:
-        """Act on what the ranks have told, the same on each. A collective where a message was sent.
+        """Act on what the ranks have told, the same on each; return the signal by which one was told to end.
 
-        Args:
-            wait: leave nothing to the next step, as more is to be done after this one.
-
-        Returns:
-            The signal by which any rank was told to end; `""` if none was.
-
-        Raises:
-            CheckFailed, RanksDiffer: as `Saver.advance`.
+        A collective where a message was sent, and raises as `Saver.advance`. `wait` leaves nothing for later.
         """
         signal_of_any = self._act(self._word()) if self._is_alone else ""
-        while self._sent and (wait or self._waits or signal_of_any or self._sent[0].step < self._step):
-            message = self._sent.popleft()
-            if message.work is not None:
-                message.work.wait()
-            signal_of_any = self._act([int(value) for value in message.values.tolist()]) or signal_of_any
+        while self._sent and (wait or self._waits or signal_of_any or self._sent[0][0] < self._step):
+            _, values, work = self._sent.popleft()
+            if work is not None:
+                work.wait()
+            signal_of_any = self._act([int(value) for value in values.tolist()]) or signal_of_any
         return signal_of_any
 
     def ask(self) -> str:
-        """Send a message in any case, and wait for it. A collective. Returns and raises as `finish`."""
+        """Send a message in any case, and wait for it. A collective, as `finish`."""
         if not self._is_alone:
             self._send()
         return self.finish(wait=True)
@@ -104,7 +91,7 @@ class Agreement:
     def _send(self) -> None:
         values = torch.tensor(self._word(), dtype=torch.int64)
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._sent.append(_Message(self._step, values, work))
+        self._sent.append((self._step, values, work))
         self._sent_in = self._step
 
     def _word(self) -> list[int]:
@@ -112,12 +99,3 @@ class Agreement:
         number = self.stop.number
         since = int(self.stop.seconds() * 1e3) if number else 0
         return [number, since, int(min(self._seconds, LONGEST) * 1e6), *self.saver.word()]
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """What is sent in a step: this rank's values, and when `work` is done, the largest of all ranks'."""
-
-    step: int
-    values: torch.Tensor
-    work: dist.Work | None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from train.config.shared import DataConfig
+from ckpttool.distributed.processes import started_by_spawn
+from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
 
 
@@ -34,20 +36,24 @@ def to_paste(words: Sequence[str], columns: int = 80) -> str:
 
 def flags_of(config: TrainConfig) -> list[str]:
     """Return the flags with which an evaluation builds the same model and takes the same samples."""
-    flags = ["--model", config.model, "--data", config.data]
-    if config.task != DataConfig.task:
-        flags += ["--task", config.task]
-    if config.eval_batch != DataConfig.eval_batch:
-        flags += ["--eval-batch", str(config.eval_batch)]
-    for name, values in (("mean", config.mean), ("std", config.std)):
-        if values:
-            flags.append(f"--{name}={','.join(map(str, values))}")
-    if config.resize:
-        flags += ["--resize", str(config.resize)]
-    return flags
+    names = ("task", "eval_batch", "mean", "std", "resize")
+    usual = TrainConfig(**{name: getattr(config, name) for name in names})
+    return ["--model", config.model, "--data", config.data, *arguments_of(usual)]
 
 
 def flags_of_bits(device: torch.device) -> list[str]:
     """Return the flags with which an evaluation gives the same numbers to the last digit."""
     threads = torch.get_num_threads()
     return ["--threads", str(threads)] if device.type == "cpu" and threads != 1 else []
+
+
+def to_go_on(config: TrainConfig, folder: str, ranks: int, step: int) -> str:
+    """Return how to start an interrupted run again, from its last checkpoint."""
+    spawned = ranks if started_by_spawn() else None
+    resumed = replace(config, out=folder, resume="auto", force=False, spawn=spawned)
+    if resumed.stop_at and resumed.stop_at <= step:
+        resumed = replace(resumed, stop_at=None)
+    if ranks != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return f"to continue, start it as before with --out {shlex.quote(folder)} --resume auto"
+    start = ["python"] if spawned or ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
+    return f"to continue:\n{to_paste([*start, program('main'), *arguments_of(resumed)])}"

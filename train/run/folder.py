@@ -1,4 +1,10 @@
-"""The folder of a run: kept from other runs, checked and cleared before it trains. By rank 0 alone."""
+"""The folder of a run: kept from other runs, checked and cleared; and how often a step has failed in it.
+
+By rank 0 alone. While it trains, attempts.json says which step it is in. A run that ends well, or by a signal
+in good order, removes it; one that a rank leaves as `--grace` is over, or by a second Ctrl-C, takes the step
+back. Otherwise the next start finds the step that failed there, also if rank 0 was killed. After the third
+failure of one step in a row it refuses to go on, as another start would end in the same way.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +12,32 @@ import contextlib
 import errno
 import fcntl
 import glob
+import hashlib
+import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from ckpttool.errors import UsageFault
+from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.files import chain
+from ckpttool.files.failures import naming, reason
 from ckpttool.files.temporaries import remove_abandoned
-from train.checkpoint import files as checkpoint_files
-from train.checkpoint.files import BEST, LAST, LINK, NUMBERED
+from train.checkpoint.files import BEST, LAST, LINK, NUMBERED, is_taken
+from train.checkpoint.format import require_file
 from train.config.training import TrainConfig
 from train.log.log_file import LOG
-from train.run import attempts
 
+ATTEMPTS = "attempts.json"
+TRIES = 3
+# Digits of the step, which is overwritten in place.
+WIDTH = 12
+# Bytes of it that are read; a run writes some hundred.
+LONGEST = 1 << 16
 TENSORBOARD = os.path.join("tensorboard", "events.out.tfevents.*")
 
-_held: set[int] = set()
-"""Descriptors of the folders that this process has locked."""
+# Descriptors of the folders that this process has locked.
+_locks: set[int] = set()
 
 
 def _release_in_child() -> None:
@@ -31,8 +45,8 @@ def _release_in_child() -> None:
 
     A lock lasts as long as any process has one, and a process that loads data may outlive its rank.
     """
-    while _held:
-        os.close(_held.pop())
+    while _locks:
+        os.close(_locks.pop())
 
 
 os.register_at_fork(after_in_child=_release_in_child)
@@ -40,18 +54,12 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 @contextlib.contextmanager
 def claimed(config: TrainConfig, now: str) -> Iterator[str]:
-    """Make the folder for the run's files, and keep other runs out of it during the block.
+    """Make the folder for the run's files (runs/`now` without `--out`), and keep other runs out of it.
 
-    Args:
-        now: names the folder, below runs/, if `--out` does not.
-
-    Returns:
-        Its path.
-
-    Raises:
-        UsageFault: it can't be made or written, another run writes to it now, or it already holds a run and
-            no flag says what to do with it.
+    UsageFault if it can't be written, another run writes there, or it holds a run and no flag allows that.
     """
+    if config.resume not in (None, "auto"):
+        require_file(config.resume)
     folder = config.out or _unused(os.path.join("runs", now))
     with contextlib.ExitStack() as stack:
         try:
@@ -64,7 +72,7 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
             if not config.resume:
                 _clear(folder)
         except OSError as error:
-            raise UsageFault(f"--out {folder}: {(error.strerror or str(error)).lower()}") from error
+            raise UsageFault(f"--out {folder}: {reason(error)}") from error
         yield folder
 
 
@@ -72,7 +80,7 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
 def _locked(folder: str) -> Iterator[None]:
     """Lock a folder, itself and not a file in it, until the block or the process ends."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    _held.add(fd)
+    _locks.add(fd)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,7 +94,7 @@ def _locked(folder: str) -> Iterator[None]:
                 raise  # those are of file systems that lock no folders, as NFS
         yield
     finally:
-        _held.discard(fd)
+        _locks.discard(fd)
         os.close(fd)
 
 
@@ -135,7 +143,7 @@ def _unused(folder: str) -> str:
 def _clear(folder: str) -> None:
     """Remove a run's own files from its folder, so that nothing is left of an overwritten run."""
     for path in (*_own_files(folder), *glob.glob(os.path.join(glob.escape(folder), TENSORBOARD))):
-        if not checkpoint_files.is_taken(path):
+        if not is_taken(path):
             os.unlink(path)
 
 
@@ -150,7 +158,7 @@ def _remove_leftovers(folder: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return name in (LAST, BEST, LOG, attempts.FILE, chain.NAME) or NUMBERED.fullmatch(name) is not None
+    return name in (LAST, BEST, LOG, ATTEMPTS, chain.NAME) or NUMBERED.fullmatch(name) is not None
 
 
 def _own_files(folder: str) -> list[str]:
@@ -158,3 +166,74 @@ def _own_files(folder: str) -> list[str]:
     if not os.path.isdir(folder):
         return []
     return [os.path.join(folder, name) for name in os.listdir(folder) if _is_own(name)]
+
+
+# ---- attempts ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def attempts(folder: str, config: TrainConfig, rank: int) -> Iterator[Callable[[int], None]]:
+    """Count this start until the block ends; raise CheckFailed if the last three have failed at one step.
+
+    Other flags than before begin a new count, as they may mend what failed. Yields a function to call with
+    the number of each step, from 1, before it is taken, which costs a microsecond; and with 0 before a
+    process is ended on purpose, as by the second Ctrl-C: then no step has failed.
+    """
+    if rank != 0:
+        yield lambda _: None
+        return
+    path, flags = os.path.join(folder, ATTEMPTS), _digest(config)
+    failed = _failed(path, flags)
+    if len(failed) == TRIES and max(failed) - min(failed) <= 1:  # rank 0 may be a step behind the failed rank
+        raise CheckFailed(
+            f"step {max(failed)} has failed {TRIES} times in a row, and is not tried again",
+            hint=f"the output of those starts says why; rm {path} tries it again, and so does another flag",
+        )
+    with naming(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        head = json.dumps({"flags": flags, "failed": failed})[:-1]
+        start = os.write(fd, f'{head}, "step": {0:{WIDTH}}}}\n'.encode()) - WIDTH - 2
+
+    over = False
+
+    def begin(step: int) -> None:
+        nonlocal over
+        over = over or step == 0  # another thread says so, while this one may begin a step
+        with contextlib.suppress(OSError):  # the next save reports a disk that fails
+            if not over:
+                os.pwrite(fd, f"{step:{WIDTH}}".encode(), start)
+                return
+            with open(path, "r+b") as file:  # maybe after the block, where the file tells of a failure
+                os.pwrite(file.fileno(), f"{0:{WIDTH}}".encode(), start)
+
+    try:
+        yield begin
+    except KeyboardInterrupt:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+    with naming(path, "removed"):
+        os.unlink(path)
+
+
+def _digest(config: TrainConfig) -> str:
+    """Return a digest of the flags that say how a run trains."""
+    flags = {name: value for name, value in config.plain().items() if name not in ("resume", "force")}
+    return hashlib.sha256(json.dumps(flags, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _failed(path: str, flags: str) -> list[int]:
+    """Return the steps at which the last starts with these flags have failed, at most three.
+
+    A start that ended before its first step, or while it wrote the file, is not counted.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return []
+        with open(path, "rb") as file:
+            record = json.loads(file.read(LONGEST))
+        steps = [*record["failed"], record["step"]] if record["flags"] == flags else []
+        return [step for step in steps if isinstance(step, int) and step > 0][-TRIES:]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []

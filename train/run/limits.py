@@ -5,47 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ckpttool.distributed import collectives
 from train.config.training import TrainConfig
-
-
-class Position(Protocol):
-    """How far a run has come: epochs finished, steps done in the current one, and steps done in all."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def global_step(self) -> int: ...
+from train.trainer.progress import Progress
 
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be done after a step.
-
-    Attributes:
-        evaluate: score the test set.
-        save: write last.pt.
-        end: what ends the run here, as `--max-time`; `""` if it goes on.
-    """
+    """What is to be done after a step."""
 
     evaluate: bool = False
-    save: bool = False
-    end: str = ""
-
-
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of the whole training, over which the learning rate follows its schedule.
-
-    `--epochs` or `--max-steps`, whichever ends first. `--max-time` does not count: it interrupts a training.
-    """
-    steps = config.epochs * steps_per_epoch
-    return min(steps, config.max_steps) if config.max_steps else steps
+    save: bool = False  # last.pt
+    end: str = ""  # what ends the run here, as `--max-time`
 
 
 class Limits:
@@ -54,30 +28,22 @@ class Limits:
     def __init__(
         self, config: TrainConfig, steps_per_epoch: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start the clock, from which `--max-time` and the times of `--save-every` count.
-
-        Args:
-            config: of the run.
-            steps_per_epoch: the same on every rank.
-            clock: returns seconds; only rank 0's is read.
-        """
+        # `--max-time` and the times of `--save-every` count from here; only rank 0's clock is read.
         self.config, self.steps_per_epoch, self.clock = config, steps_per_epoch, clock
         self.began = self.saved = clock()
 
-    def is_over(self, position: Position) -> bool:
+    def is_over(self, position: Progress) -> bool:
         """Return whether the training has all its steps."""
         epochs, _ = self._epochs(position)
         steps = self.config.max_steps
         return epochs >= self.config.epochs or (steps is not None and position.global_step >= steps)
 
-    def due(self, position: Position) -> Due:
+    def due(self, position: Progress) -> Due:
         """Return what is to be done after a step. A collective if a time is among the limits.
 
         The end of a training is evaluated and saved. `--max-time` saves but does not evaluate: the run goes
-        on from there as if it had not been interrupted.
-
-        Args:
-            position: after the step; the epoch that ends with it may be counted as finished or not.
+        on from there as if it had not been interrupted. The epoch that ends with the step may be counted as
+        finished or not.
         """
         config, is_over = self.config, self.is_over(position)
         time_to_save, time_is_up = self._times()
@@ -93,14 +59,14 @@ class Limits:
             end=end,
         )
 
-    def _epochs(self, position: Position) -> tuple[int, bool]:
+    def _epochs(self, position: Progress) -> tuple[int, bool]:
         """Return the number of finished epochs, and whether the last one has just ended."""
         if position.step == 0:
             return position.epoch, position.global_step > 0
         ends = position.step >= self.steps_per_epoch
         return position.epoch + ends, ends
 
-    def _is_due(self, every: tuple[int, str], position: Position) -> bool:
+    def _is_due(self, every: tuple[int, str], position: Progress) -> bool:
         number, unit = every
         if unit == "steps":
             return position.global_step % number == 0

@@ -4,50 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 
-from ckpttool.distributed.place import given_rank, given_world_size
-from ckpttool.distributed.plan import Plan
+from ckpttool.distributed.group import given_rank, given_world_size
+from ckpttool.distributed.plan import Plan, Step
 from train import console
 from train.config.plan import make_plan
 from train.config.training import TrainConfig
 
+# Steps of an epoch that the table shows: the first ones, and the last two.
 STEPS = 12
-"""Steps of an epoch that the table shows: the first ones, and the last two."""
+# Samples that a sentence names; of more it gives the number.
 NAMED = 3
-"""Samples that a sentence names; of more it gives the number."""
 
 
 def run(config: TrainConfig) -> None:
-    """Count the samples that the flags name, and show their plan on rank 0.
-
-    Raises:
-        UsageFault, FileError: as `data.load_parts`.
-        CheckFailed: stdout can't be written.
-    """
+    """Count the samples that the flags name, and show their plan on rank 0."""
     if given_rank() == 0:
-        from train.data import data_set as data
-        from train.data import samples
+        from train.data import data_set, samples  # torch, which ranks that show nothing need not import
 
         # No task: samples are only counted, and need no classes.
-        parts = data.load_parts(replace(config, task=""), seed=config.seed)
+        parts = data_set.load_parts(replace(config, task=""), seed=config.seed)
         show(make_plan(config, samples.count(parts.train)), config.data, config, config.json)
 
 
 def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None:
-    """Print a plan: a table of its first epoch and what is worth knowing, or every epoch as JSON.
-
-    Args:
-        plan: what to show.
-        data_name: for the heading.
-        config: gives the number of epochs, and of ranks if `--spawn` starts them.
-        as_json: print a list of `{"epoch", "rank", "steps"}`, with epochs as `set_epoch` counts them, and the
-            sample indices of each step.
-
-    Raises:
-        CheckFailed: stdout can't be written.
-    """
+    """Print a plan: a table of its first epoch and what is worth knowing, or every epoch as JSON."""
     world_size = config.spawn or given_world_size()
     if as_json:
         console.say(json.dumps(entries(plan, world_size, config.epochs)))
@@ -61,17 +43,16 @@ def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None
 
 
 def entries(plan: Plan, world_size: int, epochs: int) -> list[dict[str, object]]:
-    """Return each rank's sample indices in each step of each epoch, epoch by epoch."""
+    """Return each rank's sample indices in each step, epoch by epoch, as `set_epoch` counts them."""
     return [
-        {"epoch": epoch, "rank": rank, "steps": list(_shares(plan, epoch, rank, world_size))}
+        {"epoch": epoch, "rank": rank, "steps": [_share(step) for step in steps]}
         for epoch in range(epochs)
-        for rank in range(world_size)
+        for rank, steps in enumerate(plan.of_ranks(epoch, range(world_size), world_size))
     ]
 
 
-def _shares(plan: Plan, epoch: int, rank: int, world_size: int) -> Iterator[list[int]]:
-    for step in plan.of_rank(epoch, rank, world_size):
-        yield [index for micro_batch in step.micro_batches for index in micro_batch]
+def _share(step: Step) -> list[int]:
+    return [index for micro_batch in step.micro_batches for index in micro_batch]
 
 
 def _heading(plan: Plan, world_size: int, data: str) -> list[str]:
@@ -88,14 +69,12 @@ def _heading(plan: Plan, world_size: int, data: str) -> list[str]:
 def table(plan: Plan, world_size: int, width: int) -> list[str]:
     """Return the lines of a table of epoch 0: one row per step and one column per rank.
 
-    Args:
-        plan: what to show.
-        world_size: the number of ranks.
-        width: of the lines, in characters; columns that would be too narrow are left out.
+    Columns that would be too narrow are left out.
     """
     steps = plan.steps_of(world_size)
     shown = [*range(steps)] if steps <= STEPS else [*range(STEPS - 2), steps - 2, steps - 1]
-    ranks = [list(_shares(plan, 0, rank, world_size)) for rank in range(world_size)]
+    of_ranks = plan.of_ranks(0, range(world_size), world_size)
+    ranks = [{step: _share(steps[step]) for step in shown} for steps in of_ranks]
     label = max(len("epoch 0"), len(f"step {steps}"))
     longest = max((len(" ".join(map(str, steps[step]))) for steps in ranks for step in shown), default=0)
     most = max(1, (width - label) // (2 + max(len("rank 00"), min(longest, 9))))
@@ -134,25 +113,25 @@ def sentences(plan: Plan, world_size: int) -> list[str]:
     if not plan.steps_of(world_size):
         return [f"{subject}, batch {plan.batch_size}: no rank gets a batch"]
     seen = plan.seen(0, world_size)
-    found = []
+    lines = []
     if plan.sampler == "none" and world_size > 1:
-        found.append(f"no sampler: every rank takes all {plan.samples} samples, {world_size} times in all")
-    elif repeated := {index: times for index, times in seen.items() if times > 1}:
-        found += [f"{subject}: {_seen(repeated)}"]
-    if left_out := [index for index, times in seen.items() if not times]:
-        found.append(f"{subject}: {_named(left_out)} {_is(left_out)} left out of epoch 0")
-    if not found:
-        found.append(f"{subject}: each is seen exactly once in an epoch")
+        lines.append(f"no sampler: every rank takes all {plan.samples} samples, {world_size} times in all")
+    elif repeated := {index: int(seen[index]) for index in (seen > 1).nonzero()[0].tolist()}:
+        lines += [f"{subject}: {_seen(repeated)}"]
+    if left_out := (seen == 0).nonzero()[0].tolist():
+        lines.append(f"{subject}: {_named(left_out)} {_is(left_out)} left out of epoch 0")
+    if not lines:
+        lines.append(f"{subject}: each is seen exactly once in an epoch")
     last = plan.splits(world_size)[-1]
     if idle := last.count(0):
         with_nothing = "one rank" if idle == 1 else f"{idle} ranks"
-        found.append(
+        lines.append(
             f"{_counted(plan.samples, 'sample')}, batch {plan.batch_size} on {_counted(world_size, 'rank')}: "
             f"the last batch leaves {with_nothing} with nothing"
         )
     if not plan.set_epoch:
-        found.append("no set_epoch: every epoch has the same order")
-    return found
+        lines.append("no set_epoch: every epoch has the same order")
+    return lines
 
 
 def _seen(repeated: dict[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""The chain of a run, run.jsonl: how it began and what came of it, so that it can be proved. Imports torch.
+"""The record of a run, run.jsonl: how it began and what came of it, so that it can be proved. Imports torch.
 
 With `--prove-every K` rank 0 writes lines, each with the hash of the one before (ckpttool/files/chain.py):
 how the run began or was resumed, who takes which samples in each epoch, every K steps the digests of the
@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,33 +24,29 @@ from ckpttool.errors import FileError
 from ckpttool.files import chain
 from ckpttool.files.chain import Link
 from ckpttool.files.failures import naming
-from train.config.parser import arguments_of
+from train.checkpoint.capture import versions
+from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
-from train.log.held_lines import HeldLines
+from train.log.log_file import HeldLines
+from train.trainer.progress import Recorder
+from train.trainer.trainer import Trainer
 
-if TYPE_CHECKING:
-    from train.trainer.trainer import Trainer
-
+# Bytes of a sample's digest that are kept.
 SHORT = 8
-"""Bytes of a sample's digest that are kept."""
 
+# Settings that change no bit of the weights, or that a replay gives itself.
 NOT_OF_THE_TRAINING = (
     *("out", "resume", "spawn", "force", "max_time", "stop_at", "change", "download", "preview", "json"),
     *("save_every", "save", "keep", "grace", "prove_every", "tensorboard", "wandb"),
     *("init", "init_allow_missing", "timeout", "hang_timeout", "join_timeout"),
 )
-"""Settings that change no bit of the weights, or that a replay gives anew."""
 
 
-class Proof:
-    """Writes the chain of a run. Every rank has one and calls it alike; only rank 0 writes.
+class Proof(Recorder):
+    """Writes the record of a run, and the digests of its weights after each `every` steps. Rank 0 writes.
 
-    A disk that is full ends no run: lines are held, and written when there is room again. The line of a
-    checkpoint is in the file before the checkpoint takes its place, so while lines are held none is saved.
-
-    Args:
-        folder: of the run.
-        every: steps from one digest of the weights to the next.
+    A full disk ends no run: lines are held, and written when there is room again. The line of a checkpoint
+    is in the file before the checkpoint takes its place, so while lines are held none is saved.
     """
 
     def __init__(self, trainer: Trainer, folder: str, every: int) -> None:
@@ -68,17 +64,8 @@ class Proof:
         with self._alone:
             return self.last.hash if self.last else chain.FIRST
 
-    def begin(self, resumed: Mapping[str, Any] | None) -> None:
-        """Write how the run begins here. A collective.
-
-        Args:
-            resumed: the checkpoint that it goes on from, as it was read.
-
-        Raises:
-            FileError: on rank 0, if a chain that is there can't be read; the other ranks raise RankFailed.
-        """
-        from train.checkpoint.saver import versions
-
+    def begin(self, source: Mapping[str, Any] | None) -> None:
+        """Write how the run begins here; `source` is of the checkpoint that it goes on from."""
         trainer, config = self.trainer, self.trainer.config
         with collectives.fail_together():
             if collectives.rank() == 0:
@@ -86,14 +73,14 @@ class Proof:
                 self._write(
                     "begin",
                     step=trainer.progress.global_step,
-                    source=resumed and {name: resumed.get(name) for name in ("digests", "chain")},
+                    source=source,
                     arguments=arguments_of(replace(config, **_usual(NOT_OF_THE_TRAINING))),
                     init=config.init and [config.init, *config.init_allow_missing],
                     code={name: getattr(config, name) for name in ("model", "data", "task")},
                     every=self.every,
                     ranks=collectives.world_size(),
                     virtual_ranks=config.virtual_ranks,
-                    samples=trainer.plan.samples,
+                    samples=trainer.feed.plan.samples,
                     data=trainer.data.fingerprint,
                     contents=trainer.data.contents,
                     versions=versions(trainer.place.device),
@@ -101,7 +88,7 @@ class Proof:
                 )
 
     def _go_on(self) -> None:
-        """Find the end of the chain that is in the folder, if there is one."""
+        """Find the end of the record that is in the folder, if there is one."""
         if os.path.exists(self.path):
             with naming(self.path):
                 chain.cut_off(self.path)
@@ -112,13 +99,13 @@ class Proof:
         """Note the samples of a micro-batch of this rank, as they are used."""
         leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in _leaves(batch)]
         for row, index in enumerate(indices):
-            whole = hashlib.sha256()
+            sample = hashlib.sha256()
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(indices):
-                    whole.update(bytes(transport.memory_of(transport.as_bytes(leaf[row]))))
+                    sample.update(bytes(transport.memory_of(transport.as_bytes(leaf[row]))))
                 else:
-                    whole.update(collectives.digest(leaf))
-            self._of_step.append((index, whole.digest()[:SHORT].hex()))
+                    sample.update(collectives.digest(leaf))
+            self._of_step.append((index, sample.digest()[:SHORT].hex()))
 
     def step(self, number: int) -> None:
         """End a step. A collective where it is one of every K."""
@@ -130,10 +117,12 @@ class Proof:
         self._of_steps = {}
         with collectives.fail_together():
             if collectives.rank() == 0:
-                used = {one: sorted(pair for of in of_ranks for pair in of[one]) for one in of_ranks[0]}
+                used = {
+                    step: sorted(pair for rank in of_ranks for pair in rank[step]) for step in of_ranks[0]
+                }
                 samples = {
-                    str(one): [[index for index, _ in pairs], "".join(digest for _, digest in pairs)]
-                    for one, pairs in used.items()
+                    str(step): [[index for index, _ in pairs], "".join(digest for _, digest in pairs)]
+                    for step, pairs in used.items()
                 }
                 self._write("step", step=number, weights=self._weights(), samples=samples)
 
@@ -141,10 +130,10 @@ class Proof:
         """Write who takes which samples in the current epoch. A collective."""
         with collectives.fail_together():
             if collectives.rank() == 0:
-                plan, progress, order = self.trainer.plan, self.trainer.progress, hashlib.sha256()
+                plan, progress, order = self.trainer.feed.plan, self.trainer.progress, hashlib.sha256()
                 ranks = self.trainer.config.virtual_ranks or collectives.world_size()
-                for rank in range(ranks):
-                    for step in plan.of_rank(progress.epoch, rank, ranks):
+                for steps in plan.of_ranks(progress.epoch, range(ranks), ranks):
+                    for step in steps:
                         order.update(repr(step.micro_batches).encode())
                 self._write(
                     "epoch", step=progress.global_step, epoch=progress.epoch + 1, plan=order.hexdigest()
@@ -155,12 +144,6 @@ class Proof:
         """Write the digests of a checkpoint, whose file takes its place in the block. On rank 0 alone.
 
         If the block fails, the file did not get its name, and the line is taken back.
-
-        Args:
-            state: with its digests; and as `chain` the hash of the chain when it was captured.
-
-        Raises:
-            FileError: the line can't be written, or one that is held.
         """
         with self._alone:
             self._lines.flush()
@@ -185,11 +168,7 @@ class Proof:
                 self._write("evaluation", step=step, score=plain)
 
     def end(self, ended_by: str) -> None:
-        """Write that the run ends. A collective.
-
-        Raises:
-            FileError: on rank 0, if lines are left that can't be written; the other ranks raise RankFailed.
-        """
+        """Write that the run ends. A collective; FileError if lines are left that can't be written."""
         with collectives.fail_together():
             if collectives.rank() == 0:
                 if ended_by:
@@ -197,7 +176,7 @@ class Proof:
                 self._lines.flush()
 
     def leave(self) -> None:
-        """Leave a run that has failed: write what is held if the disk takes it now; send nothing."""
+        """Write what is held if the disk takes it now; send nothing."""
         if not self._alone.acquire(blocking=False):  # the thread that saves still waits for the disk
             return
         try:
@@ -219,11 +198,8 @@ class Proof:
             self.last = chain.append(self.path, self.last, entry, durably=durably)
 
 
-def chain_of(trainer: Trainer, folder: str) -> Proof | None:
-    """Return what writes the chain of a run; None without `--prove-every`, unless it goes on with one.
-
-    A collective.
-    """
+def recorder_of(trainer: Trainer, folder: str) -> Recorder:
+    """Return what writes the record, if `--prove-every` or the folder's own record says so. A collective."""
     config = trainer.config
 
     def every() -> int | None:
@@ -233,8 +209,8 @@ def chain_of(trainer: Trainer, folder: str) -> Proof | None:
         begun = [link.entry for link in chain.read(path)[0] if link.entry.get("kind") == "begin"]
         return int(begun[-1]["every"]) if begun else None
 
-    found = collectives.from_rank_zero(every)
-    return Proof(trainer, folder, found) if found else None
+    steps = collectives.from_rank_zero(every)
+    return Proof(trainer, folder, steps) if steps else Recorder()
 
 
 def _usual(names: tuple[str, ...]) -> dict[str, Any]:
@@ -256,7 +232,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 def _exact(value: Any) -> Any:
     """Return a score as values of JSON: NaN and infinity as texts."""
     if isinstance(value, Mapping):
-        return {str(name): _exact(one) for name, one in value.items()}
+        return {str(name): _exact(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_exact(one) for one in value]
+        return [_exact(item) for item in value]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

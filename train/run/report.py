@@ -1,14 +1,13 @@
-"""The report of a run: what rank 0 prints, and the log it writes."""
+"""The report of a run: what rank 0 prints, and the log it writes. Imports torch."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from ckpttool.distributed import collectives
@@ -17,21 +16,22 @@ from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from train import console
 from train.checkpoint.files import BEST, LAST
-from train.config.parser import arguments_of
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.data.samples import count
-from train.launch import spawn as spawning
 from train.launch.stopping import Stop
 from train.log import log_file
 from train.run import commands
-from train.tasks.task import Classification
+from train.tasks.builtin import Classification
 from train.trainer import scoring
+from train.trainer.progress import TrainScore
 from train.trainer.scoring import Score
-from train.trainer.trainer import Trainer, TrainScore
+from train.trainer.trainer import Trainer
 
+# Steps in which nothing counts that are said; the log has all.
+SHOWN = 3
+# What a line has in addition to the epoch and a task's metrics.
 FIXED_COLUMNS = len("  train loss   test loss  seconds  best")
-"""What a line has beside the epoch and a task's metrics."""
 
 
 class Report:
@@ -46,17 +46,11 @@ class Report:
         self.metrics = self._metrics()
         self._bar: Any = None
         self._when = ""
+        self._uncounted = trainer.progress.uncounted
+        self._epoch_began = time.monotonic()
 
     def begin(self, remarks: list[tuple[str, str]]) -> None:
-        """Print the header and remarks; drop from the log what will be trained again.
-
-        Args:
-            remarks: pairs of a word for the first column and a sentence.
-
-        Raises:
-            FileError: on rank 0, if the log can't be changed; the other ranks raise RankFailed.
-            CheckFailed: likewise, if stdout can't be written.
-        """
+        """Print the header and remarks (a word and a sentence); drop from the log what is trained again."""
         with collectives.fail_together():
             if self.speaks:
                 progress = self.trainer.progress
@@ -64,7 +58,7 @@ class Report:
                 self._say_header(remarks)
 
     def _say_header(self, remarks: list[tuple[str, str]]) -> None:
-        config, data, plan = self.trainer.config, self.trainer.data, self.trainer.plan
+        config, data, plan = self.trainer.config, self.trainer.data, self.trainer.feed.plan
         place = self.trainer.place
         parameters = sum(parameter.numel() for parameter in self.trainer.ddp.parameters())
         console.say(f"model   {config.model}, {parameters:,} parameters")
@@ -77,6 +71,8 @@ class Report:
         console.say(f"batch   {dealt}{virtual}, {steps} steps per epoch")
         console.say(f"train   {in_lines(recipe(config))}")
         console.say(f"out     {self.folder}")
+        if config.accumulate > 1 and (why := self.trainer.depends_on_passes()):
+            remarks = [*remarks, ("note", f"not the training of --accumulate 1: {why}")]
         for word, remark in remarks:
             console.say(f"{word:<6}  {remark}")
         if self.trainer.progress.epoch < config.epochs:
@@ -100,19 +96,19 @@ class Report:
 
     def _metrics(self) -> list[tuple[str, int]]:
         """Return the task's metrics that fit on a line, with their widths; the log has all."""
-        found, left = [], shutil.get_terminal_size().columns - self._width() - FIXED_COLUMNS
+        columns, left = [], shutil.get_terminal_size().columns - self._width() - FIXED_COLUMNS
         for name in () if self._has_classes() else self.trainer.task.metrics:
             width = max(len(name), len("1.234e-05"))
             left -= width + 2
             if left < 0:
                 break
-            found.append((name, width))
-        return found
+            columns.append((name, width))
+        return columns
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
-        """Yield the same steps, counted on a progress bar."""
-        progress = self.trainer.progress
-        total = self.trainer.steps_per_epoch
+        """Yield the steps of an epoch, counted on a progress bar."""
+        self._epoch_began = time.monotonic()
+        progress, total = self.trainer.progress, self.trainer.feed.steps_per_epoch
         if not (self.speaks and sys.stderr.isatty()):
             yield from steps
             return
@@ -141,18 +137,12 @@ class Report:
         if self._bar is not None and self._bar.n < self._bar.total:
             self._bar.refresh()
 
-    def scores(self, trained: TrainScore | None, tested: Score | None, *, seconds: float, best: bool) -> None:
+    def scores(self, trained: TrainScore | None, tested: Score | None, *, best: bool) -> None:
         """Print one line about scores, and add one object to the log; nothing if there are none.
 
-        Args:
-            trained: on the samples of the epoch that has just ended, each as it was used.
-            tested: on the test set, now.
-            seconds: since the epoch began.
-            best: whether `tested` is the best result so far.
-
-        Raises:
-            FileError: on rank 0, if the log can't be written; the other ranks raise RankFailed.
+        `trained` is of the epoch that has just ended, `tested` of the test set now.
         """
+        seconds = time.monotonic() - self._epoch_began
         if trained is None and tested is None:
             return
         with collectives.fail_together():
@@ -199,19 +189,26 @@ class Report:
         return entry | {"lr": self.trainer.progress.lr}
 
     def event(self, event: str, text: str, step: int, **fields: Any) -> None:
-        """Print on stderr what the user should know although the run goes on, and log it. Raises as `begin`.
-
-        Args:
-            event: what has happened, as a script finds it in the log.
-            text: the same for people.
-            step: in which step.
-            fields: more for the log.
-        """
+        """Print on stderr what the user should know, and log it (`event`, `fields`); the run goes on."""
         if self.speaks:
-            if self._bar is not None:
-                self._bar.clear()
-            console.warn(text)
+            self._warn(text)
         self.trainer.log.write({"step": step, "event": event, **fields}, step)
+
+    def _warn(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        console.warn(text)
+
+    def uncounted(self) -> None:
+        """Say that nothing counted in this step, if so; after the first few times only in the log."""
+        progress = self.trainer.progress
+        if progress.uncounted > self._uncounted:
+            self._uncounted, step = progress.uncounted, progress.global_step
+            text = f"nothing counted in step {step}, whose mean loss has no value: the step was skipped"
+            if self.speaks and progress.uncounted <= SHOWN:
+                more = "; later ones are only in the log" if progress.uncounted == SHOWN else ""
+                self._warn(text + more)
+            self.trainer.log.write({"step": step, "event": "nothing counted"}, step)
 
     def note_signal(self, ended_by: str, stop: Stop) -> None:
         """Log how long a run took to end, if a signal has ended it. A collective."""
@@ -223,17 +220,15 @@ class Report:
             self.trainer.log.write({"step": step, "event": ended_by, **fields}, step)
 
     def end(self, ended_by: str) -> None:
-        """Print what was saved, and the commands to use it. Raises as `begin`.
-
-        Args:
-            ended_by: the flag or the signal that ended the run; `""` if there was nothing to do.
-        """
+        """Print what was saved, and the commands to use it; `ended_by` is `""` if there was nothing to do."""
         with collectives.fail_together():
             if self.speaks:
                 self._say_end(ended_by)
 
     def _say_end(self, ended_by: str) -> None:
         last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
+        if count := self.trainer.progress.uncounted:
+            console.say(f"\nskipped {count} step{'s' * (count > 1)} in which nothing counted")
         saved = [path for path in (best, last) if os.path.exists(path)]
         if ended_by and last in saved:
             console.say(f"\nsaved   {last}")
@@ -249,7 +244,7 @@ class Report:
             # In the run's own folder: elsewhere another run's model may have that name.
             model = os.path.join(self.folder, "model.safetensors")
             strip = ["ckpttool", "strip-prefix", saved[0], model]
-            strip += ["--state", "ema.averages"] * bool(self.trainer.ema)
+            strip += ["--state", "ema.averages"] * bool(self.trainer.updater.ema)
             console.say(commands.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
             same = commands.flags_of(self.trainer.config) + commands.flags_of_bits(self.trainer.place.device)
             console.say(commands.to_paste(["python", commands.program("evaluate"), model, *same]))
@@ -258,23 +253,14 @@ class Report:
 
     def how_to_go_on(self) -> str:
         """Return the command that continues an interrupted run."""
-        place = self.trainer.place
         if not any(os.path.exists(os.path.join(self.folder, name)) for name in (LAST, BEST)):
             return "nothing was saved yet (--save-every N[steps|epochs])"
-        spawn = place.world_size if spawning.started_by_spawn() else None
-        resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)
-        if resumed.stop_at and resumed.stop_at <= self.trainer.progress.global_step:
-            resumed = replace(resumed, stop_at=None)
-        if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-            return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
-        alone = spawn or place.world_size == 1
-        start = ["python"] if alone else ["torchrun", "--nproc-per-node", str(place.world_size)]
-        start += [commands.program("main"), *arguments_of(resumed)]
-        return f"to continue:\n{commands.to_paste(start)}"
+        step = self.trainer.progress.global_step
+        return commands.to_go_on(self.trainer.config, self.folder, self.trainer.place.world_size, step)
 
 
 def describe(data: Data) -> str:
-    """Return the sizes, the shape and the number of classes of a data set, in words."""
+    """Return the sizes, the shape and the number of classes of a data set, as a sentence."""
     shape = f" of {'×'.join(map(str, data.shape))}" if data.shape else ""
     classes = f", {len(data.classes)} classes" if data.classes else ""
     return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
@@ -288,7 +274,7 @@ def shares(plan: Plan, world_size: int) -> str:
 
 
 def recipe(config: TrainConfig) -> str:
-    """Return the main settings of a training, in brief."""
+    """Return the main settings of a run, in brief."""
     plain = TrainConfig()
     parts = [
         f"{config.epochs} epoch{'s' * (config.epochs != 1)}"

@@ -7,30 +7,28 @@ import heapq
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.dummy_pass import leaving_no_trace
-from ckpttool.distributed.plan import Plan, check
-from train.config import plan as planning
+from ckpttool.distributed.plan import Plan
 from train.model import wrapping
 from train.trainer.trainer import Trainer
 
+# Passes before the clock starts, and passes whose median counts.
 WARM, TIMED = 2, 9
-"""Passes before the clock starts, and passes whose median counts."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How long a rank takes for its part of a step: `pause + samples * each`, in seconds."""
+    """How long a rank takes for its part of a step: `pause + samples * per_sample`, in seconds."""
 
     pause: float
-    each: float
+    per_sample: float
 
 
 def settle(trainer: Trainer) -> list[str]:
@@ -38,52 +36,28 @@ def settle(trainer: Trainer) -> list[str]:
 
     Speeds are measured before the first step, in passes that leave no trace, on all ranks at once. The shares
     are then part of the plan, and so of the checkpoint: a run that is resumed on as many ranks follows the
-    same plan. On another number of ranks they are measured anew.
-
-    Args:
-        trainer: at its start, or where the checkpoint was.
-
-    Returns:
-        Remarks for the user.
+    same plan. On another number of ranks they are measured again. Returns remarks for the user.
     """
-    ranks = trainer.place.world_size
+    ranks, plan = trainer.place.world_size, trainer.feed.plan
     if trainer.config.rank_share != "auto" or ranks == 1:
         return []
-    if trainer.plan.rank_share:
-        return [f"{_flag(trainer.plan.rank_share)}, as measured when the run began"]
-    if not min(trainer.plan.splits(ranks)[0]):
+    if plan.rank_share:
+        return [f"{_flag(plan.rank_share)}, as measured when the run began"]
+    if not min(plan.splits(ranks)[0]):
         return ["equal shares: a batch leaves a rank without a sample, so there is nothing to measure"]
     collectives.gather(None)  # all begin together, as they will in the training
     with collectives.fail_together():
-        own = measure(trainer)
-    speeds = collectives.gather(dataclasses.astuple(own))
-    sizes = propose([Speed(*speed) for speed in speeds], trainer.plan)
+        speed = measure(trainer)
+    speeds = collectives.gather(dataclasses.astuple(speed))
+    sizes = propose([Speed(*speed) for speed in speeds], plan)
     divisor = math.gcd(*sizes)
-    trainer.plan = dataclasses.replace(trainer.plan, rank_share=tuple(size // divisor for size in sizes))
-    return [f"{_flag(trainer.plan.rank_share or ())}, by measured speed"]
+    shares = tuple(size // divisor for size in sizes)
+    trainer.feed.plan = dataclasses.replace(plan, rank_share=shares)
+    return [f"{_flag(shares)}, by measured speed"]
 
 
 def _flag(shares: Sequence[int]) -> str:
     return f"--rank-share {','.join(map(str, shares))}"
-
-
-def restore(trainer: Trainer, saved: Mapping[str, Any], was: object) -> None:
-    """Follow the shares that a run with `--rank-share auto` has measured on as many ranks.
-
-    Args:
-        trainer: whose plan is changed.
-        saved: the plan in the checkpoint, with its `world_size`.
-        was: the flag's value in the checkpoint.
-
-    Raises:
-        UsageFault: the shares can't be dealt, as the file was changed.
-    """
-    ranks = trainer.place.world_size
-    if trainer.config.rank_share != "auto" or was != "auto" or saved["world_size"] != ranks:
-        return
-    if shares := saved.get("rank_share"):
-        trainer.plan = dataclasses.replace(trainer.plan, rank_share=tuple(shares))
-        check(trainer.plan, ranks, planning.flag)
 
 
 def measure(trainer: Trainer) -> Speed:
@@ -91,35 +65,33 @@ def measure(trainer: Trainer) -> Speed:
 
     Passes of two sizes tell a pause, which each pass takes, from the time that each sample takes.
     """
-    steps = trainer.plan.of_rank(trainer.progress.epoch, trainer.place.rank, trainer.place.world_size)
-    step = next(steps)
+    feed, place = trainer.feed, trainer.place
+    step = feed.plan.of_rank(trainer.progress.epoch, place.rank, place.world_size)[0]
     indices = step.micro_batches[0]
     few = max(1, len(indices) // 4)
-    trainer.ddp.train()
     with leaving_no_trace(trainer.ddp, together=False), wrapping.not_compiled():
         load, whole, part = _seconds(
-            lambda: default_collate([trainer.samples[index] for index in indices]),
+            lambda: default_collate([feed.samples[index] for index in indices]),
             _pass(trainer, indices),
             _pass(trainer, indices[:few]),
         )
-    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.updater.optimizer.zero_grad(set_to_none=True)
     most = whole / len(indices)
-    each = min((whole - part) / (len(indices) - few), most) if len(indices) > few else most
-    if each <= 0:  # the clock is too coarse, or the passes too short
-        each = most
-    pause = (whole - each * len(indices)) * len(step.micro_batches)
+    per_sample = min((whole - part) / (len(indices) - few), most) if len(indices) > few else most
+    if per_sample <= 0:  # the clock is too coarse, or the passes too short
+        per_sample = most
+    pause = (whole - per_sample * len(indices)) * len(step.micro_batches)
     loading, workers = load / len(indices), trainer.config.workers
-    return Speed(pause, max(each, loading / workers) if workers else each + loading)
+    return Speed(pause, max(per_sample, loading / workers) if workers else per_sample + loading)
 
 
 def _pass(trainer: Trainer, indices: list[int]) -> Callable[[], None]:
     """Return a function that passes samples through the model, forward and backward, on this rank alone."""
-    task, device = trainer.task, trainer.place.device
-    batch = task.batch_to(default_collate([trainer.samples[index] for index in indices]), device)
+    task, device, batch = trainer.task, trainer.place.device, trainer.feed.batch_of(indices)
     model = trainer.ddp.module  # DDP itself would wait for the other ranks
 
     def run() -> None:
-        with trainer.precision.autocast():
+        with trainer.updater.precision.autocast():
             loss, _ = task.loss(task.forward(model, batch), batch)
         loss.backward()
         if device.type == "cuda":
@@ -144,20 +116,16 @@ def propose(speeds: Sequence[Speed], plan: Plan) -> list[int]:
 
     No rank gets so few, in any batch, that a model which normalises by batch statistics fails on them, unless
     it got so few with equal shares too.
-
-    Args:
-        speeds: of each rank.
-        plan: with equal shares.
     """
     ranks = len(speeds)
     least = min(min(map(min, plan.splits(ranks))), 2 * plan.accumulate)
     sizes = [max(1, least)] * ranks
-    waiting = [(one.pause + (sizes[rank] + 1) * one.each, rank) for rank, one in enumerate(speeds)]
+    waiting = [(s.pause + (sizes[rank] + 1) * s.per_sample, rank) for rank, s in enumerate(speeds)]
     heapq.heapify(waiting)
     for _ in range(plan.batch_size - sum(sizes)):  # each sample to the rank that would be done with it first
         done, rank = waiting[0]
         sizes[rank] += 1
-        heapq.heapreplace(waiting, (done + speeds[rank].each, rank))
+        heapq.heapreplace(waiting, (done + speeds[rank].per_sample, rank))
     while max(sizes) - min(sizes) > 1 and _least(plan, sizes) < least:
         moved = min(max(1, plan.batch_size // 64), (max(sizes) - min(sizes)) // 2)
         most, fewest = sizes.index(max(sizes)), sizes.index(min(sizes))

@@ -24,18 +24,15 @@ from ckpttool.distributed.dummy_pass import buffers_restored
 from ckpttool.distributed.plan import Step
 from ckpttool.errors import UsageFault
 from train.config.training import TrainConfig
-from train.trainer.trainer import Sums, Trainer
+from train.trainer.progress import Sums
+from train.trainer.trainer import Trainer
 
+# Numbers of each virtual rank's gradient that are gathered at once, which bounds the memory for it.
 PIECE = 1 << 22
-"""Numbers of each virtual rank's gradient that are gathered at once, which bounds the memory for it."""
 
 
 def check(config: TrainConfig, model: nn.Module) -> None:
-    """Check that virtual ranks can compute a model's gradients apart.
-
-    Raises:
-        UsageFault: with `--virtual-ranks`, a layer is synchronised over ranks or has sparse gradients.
-    """
+    """Raise UsageFault if `--virtual-ranks` can't compute a model's gradients apart."""
     if config.virtual_ranks is None:
         return
     for path, layer in model.named_modules():
@@ -52,37 +49,26 @@ def check(config: TrainConfig, model: nn.Module) -> None:
 
 
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
-    """Take the remaining optimizer steps of the current epoch; yield after each. A collective.
-
-    Raises:
-        CheckFailed: a batch does not suit the task, or a parameter did not affect a virtual rank's loss.
-    """
+    """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
     place, progress, number = trainer.place, trainer.progress, trainer.config.virtual_ranks
     assert number is not None
-    each = number // place.world_size
+    per_rank = number // place.world_size
     # Backwards, so that virtual rank 0 is the last of its rank, and the buffers it leaves may stay.
-    own = range((place.rank + 1) * each - 1, place.rank * each - 1, -1)
-    plans = [trainer.plan.of_rank(progress.epoch, virtual, number, start=progress.step) for virtual in own]
-    parts = list(zip(*plans, strict=True))
-    batches = trainer.batches_of([step for steps in parts for step in steps])
-    gradients = OrderedSum([parameter for _, parameter in trainer.trained], each)
-    trainer.ddp.train()
-    for count, steps in enumerate(parts, start=progress.global_step + 1):
+    virtual_ranks = range((place.rank + 1) * per_rank - 1, place.rank * per_rank - 1, -1)
+    of_ranks = trainer.feed.plan.of_ranks(progress.epoch, virtual_ranks, number, progress.step)
+    in_turn = (step for steps in zip(*of_ranks, strict=True) for step in steps)
+    batches = trainer.feed.batches(in_turn, progress)
+    gradients = OrderedSum([parameter for _, parameter in trainer.updater.parameters], per_rank)
+    for count, steps in enumerate(zip(*of_ranks, strict=True), start=progress.global_step + 1):
         heartbeat.begin_step(count)
-        take_step(trainer, dict(zip(own, steps, strict=True)), batches, gradients)
+        take_step(trainer, dict(zip(virtual_ranks, steps, strict=True)), batches, gradients)
         yield
 
 
 def take_step(
     trainer: Trainer, steps: dict[int, Step], batches: Iterator[Any], gradients: OrderedSum
 ) -> None:
-    """Take one optimizer step, as `train.main.take_step` does, on this rank's virtual ranks.
-
-    Args:
-        steps: the parts of the step by virtual rank, in the order of `batches`.
-        batches: yields their micro-batches.
-        gradients: for the parameters that are trained.
-    """
+    """Take one optimizer step, as `train.main.take_step` does, on this rank's virtual ranks (`steps`)."""
     model, sums = trainer.ddp.module, Sums()
     for virtual, step in steps.items():
         with contextlib.nullcontext() if virtual == 0 else buffers_restored(model):
@@ -93,15 +79,15 @@ def take_step(
     with trainer.log.phase("reduce"):
         gradients.sum_over_ranks()
         broadcast_buffers(model)
-        trainer.average_over_count(step, sums)
+        counted = trainer.average_over_count(step, sums)
     with trainer.log.phase("update"):
-        trainer.update()
-    trainer.end_step(step, sums)
+        norm = trainer.update(counted=counted)
+    trainer.end_step(step, sums, norm)
 
 
 def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Iterator[Any], sums: Sums) -> None:
     """Run the forward and backward passes of one virtual rank; none if it has no samples."""
-    task, precision, log = trainer.task, trainer.precision, trainer.log
+    task, precision, log = trainer.task, trainer.updater.precision, trainer.log
     model = trainer.ddp.module  # DDP itself would reduce the gradients
     for number, indices in enumerate(step.micro_batches):
         with log.phase("data"):
@@ -118,33 +104,30 @@ def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Iterator[Any]
 
 
 class OrderedSum:
-    """Adds the gradients of all virtual ranks in the order of their numbers, on every rank alike.
+    """Adds the gradients of all virtual ranks in the order of their numbers, the same on every rank.
 
-        gradients.take(0), gradients.take(1), ...    # after the passes of each virtual rank of this rank
-        gradients.sum_over_ranks()
-
-    Args:
-        parameters: whose gradients are added; dense, of any dtypes.
-        each: virtual ranks of a rank.
+    gradients.take(0), gradients.take(1), ...    # after the passes of each virtual rank of this rank
+    gradients.sum_over_ranks()
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], each: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], per_rank: int) -> None:
         kinds: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault(parameter.dtype, []).append(parameter)
         self._groups = [
-            (group, group[0].new_zeros((each, sum(one.numel() for one in group)), requires_grad=False))
+            (
+                group,
+                group[0].new_zeros(
+                    (per_rank, sum(parameter.numel() for parameter in group)), requires_grad=False
+                ),
+            )
             for group in kinds.values()
         ]
 
     def take(self, row: int) -> None:
-        """Take the gradients away from the parameters: those of one virtual rank; zeros where there are none.
-
-        Args:
-            row: which of this rank's virtual ranks it is, from 0.
-        """
+        """Take the gradients of this rank's virtual rank number `row` from the parameters; zeros for none."""
         for parameters, rows in self._groups:
-            pieces = rows[row].split([one.numel() for one in parameters])
+            pieces = rows[row].split([parameter.numel() for parameter in parameters])
             for parameter, piece in zip(parameters, pieces, strict=True):
                 if parameter.grad is None:
                     piece.zero_()
@@ -161,7 +144,7 @@ class OrderedSum:
                 summed = total[start : start + PIECE].copy_(piece[0])
                 for of_virtual in piece[1:]:
                     summed += of_virtual
-            parts = total.split([one.numel() for one in parameters])
+            parts = total.split([parameter.numel() for parameter in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.view(parameter.shape)
 

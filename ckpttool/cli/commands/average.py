@@ -8,7 +8,7 @@ import click
 
 from .. import options
 from ..console import counted
-from ..rewriting import Outcome, rewrite
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -38,18 +38,17 @@ def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
     options.require_new_output(inputs, given["output"], given["force"])
     shares = _numbers(weights) if weights is not None else None
 
-    def transform(last: Checkpoint) -> tuple[Checkpoint, Outcome]:
+    def transform(last: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
         others = [formats.open(path) for path in inputs[:-1]]
-        new, found = average([*others, last], weights=shares, state=given["state"])
-        fields = {"files": found.files, "averaged": len(found.averaged), "taken_from_last": found.taken}
-        done = f"averaged {counted(len(found.averaged), 'tensor', 'tensors')} of {found.files} files"
-        left_out = last.outside(last.state(given["state"]))
-        outcome = Outcome(done, left_out=left_out, where="", fields=fields)
-        if found.taken:
-            names = console.names(found.taken)
+        new, averaged = average([*others, last], weights=shares, state=target.state)
+        done = f"averaged {counted(len(averaged.averaged), 'tensor', 'tensors')} of {averaged.files} files"
+        left_out = last.outside(last.state(target.state))
+        outcome = Outcome(done, left_out=left_out, where="", result=averaged)
+        if averaged.taken:
+            names = console.names(averaged.taken)
             outcome.notes.append(f"integers that differ, taken from {inputs[-1]}: {names}")
-        if found.statistics:
-            count = len(found.statistics)
+        if averaged.statistics:
+            count = len(averaged.statistics)
             outcome.notes.append(
                 f"{count} running statistics of BatchNorm were averaged too; the averaged model's own would "
                 "differ: estimate them again on training data (torch.optim.swa_utils.update_bn)"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import options
 from ..console import counted
-from ..parameters import Entry, Pair, SizesFor
-from ..rewriting import Outcome, rewrite
+from ..options import Entry, Pair, SizesFor
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
 
-OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target")
-"""Options that change the tensors of one state, by the names of their parameters."""
+# Parameters of the options that change the tensors of one state
+OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "dtype")
 
 
 @click.command("convert")
@@ -92,13 +93,13 @@ def command(full: bool, keep_copies: bool, to: str | None, dtype: str | None, **
     """
     from ...tensors.cast import target
 
-    options = {**given, "target": target(dtype.lower()) if dtype else None, "to": to}
+    changes = {**given, "dtype": target(dtype.lower()) if dtype else None}
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        outcome = Outcome(f"converted {checkpoint.format}", of_state=any(options[name] for name in OF_STATE))
-        for step in (_fewer, _laid_out, _complex, _cast, _described):
-            checkpoint = step(checkpoint, outcome, options)
-        return checkpoint, outcome
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+        outcome = Outcome(f"converted {checkpoint.format}", of_state=any(changes[name] for name in OF_STATE))
+        for step in (_fewer, _laid_out, _complex, _cast):
+            checkpoint = step(checkpoint, outcome, changes)
+        return _described(checkpoint, changes["metadata"], target), outcome
 
     rewrite(given, transform, full=full, keep_copies=keep_copies, to=to)
 
@@ -133,7 +134,7 @@ def _laid_out(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any])
 
 
 def _complex(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from ...transforms.complex_parts import join_complex, split_complex
+    from ...transforms.layout import join_complex, split_complex
 
     if options["complex_"]:
         change, done = (
@@ -147,23 +148,20 @@ def _complex(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) 
 def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
     from ...transforms.selection import cast
 
-    if (target := options["target"]) is not None:
-        checkpoint, report = cast(checkpoint, target, state=options["state"])
-        outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {target.name}"
+    if (dtype := options["dtype"]) is not None:
+        checkpoint, report = cast(checkpoint, dtype, state=options["state"])
+        outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {dtype.name}"
         outcome.casting = report
     return checkpoint
 
 
-def _described(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+def _described(checkpoint: Checkpoint, metadata: Sequence[tuple[str, str]], target: Target) -> Checkpoint:
     from ...errors import UsageFault
-    from ...formats.saving.destination import destination
     from ...transforms.selection import with_metadata
 
-    if not options["metadata"]:
+    if not metadata:
         return checkpoint
-    target = destination(options["output"], checkpoint, options["to"])
-    if not target.has_metadata:
-        raise UsageFault(
-            f"--metadata: {target.format} has no place for it", hint="write safetensors, or leave it out"
-        )
-    return with_metadata(checkpoint, dict(options["metadata"]), state=options["state"])
+    if not target.place.has_metadata:
+        what = f"--metadata: {target.place.format} has no place for it"
+        raise UsageFault(what, hint="write safetensors, or leave it out")
+    return with_metadata(checkpoint, dict(metadata), state=target.state)

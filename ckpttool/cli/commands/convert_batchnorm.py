@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from .. import options
-from ..console import counted, stdout_kept_for_results
-from ..rewriting import Outcome, rewrite
+from ..console import counted, fields_of, stdout_kept_for_results
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
-    from ...batchnorm.convert_states import Report, Target
+    from ...batchnorm.convert_states import Report
     from ...batchnorm.pool_files import PoolReport
     from ...checkpoint.checkpoint import Checkpoint
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 @options.writing_options
 def command(
     inputs: tuple[str, ...],
-    to: Target | None,
+    to: Literal["sync", "plain"] | None,
     model: str | None,
     counts: tuple[str, ...],
     cumulative: tuple[str, ...],
@@ -87,24 +87,31 @@ def command(
       ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048 --momentum 0.1
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
+    from ...batchnorm.convert_states import Report, convert
+    from ...errors import NothingToDo
+
     given_momentum = () if momentum is None else (str(momentum),)
     of_several = {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first}
     _check(inputs, to, {**of_several, "--momentum": given_momentum})
     options.require_new_output(inputs, given["output"], given["force"])
-    state = given["state"]
+    plain_or_sync: Literal["sync", "plain"] = to or "plain"
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
         pooled = None
+        choices: dict[str, Any] = {"exclude": exclude, "state": target.state}
         if inputs[1:]:
-            several = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
-            checkpoint, pooled = _pool(
-                checkpoint, inputs[1:], counts, exclude=exclude, state=state, **several
+            of_ranks = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
+            checkpoint, pooled = _pool(checkpoint, inputs[1:], counts, **of_ranks, **choices)
+        as_text = target.place.has_metadata and not target.place.full
+        try:
+            checkpoint, report = convert(
+                checkpoint, plain_or_sync, as_text=as_text, kinds=_kinds(model), **choices
             )
-        choices = {"kinds": _kinds(model), "exclude": exclude, "state": state}
-        checkpoint, report = _converted(
-            checkpoint, to or "plain", given["output"], pooled is not None, **choices
-        )
-        return checkpoint, _outcome(len(inputs), to or "plain", pooled, report)
+        except NothingToDo:
+            if not pooled:
+                raise
+            report = Report(())
+        return checkpoint, _outcome(len(inputs), plain_or_sync, pooled, report)
 
     rewrite({**given, "input": inputs[0]}, transform)
 
@@ -119,24 +126,7 @@ def _pool(
     return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
 
 
-def _converted(
-    checkpoint: Checkpoint, to: Target, output: str, pooled: bool, **choices: Any
-) -> tuple[Checkpoint, Report | None]:
-    """Convert a state; None for the report where it was pooled and there is nothing to convert."""
-    from ...batchnorm.convert_states import convert
-    from ...errors import NothingToDo
-    from ...formats.saving.destination import destination
-
-    written = destination(output, checkpoint, None, keep=True)
-    try:
-        return convert(checkpoint, to, as_text=written.has_metadata and not written.full, **choices)
-    except NothingToDo:
-        if not pooled:
-            raise
-    return checkpoint, None
-
-
-def _check(inputs: tuple[str, ...], to: Target | None, of_several: dict[str, tuple[str, ...]]) -> None:
+def _check(inputs: tuple[str, ...], to: str | None, of_several: dict[str, tuple[str, ...]]) -> None:
     if inputs[1:]:
         return
     if to is None:
@@ -166,27 +156,18 @@ def _kinds(spec: str | None) -> dict[str, str] | None:
         return kinds_of(skeleton(spec))
 
 
-def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report | None) -> Outcome:
-    found = pooled or report
-    layers = found.layers if found else ()
+def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report) -> Outcome:
+    layers = (pooled or report).layers
     many = counted(len(layers), "BatchNorm layer", "BatchNorm layers")
     done = f"pooled the statistics of {ranks} ranks in {many}" if pooled else f"converted {many} for {to}"
     if pooled and not pooled.exact:
         done += ", assuming equal counts (--counts gives others)"
-    for verb, names in (
-        ("added", report.added if report else ()),
-        ("recorded", report.recorded if report else ()),
-        ("removed", report.restored if report else ()),
+    for verb, names, what in (
+        ("added", report.added, ("counter", "counters")),
+        ("recorded", report.recorded, ("kind", "kinds")),
+        ("removed", report.restored, ("kind", "kinds")),
     ):
         if names:
-            what = ("counter", "counters") if verb == "added" else ("kind", "kinds")
             done += f", {counted(len(names), *what)} {verb}"
-    fields = {
-        "layers": layers,
-        "added": report.added if report else (),
-        "recorded": dict(report.recorded) if report else {},
-        "restored": dict(report.restored) if report else {},
-        "pooled": pooled.pooled if pooled else (),
-        "from_first": pooled.from_first if pooled else (),
-    }
-    return Outcome(done, fields=fields)
+    none_pooled = {"pooled": (), "from_first": ()}
+    return Outcome(done, fields={**fields_of(report), **none_pooled, **fields_of(pooled)})

@@ -1,4 +1,4 @@
-"""ckpttool diff"""
+"""The command `ckpttool diff`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import Console, counted, printable, terminal_width
-from ..states import note_state, note_unread
+from ..console import Console, counted, fields_of, printable, terminal_width
+from ..reading import note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.compare import Change, Comparison
+
+Limits = dict[str, float | None]
 
 
 class _Tolerance(click.FloatRange):
@@ -43,16 +45,7 @@ class _Tolerance(click.FloatRange):
 @options.no_verify_option
 @options.reading
 def command(
-    a: str,
-    b: str,
-    rtol: float | None,
-    atol: float | None,
-    ignore_prefix: bool,
-    model_only: bool,
-    sort: str | None,
-    state: str | None,
-    no_verify: bool,
-    **given: Any,
+    a: str, b: str, sort: str | None, no_verify: bool, model_only: bool, state: str | None, **given: Any
 ) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 
@@ -71,83 +64,90 @@ def command(
       ckpttool diff model.bin model.safetensors --atol 1e-6
       ckpttool diff last.pt model.safetensors --ignore-prefix
     """
-    from ... import formats
     from ...analysis.checks import diff
 
     console = options.console(given)
     with ExitStack() as stack:
-        mine, theirs = (stack.enter_context(formats.open(path)) for path in (a, b))
+        mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
-            found = diff(
-                mine,
-                theirs,
-                rtol=rtol,
-                atol=atol,
-                state=state,
-                model_only=model_only,
-                ignore_prefix=ignore_prefix,
-                progress=progress,
-                verify=not no_verify,
-            )
+            choices: dict[str, Any] = {name: given[name] for name in ("rtol", "atol", "ignore_prefix")}
+            choices |= {"model_only": model_only, "state": state, "verify": not no_verify}
+            comparison = diff(mine, theirs, progress=progress, **choices)
         note_unread(console, mine, theirs)
-        if model_only or found.aside_a or found.aside_b:  # else every state was compared
+        if model_only or comparison.aside_a or comparison.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):
                 note_state(console, checkpoint, state, named=True)
-    _report(console, a, b, found, sort)
-    return 0 if found.same else 1
+    limits = {name: given[name] for name in ("rtol", "atol")}
+    _report(console, a, b, comparison, sort, limits)
+    return 0 if comparison.same else 1
 
 
-def _report(console: Console, a: str, b: str, found: Comparison, sort: str | None) -> None:
+def _report(
+    console: Console,
+    a: str,
+    b: str,
+    comparison: Comparison,
+    sort: str | None,
+    limits: Limits,
+) -> None:
     from ..pages.diff import details, page
 
-    for names, file in ((found.aside_a, b), (found.aside_b, a)):
+    for names, file in ((comparison.aside_a, b), (comparison.aside_b, a)):
         if names:
             console.note(f"not compared, as {printable(file)} holds only tensors: {console.names(names)}")
-    if found.matched_without_prefix:
-        more = counted(found.matched_without_prefix, "name is", "names are")
+    if comparison.matched_without_prefix:
+        more = counted(comparison.matched_without_prefix, "name is", "names are")
         console.note(f"{more} in both files except for a wrapper's prefix: --ignore-prefix")
     if console.verbose:
-        lines = details(found, sort=sort)
+        lines = details(comparison, sort=sort)
     else:
-        lines = page(found, sort=sort, width=terminal_width(sys.stdout))
-    console.result("\n".join([*lines, _verdict(printable(a), printable(b), found)]), _data(found, sort))
+        lines = page(comparison, sort=sort, width=terminal_width(sys.stdout))
+    verdict = _verdict(printable(a), printable(b), comparison, limits)
+    console.result("\n".join([*lines, verdict]), {**_data(comparison, sort), **limits})
 
 
-def _data(found: Comparison, sort: str | None) -> dict[str, object]:
-    from ..pages.diff_rows import relative
+def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
+    from ..pages.diff import relative
 
-    changed = sorted(found.changed, key=lambda change: -relative(change)) if sort == "size" else found.changed
+    changed = comparison.changed
+    if sort == "size":
+        changed = tuple(sorted(changed, key=lambda change: -relative(change)))
     return {
-        "same": found.same,
-        "only_a": found.only_a,
-        "only_b": found.only_b,
+        "same": comparison.same,
+        "identical": comparison.identical,
+        "tolerated": comparison.tolerated,
+        "only_a": comparison.only_a,
+        "only_b": comparison.only_b,
         "changed": [_fields(change) for change in changed],
-        "tensors": found.tensors,
-        "not_compared": [*found.aside_a, *found.aside_b],
+        "tensors": comparison.tensors,
+        "not_compared": [*comparison.aside_a, *comparison.aside_b],
     }
 
 
 def _fields(change: Change) -> dict[str, object]:
     data: dict[str, object] = {"name": change.name, "why": change.why, "a": change.a, "b": change.b}
-    if (found := change.distance) is not None:
-        data |= {"differ": found.differ, "of": found.of, "nans": found.nans, "index": change.index}
-        data |= {"max_abs": found.max_abs, "max_rel": found.max_rel, "max_ulp": found.max_ulp}
+    if (distance := change.distance) is not None:
+        data |= fields_of(distance, without=("where", "a", "b", "tolerated")) | {"index": change.index}
     if (norms := change.norms) is not None:
         data |= {"norm_a": norms.a, "norm_b": norms.b, "norm_difference": norms.difference}
         data |= {"relative": norms.relative, "cosine": norms.cosine}
     return data
 
 
-def _verdict(a: str, b: str, found: Comparison) -> str:
-    compared = counted(found.tensors, "tensor", "tensors")
-    if found.same:
+def _verdict(a: str, b: str, comparison: Comparison, limits: Limits) -> str:
+    compared = counted(comparison.tensors, "tensor", "tensors")
+    if comparison.same and (tolerated := len(comparison.tolerated)):
+        within = ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
+        differ = f"{counted(tolerated, 'value differs', 'values differ')} by less"
+        return f"{a} and {b} are the same within {within} ({compared} compared, {differ})"
+    if comparison.same:
         return f"{a} and {b} are the same ({compared} compared)"
     parts = [
         f"{len(names)} {what}"
         for names, what in (
-            (found.changed, "changed"),
-            (found.only_a, f"only in {a}"),
-            (found.only_b, f"only in {b}"),
+            (comparison.changed, "changed"),
+            (comparison.only_a, f"only in {a}"),
+            (comparison.only_b, f"only in {b}"),
         )
         if names
     ]

@@ -8,8 +8,7 @@ import click
 
 from .. import options
 from ..console import printable
-from ..several_files import Answer, answer_each
-from ..states import note_state
+from ..reading import Answer, answer_each, note_state, open_file
 
 
 @click.command("digest")
@@ -26,13 +25,12 @@ def command(files: tuple[str, ...], state: str | None, no_verify: bool, **given:
     Example:
       ckpttool digest model.safetensors
     """
-    from ... import formats
     from ...analysis.checks import digest
 
     console = options.console(given)
 
     def answer(file: str) -> Answer:
-        with formats.open(file) as checkpoint:
+        with open_file(console, file) as checkpoint:
             found = checkpoint.state(state)
             note_state(console, checkpoint, state)
             with console.progress(checkpoint.nbytes, "hashing") as progress:

@@ -9,7 +9,7 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable
-from ..rewriting import Outcome, rewrite
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @options.output_argument
 @options.state_option
 @options.device_option
+@options.companions_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option
@@ -50,27 +51,27 @@ def command(**given: Any) -> None:
             hint="safetensors and folders of it hold no objects: ckpttool convert writes them",
         )
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        new, found = disarm(checkpoint, state=given["state"])
-        count = counted(len(found.changed), "object", "objects")
-        changed = [{"name": name, "from": was, "to": now} for name, was, now in found.changed]
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+        new, disarmed = disarm(checkpoint, state=target.state)
+        count = counted(len(disarmed.changed), "object", "objects")
+        changed = [{"name": name, "from": was, "to": now} for name, was, now in disarmed.changed]
         return new, Outcome(
             f"disarmed {count}" if changed else "found only tensors and plain values",
-            left_out=found.left_out,
+            left_out=disarmed.left_out,
             of_state=False,
-            notes=[*_notes(console, found)],
+            notes=[*_notes(console, disarmed)],
             fields={"changed": changed},
         )
 
-    rewrite({**given, "state": None, "shard_size": None}, transform, to=torch_zip.NAME)
+    rewrite(given, transform, to=torch_zip.NAME, state=None)
 
 
-def _notes(console: Console, found: Disarmed) -> list[str]:
+def _notes(console: Console, disarmed: Disarmed) -> list[str]:
     """Return a line for each kind of change, with the names of the values."""
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, was, now in found.changed:
+    for name, was, now in disarmed.changed:
         names[was, now].append(name or "the file itself")
     notes = [f"{printable(was)} -> {now}: {console.names(at)}" for (was, now), at in names.items()]
-    if found.dtensors:
+    if disarmed.dtensors:
         notes.append("its DTensors are kept: import torch.distributed.tensor before torch.load")
     return notes

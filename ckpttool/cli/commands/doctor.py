@@ -1,4 +1,4 @@
-"""ckpttool doctor"""
+"""The command `ckpttool doctor`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import mismatch_fields, printable, stdout_kept_for_results
+from ..console import fields_of, printable, stdout_kept_for_results
+from ..failure import mismatch_fields
+from ..reading import open_file
 
 if TYPE_CHECKING:
     from ...models.diagnosis import Diagnosis, Problem
 
 
-WIDTH = 110
-"""Columns of a comment, if the terminal has no fewer."""
+WIDTH = 110  # Columns of a comment, if the terminal has no fewer
 
 
 @click.command("doctor")
@@ -38,28 +39,23 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
     Example:
       ckpttool doctor last.pt --model torchvision:resnet18
     """
-    from ... import formats
     from ...models.doctor import doctor
     from ...models.skeleton import skeleton
 
     console = options.console(given)
-    with formats.open(file) as checkpoint, stdout_kept_for_results():
-        found = doctor(checkpoint, skeleton(model), state=state, spec=model)
-    console.result("\n".join(_script(found, model)), _fields(found))
-    if any(not problem.is_remark for problem in found.problems):
+    with open_file(console, file) as checkpoint, stdout_kept_for_results():
+        diagnosis = doctor(checkpoint, skeleton(model), state=state, spec=model)
+    console.result("\n".join(_script(diagnosis, model)), _fields(diagnosis))
+    if any(not problem.is_remark for problem in diagnosis.problems):
         raise click.exceptions.Exit(1)
 
 
-def _fields(found: Diagnosis) -> dict[str, object]:
+def _fields(diagnosis: Diagnosis) -> dict[str, object]:
+    problems = [_problem(problem) for problem in diagnosis.problems]
     return {
-        "path": found.path,
-        "format": found.format,
-        "state": found.state,
-        "loads": found.loads,
-        "problems": [_problem(problem) for problem in found.problems],
-        "then": found.then,
-        "python": found.python,
-        **mismatch_fields(found.fit),
+        **fields_of(diagnosis, {}, without=("fit",)),
+        "problems": problems,
+        **mismatch_fields(diagnosis.fit),
     }
 
 
@@ -72,23 +68,23 @@ def _problem(problem: Problem) -> dict[str, object]:
     return fields | ({"command": problem.command} if problem.command else {})
 
 
-def _script(found: Diagnosis, spec: str) -> Iterator[str]:
+def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
     """Yield the lines of a shell script: commands, and everything else as comments."""
-    verb = "loads" if found.loads else "does not load"
-    why = f": {found.fit}" if found.fit.distance else ""
-    yield from _comment(f"{found.path} {verb} into {spec}{why}")
-    wrong = [problem for problem in found.problems if not problem.is_remark]
+    verb = "loads" if diagnosis.loads else "does not load"
+    why = f": {diagnosis.fit}" if diagnosis.fit.distance else ""
+    yield from _comment(f"{diagnosis.path} {verb} into {spec}{why}")
+    wrong = [problem for problem in diagnosis.problems if not problem.is_remark]
     for problem in wrong:
         yield from _comment(f"{problem.kind}: {problem.message}")
-        if problem.command and problem.command != found.then:
+        if problem.command and problem.command != diagnosis.then:
             yield problem.command
-    if found.then is None:
+    if diagnosis.then is None:
         yield "# no command can fix that"
     elif wrong:
-        yield found.then
-    if found.python:
-        yield f"# {'or in Python' if wrong else 'in Python'}: {printable(found.python)}"
-    for problem in found.problems:
+        yield diagnosis.then
+    if diagnosis.python:
+        yield f"# {'or in Python' if wrong else 'in Python'}: {printable(diagnosis.python)}"
+    for problem in diagnosis.problems:
         if problem.is_remark:
             yield from _comment(f"{problem.kind}: {problem.message}")
             if problem.command:

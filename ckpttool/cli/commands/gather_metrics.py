@@ -37,18 +37,14 @@ def command(files: tuple[str, ...], samples: int | None, out: str | None, force:
     console = options.console(given)
     if out is not None and os.path.lexists(out):
         _require_replaceable(out, force)
-    found = recompute([read(path) for path in files], samples)
+    certificate = recompute([read(path) for path in files], samples)
     if out is not None:
-        _write(out, found)
-    console.result(_in_words(found, out), found.statement())
+        _write(out, certificate)
+    console.result(_in_words(certificate, out), certificate.statement())
 
 
 def _require_replaceable(out: str, force: bool) -> None:
-    """Refuse an existing file at --out, and with --force too if it holds predictions.
-
-    Raises:
-        OutputExists: `out` may not be replaced.
-    """
+    """Refuse an existing file at --out, and with --force too if it holds predictions."""
     from ...errors import CkptToolError, OutputExists
     from ...metrics.predictions import read
 
@@ -64,16 +60,17 @@ def _require_replaceable(out: str, force: bool) -> None:
         )
 
 
-def _write(path: str, found: Certificate) -> None:
+def _write(path: str, certificate: Certificate) -> None:
     from ...files.commit import replacing
 
     with replacing(path) as file:
-        file.write(f"{to_json(found.statement())}\n".encode())
+        file.write(f"{to_json(certificate.statement())}\n".encode())
 
 
-def _in_words(found: Certificate, out: str | None) -> str:
+def _in_words(certificate: Certificate, out: str | None) -> str:
     where = "" if out is None else f" -> {printable(out)}"
+    samples = counted(certificate.samples, "sample", "samples")
     return (
-        f"{found.correct} of {counted(found.samples, 'sample', 'samples')} correct ({found.accuracy:.2%}), "
-        f"loss {found.loss:.4f}, each once in {counted(found.ranks, 'file', 'files')}{where}"
+        f"{certificate.correct} of {samples} correct ({certificate.accuracy:.2%}), "
+        f"loss {certificate.loss:.4f}, each once in {counted(certificate.ranks, 'file', 'files')}{where}"
     )

@@ -12,11 +12,11 @@ import click
 
 from ...errors import SeveralCheckpoints
 from .. import options
-from ..console import Console, terminal_width
-from ..several_files import Answer, answer_each
+from ..console import Console, fields_of, terminal_width
+from ..reading import Answer, answer_each, open_file
 
 if TYPE_CHECKING:
-    from ...analysis.non_tensors import OtherRow
+    from ...analysis.other_contents import OtherRow
     from ...analysis.stats import Stats
     from ...analysis.summary import Summary, TensorRow
     from ...checkpoint.checkpoint import Checkpoint
@@ -50,7 +50,6 @@ def command(
     Example:
       ckpttool inspect last.pt
     """
-    from ... import formats
     from ...analysis.summary import summarize, tensor_rows
     from ..pages.inspect import page, stats_table, tensor_lines
 
@@ -58,7 +57,7 @@ def command(
 
     def answer(file: str) -> Answer:
         try:
-            opened = formats.open(file)
+            opened = open_file(console, file)
         except SeveralCheckpoints:
             if (run := _of_run(file)) is None:
                 raise
@@ -104,7 +103,7 @@ def _of_run(folder: str) -> Answer | None:
 
 
 def _lines() -> int:
-    """Return how many lines of modules fit on the terminal beside the facts."""
+    """Return how many lines of modules fit on the terminal with the facts."""
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
 
 
@@ -126,31 +125,15 @@ def _measure(console: Console, checkpoint: Checkpoint, verify: bool) -> Mapping[
 def _fields(
     summary: Summary, rows: Iterable[TensorRow], stats: Mapping[str, Stats | None]
 ) -> dict[str, object]:
-    return {
-        "path": summary.path,
-        "format": summary.format,
-        "bytes": summary.nbytes,
-        "state": summary.state,
-        "model": summary.model,
-        "other_states": summary.other_states,
-        "keys": summary.keys,
-        "parameters": summary.parameters,
-        "prefixes": [asdict(prefix) for prefix in summary.prefixes],
-        "dtypes": summary.here.dtypes,
-        "devices": summary.here.devices,
-        "ties": summary.ties,
-        "state_bytes": summary.here.nbytes,
-        "unused_bytes": summary.unused,
-        "optimizers": [asdict(row) for row in summary.optimizers],
-        "schedulers": [asdict(row) for row in summary.schedulers],
+    here, renamed = summary.here, {"nbytes": "bytes", "unused": "unused_bytes", "running": "could_run"}
+    own = ("likes", "modules", "here", "outside", "other", *([] if summary.ranks else ["ranks"]))
+    data = fields_of(summary, renamed, without=own)
+    return data | {
+        "dtypes": here.dtypes,
+        "devices": here.devices,
+        "state_bytes": here.nbytes,
         "tensors": [_tensor_fields(row, stats) for row in rows],
-        "other_tensors": [asdict(row) for row in summary.other_tensors],
         "other": [_other_fields(row) for row in summary.other],
-        "unknown": summary.unknown,
-        "could_run": summary.running,
-        "remarks": [remark._asdict() for remark in summary.remarks],
-        "metadata": summary.metadata,
-        **({"ranks": asdict(summary.ranks)} if summary.ranks else {}),
     }
 
 

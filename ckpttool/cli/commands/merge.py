@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 from ...errors import NothingToDo, RanksDiffer, Refused
 from .. import options
 from ..console import Console, counted
-from ..rewriting import OTHERS, Outcome, rewrite
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -37,11 +36,6 @@ if TYPE_CHECKING:
     metavar="N",
     help="Where files state different training steps, take them all the same, as those of step N.",
 )
-@click.option(
-    "--companions",
-    is_flag=True,
-    help="Also copy the small files beside the ranks': config.json, the tokenizer.",
-)
 @options.writing_options
 def command(
     inputs: tuple[str, ...],
@@ -50,7 +44,6 @@ def command(
     dtype: str | None,
     take_rank: int | None,
     take_step: int | None,
-    companions: bool,
     **given: Any,
 ) -> None:
     """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
@@ -67,28 +60,12 @@ def command(
       ckpttool merge rank0.pt rank1.pt model.safetensors
     """
     from ... import formats
-    from ...formats import companions as of_model
-    from ...formats.saving.destination import destination
 
     console = options.console(given)
     options.require_new_output(inputs, given["output"], given["force"], alone=False)
-    copied: list[tuple[str, str]] = []
-    kept: list[str] = []  # in a folder that is replaced, until the new ones are copied
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        target = destination(given["output"], checkpoint, to, full=full or None)
-        named = shlex.quote(given["output"]) if target.holds_all else None
-        new, outcome = _merged(checkpoint, dtype, given["state"], named)
-        found, others = of_model.listed(checkpoint, given["output"])
-        if companions:
-            places = of_model.targets(found, target.path, is_folder=target.is_folder, force=given["force"])
-            copied.extend(zip(found, places, strict=True))
-            kept.extend(map(os.path.basename, places))
-            outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
-        if os.path.isdir(inputs[0]):
-            left = [] if companions else [os.path.basename(path) for path in found]
-            outcome.not_copied = {"not copied (--companions does)": left, OTHERS: others}
-        return new, outcome
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+        return _merged(checkpoint, dtype, target)
 
     def opening() -> Checkpoint:
         return formats.open_ranks(
@@ -96,45 +73,32 @@ def command(
         )
 
     try:
-        rewrite(
-            {**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to, kept=kept
-        )
+        rewrite({**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to)
     except RanksDiffer:
         with opening() as checkpoint:
             raise _all_that_differ(console, checkpoint) from None
-    if copied and not given["dry_run"]:
-        of_model.copy([path for path, _ in copied], [place for _, place in copied])
-        console.note(f"copied along: {console.names([place for _, place in copied])}")
 
 
-def _merged(
-    checkpoint: Checkpoint, dtype: str | None, state: str | None, output: str | None
-) -> tuple[Checkpoint, Outcome]:
+def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> tuple[Checkpoint, Outcome]:
     """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
-    from ...tensors.cast import target
+    from ...tensors.cast import target as dtype_of
     from ...transforms.selection import cast
 
     outcome = Outcome(f"merged {_in_words(checkpoint)}", of_state=bool(dtype))
     if checkpoint.ranks is not None:
         ranks = checkpoint.ranks
-        outcome.fields = {
-            "ranks": {
-                "framework": ranks.framework,
-                "world_size": ranks.world_size,
-                "mesh": ranks.mesh,
-                "step": ranks.step,
-            }
-        }
+        names = ("framework", "world_size", "mesh", "step")
+        outcome.fields = {"ranks": {name: getattr(ranks, name) for name in names}}
         if checkpoint.format == "safetensors-ranks":
             outcome.notes.append(
                 f"no file says how many ranks there were; those of {len(ranks.held)} were found"
             )
-    if output is not None:
-        checkpoint = with_names(checkpoint, outcome, output)
+    if target.place.holds_all:
+        checkpoint = with_names(checkpoint, outcome, shlex.quote(target.place.path))
     if dtype:
-        to = target(dtype.lower())
+        to = dtype_of(dtype.lower())
         try:
-            checkpoint, outcome.casting = cast(checkpoint, to, state=state)
+            checkpoint, outcome.casting = cast(checkpoint, to, state=target.state)
         except NothingToDo:  # to merge is something to do
             outcome.notes.append(f"no tensor had to be cast: none has a float dtype other than {to.name}")
         else:
@@ -144,13 +108,7 @@ def _merged(
 
 
 def with_names(checkpoint: Checkpoint, outcome: Outcome, file: str) -> Checkpoint:
-    """Return a checkpoint whose optimizer is keyed by names, if they are certain; else note how to name it.
-
-    Args:
-        checkpoint: what is written.
-        outcome: gets the note.
-        file: a file with the optimizer keyed by numbers, quoted for a shell.
-    """
+    """Key the optimizer by names if they are certain; else note how, in `file` (quoted for a shell)."""
     from ...transforms.optimizer.rekey import to_names
 
     try:
@@ -175,7 +133,7 @@ def _in_words(checkpoint: Checkpoint) -> str:
 
 def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
     """Return the error that names every tensor in which ranks differ."""
-    from ...analysis.rank_differences import tensors_that_differ
+    from ...analysis.verify import tensors_that_differ
 
     first, *others = tensors_that_differ(checkpoint).items()
     message = str(first[1])

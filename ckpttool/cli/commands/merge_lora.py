@@ -8,7 +8,7 @@ import click
 
 from .. import options
 from ..console import counted
-from ..rewriting import Outcome, rewrite
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -34,26 +34,12 @@ def command(adapter: str, **given: Any) -> None:
     from ...transforms.lora.adapter import open_adapter
     from ...transforms.lora.merge import merge_lora
 
-    console = options.console(given)
     opened = open_adapter(adapter)
     with opened.checkpoint:
 
-        def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-            new, found = merge_lora(checkpoint, opened, state=given["state"])
-            outcome = Outcome(f"added {counted(len(found.updated), 'update', 'updates')} of {adapter}")
-            outcome.fields = {
-                "updated": found.updated,
-                "replaced": found.replaced,
-                "cast": found.cast,
-                "added": found.added,
-            }
-            for said, names in (
-                ("replaced by the adapter's", found.replaced),
-                ("of other types in the adapter, and cast to the model's", found.cast),
-                ("added", found.added),
-            ):
-                if names:
-                    outcome.notes.append(f"{said}: {console.names(names)}")
-            return new, outcome
+        def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+            new, merged = merge_lora(checkpoint, opened, state=target.state)
+            done = f"added {counted(len(merged.updated), 'update', 'updates')} of {adapter}"
+            return new, Outcome(done, casting=merged.casting, result=merged)
 
         rewrite(given, transform)

@@ -8,7 +8,7 @@ import click
 
 from .. import options
 from ..console import counted, stdout_kept_for_results
-from ..rewriting import Outcome, rewrite
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -57,38 +57,28 @@ def command(to: str, model: str | None, order: Literal["state", "model"] | None,
     console = options.console(given)
     parameters = parameters_of(model).shapes if model else None
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
         change = to_names if to == "names" else to_indices
-        new, found = change(checkpoint, parameters=parameters, state=given["state"], order=order)
-        what = counted(len(found.optimizers), "optimizer", "optimizers")
-        done = f"keyed {what} of {counted(found.parameters, 'parameter', 'parameters')} by {to}"
-        if found.moved:
-            done += f", {found.moved} moved"
-        fields = {
-            "optimizers": found.optimizers,
-            "parameters": found.parameters,
-            "moved": found.moved,
-            "ordered": found.ordered,
-        }
-        outcome = Outcome(done, fields=fields)
-        if found.ordered:
+        new, rekeyed = change(checkpoint, parameters=parameters, state=target.state, order=order)
+        what = counted(len(rekeyed.optimizers), "optimizer", "optimizers")
+        done = f"keyed {what} of {counted(rekeyed.parameters, 'parameter', 'parameters')} by {to}"
+        if rekeyed.moved:
+            done += f", {rekeyed.moved} moved"
+        outcome = Outcome(done, result=rekeyed)
+        if rekeyed.ordered:
             either = "the model or the file's state, whichever fits"
             whose = {"model": "the model", "state": "the file's state", None: either}[order]
             outcome.notes.append(f"it names no parameters: they were taken in the order of {whose}")
-        if found.absent:
-            count = counted(len(found.absent), "parameter", "parameters")
-            outcome.notes.append(f"{count} of the model are in no optimizer: {console.names(found.absent)}")
+        if rekeyed.absent:
+            count = counted(len(rekeyed.absent), "parameter", "parameters")
+            outcome.notes.append(f"{count} of the model are in no optimizer: {console.names(rekeyed.absent)}")
         return new, outcome
 
-    rewrite({**given, "state": None}, transform, full=True)
+    rewrite(given, transform, full=True, state=None)
 
 
 def parameters_of(spec: str) -> Parameters:
-    """Return the parameters of a model. Runs the user's code; imports torch.
-
-    Raises:
-        UsageFault: SPEC makes something else than a module.
-    """
+    """Return the parameters of a model. Runs the user's code; imports torch."""
     from ...errors import UsageFault
     from ...models import factory, reloading
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import options
-from ..console import Console, counted, printable
+from ..console import Console, counted, fields_of, printable
 
 if TYPE_CHECKING:
     from ...proving.proof import Proved
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     "--program",
     type=click.Path(),
     metavar="FILE",
-    help="The train/main.py to replay with.  [default: this package's]",
+    help="The train/main.py to replay with.  [default: that of this repository]",
 )
 @click.option(
     "--run-code", is_flag=True, help="Let the replay run files that the run names as model, data or task."
@@ -59,7 +59,7 @@ def command(
     dry_run: bool,
     **given: Any,
 ) -> int:
-    """Check the record of a training run, and train a part of it again, to the same bits.
+    """Check the record of a training run, and repeat a part of it, to the same bits.
 
     RUN is a folder of train/main.py --prove-every K. Its run.jsonl chains digests of the samples, the
     weights and the checkpoints. By default the steps from the last checkpoint before the end are
@@ -75,52 +75,42 @@ def command(
     from ...proving.replay import Replay
 
     console = options.console(given)
+    program = program or str(Path(__file__).parents[3] / "train" / "main.py")  # not in an installed wheel
     replay = None if no_replay else Replay(start, end, ranks, program, run_code, flags, dry_run)
     began = time.perf_counter()
-    found = prove(run, replay=replay, announce=lambda text: console.note(f"replays: {text}", pasted=True))
-    if dry_run and found.command:
-        console.note(f"would replay: {shlex.join(found.command)}", pasted=True)
-    for note in found.notes:
+    proved = prove(run, replay=replay, announce=lambda text: console.note(f"replays: {text}", pasted=True))
+    if dry_run and proved.command:
+        console.note(f"would replay: {shlex.join(proved.command)}", pasted=True)
+    for note in proved.notes:
         console.note(note)
-    for finding in found.findings:
+    for finding in proved.findings:
         console.note(f"{finding.kind}: {printable(finding.where)}: {printable(finding.message)}")
     seconds = time.perf_counter() - began
-    console.result(_line(console, run, found, seconds), _fields(run, found, seconds))
-    return 0 if found.ok else 1
+    console.result(_line(console, run, proved, seconds), _fields(run, proved, seconds))
+    return 0 if proved.ok else 1
 
 
-def _line(console: Console, run: str, found: Proved, seconds: float) -> str:
+def _line(console: Console, run: str, proved: Proved, seconds: float) -> str:
     checked = [
-        counted(found.lines, "line", "lines"),
-        counted(len(found.checkpoints), "checkpoint", "checkpoints"),
+        counted(proved.lines, "line", "lines"),
+        counted(len(proved.checkpoints), "checkpoint", "checkpoints"),
     ]
-    if found.replayed:
-        on = f" on {counted(found.ranks, 'rank', 'ranks')}" if found.ranks > 1 else ""
-        checked.append(f"steps {found.replayed[0] + 1} to {found.replayed[1]} replayed{on}")
+    if proved.replayed:
+        on = f" on {counted(proved.ranks, 'rank', 'ranks')}" if proved.ranks > 1 else ""
+        checked.append(f"steps {proved.replayed[0] + 1} to {proved.replayed[1]} replayed{on}")
     steps = [
-        finding.step for finding in found.findings if finding.kind == "replay" and finding.step is not None
+        finding.step for finding in proved.findings if finding.kind == "replay" and finding.step is not None
     ]
-    verdict = "proved" if found.replayed else "the chain holds" if found.ok else ""
-    if not found.ok:
+    verdict = "proved" if proved.replayed else "the chain holds" if proved.ok else ""
+    if not proved.ok:
         verdict = (
-            f"parts at step {steps[0]}" if steps else counted(len(found.findings), "problem", "problems")
+            f"differs at step {steps[0]}" if steps else counted(len(proved.findings), "problem", "problems")
         )
-    head = f"; head {found.head}" if console.verbose else ""
+    head = f"; head {proved.head}" if console.verbose else ""
     return f"{printable(run)}: {verdict} ({', '.join(checked)}, {seconds:.1f} s){head}"
 
 
-def _fields(run: str, found: Proved, seconds: float) -> dict[str, object]:
-    return {
-        "path": run,
-        "ok": found.ok,
-        "lines": found.lines,
-        "head": found.head,
-        "ended": found.ended,
-        "checkpoints": [{"file": name, "step": step} for name, step in found.checkpoints],
-        "replayed": list(found.replayed) if found.replayed else None,
-        "ranks": found.ranks,
-        "problems": [asdict(finding) for finding in found.findings],
-        "notes": list(found.notes),
-        "command": list(found.command),
-        "seconds": round(seconds, 3),
-    }
+def _fields(run: str, proved: Proved, seconds: float) -> dict[str, object]:
+    checkpoints = [{"file": name, "step": step} for name, step in proved.checkpoints]
+    data = {"path": run, "ok": proved.ok, **fields_of(proved, {"findings": "problems"})}
+    return data | {"checkpoints": checkpoints, "seconds": round(seconds, 3)}

@@ -1,4 +1,4 @@
-"""ckpttool reload"""
+"""The command `ckpttool reload`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import Console, printable, show_bytes, show_names, stdout_kept_for_results
-from ..parameters import Shape
-from ..states import note_state
+from ..console import Console, note_fields, printable, show_bytes, stdout_kept_for_results
+from ..options import Shape
+from ..reading import note_state, open_file
 
 if TYPE_CHECKING:
     from ...models.reloading import Reloaded
@@ -48,13 +48,12 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     Example:
       ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
     """
-    from ... import formats
     from ...models.reloading import reload
     from ...models.skeleton import skeleton, with_values
 
     console = options.console(given)
     started = time.perf_counter()
-    with formats.open(given["file"]) as checkpoint, stdout_kept_for_results():
+    with open_file(console, given["file"]) as checkpoint, stdout_kept_for_results():
         opened = time.perf_counter()
         # Values that the model keeps take part in the forward pass; else none of its own are needed.
         build = with_values if input_shape and given["allow_missing"] else skeleton
@@ -132,15 +131,7 @@ def _line(
         f"loaded {count} of {of} tensors{stripped} into {spec}, {how}, "
         f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"
     )
-    for said, which in (
-        ("kept as they are in the model", loaded.kept),
-        ("ignored, as the model does not have them", loaded.ignored),
-    ):
-        if which:
-            console.note(f"{said}: {console.names(which)}")
-    if loaded.added:
-        console.note(f"missing in the file, kept as they are in the model: {show_names(loaded.added)}")
-    if without := _without_values(loaded):
-        names = console.names(without)
-        console.note(f"on the meta device, without values, as no file holds them: {names}")
+    note_fields(console, loaded)
+    said = "on the meta device, without values, as no file holds them"
+    console.note_names(said, _without_values(loaded))
     return line + (f"\nforward pass: {list(given)} -> {made}" if given else "")

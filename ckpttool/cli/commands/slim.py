@@ -8,7 +8,7 @@ import click
 
 from .. import options
 from ..console import counted, show_bytes
-from ..rewriting import Outcome, rewrite
+from ..rewriting import Outcome, Target, rewrite
 from .optimizer import parameters_of
 
 if TYPE_CHECKING:
@@ -37,15 +37,15 @@ def command(model: str | None, **given: Any) -> None:
 
     parameters = parameters_of(model) if model else None
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        named = with_names(checkpoint, given["state"], parameters) if parameters else None
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+        named = with_names(checkpoint, target.state, parameters) if parameters else None
         if named is not None:
             count = counted(len(named.checkpoint.state("").tensors), "tensor", "tensors")
             done = f"named {count} by {model}"
             return slim(named.checkpoint), Outcome(done, left_out=named.left_out, where="")
-        found = checkpoint.state(given["state"])
-        new = slim(checkpoint, state=given["state"])
+        state = checkpoint.state(target.state)
+        new = slim(checkpoint, state=target.state)
         done = f"slimmed {show_bytes(checkpoint.nbytes)}"
-        return new, Outcome(done, left_out=checkpoint.outside(found), where="")
+        return new, Outcome(done, left_out=checkpoint.outside(state), where="")
 
     rewrite(given, transform)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import counted, printable, show_bytes
-from ..rewriting import Outcome, rewrite
-from ..states import note_state
+from ..console import counted, fields_of, note_fields, show_bytes
+from ..reading import note_state, open_file
+from ..rewriting import Companions, Outcome, Target, report_written, rewrite
 from .merge import with_names
 
 if TYPE_CHECKING:
@@ -41,17 +41,29 @@ FORMS = ("dtensor", "dcp")
     "--whole",
     multiple=True,
     metavar="GLOB",
-    help="Keys that each rank holds whole, beside integers and BatchNorm's statistics. Repeatable.",
+    help="Keys that each rank holds whole, besides integers and BatchNorm's statistics. Repeatable.",
+)
+@click.option(
+    "--replace-all",
+    is_flag=True,
+    help="With --force, also remove OUTPUT's files of a kind that INPUT lacks, such as an optimizer's.",
 )
 @options.state_option
+@options.companions_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option
 @options.reading
 def command(
-    ranks: int, form: str, device: str | None, axis: str | None, whole: tuple[str, ...], **given: Any
+    ranks: int,
+    form: str,
+    device: str | None,
+    axis: str | None,
+    whole: tuple[str, ...],
+    replace_all: bool,
+    **given: Any,
 ) -> None:
-    """Write a whole checkpoint as what the ranks of a training load: the inverse of merge.
+    """Write a whole checkpoint as files that the ranks of a training run load: the inverse of merge.
 
     As dtensor, rank R of W gets OUTPUT/model_world_size_W_rank_R.pt, cut as fully_shard(model) cuts it, and
     the optimizer in optim_world_size_W_rank_R.pt; all else goes whole into extra_state_…. torch.load reads
@@ -68,9 +80,12 @@ def command(
       ckpttool split run.pt folder/ --ranks 4 --as dcp
     """
     if form == "dcp":
-        _as_dcp(ranks, {"--device": device, "--axis": axis, "--whole": whole}, given)
+        _as_dcp(
+            ranks, {"--device": device, "--axis": axis, "--whole": whole, "--replace-all": replace_all}, given
+        )
     else:
-        _as_dtensors(given, ranks, device or "cuda", axis, whole)
+        choices = {"axis": axis, "whole": whole, "replace_all": replace_all}
+        _as_dtensors(given, ranks, device or "cuda", choices)
 
 
 def _as_dcp(ranks: int, others: dict[str, Any], given: dict[str, Any]) -> None:
@@ -83,12 +98,12 @@ def _as_dcp(ranks: int, others: dict[str, Any], given: dict[str, Any]) -> None:
             f"{useless[0]} has no effect on a DCP folder, which has no mesh", hint="leave it out"
         )
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
         outcome = Outcome("wrote for any number of ranks", of_state=False, fields={"ranks": ranks})
-        outcome.notes.extend(_wrappers(checkpoint, given["state"]))
+        outcome.notes.extend(_wrappers(checkpoint, target.state))
         return with_names(checkpoint, outcome, shlex.quote(given["input"])), outcome
 
-    rewrite({**given, "shard_size": None, "device": None}, transform, to=dcp.NAME)
+    rewrite(given, transform, to=dcp.NAME)
 
 
 def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
@@ -96,64 +111,47 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
     from ...transforms.wrappers import found_prefixes
 
     state = checkpoint.found_state() if where is None else checkpoint.state(where)
-    found = found_prefixes(state.tensors, state.versions)[:1] if state is not None else []
+    prefixes = found_prefixes(state.tensors, state.versions)[:1] if state is not None else []
     path = shlex.quote(checkpoint.path)
     return [
-        f"{each.keys} of {each.of} keys begin with '{each.prefix}', and those of a model under fully_shard "
-        f"do not: ckpttool strip-prefix {path} OUT --prefix {each.prefix}, then split OUT"
-        for each in found
-        if each.certain
+        f"{prefix.keys} of {prefix.of} keys begin with '{prefix.prefix}', and those of a model under "
+        f"fully_shard do not: ckpttool strip-prefix {path} OUT --prefix {prefix.prefix}, then split OUT"
+        for prefix in prefixes
+        if prefix.certain
     ]
 
 
-def _as_dtensors(
-    given: dict[str, Any], ranks: int, device: str, axis: str | None, whole: tuple[str, ...]
-) -> None:
-    from ... import formats
+def _as_dtensors(given: dict[str, Any], ranks: int, device: str, choices: dict[str, Any]) -> None:
+    from ...formats.saving.destination import Destination
     from ...formats.splitting.splitting import split
 
     console, started = options.console(given), time.perf_counter()
-    settings = {name: given[name] for name in ("state", "verify", "force", "dry_run")}
-    with formats.open(given["input"]) as checkpoint, console.bar("writing") as bar:
+    choices |= {name: given[name] for name in ("state", "verify", "force", "dry_run")}
+    with open_file(console, given["input"]) as checkpoint, console.bar("writing") as bar:
+        companions = Companions.of(checkpoint, given, Destination(given["output"], "dtensor-ranks", True))
         note_state(console, checkpoint, given["state"])
         wrappers = _wrappers(checkpoint, given["state"])
         if console.draws:
-            settings |= {"progress": bar.add, "expect": bar.expect}
-        found = split(checkpoint, given["output"], ranks, device=device, axis=axis, whole=whole, **settings)
-    seconds = time.perf_counter() - started
+            choices |= {"progress": bar.add, "expect": bar.expect}
+        written = split(checkpoint, given["output"], ranks, device=device, kept=companions.names, **choices)
     for note in wrappers:
         console.note(note)
-    for said, names in (
-        ("whole on every rank, as buffers are (--whole adds others)", found.whole),
-        (
-            "cut, though the optimizer has no such parameter (--whole NAME, if it is a buffer)",
-            found.perhaps_buffers,
-        ),
-        ("the same in extra_state of every rank", found.repeated),
-        ("left out", found.left_out),
-    ):
-        if names:
-            console.note(f"{said}: {console.names(names)}")
+    note_fields(console, written)
+    companions.copy(console, dry=given["dry_run"])
     console.note(
         f"for ranks on {device}, in a model under fully_shard(model); import torch.distributed.tensor"
     )
-    done = f"split {counted(len(found.sharded), 'tensor', 'tensors')} over {counted(ranks, 'rank', 'ranks')}"
-    size = f"{counted(len(found.files), 'file', 'files')}, {show_bytes(found.nbytes)}, {seconds:.2f} s"
-    data: dict[str, object] = {
-        "output": found.path,
+    done = (
+        f"split {counted(len(written.sharded), 'tensor', 'tensors')} over {counted(ranks, 'rank', 'ranks')}"
+    )
+    size = f"{counted(len(written.files), 'file', 'files')}, {show_bytes(written.nbytes)}"
+    keys = len(written.sharded) + len(written.whole)
+    data = {
+        **fields_of(written),
         "format": "dtensor-ranks",
-        "ranks": ranks,
-        "files": found.files,
-        "keys": len(found.sharded) + len(found.whole),
-        "sharded": len(found.sharded),
-        "whole": found.whole,
-        "perhaps_buffers": found.perhaps_buffers,
-        "optimizer": found.optimizer,
-        "repeated": found.repeated,
+        "keys": keys,
         "renamed": 0,
-        "left_out": found.left_out,
-        "bytes": found.nbytes,
-        "seconds": round(seconds, 4),
-    } | ({"dry_run": True} if given["dry_run"] else {})
-    verb = f"would have {done}" if given["dry_run"] else done
-    console.result(f"{verb} -> {printable(found.path)} ({size})", data)
+        **companions.fields(),
+    }
+    seconds = time.perf_counter() - started
+    report_written(console, done, written.path, size, seconds, data, dry=given["dry_run"])

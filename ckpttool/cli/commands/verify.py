@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import options
-from ..console import Console, counted, printable, show_bytes
-from ..several_files import Answer, answer_each
-from ..states import note_state, note_unread
+from ..console import Console, counted, fields_of, printable, show_bytes
+from ..reading import Answer, answer_each, note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.verify import Verified
@@ -58,58 +56,49 @@ def command(
 
     def answer(file: str) -> Answer:
         with ExitStack() as stack:
-            checkpoint = stack.enter_context(formats.open(file))
+            checkpoint = stack.enter_context(open_file(console, file))
             other = stack.enter_context(formats.open(against)) if against else None
             if state is not None and other is None:
                 checkpoint.state(state)
             passes = checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
             with console.progress(passes, "reading") as progress:
-                found = verify(
+                verified = verify(
                     checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
                 )
             if other is not None:
                 note_unread(console, checkpoint, other)
-            if other is not None and found.compared == "state":
+            if other is not None and verified.compared == "state":
                 for each in (checkpoint, other):
                     note_state(console, each, state, named=True)
-        _note(console, found)
-        return Answer(_line(file, against, found), _fields(file, found), 0 if found.ok else 1)
+        _note(console, verified)
+        return Answer(
+            _line(file, against, verified),
+            {"path": file, "ok": verified.ok, **fields_of(verified, {"free": "unvouched"})},
+            0 if verified.ok else 1,
+        )
 
     return answer_each(files, console, answer)
 
 
-def _note(console: Console, found: Verified) -> None:
-    code = sum(problem.kind == "code" for problem in found.problems)  # never shortened
-    shown = found.problems[: None if console.verbose else 10 + code]
+def _note(console: Console, verified: Verified) -> None:
+    code = sum(problem.kind == "code" for problem in verified.problems)  # never shortened
+    shown = verified.problems[: None if console.verbose else 10 + code]
     for problem in shown:
         console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
-    if len(found.problems) > len(shown):
-        console.note(f"and {len(found.problems) - len(shown)} more: -v shows them")
-    if found.non_finite:
-        names = tuple(f"{name} ({count})" for name, count in found.non_finite.items())
-        console.note(f"NaN or infinite values: {console.names(names)}")
-    if found.hint:
-        console.note(f"hint: {printable(found.hint)}", pasted=True)
+    if len(verified.problems) > len(shown):
+        console.note(f"and {len(verified.problems) - len(shown)} more: -v shows them")
+    names = [f"{name} ({count})" for name, count in verified.non_finite.items()]
+    console.note_names("NaN or infinite values", names)
+    if verified.hint:
+        console.note(f"hint: {printable(verified.hint)}", pasted=True)
 
 
-def _line(file: str, against: str | None, found: Verified) -> str:
-    what = "contents" if found.compared == "everything" else "model state"
-    same = f", same {what} as {printable(against)}" if against and found.ok else ""
-    verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
-    free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in found.free.items())
-    checked = f"{show_bytes(found.checked_bytes)} checked" + (f"; no checksum covers {free}" if free else "")
+def _line(file: str, against: str | None, verified: Verified) -> str:
+    what = "contents" if verified.compared == "everything" else "model state"
+    same = f", same {what} as {printable(against)}" if against and verified.ok else ""
+    verdict = f"ok{same}" if verified.ok else counted(len(verified.problems), "problem", "problems")
+    free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in verified.free.items())
+    checked = f"{show_bytes(verified.checked_bytes)} checked" + (
+        f"; no checksum covers {free}" if free else ""
+    )
     return f"{printable(file)}: {verdict} ({checked})"
-
-
-def _fields(file: str, found: Verified) -> dict[str, object]:
-    return {
-        "path": file,
-        "ok": found.ok,
-        "checked_bytes": found.checked_bytes,
-        "problems": [asdict(problem) for problem in found.problems],
-        "non_finite": found.non_finite,
-        "unsummed": found.unsummed,
-        "unvouched": dict(found.free),
-        "compared": found.compared,
-        "hint": found.hint,
-    }

@@ -7,10 +7,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...analysis.module_tree import shape_in_words, tensors_in_words
-from ...analysis.optimizers import in_words
+from ...analysis.other_contents import in_words
 from ...checkpoint.checkpoint import SHARDING
-from ..columns import columns, cut, cut_middle, left, right, table, wrapped
-from ..console import counted, printable, show_bytes, show_names
+from ..console import (
+    columns,
+    counted,
+    cut,
+    cut_middle,
+    left,
+    printable,
+    right,
+    show_bytes,
+    show_names,
+    table,
+    wrapped,
+)
 from .inspect_others import MAX_OTHERS, others
 
 if TYPE_CHECKING:
@@ -20,27 +31,17 @@ if TYPE_CHECKING:
     from ...checkpoint.ranks import Ranks
     from ...transforms.wrappers import FoundPrefix
 
-MAX_LINES = 200
-"""Lines of modules that are shown without `-v`."""
+MAX_LINES = 200  # Lines of modules that are shown without `-v`
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
-INDENT = 14
-"""Columns before a fact: two spaces, and the widest label."""
+INDENT = 14  # Columns before a fact: two spaces, and the widest label
 
 
 def page(
     summary: Summary, depth: int | None, width: int | None, lines: int, *, everything: bool
 ) -> Iterator[str]:
-    """Yield the lines of the page.
-
-    Args:
-        summary: what is in the file.
-        depth: levels of modules to show; None shows as many as fit on `lines` lines.
-        width: columns of the terminal; None cuts and folds nothing.
-        lines: lines for modules.
-        everything: show every name instead of the first few.
-    """
+    """Yield the lines of the page."""
     yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
     for label, fact in _facts(summary, everything):
         yield from _folded(f"  {label:{INDENT - 2}}{fact}".rstrip(), width)
@@ -61,15 +62,38 @@ def page(
 
 
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
+    """Yield label and text of each fact; a fact without a label goes on from the one before."""
     most = 1_000_000 if everything else 6
     if summary.ranks is not None:
         yield from _run(summary.ranks, most)
+    yield from _state(summary, most)
+    yield from (("prefix", _prefix(prefix)) for prefix in summary.prefixes)
+    yield from _first("tied", [_tie(names, most) for names in summary.ties], most)
+    yield from _training(summary)
+    yield from _bytes(summary)
+    yield from (
+        ("metadata", f"{printable(key)}: {printable(value)[:200]}") for key, value in summary.metadata.items()
+    )
+    if summary.running:  # all of them: what is left out here may be what matters
+        yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
+    if harmless := summary.unknown[len(summary.running) :]:
+        yield "unknown", f"{show_names(harmless, most)} (kept inert, never imported)"
+    remarks = [f"{printable(remark.name)}: {printable(remark.message)}" for remark in summary.remarks]
+    yield from _first("beware", remarks, most)
+
+
+def _first(label: str, facts: Sequence[str], most: int) -> Iterator[tuple[str, str]]:
+    yield from ((label, fact) for fact in facts[:most])
+    if len(facts) > most:
+        yield "", f"and {len(facts) - most} more"
+
+
+def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
+    """Yield where the model's state is and what it holds, or why there is none; and other states."""
     if summary.ranks is not None and summary.ranks.missing:
         yield "state", "none: tensors are not whole without the missing ranks"
-    elif summary.state is None:
-        none = "several, name one" if summary.other_states else "none: it holds no dict of tensors"
-        yield "state", "none: it holds one rank's pieces of tensors" if SHARDING in summary.metadata else none
-    else:
+        return
+    if summary.state is not None:
         where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
         tensors = counted(summary.keys, "tensor", "tensors")
@@ -80,28 +104,12 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
             yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
         if set(summary.here.devices) - {"cpu"}:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
-    usable = summary.ranks is None or not summary.ranks.missing
-    for name in summary.other_states if usable else ():
+    elif SHARDING in summary.metadata:
+        yield "state", "none: it holds one rank's pieces of tensors"
+    else:
+        yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
+    for name in summary.other_states:
         yield "also", f"--state {printable(shlex.quote(name))}"
-    for found in summary.prefixes:
-        yield "prefix", _prefix(found)
-    for names in summary.ties[:most]:
-        yield "tied", _tie(names, most)
-    if len(summary.ties) > most:
-        yield "", f"and {len(summary.ties) - most} more"
-    yield from _training(summary)
-    yield from _bytes(summary)
-    for key, value in summary.metadata.items():
-        yield "metadata", f"{printable(key)}: {printable(value)[:200]}"
-    if summary.running:  # all of them: what is left out here may be what matters
-        yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
-    harmless = summary.unknown[len(summary.running) :]
-    if harmless:
-        yield "unknown", f"{show_names(harmless, most)} (kept inert, never imported)"
-    for remark in summary.remarks[:most]:
-        yield "beware", f"{printable(remark.name)}: {printable(remark.message)}"
-    if len(summary.remarks) > most:
-        yield "", f"and {len(summary.remarks) - most} more"
 
 
 def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
@@ -113,7 +121,7 @@ def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
         held = [f"{rank}: {show_bytes(nbytes)}" for rank, nbytes in ranks.held.items()]
         yield "ranks hold", show_names(held, max(most, 8))
     if ranks.replicated:
-        yield "held alike", f"by several ranks: {show_names(ranks.replicated, most)}"
+        yield "replicated", f"on several ranks: {show_names(ranks.replicated, most)}"
     if ranks.missing:
         yield (
             "missing",
@@ -133,9 +141,9 @@ def _tie(names: Sequence[str], most: int) -> str:
     return shown + (f" and {len(names) - most} more names" if len(names) > most else "")
 
 
-def _prefix(found: FoundPrefix) -> str:
-    perhaps = "" if found.certain else f"; perhaps: {found.reason}"
-    return printable(f"'{found.prefix}' on {found.keys} of {found.of} keys ({found.wrapper}{perhaps})")
+def _prefix(prefix: FoundPrefix) -> str:
+    perhaps = "" if prefix.certain else f"; perhaps: {prefix.reason}"
+    return printable(f"'{prefix.prefix}' on {prefix.keys} of {prefix.of} keys ({prefix.wrapper}{perhaps})")
 
 
 def _training(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -159,8 +167,8 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
 def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield what the bytes of the file are used for, if not for the state alone."""
     optimizers = sum(row.nbytes for row in summary.optimizers)
-    others = summary.beside.nbytes - optimizers
-    rest = summary.nbytes - summary.here.nbytes - summary.beside.nbytes - summary.unused
+    others = summary.outside.nbytes - optimizers
+    rest = summary.nbytes - summary.here.nbytes - summary.outside.nbytes - summary.unused
     parts = [
         ("state", summary.here.nbytes),
         ("optimizers" if len(summary.optimizers) > 1 else "optimizer", optimizers),
@@ -168,7 +176,7 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
         ("unused", summary.unused),
         ("all else", rest),
     ]
-    if summary.unused > max(0, others, optimizers) or summary.beside.nbytes:
+    if summary.unused > max(0, others, optimizers) or summary.outside.nbytes:
         share = max(summary.nbytes, 1)
         yield "bytes", ", ".join(f"{n} {show_bytes(c)} ({c / share:.0%})" for n, c in parts if c > 0)
     if summary.unused:
@@ -211,7 +219,7 @@ def _module(level: int, branch: Branch, where: str) -> str:
     name = printable(branch.name)
     if not level:
         name = f"{where}.{name}" if where and name else where or name or "the file itself"
-    copies = f" ({branch.copies} alike)" if branch.copies > 1 else ""
+    copies = f" ({branch.copies} identical)" if branch.copies > 1 else ""
     return "  " * level + name + copies
 
 
@@ -227,13 +235,7 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
 def tensor_lines(
     rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
 ) -> Iterator[str]:
-    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics.
-
-    Args:
-        rows: the tensors.
-        width: columns of the terminal; None separates the cells by tabs, for grep, cut and awk.
-        stats: statistics by name, if they were measured.
-    """
+    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics."""
     cells = [
         (
             *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
@@ -248,13 +250,7 @@ def tensor_lines(
 def stats_table(
     rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
 ) -> Iterator[str]:
-    """Yield a table of statistics with one line per tensor.
-
-    Args:
-        rows: the tensors.
-        stats: statistics by name; a tensor without any gets dashes.
-        width: columns of the terminal, for which deviations and then means are left out; None keeps all.
-    """
+    """Yield a table of statistics with one line per tensor."""
     cells: list[Sequence[str]] = [STATS]
     for row in rows:
         shape = row.sizes if row.shape is None else shape_in_words(row.shape)
@@ -262,7 +258,7 @@ def stats_table(
         cells.append((*first, *_figures(stats.get(row.name))))
     if len(cells) == 1:
         return
-    finite = not any(found and found.non_finite for found in stats.values())
+    finite = not any(stat and stat.non_finite for stat in stats.values())
     shown = [i for i, name in enumerate(STATS) if name != "not finite" or not finite]
     widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
     for name in ("std", "mean"):
@@ -271,11 +267,11 @@ def stats_table(
     yield from table([[line[i] for i in shown] for line in cells], (0, 1), width)
 
 
-def _figures(found: Stats | None) -> list[str]:
-    if found is None:
+def _figures(stat: Stats | None) -> list[str]:
+    if stat is None:
         return ["-"] * 5
-    numbers = found.minimum, found.maximum, found.mean, found.deviation
-    return [*map(_number, numbers), str(found.non_finite)]
+    numbers = stat.minimum, stat.maximum, stat.mean, stat.deviation
+    return [*map(_number, numbers), str(stat.non_finite)]
 
 
 def _number(value: float | int | None) -> str:

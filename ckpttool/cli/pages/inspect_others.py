@@ -1,4 +1,4 @@
-"""The part of the page of `inspect` that shows what is neither a tensor nor the state of a training."""
+"""The part of the page of `inspect` that shows what is neither a tensor nor part of a training state."""
 
 from __future__ import annotations
 
@@ -11,29 +11,18 @@ from ...transforms.wrappers import LIGHTNING
 from ..console import counted, printable, show_bytes
 
 if TYPE_CHECKING:
-    from ...analysis.non_tensors import OtherRow
+    from ...analysis.other_contents import OtherRow
     from ...analysis.summary import Summary
 
-MAX_OTHERS = 12
-"""Values below one name that are shown without `-v`."""
+MAX_OTHERS = 12  # Values below one name that are shown without `-v`
 
-FIRST = ("hyper_parameters", "datamodule_hyper_parameters")
-"""Entries of a Lightning file that stand first."""
+FIRST = ("hyper_parameters", "datamodule_hyper_parameters")  # Entries of a Lightning file that stand first
 
-FOLDED = ("loops", "callbacks")
-"""Entries of a Lightning file that hold its own bookkeeping."""
+FOLDED = ("loops", "callbacks")  # Entries of a Lightning file that hold its own bookkeeping
 
 
 def others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
-    """Yield name and value of everything that no other part of the page shows.
-
-    Tensors beside the state are counted last, in a line for each container. Of a Lightning file the
-    hyper-parameters come first, and loops and callbacks are a line each.
-
-    Args:
-        summary: what is in the file.
-        everything: yield every value, also those in optimizers and schedulers.
-    """
+    """Yield name and value of everything that no other part of the page shows."""
     groups = [(name, list(rows)) for name, rows in groupby(summary.other, _group)]
     lightning = any(name == LIGHTNING for name, _ in groups)
     if lightning:

@@ -7,8 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..columns import table
-from ..console import counted, printable, show_bytes
+from ..console import counted, printable, show_bytes, table
 
 if TYPE_CHECKING:
     from ...analysis.run_folder import Entry

@@ -24,8 +24,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import detached
 from ...checkpoint.ranks import Ranks
 from ...errors import Damaged, Unreadable, Unsupported
-from ...files.descriptors import allow_open_files
-from ...files.open_source import open_source_descriptor
+from ...files.open_source import allow_open_files, open_source_descriptor
 from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
 from ...tensors.chunks import Part, assembled

@@ -12,8 +12,7 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT
 from ...errors import Damaged, Unreadable, Unsupported, UsageFault
-from ...files.open_source import open_source_descriptor
-from ...files.suggestions import names_in
+from ...files.open_source import names_in, open_source_descriptor
 from ...inert_pickle.values import Record
 from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip

@@ -15,7 +15,7 @@ from ...files.copying import BUFFER
 from ...files.crc32 import crc32_of
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle
-from ...tensors.ref import ByteRange, Source, Storage
+from ...tensors.ref import DEVICE, ByteRange, Source, Storage
 from ..zip.inflate import Inflated, inflated, inflated_bytes
 from ..zip.reader import Record, read_directory
 from ..zip.writer import DEFLATED, STORED
@@ -94,6 +94,9 @@ class Archive:
                 raise self._two_sizes(key, nbytes, size)
             if compression == DEFLATED:
                 data = self.inflated.add(record)
+            if not DEVICE.fullmatch(location):
+                said = f"is tagged with '{location[:40]}', which is no device: torch refuses the file"
+                self.remarks.append(Remark(f"storage '{key[:80]}'", said))
             self.storages[key] = known = Storage(data, kind, location, crc32, self.byteorder)
         elif nbytes != known.nbytes:
             raise self._two_sizes(key, nbytes, known.nbytes)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ...checkpoint.checkpoint import Remark
+from ...checkpoint.rebuilt_tensors import READERS, require_sound
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
 from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, OrderedDict_, Record
@@ -56,6 +57,8 @@ def read_torch_pickle(
     """Read a pickle that torch wrote: its tensors become TensorRefs."""
     identities = _Identities(storage, parts, remarks)
     reducers = REDUCERS | {name: partial(_rebuild_parameter, name, remarks) for name in PARAMETER}
+    reducers |= {name: partial(_without_hooks, REBUILD[name], remarks) for name in (REBUILD_V2, REBUILD_V3)}
+    reducers |= {name: partial(_rebuild_from_type, name, remarks) for name in FROM_TYPE}
     shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)} if parts == ZIP_PARTS else {}
     return read_pickle(data, start, persistent_load=identities.find, reducers=reducers, shortcuts=shortcuts)
 
@@ -119,7 +122,8 @@ class _Identities:
 
 def _rebuild_parameter(name: Global, remarks: list[Remark], args: tuple[Any, ...]) -> Record | None:
     """A Parameter around a Parameter, which torch makes one; None, so a plain Record, for any other."""
-    inner = args[0] if args else None
+    _require_sound(name, args)
+    inner = args[0]
     if not isinstance(inner, Record) or inner.callable not in PARAMETER or not isinstance(inner.args, tuple):
         return None
     if not remarks or remarks[-1] != NESTED:
@@ -132,46 +136,67 @@ NESTED = Remark(
 )
 
 
+def _require_sound(function: Global, args: tuple[Any, ...]) -> None:
+    """Raise PickleFault for a call that torch refuses; otherwise it becomes a Record."""
+    try:
+        require_sound(function, args)
+    except BadTensor as fault:
+        raise PickleFault(f"its pickle has a tensor {fault}") from None
+
+
+def _without_hooks(
+    rebuild: Callable[[tuple[Any, ...]], TensorRef], remarks: list[Remark], args: tuple[Any, ...]
+) -> TensorRef:
+    """Read a tensor; no description of one can keep hooks, which are functions."""
+    if len(args) > 5 and args[5] and (not remarks or remarks[-1] != HOOKS):
+        remarks.append(HOOKS)
+    return rebuild(args)
+
+
+HOOKS = Remark("data.pkl", "has tensors with hooks, which torch.save never writes; they are left out")
+
+
 def _rebuild_v1(args: tuple[Any, ...]) -> TensorRef:
     if len(args) != 4:
         raise PickleFault("its pickle has a malformed tensor")
     return _tensor(args, False, None, None)
 
 
-def _rebuild_v2(args: tuple[Any, ...]) -> TensorRef | None:
+def _rebuild_v2(args: tuple[Any, ...]) -> TensorRef:
     if len(args) not in (6, 7) or type(args[4]) is not bool:
         raise PickleFault("its pickle has a malformed tensor")
-    if args[5]:  # hooks: functions, which no description of a tensor can keep
-        return None
     return _tensor(args, args[4], None, args[6] if len(args) > 6 else None)
 
 
-def _rebuild_v3(args: tuple[Any, ...]) -> TensorRef | None:
+def _rebuild_v3(args: tuple[Any, ...]) -> TensorRef:
     if len(args) not in (7, 8) or type(args[4]) is not bool or not isinstance(args[6], Global):
         raise PickleFault("its pickle has a malformed tensor")
-    if args[5]:
-        return None
     dtype = DTYPES.get(args[6].name) if args[6].module == "torch" else None
     if dtype is None:
         raise PickleFault(f"its pickle has a tensor of unknown dtype {args[6]}")
     return _tensor(args, args[4], dtype, args[7] if len(args) > 7 else None)
 
 
-REBUILD = {REBUILD_V1: _rebuild_v1, REBUILD_V2: _rebuild_v2, REBUILD_V3: _rebuild_v3}
+Rebuild = Callable[[tuple[Any, ...]], TensorRef]
+REBUILD: dict[Global, Rebuild] = {
+    REBUILD_V1: _rebuild_v1,
+    REBUILD_V2: _rebuild_v2,
+    REBUILD_V3: _rebuild_v3,
+}
 
 
-def _rebuild_from_type(name: Global, args: tuple[Any, ...]) -> Record | None:
+def _rebuild_from_type(name: Global, remarks: list[Remark], args: tuple[Any, ...]) -> Record | None:
     """A tensor of another type or with attributes; None, and so a plain Record, unless it is strided."""
-    if len(args) != 4 or not isinstance(args[0], Global) or type(args[2]) is not tuple:
-        return None
+    _require_sound(name, args)
     function, kind, inner, state = args
-    tensor = REBUILD[function](inner) if function in REBUILD else None
-    return None if tensor is None else Record("reduce", name, (tensor, kind, state))
+    if not isinstance(function, Global) or function not in REBUILD:
+        return None
+    return Record("reduce", name, (_without_hooks(REBUILD[function], remarks, tuple(inner)), kind, state))
 
 
 REDUCERS: dict[Global, Callable[[tuple[Any, ...]], object]] = {
-    **REBUILD,
-    **{name: partial(_rebuild_from_type, name) for name in FROM_TYPE},
+    REBUILD_V1: _rebuild_v1,
+    **{name: partial(_require_sound, name) for name in READERS if isinstance(name, Global)},
 }
 
 

@@ -21,7 +21,7 @@ from ...checkpoint.dotted_names import dotted
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
-from ...files.suggestions import CHECKPOINT_ENDINGS, names_in
+from ...files.open_source import CHECKPOINT_ENDINGS, names_in
 from ...inert_pickle.values import tensor_of
 from .agreement import step_of
 from .device_meshes import Mesh

@@ -17,7 +17,7 @@ from ...checkpoint.checkpoint import SHARDING, Checkpoint
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.special_tensors import shape_of
 from ...errors import Damaged
-from ...files.suggestions import names_in
+from ...files.open_source import names_in
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import TensorRef
 from ..safetensors.format import parse_object

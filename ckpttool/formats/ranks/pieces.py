@@ -26,8 +26,7 @@ from typing import NamedTuple, Protocol
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT, Ranks, require_all
 from ...errors import Damaged, Unreadable, UsageFault
-from ...files.descriptors import allow_open_files
-from ...files.open_source import open_source_descriptor
+from ...files.open_source import allow_open_files, open_source_descriptor
 from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 
-from ...checkpoint.argument import takes_checkpoint
-from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Damaged, FileError, Refused
@@ -55,6 +56,10 @@ class SavePlan:
         if kind == dcp.NAME and not full:
             special = dict(checkpoint.special_tensors())
         require_plain(checkpoint.path, special or {}, f"can't be held by {kind}", holds=False)
+        if self.state is None:
+            for name, fault in checkpoint.index_faults():
+                leave_out = f"leave it out: --exclude {shlex.quote(glob.escape(name))}"
+                raise Damaged(checkpoint.path, f"'{name}' has {fault}: torch refuses it", hint=leave_out)
         self.ties: dict[str, str] = {}
         shares = kind == sharding.TORCH  # a pickle keeps ties by itself
         if self.state is not None and not (keep_copies or shares):

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Unreadable, Unsupported
-from ...files.descriptors import allow_open_files
-from ...files.open_source import open_source_descriptor
+from ...files.open_source import allow_open_files, open_source_descriptor
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import Source, TensorRef
 from ..pytorch import legacy as torch_legacy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -40,6 +40,7 @@ class Split:
         repeated: names of what each rank's `extra_state` holds.
         left_out: what of the input no file holds.
         perhaps_buffers: names of the state that were cut, though the optimizer knows no such parameter.
+        removed: files of an earlier split in the folder that have no successor of their name.
     """
 
     path: str
@@ -52,6 +53,7 @@ class Split:
     repeated: tuple[str, ...]
     left_out: tuple[str, ...]
     perhaps_buffers: tuple[str, ...]
+    removed: tuple[str, ...] = ()
 
 
 class SplitPlan:
@@ -109,6 +111,11 @@ class SplitPlan:
         beside = self.checkpoint.outside(replace(self.state, path=()))
         return (*(f"{above}{name}" for name in beside), *self.checkpoint.unread)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """How the names of the files begin."""
+        return (MODEL, *([OPTIMIZER] if self.optimizer else []), *([EXTRA] if self.extra else []))
+
     def files(self, *, ranks: int, device: str, axis: str | None) -> Files:
         """Yield each file's name with what goes into it, rank by rank."""
         for rank in range(ranks):
@@ -162,14 +169,15 @@ class SplitPlan:
         if not same:
             raise Damaged(path, problem)
 
-    def report(self, path: str, ranks: int, sizes: Mapping[str, int]) -> Split:
+    def report(self, path: str, ranks: int, sizes: Mapping[str, int], old: Collection[str]) -> Split:
         """Return what was written."""
         whole = tuple(name for name in self.state.tensors if name not in {*self.sharded})
         where = dotted(self.optimizer.path) if self.optimizer else None
         nbytes, repeated = sum(sizes.values()), tuple(map(str, self.extra))
         perhaps = self.optimizer.without if self.optimizer else ()
         left = self.left_out
-        return Split(path, ranks, (*sizes,), nbytes, self.sharded, whole, where, repeated, left, perhaps)
+        old = tuple(name for name in old if name not in sizes)
+        return Split(path, ranks, (*sizes,), nbytes, self.sharded, whole, where, repeated, left, perhaps, old)
 
 
 def _is_buffer(name: str, tensor: TensorRef) -> bool:

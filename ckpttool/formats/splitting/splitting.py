@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...checkpoint.argument import takes_checkpoint
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...errors import OutputExists, UsageFault
 from ...files.commit import require_folder, writing_into
@@ -45,6 +44,8 @@ def split(
     whole: Iterable[str] = (),
     verify: bool | None = None,
     force: bool = False,
+    replace_all: bool = False,
+    kept: Collection[str] = (),
     dry_run: bool = False,
     progress: Progress | None = None,
     expect: Progress | None = None,
@@ -66,6 +67,9 @@ def split(
         verify: None: compare what is read with the checksums that its file states, and read back names, types
             and shapes. True: read back the values too. False: do not compare checksums either.
         force: replace the files of ranks in an existing folder.
+        replace_all: with `force`, also remove files of ranks of which the new checkpoint has no kind, such as
+            an optimizer's where it has none.
+        kept: names of other files that may be in a folder which is replaced, and stay in it.
         dry_run: write nothing: the same result and the same errors.
         progress: called with the number of bytes after each piece.
         expect: called first, with about the number of bytes that progress will come to.
@@ -75,7 +79,8 @@ def split(
 
     Raises:
         UsageFault: `ranks` or `device` is none, or the place can't be written.
-        OutputExists: the folder is there, and `force` is not given.
+        OutputExists: the folder is there, and `force` is not given; or it holds a kind of files
+            that the new checkpoint lacks, and `replace_all` is not given.
         NothingToDo: no tensor would be cut, or a pattern of `whole` matches no name.
         Refused: a tensor is not a plain one, there are several optimizers, or one keeps a tensor of another
             shape than its parameter.
@@ -84,22 +89,25 @@ def split(
     """
     name = os.fspath(path)
     _require_sense(ranks, device)
-    _require_place(checkpoint, name, force)
+    _require_place(checkpoint, name, force, kept)
     plan = SplitPlan(replace(checkpoint, device="cpu"), state, tuple(whole))
+    old = _replaced(name) if os.path.isdir(name) else []
+    if lost := [file for file in old if not file.startswith(plan.kinds)]:
+        _require_loss(name, lost, replace_all)
     make = partial(plan.files, ranks=ranks, device=device, axis=axis)
     if expect is not None:
         expect(plan.work(ranks, verify=bool(verify), dry=dry_run))
     storages = checkpoint.storages() if verify is not False and not dry_run else ()
     with Checksums(checkpoint, storages) as checksums:
         if dry_run:
-            return plan.report(name, ranks, {file: _dry(new, file) for file, new in make()})
+            return plan.report(name, ranks, {file: _dry(new, file) for file, new in make()}, old)
 
         def check(folder: str) -> None:
             checksums.finish()
             plan.compare(folder, name, values=bool(verify), progress=progress)
 
-        sizes = _write(name, make, partial(Output, progress=progress), check)
-    return plan.report(name, ranks, sizes)
+        sizes = _write(name, make, partial(Output, progress=progress), check, kept)
+    return plan.report(name, ranks, sizes, old)
 
 
 def _require_sense(ranks: int, device: str) -> None:
@@ -109,7 +117,17 @@ def _require_sense(ranks: int, device: str) -> None:
         raise UsageFault(f"'{device[:80]}' is not a type of device", hint="say for example: --device cpu")
 
 
-def _require_place(checkpoint: Checkpoint, path: str, force: bool) -> None:
+def _require_loss(path: str, lost: list[str], replace_all: bool) -> None:
+    """Refuse to remove files of a kind that the new checkpoint does not have, unless that is asked for."""
+    if not replace_all:
+        files = ", ".join(lost[:2]) + (f" and {len(lost) - 2} more" if lost[2:] else "")
+        raise OutputExists(
+            f"{path}: holds {files}, which nothing in the new checkpoint would replace",
+            hint="name a new folder; --replace-all removes them too",
+        )
+
+
+def _require_place(checkpoint: Checkpoint, path: str, force: bool, kept: Collection[str]) -> None:
     if path == "-":
         raise UsageFault("-: the files of ranks are a folder, and can't be streamed", hint="name a folder")
     require_folder(path)
@@ -120,7 +138,7 @@ def _require_place(checkpoint: Checkpoint, path: str, force: bool) -> None:
         return
     if not os.path.isdir(path):
         raise OutputExists(f"{path}: already exists, and is a file", hint="name a new folder")
-    others = sorted(name for name in os.listdir(path) if not FILE.fullmatch(name))
+    others = sorted(name for name in os.listdir(path) if not FILE.fullmatch(name) and name not in kept)
     if others:
         found = ", ".join(others[:3])
         raise OutputExists(
@@ -131,11 +149,15 @@ def _require_place(checkpoint: Checkpoint, path: str, force: bool) -> None:
 
 
 def _write(
-    path: str, make: Callable[[], Files], opened: Callable[[Any], Output], check: Callable[[str], None]
+    path: str,
+    make: Callable[[], Files],
+    opened: Callable[[Any], Output],
+    check: Callable[[str], None],
+    kept: Collection[str],
 ) -> dict[str, int]:
     """Write files into a new folder and put it in place; return their sizes by name."""
     sizes: dict[str, int] = {}
-    with replacing_folder(path, _replaced) as new:
+    with replacing_folder(path, _replaced, kept) as new:
         for name, checkpoint in make():
             with writing_into(os.path.join(new.path, name)) as file, opened(file) as out:
                 torch_zip.write(checkpoint, out, name)
@@ -144,8 +166,8 @@ def _write(
     return sizes
 
 
-def _replaced(folder: str) -> Collection[str]:
-    return [name for name in os.listdir(folder) if FILE.fullmatch(name)]
+def _replaced(folder: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if FILE.fullmatch(name))
 
 
 def _dry(checkpoint: Checkpoint, name: str) -> int:

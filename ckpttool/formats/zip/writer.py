@@ -10,8 +10,7 @@ import zlib
 from functools import partial
 from typing import NamedTuple
 
-from ...files.copying import Output
-from ...files.sharing import BLOCK
+from ...files.copying import BLOCK, Output
 from ...tensors.ref import ByteRange, Computed
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from ...lazy import attributes
 
 if TYPE_CHECKING:
-    from .case import Respec as Respec
+    from .fit import Respec as Respec
     from .report import Diagnosis as Diagnosis
     from .report import Problem as Problem
-    from .search import diagnose as diagnose
+    from .treatment import diagnose as diagnose
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "case": ("Respec",),
-            "search": ("diagnose",),
+            "fit": ("Respec",),
+            "treatment": ("diagnose",),
             "report": ("Diagnosis", "Problem"),
         },
     )

@@ -1,55 +1,45 @@
-"""Compare a state with a model by names, shapes and types, without reading values.
+"""Compare a state with a model by names, shapes and types, and describe the differences.
 
-`Blueprint.of` imports torch; the comparison does not.
+No values are read. `Blueprint.of` imports torch; the comparison does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...tensors.ref import TensorRef
 
 if TYPE_CHECKING:
     import torch
 
-COUNTER = "num_batches_tracked"
-"""BatchNorm's counter: torch adds it to states that were saved before version 2 of the module."""
 
-SHOWN = 3
-"""How many names a message shows; it counts the rest."""
+# BatchNorm's counter: torch adds it to states that were saved before version 2 of the module.
+COUNTER = "num_batches_tracked"
+
+SHOWN = 3  # names in a message, which counts the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An entry of a model's state dict.
+    """An entry of a model's state dict."""
 
-    Attributes:
-        shape: None where any value fits: `_extra_state`, and lazy parameters.
-        dtype: element type, as `float32`; `""` where there is none.
-        first: the first name of the same memory; another name than its own for a tied parameter.
-    """
-
-    shape: tuple[int, ...] | None
-    dtype: str
-    first: str
+    shape: tuple[int, ...] | None  # None where any value fits: `_extra_state`, and lazy parameters
+    dtype: str  # as `float32`; "" where there is none
+    first: str  # the first name of the same memory: another than its own for a tied parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """The names, shapes and types of a model's state dict.
+    """The names, shapes and types of a model's state dict."""
 
-    Attributes:
-        places: name -> entry, in the order of `state_dict()`.
-        parameters: names of the parameters in the order in which optimizers number them.
-        norms: paths of the BatchNorm layers of any kind.
-    """
-
-    places: Mapping[str, Place]
-    parameters: tuple[str, ...]
-    norms: tuple[str, ...]
+    places: Mapping[str, Place]  # in the order of `state_dict()`
+    parameters: tuple[str, ...]  # in the order in which optimizers number them
+    norms: tuple[str, ...]  # paths of the BatchNorm layers of any kind
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Blueprint:
@@ -86,19 +76,12 @@ def _memory(name: str, value: Any) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The differences that keep a state from loading strictly.
-
-    Attributes:
-        missing: names of the model that the file lacks.
-        unexpected: names of the file that the model does not have.
-        mismatched: (name, shape in the file, shape in the model), or both dtypes for complex into real.
-        added: BatchNorm's counters that the file lacks and torch adds; they keep nothing from loading.
-    """
+    """The differences that keep a state from loading strictly."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    mismatched: tuple[tuple[str, str, str], ...] = ()
-    added: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, str, str], ...] = ()  # (name, in the file, in the model): shapes or dtypes
+    added: tuple[str, ...] = ()  # BatchNorm's counters that torch adds; they keep nothing from loading
 
     @property
     def distance(self) -> int:
@@ -151,9 +134,8 @@ def _differs(tensor: TensorRef, place: Place) -> tuple[str, str] | None:
     """Return both shapes, or both dtypes, if a tensor can't be copied to its place in the model."""
     if place.shape is None:
         return None
-    is_scalar = (
-        tensor.shape == (1,) and place.shape == ()
-    )  # torch 0.3 had no scalars; load_state_dict converts
+    # torch 0.3 had no scalars; load_state_dict converts
+    is_scalar = tensor.shape == (1,) and place.shape == ()
     if tensor.shape != place.shape and not is_scalar:
         return str(list(tensor.shape)), str(list(place.shape))
     if "complex" in tensor.dtype.name and "complex" not in place.dtype:  # torch would drop the imaginary part
@@ -170,3 +152,141 @@ def _without_counters(state: State, blueprint: Blueprint) -> set[str]:
         if not isinstance(version, int) or version < 2:
             names.add(f"{path}.{COUNTER}" if path else COUNTER)
     return names
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A state and the model that it should fit."""
+
+    checkpoint: Checkpoint  # finds the state without its name
+    state: State
+    blueprint: Blueprint
+    fit: Fit
+    # Flags of the `slim` that takes the state out of the file; None if it needs no `slim`.
+    taken_out: tuple[str, ...] | None
+    original: State  # as it lies in the file
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of a checkpoint, both as a command and as the transform behind it."""
+
+    kind: str
+    message: str
+    command: tuple[str, ...]  # without the files
+    apply: Callable[[Checkpoint], Checkpoint]  # raises CkptToolError where the command would fail
+
+
+Finder = Callable[[Case], Iterator[Remedy]]
+
+
+@dataclass(frozen=True, slots=True)
+class Respec:
+    """The model built with other arguments."""
+
+    spec: str
+    message: str
+
+
+Rebuild = Callable[[Case], Respec | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """A case after the remedies that helped, in their order."""
+
+    case: Case
+    remedies: tuple[Remedy, ...] = ()
+
+
+# (kind, regular expression of the names, what they are and what to do)
+KINDS = (
+    (
+        "fsdp-flat",
+        r"(^|\.)_?flat_param$",
+        "they are FSDP's flat parameters, one rank's part of many: save with FULL_STATE_DICT, or with DCP",
+    ),
+    (
+        "adapter",
+        r"\.lora_(A|B|embedding_A|embedding_B)\b",
+        "they are a LoRA adapter's weights: load the model it was trained on, then the adapter with peft",
+    ),
+    (
+        "quantised",
+        r"\.(qweight|qzeros|absmax|quant_map|SCB|_packed_params\S*)$",
+        "they are quantised weights: load them with the library that quantised them",
+    ),
+)
+
+
+def in_words(case: Case) -> Iterator[tuple[str, str]]:
+    """Yield (kind, message) for everything that keeps a state from fitting and that no command fixes."""
+    fit = case.fit
+    known = [
+        (kind, words) for kind, names, words in KINDS if any(map(re.compile(names).search, fit.unexpected))
+    ]
+    if known:
+        kind, words = known[0]
+        yield kind, f"{len(fit.unexpected)} names are not the model's ({shortened(fit.unexpected)}): {words}"
+    elif _is_weight_norm(fit):
+        yield (
+            "weight-norm",
+            "the file keeps weights as direction and magnitude, the model does not: apply "
+            "torch.nn.utils.parametrizations.weight_norm to the model, load, then remove_parametrizations",
+        )
+    elif (head := _head(fit)) is not None:
+        layer, theirs, ours = head
+        yield (
+            "head",
+            f"'{layer}' has {theirs} outputs in the file and {ours} in the model: build it as "
+            f"SPEC(num_classes={theirs}) or similar; "
+            f"or, for a new head, convert with --exclude '{layer}.*' and load with strict=False",
+        )
+    else:
+        yield from _otherwise(case)
+
+
+def _is_weight_norm(fit: Fit) -> bool:
+    ends = (".parametrizations.weight.original0", ".weight_g")
+    there = {
+        name.removesuffix(end) + ".weight" for name in fit.unexpected for end in ends if name.endswith(end)
+    }
+    return bool(there & set(fit.missing))
+
+
+def _head(fit: Fit) -> tuple[str, str, str] | None:
+    """Return the one layer whose number of outputs differs, and both numbers; None if more is wrong."""
+    layers = {name.rpartition(".")[0] for name, *_ in fit.mismatched}
+    if fit.missing or fit.unexpected or len(layers) != 1:
+        return None
+    outputs = {tuple(shape.strip("[]").split(", ", 1)[0] for shape in both) for _, *both in fit.mismatched}
+    inputs = {tuple(shape.strip("[]").partition(", ")[2] for shape in both) for _, *both in fit.mismatched}
+    if len(outputs) != 1 or any(theirs != ours for theirs, ours in inputs):
+        return None
+    theirs, ours = outputs.pop()
+    return layers.pop(), theirs, ours
+
+
+def is_alike(case: Case) -> bool:
+    """Return whether a state is of the model's architecture: it has most of the names, and few others."""
+    size = len(case.blueprint.places)
+    return (2 * len(case.fit.missing) < size and len(case.fit.unexpected) < size) or not size
+
+
+def _otherwise(case: Case) -> Iterator[tuple[str, str]]:
+    fit, places = case.fit, case.blueprint.places
+    if not is_alike(case):
+        fitting = len(places) - len(fit.missing) - len(fit.mismatched) - len(fit.added)
+        message = f"another architecture: {fitting} of the model's {len(places)} names fit by name and shape"
+        yield "architecture", f"{message}; {fit}"
+        return
+    if fit.missing:
+        yield "missing", f"the file lacks {len(fit.missing)} of the model's names ({shortened(fit.missing)})"
+    if fit.unexpected:
+        message = f"the model has no place for {len(fit.unexpected)} names ({shortened(fit.unexpected)})"
+        yield "unexpected", message
+    if fit.mismatched:
+        sizes = tuple(
+            f"{name} {theirs} in the file, {ours} in the model" for name, theirs, ours in fit.mismatched
+        )
+        yield "size", f"{len(sizes)} tensors are of another size or type ({shortened(sizes)})"

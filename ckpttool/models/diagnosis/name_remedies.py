@@ -8,23 +8,20 @@ from collections.abc import Iterable, Iterator
 
 from ...transforms import keys
 from ...transforms.wrappers import COMPANIONS, WRAPPERS, found_prefixes
-from .case import Case, Remedy
+from .fit import Case, Remedy
 
-TRIED = 24
-"""How many prefixes are tried at most."""
-
-ALIKE = 8
-"""An end that more names share (`weight`) does not tell what precedes it."""
+MAX_PREFIXES = 24  # tried at most
+MAX_SHARED = 8  # an end that more names share (`weight`) does not tell what precedes it
 
 
 def wrappers(case: Case) -> Iterator[Remedy]:
     """Strip the prefix of one or several wrappers from the keys."""
-    for found in found_prefixes(case.state.tensors, case.state.versions):
-        carried = f"{found.keys} of {found.of} keys"
-        own = [name for name in COMPANIONS if name in case.fit.unexpected]
-        flags = [word for name in own for word in ("--drop", name)]
-        message = f"'{found.prefix}' of {found.wrapper} is in front of {carried}"
-        yield _strip("prefix", message, found.prefix, *flags, drop=own)
+    for prefix in found_prefixes(case.state.tensors, case.state.versions):
+        carried = f"{prefix.keys} of {prefix.of} keys"
+        counters = [name for name in COMPANIONS if name in case.fit.unexpected]
+        flags = [word for name in counters for word in ("--drop", name)]
+        message = f"'{prefix.prefix}' of {prefix.wrapper} is in front of {carried}"
+        yield _strip("prefix", message, prefix.prefix, *flags, drop=counters)
 
 
 def wrappers_inside(case: Case) -> Iterator[Remedy]:
@@ -61,11 +58,11 @@ def renumbered(case: Case) -> Iterator[Remedy]:
 
 def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
     """Return stem -> numbers that follow it in names: `layers.` -> {0, 1, 2}."""
-    found: dict[str, set[int]] = {}
+    numbers: dict[str, set[int]] = {}
     for name in names:
         for part in re.finditer(r"(?:^|\.)([0-9]{1,6})(?=\.)", name):
-            found.setdefault(name[: part.start(1)], set()).add(int(part[1]))
-    return found
+            numbers.setdefault(name[: part.start(1)], set()).add(int(part[1]))
+    return numbers
 
 
 def prefixes(case: Case) -> Iterator[Remedy]:
@@ -87,7 +84,7 @@ def _add(message: str, prefix: str) -> Remedy:
 
 
 def _heads(case: Case) -> list[tuple[str, str]]:
-    """Return (file's, model's) first parts of keys that end alike, those of most keys first."""
+    """Return (file's, model's) first parts of keys with the same end, the most frequent first."""
     ends: dict[str, list[str]] = {}
     for name in case.fit.missing:
         for head, end in _cuts(name):
@@ -95,9 +92,9 @@ def _heads(case: Case) -> list[tuple[str, str]]:
     counts: Counter[tuple[str, str]] = Counter()
     for name in case.fit.unexpected:
         for head, end in _cuts(name):
-            if len(ends.get(end, ())) <= ALIKE:
+            if len(ends.get(end, ())) <= MAX_SHARED:
                 counts.update((head, other) for other in ends.get(end, ()) if other != head)
-    return sorted(counts, key=lambda pair: (-counts[pair], len(pair[0]) + len(pair[1])))[:TRIED]
+    return sorted(counts, key=lambda pair: (-counts[pair], len(pair[0]) + len(pair[1])))[:MAX_PREFIXES]
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:

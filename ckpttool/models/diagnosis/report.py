@@ -1,4 +1,4 @@
-"""Write a diagnosis: problems in words, and the commands that fix them, each on the result of the last."""
+"""Write a diagnosis: the problems, and the commands that fix them, each run on the result of the last."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NothingToDo, Refused
 from ...formats.saving.destination import format_of_name
 from ...inert_pickle.values import is_plain, walk
-from ...transforms.optimizer.order import OrderCheck, mismatched_order
 from ...transforms.optimizer.rekey import to_indices
-from . import misfits
-from .case import Case, Rebuild
-from .fit import Fit, shortened
-from .plain_load import PICKLED, python_line, refused_by_torch
-from .shell import command_line
-from .treatment import Treatment, as_reloaded
+from ...transforms.optimizer.slots import OrderCheck, mismatched_order
+from .fit import Case, Fit, Rebuild, Treatment, in_words, shortened
+from .lines import PICKLED, command_line, python_line, refused_by_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +65,22 @@ class Diagnosis:
 
 
 class Report:
-    """Write a treatment as commands, each of which reads what the one before it wrote.
-
-    Args:
-        checkpoint: the file.
-        case: the state in it that fits best.
-        treatment: of that case.
-        spec: how the commands name the model.
-        loads: the state loads as it is.
-    """
+    """Write a treatment as commands, each of which reads what the one before it wrote."""
 
     def __init__(
         self, checkpoint: Checkpoint, case: Case, treatment: Treatment, spec: str, loads: bool
     ) -> None:
-        self.original = checkpoint
-        self.case = case
-        self.treatment = treatment
-        self.spec = spec
-        self.loads = loads
+        self.original, self.case, self.treatment = checkpoint, case, treatment
+        self.spec, self.loads = spec, loads
         path = case.checkpoint.path
         self.file = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
         self.output = _output(self.file, checkpoint)
         self.problems: list[Problem] = []
 
-    def written(self, rebuild: Rebuild | None) -> Diagnosis:
+    def written(self, rebuild: Rebuild | None, reloaded: tuple[str, Case]) -> Diagnosis:
         """Return the diagnosis; ask `rebuild` for a model in other sizes if nothing else helps."""
         case, after = self.case, self.treatment.case
-        as_it_is = self._as_it_is()
+        as_it_is = self._as_it_is(*reloaded)
         if case.taken_out is not None and not self.loads:
             self._add(*self._taking_out(case.original), "slim", *case.taken_out)
         for remedy in self.treatment.remedies:
@@ -108,7 +93,7 @@ class Report:
             then = self._reload(respec.spec)
             self.problems.append(Problem("size", respec.message, then))
         else:
-            self.problems += [Problem(kind, message) for kind, message in misfits.in_words(after)]
+            self.problems += [Problem(kind, message) for kind, message in in_words(after)]
         python = self._python() if then else None
         self.problems += as_it_is if then else ()
         self.problems += self._remarks(bool(then))
@@ -147,9 +132,8 @@ class Report:
     def _reload(self, spec: str) -> str:
         return command_line(["ckpttool", "reload", self.file, "--model", spec, *self._where])
 
-    def _as_it_is(self) -> list[Problem]:
+    def _as_it_is(self, prefix: str, fitted: Case) -> list[Problem]:
         """Return a remark if `reload` strips the prefix by itself, which torch's load_state_dict does not."""
-        prefix, fitted = as_reloaded(self.original, self.case.original, self.case.blueprint)
         if self.loads or not prefix or fitted.fit.distance:
             return []
         message = f"ckpttool reload strips '{prefix}' by itself and loads the file; load_state_dict does not"
@@ -158,8 +142,9 @@ class Report:
     def _add_objects(self) -> bool:
         """Add a problem if the model asks for objects, which torch.load creates and this package does not."""
         after = self.treatment.case
-        asked = ((n, v) for n, v in after.state.others.items() if n in after.blueprint.places)
-        objects = tuple(name for name, value in asked if not is_plain(value))
+        places = after.blueprint.places
+        others = ((name, value) for name, value in after.state.others.items() if name in places)
+        objects = tuple(name for name, value in others if not is_plain(value))
         if objects:
             message = (
                 f"the state holds objects ({shortened(objects)}), which are never created from a file here"
@@ -256,7 +241,7 @@ SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat1
 
 
 def _output(file: str, checkpoint: Checkpoint) -> str:
-    """Return a free name beside the file, in a format that holds what the file holds."""
+    """Return a free name next to the file, in a format that holds what the file holds."""
     path = file.rstrip("/")
     stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
     end = ".safetensors" if checkpoint.format.startswith("safetensors") and not checkpoint.full else ".pt"

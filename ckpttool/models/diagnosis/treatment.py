@@ -1,17 +1,26 @@
-"""Try remedies on a state until it fits its model or none brings it nearer."""
+"""Find out which state of a file fits a model best, and which remedies make it fit.
+
+Each command is tried first: a remedy is a pure change of the checkpoint, which reads no values, and it is
+advised if the state fits better after it than before. What no remedy fixes is described instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.dotted_names import dotted
 from ...checkpoint.state import State
-from ...errors import CkptToolError
+from ...checkpoint.states import is_optimizer
+from ...errors import CkptToolError, NoState
+from ...inert_pickle.values import walk
+from ...transforms import selection
 from . import name_remedies, value_remedies
-from .case import Case, Finder, Remedy
-from .fit import Blueprint, Fit, compare
+from .fit import Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_alike
+from .report import Diagnosis, Problem, Report
 
+# From certain to guessed: earlier ones are tried first.
 FINDERS: tuple[Finder, ...] = (
     value_remedies.complex_parts,
     name_remedies.wrappers,
@@ -26,10 +35,9 @@ FINDERS: tuple[Finder, ...] = (
     name_remedies.same_order,
     value_remedies.extras,
 )
-"""From certain to guessed: earlier ones are tried first."""
 
-ROUNDS = 12
-"""How many remedies are applied at most."""
+MAX_REMEDIES = 12
+MAX_STATES = 8  # states of one file that are tried
 
 Accepts = Callable[[State], bool]
 
@@ -39,33 +47,49 @@ def declines(_: State) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class Treatment:
-    """A case after the remedies that helped, in their order."""
-
-    case: Case
-    remedies: tuple[Remedy, ...] = ()
+def diagnose(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    spec: str,
+    *,
+    state: str | None = None,
+    accepts: Accepts = declines,
+    rebuild: Rebuild | None = None,
+) -> Diagnosis:
+    """Find out why a checkpoint does not load into a model."""
+    try:
+        cases = _cases(checkpoint, blueprint, state)
+    except NoState as error:
+        if state is not None:
+            raise
+        return _without_state(checkpoint, error)
+    treatments: list[Treatment] = []
+    for case in cases:
+        treatments.append(treat(case, accepts=accepts))
+        if not treatments[-1].case.fit.distance:
+            break
+    best = min(range(len(treatments)), key=lambda i: treatments[i].case.fit.distance)
+    if not is_alike(treatments[best].case):  # a fit by chance is no reason for commands
+        best = 0
+        treatments[0] = Treatment(cases[0])
+    case = cases[best]
+    loads = not case.fit.distance or accepts(case.state)
+    # Whoever does not know that the state has to be named does not load it.
+    is_default = state is not None or best == 0
+    report = Report(checkpoint, case, treatments[best], spec, loads and is_default)
+    return report.written(rebuild, as_reloaded(checkpoint, case.original, blueprint))
 
 
 def treat(case: Case, finders: tuple[Finder, ...] = FINDERS, accepts: Accepts = declines) -> Treatment:
-    """Apply remedies as long as they bring a state nearer to its model.
-
-    Args:
-        case: the state and its model.
-        finders: find the remedies to try, in order.
-        accepts: return whether the model takes a state by loading rules of its own; then it fits.
-
-    Returns:
-        The case after the remedies that helped, with its new fit, and those remedies.
-    """
+    """Apply remedies as long as they bring a state nearer to its model."""
     used: list[Remedy] = []
-    while case.fit.distance and len(used) < ROUNDS:
+    while case.fit.distance and len(used) < MAX_REMEDIES:
         if accepts(case.state):
             return Treatment(replace(case, fit=Fit()), tuple(used))
-        found = next(filter(None, (_best(case, finder) for finder in finders)), None)
-        if found is None:
+        step = next(filter(None, (_best(case, finder) for finder in finders)), None)
+        if step is None:
             break
-        remedy, case = found
+        remedy, case = step
         used.append(remedy)
     return Treatment(case, tuple(used))
 
@@ -90,22 +114,44 @@ def _after(case: Case, remedy: Remedy) -> Case | None:
 
 
 def as_reloaded(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tuple[str, Case]:
-    """Return a state as `reload` loads it: without wrappers' prefixes, with its ties, without stray values.
-
-    Args:
-        checkpoint: the file.
-        state: the state in it.
-        blueprint: of the model.
-
-    Returns:
-        The prefix that was removed, `""` for none, and the state with its fit. Entries that are not tensors
-        and that the model does not ask for (an epoch beside the weights) are left out.
-    """
+    """Return the prefix that `reload` strips, `""` for none, and the state as it loads it, with its ties."""
     alone = replace(checkpoint, tree=state.container)
     finders = name_remedies.wrappers, value_remedies.ties
     treated = treat(Case(alone, state, blueprint, compare(state, blueprint), None, state), finders)
     prefix = "".join(remedy.command[2] for remedy in treated.remedies if remedy.kind == "prefix")
     fitted = treated.case.state
+    # What is no tensor and not asked for by the model (an epoch next to the weights) is not loaded.
     asked = {name: value for name, value in fitted.others.items() if name in blueprint.places}
     fitted = replace(fitted, others=asked)
     return prefix, replace(treated.case, state=fitted, fit=compare(fitted, blueprint))
+
+
+def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> list[Case]:
+    """Return a case for each state that could be meant, the likeliest first."""
+    places = [dotted(path) for path in checkpoint.states()] or [checkpoint.state().where]
+    names = places[:MAX_STATES] if where is None else [where]
+    default = checkpoint.found_state()
+    return [
+        _case(checkpoint, blueprint, name, is_named=default is None or name != default.where)
+        for name in names
+    ]
+
+
+def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, is_named: bool) -> Case:
+    """Return the case of one state; commands change the default state, so any other is taken out first."""
+    original = checkpoint.state(name)
+    if not is_named and original.module is None:
+        return Case(checkpoint, original, blueprint, compare(original, blueprint), None, original)
+    alone = selection.slim(checkpoint, state=name)
+    state = alone.state()
+    flags = ("--state", name) if is_named else ()
+    return Case(alone, state, blueprint, compare(state, blueprint), flags, original)
+
+
+def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
+    if any(is_optimizer(value) for value in walk(checkpoint.tree)):
+        message = "it holds only the state of an optimizer: the model's parameters are in another file"
+        problem = Problem("optimizer-only", message)
+    else:
+        problem = Problem("no-state", error.reason)
+    return Diagnosis(checkpoint.path, checkpoint.format, None, False, Fit(), (problem,), None)

@@ -1,4 +1,4 @@
-"""Remedies for tensors that differ: axes, sizes, complex numbers, ties, counters and superfluous entries."""
+"""Remedies for tensors that differ: axes, sizes, complex numbers, ties, counters and extra entries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from fnmatch import fnmatchcase, translate
 from itertools import permutations
 
 from ...transforms import layout, selection
-from ...transforms.complex_parts import join_complex, split_complex
-from .case import Case, Remedy
-from .fit import COUNTER, shortened
+from .fit import COUNTER, Case, Remedy, shortened
 
 Sizes = tuple[int, ...]
 
@@ -22,14 +20,14 @@ def complex_parts(case: Case) -> Iterator[Remedy]:
             "complex",
             "the file has complex tensors as pairs NAME.real and NAME.imag",
             ("convert", "--complex", "join"),
-            lambda c: join_complex(c)[0],
+            lambda c: layout.join_complex(c)[0],
         )
     if any(name.removesuffix(".real") in case.fit.unexpected for name in case.fit.missing):
         yield Remedy(
             "complex",
             "the model has complex tensors as pairs NAME.real and NAME.imag",
             ("convert", "--complex", "split"),
-            lambda c: split_complex(c)[0],
+            lambda c: layout.split_complex(c)[0],
         )
 
 
@@ -106,9 +104,13 @@ def _moving(shape: Sizes, axes: Sizes) -> Sizes:
 def _ambiguous(case: Case, orders: Mapping[str, Sizes]) -> str:
     """Return a warning of shapes that are the same in both orders or that several orders make."""
     shapes, words = {name: tensor.shape for name, tensor in case.state.tensors.items()}, ""
-    alike = tuple(name for name in shapes if name not in orders and _hides(shapes[name], {*orders.values()}))
-    if alike:
-        words += f"; the shapes of {len(alike)} others don't show whether they are too ({shortened(alike)})"
+    unclear = tuple(
+        name for name in shapes if name not in orders and _hides(shapes[name], {*orders.values()})
+    )
+    if unclear:
+        words += (
+            f"; the shapes of {len(unclear)} others don't show whether they are too ({shortened(unclear)})"
+        )
     guessed = tuple(
         name
         for name, axes in orders.items()
@@ -170,15 +172,7 @@ def _listed(sizes: Sizes) -> str:
 
 
 def as_patterns(values: Mapping[str, Sizes], names: Iterable[object]) -> list[tuple[str, Sizes]]:
-    """Return (pattern, value) pairs that give each name its value, and no value to any other of `names`.
-
-    Args:
-        values: name -> value.
-        names: all names that the patterns will meet.
-
-    Returns:
-        `*.weight` once if all such names have one value; else longer patterns, at last the names themselves.
-    """
+    """Return (pattern, value) pairs that give each name its value, and no value to any other of `names`."""
     everything = [str(name) for name in names]
     rules: dict[str, Sizes] = {}
     for name, value in values.items():
@@ -204,4 +198,4 @@ def _is_worth(pattern: str, value: Sizes, values: Mapping[str, Sizes], names: li
     """Return whether a pattern matches several names, all of which have this value."""
     fits = re.compile(translate(pattern)).match
     fitting = [values.get(name) for name in names if fits(name)]
-    return all(found == value for found in fitting) and len(fitting) > pattern.startswith("*.")
+    return all(each == value for each in fitting) and len(fitting) > pattern.startswith("*.")

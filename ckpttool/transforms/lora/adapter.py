@@ -1,4 +1,9 @@
-"""A LoRA adapter in PEFT's format: its folder, its settings, and what each of its tensors is."""
+"""A LoRA adapter in PEFT's format: its folder, its settings, and what each of its tensors is.
+
+The adapter's author chooses settings for single layers by regular expressions. Python's `re` backtracks:
+`((.+)+)+!`, or forty times `(a|a)`, keep it busy for years. Here the set of all places of a name that are
+reached so far is carried from one piece of the expression to the next.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +11,37 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from sys import float_info
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Refused, Unreadable, Unsupported
+from ...files.open_source import open_source_descriptor
 from ...formats.reading import open as open_any
 from ...tensors.ref import TensorRef
-from .name_pattern import UnknownPattern, fits
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
+MAX_BYTES = 16 << 20  # of a file of settings
 
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 
+# A factor as it is in the model's own `state_dict`, where several adapters may be.
 NAMED = re.compile(r".+\.lora_(?:embedding_)?[AB]\.(?!bias$)([^.]+)(?:\.weight)?")
-"""A factor as it is in the model's own `state_dict`, where several adapters may be."""
 
+# Values of `init_lora_weights` that leave the model's own weights as they are.
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the model's own weights as they are."""
 
 _WAYS = (
     "use_dora lora_bias use_qalora use_bdlora megatron_config layer_replication target_parameters "
     "trainable_token_indices alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config"
 )
+# Settings by which a layer computes something else than W + scale · B·A.
 UNKNOWN_WAYS = tuple(_WAYS.split())
-"""Settings by which a layer computes something else than W + scale · B·A."""
 
 IN_PYTHON = "merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()"
 
@@ -77,32 +84,34 @@ class Adapter:
             raise Damaged(self.checkpoint.path, f"{CONFIG} says {said}, which is no list of names")
         return saved
 
-    def setting(self, pattern: str, usual: str, module: str) -> float:
-        """Return a number of the configuration: that of the first pattern that fits a layer, or the usual.
-
-        Args:
-            pattern: the name of the patterns, such as `rank_pattern`.
-            usual: the name of the number for all other layers.
-            module: the layer.
-
-        Raises:
-            Damaged: it is no finite positive number, or a pattern is malformed.
-            Unsupported: a pattern is one that `name_pattern.fits` does not take.
-        """
-        chosen = self.config.get(usual)
+    def settings(self, patterns: str, usual: str, modules: Iterable[str]) -> dict[str, float]:
+        """Return a number for each layer: that of the first key of `patterns` that fits it, or `usual`."""
+        by_key = self.config.get(patterns) or {}
+        if not isinstance(by_key, dict):
+            raise Damaged(self.checkpoint.path, f"{CONFIG} has a malformed {patterns}")
         try:
-            for key, value in (self.config.get(pattern) or {}).items():
-                if fits(key, module):
-                    chosen = value
-                    break
+            first = FirstMatch(by_key).of
+            keys = {module: first(module) for module in modules}
         except UnknownPattern as error:
             raise Unsupported(
                 self.checkpoint.path,
-                f"{CONFIG} has {pattern} '{error!s:.80}', more than names, '.*', '|' and plain groups",
+                f"{CONFIG} has {patterns} '{error!s:.80}', more than names, '.*', '|' and plain groups",
                 hint="name the layers there instead, as they are called in the model",
             ) from None
-        except (AttributeError, re.error, RecursionError, OverflowError):
-            raise Damaged(self.checkpoint.path, f"{CONFIG} has a malformed {pattern}") from None
+        except TooMuchWork:
+            raise Unsupported(
+                self.checkpoint.path,
+                f"{CONFIG} has {len(by_key)} {patterns}, too many to match with each layer",
+                hint="name the layers there instead, as they are called in the model",
+            ) from None
+        except (re.error, RecursionError, OverflowError):
+            raise Damaged(self.checkpoint.path, f"{CONFIG} has a malformed {patterns}") from None
+        return {
+            module: self._number(self.config.get(usual) if key is None else by_key[key], usual)
+            for module, key in keys.items()
+        }
+
+    def _number(self, chosen: object, usual: str) -> float:
         if type(chosen) not in (int, float) or not 0 < chosen <= float_info.max:  # type: ignore[operator]
             raise Damaged(
                 self.checkpoint.path,
@@ -111,12 +120,7 @@ class Adapter:
         return chosen  # type: ignore[return-value]
 
     def parts(self) -> tuple[dict[str, dict[str, TensorRef]], dict[str, TensorRef]]:
-        """Return the factors of each layer, and by their names in the model the tensors that it holds whole.
-
-        Raises:
-            Unsupported: one is of a layer's, and no factor of a product.
-            Refused: two are the same tensor of the model.
-        """
+        """Return the factors of each layer, and its whole tensors under their names in the model."""
         whole: dict[str, TensorRef] = {}
         factors: dict[str, dict[str, TensorRef]] = {}
         keys: dict[tuple[str, str], str] = {}
@@ -137,7 +141,7 @@ class Adapter:
                 raise Refused(
                     self.checkpoint.path,
                     f"holds '{other[:80]}' and '{key[:80]}', which are the same tensor of the model",
-                    hint="leave one of both out: ckpttool convert FILE NEWFILE --exclude KEY",
+                    hint="leave out one of the two: ckpttool convert FILE NEWFILE --exclude KEY",
                 )
         return factors, whole
 
@@ -169,20 +173,149 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
         Damaged: the configuration is no JSON object; or as `ckpttool.open` raises it.
     """
     path = os.fspath(folder)
-    config = os.path.join(path, CONFIG)
     try:
-        with open(config, encoding="utf-8") as file:
-            said = json.load(file)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise Unreadable(
-            config, reason, hint="ADAPTER is the folder that PEFT's save_pretrained wrote"
-        ) from None
-    except (ValueError, RecursionError):
-        raise Damaged(config, "is not JSON") from None
-    if not isinstance(said, dict):
-        raise Damaged(config, "is not a JSON object")
+        said = json_object(os.path.join(path, CONFIG))
+    except Unreadable as error:
+        error.hint = "ADAPTER is the folder that PEFT's save_pretrained wrote"
+        raise
     there = [os.path.join(path, name) for name in WEIGHTS if os.path.lexists(os.path.join(path, name))]
     if not there:
         raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     return Adapter(open_any(there[0]), said)
+
+
+def json_object(path: str) -> dict[str, Any]:
+    """Return what a file of settings says. Raises Unreadable, and Damaged if it is no JSON object."""
+    descriptor = open_source_descriptor(path)  # a regular file: a pipe would wait, and a device never end
+    with open(descriptor, "rb") as file:
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise Damaged(path, f"is longer than {MAX_BYTES >> 20} MiB, and holds settings alone")
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Damaged(path, "is not JSON") from None
+    if not isinstance(settings, dict):
+        raise Damaged(path, "is not a JSON object")
+    return settings
+
+
+# A group, a character of its own meaning, text, and one character of some kind, perhaps repeated.
+PIECE = re.compile(
+    r"(?P<open>\((?:\?:)?(?!\?))|(?P<other>[)|^$])|(?P<text>[\w-]+(?![*+?{]))"
+    r"|(?P<one>[\w-]|\.|\\[.dw_-]|\[\^?[\w.-]+\])(?P<many>[*+?]?)(?![*+?{])"
+)
+
+LITERAL = re.compile(r"[\w.-]+")
+MAX_STEPS = 6_000_000  # characters of patterns times those of names: seconds
+LONGEST = 1000  # characters of an expression; PEFT's users write names of layers with a `.*` or two
+
+
+class UnknownPattern(ValueError):
+    r"""The expression is of more than text, `.`, `\d`, `[0-9]`, `*`, `+`, `?`, `|` and plain groups."""
+
+
+class TooMuchWork(ValueError):
+    """Patterns and names whose matching would take minutes."""
+
+
+class FirstMatch:
+    """Finds the first of many patterns that fits a name; plain names among them cost nothing each."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        # Literal patterns by their length and the places of their dots, which stand for any character each.
+        self.literals: dict[int, dict[tuple[int, ...], dict[str, tuple[int, str]]]] = {}
+        self.others: list[tuple[int, str]] = []
+        self.steps_left = MAX_STEPS
+        for number, pattern in enumerate(patterns):
+            if LITERAL.fullmatch(pattern):
+                dots = tuple(place for place, character in enumerate(pattern) if character == ".")
+                same = self.literals.setdefault(len(pattern), {}).setdefault(dots, {})
+                same.setdefault(pattern, (number, pattern))
+            else:
+                self.others.append((number, pattern))
+
+    def of(self, name: str) -> str | None:
+        """Return the pattern; None if none fits. Raises UnknownPattern, TooMuchWork, and re.error."""
+        best = min(self._literal(name), default=None)
+        for number, pattern in self.others:
+            if best is not None and best[0] < number:
+                break
+            self._work(len(pattern) * (len(name) + 1))
+            if fits(pattern, name):
+                return pattern
+        return best[1] if best else None
+
+    def _literal(self, name: str) -> Iterator[tuple[int, str]]:
+        starts = [0, *(place + 1 for place, character in enumerate(name) if character == ".")]
+        for end in (name[start:] for start in starts):
+            for dots, patterns in self.literals.get(len(end), {}).items():
+                self._work(len(dots) + 1)
+                masked = list(end)
+                for place in dots:
+                    masked[place] = "." if masked[place] != "\n" else "\n"
+                if found := patterns.get("".join(masked)):
+                    yield found
+
+    def _work(self, steps: int) -> None:
+        self.steps_left -= steps
+        if self.steps_left < 0:
+            raise TooMuchWork
+
+
+def fits(pattern: str, name: str) -> bool:
+    r"""Return whether `re.match(rf"(.*\.)?({pattern})$", name)` does: all of it, or what follows a dot."""
+    at = {0, *(place + 1 for place, character in enumerate(name) if character == ".")}
+    first, done = at, set[int]()
+    outer: list[tuple[set[int], set[int]]] = []
+    for piece in _pieces(pattern):
+        kind, text = piece.lastgroup, piece[0]
+        if kind == "open":
+            outer.append((first, done))
+            first, done = at, set()
+        elif text == "|":
+            first, done, at = first, done | at, first
+        elif text == ")":
+            at |= done
+            first, done = outer.pop()
+        elif text in "^$":
+            at = at & {0 if text == "^" else len(name)}
+        elif kind == "text":
+            at = {place + len(text) for place in at if name.startswith(text, place)}
+        else:
+            at = _repeated(piece["one"], piece["many"], name, at)
+    return len(name) in at | done
+
+
+def _repeated(one: str, many: str, name: str, at: set[int]) -> set[int]:
+    """Return the places that a character of some kind leads to, once or as often as is said."""
+    if not at:
+        return at
+    if one == "." and many in ("*", "+") and "\n" not in name:  # what most patterns have
+        return set(range(min(at) + (many == "+"), len(name) + 1)) | (at if many == "*" else set())
+    fit = re.compile(one).fullmatch
+    reached = {place + 1 for place in at if fit(name[place : place + 1])}
+    if many in ("*", "+"):
+        for place in range(min(reached, default=len(name)), len(name)):
+            if place in reached and fit(name[place]):
+                reached.add(place + 1)
+    return reached | at if many in ("*", "?") else reached
+
+
+@lru_cache(1 << 12)
+def _pieces(pattern: str) -> tuple[re.Match[str], ...]:
+    """Cut an expression; raises UnknownPattern, and re.error."""
+    pieces, end, depth = [], 0, 0
+    while end < len(pattern) <= LONGEST:
+        piece = PIECE.match(pattern, end)
+        if piece is None:
+            break
+        depth += (piece.lastgroup == "open") - (piece[0] == ")")
+        if depth < 0:
+            break
+        pieces.append(piece)
+        end = piece.end()
+    if end < len(pattern) or depth:
+        re.compile(pattern)
+        raise UnknownPattern(pattern)
+    return tuple(pieces)

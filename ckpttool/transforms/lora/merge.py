@@ -9,24 +9,42 @@ the model's own, in the model's type. Source: PEFT's `LoraConfig`, `tuners/lora/
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod, sqrt
+from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.argument import takes_checkpoint
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
 from ...errors import Damaged, Refused, Unsupported
 from ...inert_pickle.values import remade
-from ...tensors.cast import Caster
-from ...tensors.ref import TensorRef
+from ...tensors.cast import Caster, CastReport, reader
+from ...tensors.dtypes import DType
+from ...tensors.ref import Computed, Storage, TensorRef
+from ...tensors.values import CHUNK
+from ..mean import in_float64, nearest
 from ..selection import replace_state
 from .adapter import CONFIG, IN_PYTHON, Adapter
-from .low_rank import Update, updated
+from .ties import Ties, is_embedding, saved_module, tying
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(slots=True)
+class Overflows(CastReport):
+    """Finite numbers that became infinite in the model's types: known once the output is written."""
+
+    reports: list[CastReport] = field(default_factory=list)
+
+    @property
+    def overflows(self) -> int:
+        return sum(report.overflows for report in self.reports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +56,19 @@ class Merged:
         replaced: names of tensors that the adapter holds whole, as `modules_to_save` and biases.
         cast: those of them that the adapter has in another type than the model, which keeps its own.
         added: names that only the adapter has.
+        untied: names that the base ties to a tensor which the adapter replaces: they keep the base's values
+            under a name of their own, and the model must be loaded with `tie_word_embeddings` false.
+        followed: names that the base ties to an updated weight, and that changed with it.
+        casting: how many finite numbers became infinite, complete once the result is saved.
     """
 
     updated: tuple[str, ...]
     replaced: tuple[str, ...]
     cast: tuple[str, ...]
     added: tuple[str, ...]
+    untied: tuple[str, ...]
+    followed: tuple[str, ...]
+    casting: Overflows = field(metadata={"json": False})
 
 
 @takes_checkpoint
@@ -53,34 +78,30 @@ def merge_lora(
     """Return a checkpoint in which an adapter's updates are added to the weights.
 
     Values are computed in float64 when they are written, a few rows at a time, and rounded once to the
-    weight's type. Tensors that share the memory of an updated one stay tied to it.
+    weight's type. What is tied to an updated weight stays tied; what is tied to a module that the adapter
+    saved whole keeps the base's values, as in PEFT.
 
     Args:
-        checkpoint: the base model; it stays as it is.
+        checkpoint: the base model; it stays as it is. A `config.json` next to it says whether it is tied.
         adapter: what `open_adapter` returned; open until the result is saved.
         state: dotted path of the model's state; found when None.
 
     Raises:
         Unsupported: the adapter is no LoRA, or of a kind that computes something else, such as DoRA.
-        Refused: a tensor of it has no place in the model, or does not fit it.
+        Refused: a tensor of it has no place in the model, does not fit it, or may be tied to an output layer
+            that the base does not name.
         Damaged: one of two factors is missing, or has another rank than the configuration says.
         NoState: there is no state, or none at `state`.
     """
-    found = checkpoint.state(state)
-    require_plain(checkpoint.path, found.likes, "can't be added to")
-    merging = _Merging(checkpoint, found, adapter)
-    new = replace_state(checkpoint, found, merging.container)
+    target = checkpoint.state(state)
+    require_plain(checkpoint.path, target.likes, "can't be added to")
+    merging = _Merging(checkpoint, target, adapter)
+    new = replace_state(checkpoint, target, merging.container)
     return new, merging.report
 
 
 class _Merging:
-    """Pairs the tensors of an adapter with those of a model.
-
-    Args:
-        checkpoint: the base.
-        state: of the model in it.
-        adapter: the adapter.
-    """
+    """Pairs the tensors of an adapter with those of a model."""
 
     def __init__(self, checkpoint: Checkpoint, state: State, adapter: Adapter) -> None:
         self.adapter, self.path, self.config = adapter, adapter.checkpoint.path, adapter.config
@@ -89,24 +110,30 @@ class _Merging:
         factors, self.whole = adapter.parts()
         self._against: str | None = None
         self._square: str | None = None
-        self._beside = _orientations(state.tensors)
+        self._kinds = _orientations(state.tensors)
+        self.ranks = adapter.settings("rank_pattern", "r", factors)
+        self.alphas = adapter.settings("alpha_pattern", "lora_alpha", factors)
         self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
+        tensors = state.tensors
+        self.ties = Ties(self.base, tensors, adapter, self.whole, self.updates)
         self._require_places()
-        held = state.tensors
-        replaced = tuple(name for name in self.whole if name in held)
+        replaced = tuple(name for name in self.whole if name in tensors)
         self.report = Merged(
             tuple(self.updates),
             replaced,
-            tuple(name for name in replaced if held[name].dtype is not self.whole[name].dtype),
-            tuple(name for name in self.whole if name not in held),
+            tuple(name for name in replaced if tensors[name].dtype is not self.whole[name].dtype),
+            tuple(name for name in self.whole if name not in tensors),
+            self.ties.untied(),
+            self.ties.following(self.updates),
+            Overflows(),
         )
 
     def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
         names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
         if {*those} != {*names}:
-            raise Damaged(self.path, f"holds one of both factors of '{module[:80]}'")
+            raise Damaged(self.path, f"has only one of the two factors of '{module[:80]}'")
         a, b = (those[name] for name in names)
-        rank = self.adapter.setting("rank_pattern", "r", module)
+        rank, alpha = self.ranks[module], self.alphas[module]
         if not a.shape or len(b.shape) < 2 or a.shape[0] != rank or prod(b.shape[1:]) != rank:
             raise Damaged(
                 self.path,
@@ -115,27 +142,24 @@ class _Merging:
             )
         if {a.dtype.name, b.dtype.name} - {*FLOATS}:
             raise Unsupported(self.path, f"has factors of '{module[:80]}' of type {a.dtype.name}")
-        alpha = self.adapter.setting("alpha_pattern", "lora_alpha", module)
         turned = "embedding_A" in those or self._is_turned(module, prod(a.shape[1:]), b.shape[0])
         return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
 
     def _is_turned(self, module: str, columns: int, rows: int) -> bool:
-        """Return whether a product fits a weight of two axes transposed, which the shape says unless square.
-
-        PEFT tells Conv1D from Linear layer by layer, and saves what the last of them was for all.
-        """
-        said = bool(self.config.get("fan_in_fan_out"))
+        """Return whether a product fits a matrix transposed, which the shape says unless it is square."""
+        # PEFT tells Conv1D from Linear layer by layer, and saves what the last of them was for all.
+        is_said_turned = bool(self.config.get("fan_in_fan_out"))
         weight = self.state.tensors.get(f"{module}.weight")
         if weight is None or len(weight.shape) != 2:
             return False  # a convolution's never is
         if rows == columns:
             self._square = self._square or module
-            self._against = self._against or self._beside.get((module.rpartition(".")[0], not said))
-            return said
-        found = weight.shape == (columns, rows)
-        if found is not said and weight.shape in ((columns, rows), (rows, columns)):
+            self._against = self._against or self._kinds.get((module.rpartition(".")[0], not is_said_turned))
+            return is_said_turned
+        fits_turned = weight.shape == (columns, rows)
+        if fits_turned is not is_said_turned and weight.shape in ((columns, rows), (rows, columns)):
             self._against = self._against or module
-        return found
+        return fits_turned
 
     def _require_places(self) -> None:
         tensors = self.state.tensors
@@ -151,13 +175,13 @@ class _Merging:
                 raise self._misfit(name, f"{list(update.sizes)} is to be added to {list(weight.shape)}")
         for name, tensor in self.whole.items():
             old = tensors.get(name)
-            if old is None and not any(f".{name}".rpartition(".")[0].endswith(f".{each}") for each in saved):
+            if old is None and not saved_module(name, saved):
                 raise self._missing(name, "tensor")
             if old is not None and old.shape != tensor.shape:
                 raise self._misfit(
                     name, f"its shape is {list(tensor.shape)}, and {list(old.shape)} in the model"
                 )
-            types = {each.dtype.name for each in (tensor, old or tensor)}
+            types = {tensor.dtype.name, (old or tensor).dtype.name}
             if len(types) > 1 and types - {*FLOATS}:
                 raise self._misfit(name, f"its type is {tensor.dtype.name}, and the model's another")
         if self._against and self._square:
@@ -168,7 +192,7 @@ class _Merging:
                 hint=IN_PYTHON,
             )
         changed: dict[tuple[object, ...], str] = {}
-        for name in (*self.updates, *(name for name in self.whole if name in tensors)):
+        for name in (*self.updates, *self.ties.by_view):
             other = changed.setdefault(tensors[name].view, name)
             if other != name:
                 raise self._misfit(
@@ -187,7 +211,8 @@ class _Merging:
             )
             return self._misfit(name, f"{reason}; it has '{longer[:80]}'", hint)
         if f".{name}".endswith(".lm_head.weight"):
-            hint = "save the model with an output layer of its own (config: tie_word_embeddings = false)"
+            embedding = next((each for each in names if is_embedding(each)), "model.embed_tokens.weight")
+            hint = f"name it: {tying(self.base, name, embedding)}"
             return self._misfit(name, f"{reason}, and may tie its output layer to the embeddings", hint)
         return self._misfit(name, reason)
 
@@ -200,35 +225,115 @@ class _Merging:
         )
 
     def container(self, old: dict[object, object]) -> dict[object, object]:
-        """Return the model's dict with the changed tensors; what was tied to one of them still is."""
-        tensors = self.state.tensors
+        """Return the model's dict with the changed tensors; what was tied to an updated one still is."""
+        tensors, overflows = self.state.tensors, self.report.casting
         casters = {tensors[name].dtype: Caster(tensors[name].dtype) for name in self.report.replaced}
-        made = {
-            tensors[name].view: casters[tensors[name].dtype].cast(self.whole[name])
-            for name in self.report.replaced
-        }
+        overflows.reports += [caster.report for caster in casters.values()]
+        cast = {name: casters[tensors[name].dtype].cast(self.whole[name]) for name in self.report.replaced}
+        alone = {name: cast[source] for name, source in self.ties.alone.items()}
+        by_view = {tensors[name].view: cast[name] for name in self.ties.by_view}
         for name, update in self.updates.items():  # a targeted embedding is saved whole, too: both count
-            old_weight = tensors[name]
-            weight = self.whole.get(name, old_weight)
-            made[old_weight.view] = updated(self.base, weight, update, old_weight.dtype)
+            weight = self.whole.get(name, tensors[name])
+            overflows.reports.append(report := CastReport())
+            new = updated(self.base, weight, update, tensors[name].dtype, report)
+            by_view[tensors[name].view] = new
 
         def value(key: object, was: object) -> object:
             tensor = tensors.get(str(key))
-            new = made.get(tensor.view) if tensor is not None else None
+            new = alone.get(str(key)) or (by_view.get(tensor.view) if tensor is not None else None)
             return was if new is None else with_plain_tensor(was, new)
 
         pairs = [(key, value(key, was)) for key, was in old.items()]
-        return remade(old, [*pairs, *((name, self.whole[name]) for name in self.report.added)])
+        more = {name: self.whole[name] for name in self.report.added} | self.ties.unnamed
+        return remade(old, [*pairs, *more.items()])
 
 
 def _orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str]:
     """Return layers by their parent and whether a bias says that they are Conv1D, not Linear."""
-    found: dict[tuple[str, bool], str] = {}
+    layers: dict[tuple[str, bool], str] = {}
     for name, bias in tensors.items():
         layer = name.removesuffix(".bias")
         weight = tensors.get(f"{layer}.weight") if layer != name else None
         if weight is not None and len(weight.shape) == 2 and weight.shape[0] != weight.shape[1]:
             sizes = ((weight.shape[0],), (weight.shape[1],))
             if bias.shape in sizes:
-                found.setdefault((layer.rpartition(".")[0], bias.shape == sizes[1]), layer)
-    return found
+                layers.setdefault((layer.rpartition(".")[0], bias.shape == sizes[1]), layer)
+    return layers
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is added to a weight: `scale` times the product of two matrices."""
+
+    a: TensorRef
+    b: TensorRef
+    scale: float
+    turned: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The inner size of the product."""
+        return self.a.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of what is added."""
+        rows, columns = self.b.shape[0], prod(self.a.shape[1:])
+        return (columns, rows) if self.turned else (rows, columns)
+
+    def factors(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return both matrices in float64, in the order in which they are multiplied. Imports numpy."""
+        a = in_float64(self.a).reshape(self.rank, -1)
+        b = in_float64(self.b).reshape(-1, self.rank)
+        return (a.T.copy(), b.T.copy()) if self.turned else (b, a)
+
+
+def updated(path: str, weight: TensorRef, update: Update, to: DType, report: CastReport) -> TensorRef:
+    """Return a weight to which an update is added; nothing is read yet."""
+    row = prod(weight.shape[1:]) * to.itemsize
+    factors: list[tuple[Any, Any]] = []
+
+    def make(start: int, nbytes: int) -> Iterator[memoryview]:
+        if not nbytes:
+            return
+        if not factors:
+            factors.append(update.factors())
+        first, end = start // row, -(-(start + nbytes) // row)
+        step = max(1, CHUNK // row)
+        for begin in range(first, end, step):
+            until = min(begin + step, end)
+            raw = _rows(weight, begin, until, *factors[0], update.scale, to, report)
+            offset = begin * row
+            yield raw[max(start - offset, 0) : min(start + nbytes - offset, len(raw))]
+
+    data = Computed(path, weight.numel * to.itemsize, make, is_divisible=True)
+    old = weight.storage
+    origins = (old, update.a.storage, update.b.storage)
+    storage = Storage(data, to.storage or "UntypedStorage", old.location, origins=origins)
+    return TensorRef.contiguous(storage, to, weight.shape)
+
+
+def _rows(
+    weight: TensorRef,
+    begin: int,
+    end: int,
+    left: Any,
+    right: Any,
+    scale: float,
+    to: DType,
+    report: CastReport,
+) -> memoryview:
+    """Return some rows of the result as bytes."""
+    import numpy as np
+
+    shape = (end - begin, *weight.shape[1:])
+    part = replace(weight, shape=shape, offset=weight.offset + begin * weight.stride[0])
+    values = in_float64(part).reshape(end - begin, -1)
+    finite = np.isfinite(values)
+    with np.errstate(all="ignore"):
+        values += scale * (left[begin:end] @ right)
+        rounded = nearest(values.reshape(-1), to)
+    overflows = np.flatnonzero(finite & ~np.isfinite(reader(to)(rounded).reshape(finite.shape)))
+    if len(overflows):
+        report.note(0, overflows + begin * finite.shape[1])
+    return memoryview(np.ascontiguousarray(rounded).view("u1"))  # type: ignore[arg-type]

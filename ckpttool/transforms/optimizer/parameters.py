@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import dotted
 from ...checkpoint.states import BUFFERS
 from ...inert_pickle.values import PARAMETER, Record, tensor_of
-from .assignment import by_shapes, in_order
 from .slots import BadOptimizer, Shape, Slot, without_prefix
 
-FLOATING = ("float", "bfloat", "complex")
-"""How the names of element types begin that parameters may have."""
+FLOATING = ("float", "bfloat", "complex")  # how the names of parameters' element types begin
+MAX_WAYS = 20_000  # followed at once; with more of them, none is certain
 
-
+# Whose order an optimizer lists its parameters in: that of the file's state, or of the live model.
 Order = Literal["state", "model"]
-"""Whose order an optimizer lists its parameters in: that of the file's state, or of the live model."""
+
+MODEL = "--model SPEC takes them in the order of that model's parameters"
+ORDER = "--order state takes them in the order of the file's state, --order model in that of --model"
 
 
 class ParameterSource:
-    """A file, or a live model, as the source of parameters' names.
-
-    Args:
-        checkpoint: the file with the optimizer.
-        live: name -> shape of a live model's parameters; None without one.
-        state: dotted path of the model's state to ask; every state is asked when None.
-        order: the user's word that an optimizer without names lists its parameters in this order. When None,
-            a live model is that word, unless the file's state has them in another order that fits as well.
-
-    Raises:
-        NoState: there is no state at `state`.
-    """
+    """A file, or a live model, as the source of parameters' names."""
 
     def __init__(
         self,
@@ -47,28 +38,19 @@ class ParameterSource:
         self.states = [_parameters(checkpoint, path, live) for path in where]
 
     def named(self, groups: list[list[Slot]], *, needed: bool) -> tuple[list[list[Slot]], bool]:
-        """Return the same slots with the names of their parameters, and whether an order was taken for them.
-
-        Args:
-            groups: the slots of each group.
-            needed: look for names that the optimizer itself lacks; else its slots are returned as they are.
-
-        Raises:
-            BadOptimizer: the names are not certain, or the momentum does not have the shape of the named
-                tensor.
-        """
+        """Return the slots with their parameters' names, and whether an order was assumed to find them."""
         if all(slot.name is not None for group in groups for slot in group):
             self._check(groups)
             return groups, False
         if not needed:
             return groups, False
         shapes = [[slot.shape for slot in group] for group in groups]
-        found, ordered = self._by_shapes(shapes), False
-        if len(found) > 1 and (self.order or self.live):
-            found, ordered = self._in_order(shapes), True
-        if len(found) != 1:
-            raise self._unnamed(several=bool(found), ordered=ordered)
-        names = iter(found[0])
+        ways, ordered = self._by_shapes(shapes), False
+        if len(ways) > 1 and (self.order or self.live):
+            ways, ordered = self._in_order(shapes), True
+        if len(ways) != 1:
+            raise self._unnamed(several=bool(ways), ordered=ordered)
+        names = iter(ways[0])
         return [[slot._replace(name=next(names)) for slot in group] for group in groups], ordered
 
     def _by_shapes(self, groups: list[list[Shape | None]]) -> list[tuple[str, ...]]:
@@ -80,23 +62,22 @@ class ParameterSource:
         """Return the ways that fit the order that was asked for, under the names that the file has."""
         live = [list(self.live.items())] if self.live else []
         lists = {"state": self.states, "model": live, None: [*self.states, *live]}[self.order]
-        found: dict[tuple[str, ...], tuple[str, ...]] = {}
+        ways: dict[tuple[str, ...], tuple[str, ...]] = {}
         for way in (way for candidates in lists for way in in_order(groups, candidates)):
-            found.setdefault(tuple(without_prefix(way, self.live or {})), way)
-        return [*found.values()]
+            ways.setdefault(tuple(without_prefix(way, self.live or {})), way)
+        return [*ways.values()]
 
     def _unnamed(self, *, several: bool, ordered: bool) -> BadOptimizer:
-        what, hint = "names no parameters, and", None
+        what = "names no parameters, and"
         if not self.states and not self.live:
             return BadOptimizer(f"{what} the file has no model's state that would", hint=MODEL)
         if ordered and several and self.order is None and self.states:
             why = "the file's state and the model list them in orders that both fit, or in no single one"
             return BadOptimizer(f"{what} {why}", hint=ORDER)
+        which = "more than one assignment" if several else "no assignment"
         if ordered:
-            which = "more than one assignment" if several else "no assignment"
             return BadOptimizer(f"{what} {which} in that order fits the shapes of the momentum")
         hint = f"{MODEL}; {ORDER}" if several else "--state WHERE says which state is meant"
-        which = "more than one assignment" if several else "no assignment"
         return BadOptimizer(f"{what} {which} of the state's tensors fits", hint=hint)
 
     def _check(self, groups: list[list[Slot]]) -> None:
@@ -109,20 +90,16 @@ class ParameterSource:
                 return
 
 
-MODEL = "--model SPEC takes them in the order of that model's parameters"
-ORDER = "--order state takes them in the order of the file's state, --order model in that of --model"
-
-
 def _parameters(
     checkpoint: Checkpoint, where: str, live: Mapping[str, Shape] | None
 ) -> list[tuple[str, Shape]]:
     """Return the tensors of a state that may be parameters, ties once, in the file's order."""
-    found = checkpoint.state(where)
-    known = {str(name) for name, value in found.container.items() if _is_parameter(value)}
-    bare = dict(zip(found.tensors, without_prefix(found.tensors, live or {}), strict=True))
+    state = checkpoint.state(where)
+    known = {str(name) for name, value in state.container.items() if _is_parameter(value)}
+    bare = dict(zip(state.tensors, without_prefix(state.tensors, live or {}), strict=True))
     seen: set[tuple[object, ...]] = set()
     listed = []
-    for name, tensor in found.tensors.items():
+    for name, tensor in state.tensors.items():
         if known:
             fits = name in known
         elif live:
@@ -141,18 +118,79 @@ def _is_parameter(value: object) -> bool:
 
 
 def check_shape(slot: Slot, shape: Shape, where: str) -> None:
-    """Compare the shape of a slot's momentum with that of its parameter.
-
-    Args:
-        slot: the slot; one without momentum fits any shape.
-        shape: the parameter's shape.
-        where: the parameter's origin, for the message.
-
-    Raises:
-        BadOptimizer: the shapes differ.
-    """
+    """Compare the shape of a slot's momentum with that of its parameter."""
     if slot.shape not in (None, shape):
         raise BadOptimizer(
             f"keeps momentum of shape {list(slot.shape or ())} for '{slot.name}', "
             f"whose shape in {where} is {list(shape)}"
         )
+
+
+class _Way(NamedTuple):
+    """One way to assign the parameters so far, as its last step."""
+
+    before: _Way | None = None
+    group: int = 0
+    name: str = ""
+
+
+def by_shapes(
+    places: Sequence[Shape | None], parameters: Sequence[tuple[str, Shape]]
+) -> list[tuple[str, ...]]:
+    """Return the ways to assign parameters to the places of an optimizer, in any order: none, one, or two."""
+    # Where there is a choice of parameters, one way takes the first and the other the last.
+    ways = [_first_fit(places, order) for order in (parameters, parameters[::-1])]
+    return [*dict.fromkeys(way for way in ways if way is not None)]
+
+
+def _first_fit(
+    places: Sequence[Shape | None], parameters: Sequence[tuple[str, Shape]]
+) -> tuple[str, ...] | None:
+    free: dict[Shape, deque[str]] = defaultdict(deque)
+    for name, shape in parameters:
+        free[shape].append(name)
+    try:
+        taken = [None if shape is None else free[shape].popleft() for shape in places]
+    except IndexError:
+        return None
+    used = {*taken}
+    others = iter([name for name, _ in parameters if name not in used])
+    names = [next(others, None) if name is None else name for name in taken]
+    return None if None in names else tuple(map(str, names))
+
+
+def in_order(
+    groups: Sequence[Sequence[Shape | None]], parameters: Sequence[tuple[str, Shape]]
+) -> list[tuple[str, ...]]:
+    """Return the ways to assign parameters to an optimizer that lists those of each group in their order."""
+    # Scripts make such an optimizer that go through `named_parameters()` once and sort them into groups.
+    # One that puts the new layers first is another, and nothing in its state tells: the caller must know.
+    spare = len(parameters) - sum(map(len, groups))
+    reached: dict[tuple[int, ...], list[_Way]] = {(0,) * len(groups): [_Way()]}
+    for seen, (name, shape) in enumerate(parameters):
+        following: dict[tuple[int, ...], list[_Way]] = {}
+        for at, ways in reached.items():
+            if seen - sum(at) < spare:
+                following.setdefault(at, []).extend(ways)
+            for group, place in enumerate(at):
+                if place < len(groups[group]) and groups[group][place] in (None, shape):
+                    there = (*at[:group], place + 1, *at[group + 1 :])
+                    following.setdefault(there, []).extend(_Way(way, group, name) for way in ways)
+        reached = {at: ways[:2] for at, ways in following.items()}  # two show that there are several
+        if len(reached) > MAX_WAYS:
+            return []
+    ended = reached.get(tuple(map(len, groups)), []) if spare >= 0 else []
+    return [_names(way, len(groups)) for way in ended]
+
+
+def _names(way: _Way, count: int) -> tuple[str, ...]:
+    groups: list[list[str]] = [[] for _ in range(count)]
+    for step in _back(way):
+        groups[step.group].append(step.name)
+    return tuple(name for group in groups for name in reversed(group))
+
+
+def _back(way: _Way) -> Iterator[_Way]:
+    while way.before is not None:
+        yield way
+        way = way.before

@@ -13,7 +13,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import contents, dotted
@@ -23,24 +24,18 @@ from ...inert_pickle.values import remade
 from .parameters import Order, ParameterSource, check_shape
 from .slots import FLAT, BadOptimizer, Shape, Slot, entry_of, slots, without_prefix
 
+Groups = list[list[Slot]]
+
 
 @dataclass(frozen=True, slots=True)
 class Rekeyed:
-    """The change made to the optimizers of a file.
+    """The change made to the optimizers of a file."""
 
-    Attributes:
-        optimizers: their dotted names; `""` for a file that is an optimizer's state itself.
-        parameters: the number of parameters in all of them.
-        moved: how many of these are at another place than before.
-        absent: parameters of the live model that no optimizer keeps.
-        ordered: those optimizers whose parameters were taken in an order, on the caller's word.
-    """
-
-    optimizers: tuple[str, ...]
+    optimizers: tuple[str, ...]  # dotted names; "" for a file that is an optimizer's state itself
     parameters: int
-    moved: int
-    absent: tuple[str, ...] = ()
-    ordered: tuple[str, ...] = ()
+    moved: int  # parameters in another place than before
+    absent: tuple[str, ...] = ()  # parameters of the live model that no optimizer keeps
+    ordered: tuple[str, ...] = ()  # optimizers whose parameters were taken in an order, on the caller's word
 
 
 def to_names(
@@ -52,21 +47,8 @@ def to_names(
 ) -> tuple[Checkpoint, Rekeyed]:
     """Return a checkpoint whose optimizers are keyed by the names of parameters.
 
-    Args:
-        checkpoint: the checkpoint; it stays as it is.
-        parameters: name -> shape of a live model's parameters, in the order of `named_parameters()`. Each
-            group is put in this order.
-        state: dotted path of the model's state whose parameters they are; every state is tried when None.
-        order: what an optimizer without names is taken to list its parameters in the order of, if its shapes
-            leave it open: the file's `state`, or the live `model`. None: the live model, unless the file's
-            state has another order that fits too; without a live model it is refused.
-
-    Raises:
-        NothingToDo: there is no optimizer, or all are keyed by names in this order.
-        Refused: it is unknown which parameter is which, or the momentum's shapes or the live model contradict
-            what is known. Nothing is guessed, added or dropped.
-        UsageFault: `order` is `model`, and there are no `parameters`.
-        NoState: there is no state at `state`.
+    `parameters` are a live model's, name -> shape, in its order. Nothing is guessed, added or dropped: what
+    is unknown, or contradicts shapes, is Refused; without anything to change, NothingToDo.
     """
     return _rekeyed(checkpoint, parameters, state, order, by_name=True)
 
@@ -78,24 +60,20 @@ def to_indices(
     state: str | None = None,
     order: Order | None = None,
 ) -> tuple[Checkpoint, Rekeyed]:
-    """Return a checkpoint whose optimizers are keyed by numbers, as torch keys them: undo `to_names`.
-
-    Args:
-        checkpoint: the checkpoint; it stays as it is.
-        parameters: name -> shape of a live model's parameters, in the order of `named_parameters()`. Each
-            group is put in this order, so that an optimizer whose groups are made by the same rule from that
-            model gives each parameter its own momentum. The order stays when None.
-        state: dotted path of the model's state whose parameters they are; every state is tried when None.
-        order: as in `to_names`.
-
-    Raises:
-        NothingToDo: there is no optimizer, or all are keyed by numbers in this order.
-        Refused: it is unknown which parameter is which, or the momentum's shapes or the live model contradict
-            what is known. Nothing is guessed, added or dropped.
-        UsageFault: `order` is `model`, and there are no `parameters`.
-        NoState: there is no state at `state`.
-    """
+    """Undo `to_names`: return a checkpoint whose optimizers are keyed by numbers, as torch keys them."""
     return _rekeyed(checkpoint, parameters, state, order, by_name=False)
+
+
+class _Change(NamedTuple):
+    """One optimizer under its new keys."""
+
+    where: str
+    old: dict[Any, Any]
+    new: dict[Any, Any]
+    parameters: int
+    moved: int
+    is_ordered: bool
+    live_names: set[str]
 
 
 def _rekeyed(
@@ -108,49 +86,50 @@ def _rekeyed(
 ) -> tuple[Checkpoint, Rekeyed]:
     if order == "model" and parameters is None:
         raise UsageFault("the order of a model needs the model", hint="give it: --model SPEC")
-    found = [(dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value)]
-    if not found:
+    optimizers = [(dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value)]
+    if not optimizers:
         raise NothingToDo(
             f"{checkpoint.path}: holds no optimizer's state",
             hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
         )
     live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
     source = ParameterSource(checkpoint, live, state, order)
-    changed: dict[int, object] = {}
-    kept, moved, keeping, ordered = 0, 0, set[str](), list[str]()
-    for where, optimizer in found:
-        assert isinstance(optimizer, dict)
-        try:
-            old = slots(optimizer)
-            named, in_order = source.named(old, needed=by_name or live is not None)
-            ordered += [where] if in_order else []
-            new, names = (named, set[str]()) if live is None else _in_order(named, live)
-            keeping |= names
-            moved += _moved(named, new, optimizer)
-        except BadOptimizer as fault:
-            raise Refused(
-                checkpoint.path, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=fault.hint
-            ) from None
-        kept += sum(map(len, new))
-        changed[id(optimizer)] = _with_keys(optimizer, new, by_name)
-    if all(_same_keys(value, changed[id(value)]) for _, value in found):
+    changes = [_change(where, optimizer, source, by_name, checkpoint.path) for where, optimizer in optimizers]
+    if all(_same_keys(change.old, change.new) for change in changes):
         form = "names" if by_name else "numbers"
         raise NothingToDo(f"{checkpoint.path}: its optimizer is keyed by {form} in this order already")
-    absent = tuple(name for name in live or () if name not in keeping)
-    new_file = checkpoint.rebuilt(lambda value: changed.get(id(value), value))
-    return new_file, Rekeyed(tuple(where for where, _ in found), kept, moved, absent, (*ordered,))
+    new = {id(change.old): change.new for change in changes}
+    known = set[str]().union(*(change.live_names for change in changes))
+    return checkpoint.rebuilt(lambda value: new.get(id(value), value)), Rekeyed(
+        tuple(where for where, _ in optimizers),
+        sum(change.parameters for change in changes),
+        sum(change.moved for change in changes),
+        tuple(name for name in live or () if name not in known),
+        tuple(change.where for change in changes if change.is_ordered),
+    )
 
 
-def _in_order(groups: list[list[Slot]], live: Mapping[str, Shape]) -> tuple[list[list[Slot]], set[str]]:
-    """Return each group in the order of the live model, and the model's names for all its parameters.
+def _change(where: str, optimizer: Any, source: ParameterSource, by_name: bool, file: str) -> _Change:
+    """Return one optimizer under its new keys; Refused if it is unknown which parameter is which."""
+    live = source.live
+    try:
+        named, is_ordered = source.named(slots(optimizer), needed=by_name or live is not None)
+        new, live_names = (named, set[str]()) if live is None else _in_order(named, live)
+        moved = _moved(named, new, optimizer["state"])
+    except BadOptimizer as fault:
+        raise Refused(
+            file, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=fault.hint
+        ) from None
+    rekeyed = _with_keys(optimizer, new, by_name)
+    return _Change(where, optimizer, rekeyed, sum(map(len, new)), moved, is_ordered, live_names)
 
-    Raises:
-        BadOptimizer: the model lacks a parameter, or has it in another shape.
-    """
-    names = [str(slot.name) for group in groups for slot in group]
+
+def _in_order(groups: Groups, live: Mapping[str, Shape]) -> tuple[Groups, set[str]]:
+    """Return each group in the order of the live model, and the model's names for all its parameters."""
+    names = [str(slot.name) for slot in chain(*groups)]
     bare = dict(zip(names, without_prefix(names, live), strict=True))
     place = {name: index for index, name in enumerate(live)}
-    for slot in (slot for group in groups for slot in group):
+    for slot in chain(*groups):
         name = bare[str(slot.name)]
         if name not in place:
             raise BadOptimizer(
@@ -161,23 +140,19 @@ def _in_order(groups: list[list[Slot]], live: Mapping[str, Shape]) -> tuple[list
     return ordered, set(bare.values())
 
 
-def _moved(
-    before: Sequence[Sequence[Slot]], after: Sequence[Sequence[Slot]], optimizer: Mapping[Any, Any]
-) -> int:
-    pairs = zip((s.key for g in before for s in g), (s.key for g in after for s in g), strict=True)
-    moved = sum(one != other for one, other in pairs)
-    kept = (entry_of(optimizer["state"], slot.key) for group in before for slot in group)
-    if moved and any(isinstance(entry, dict) and any(name in entry for name in FLAT) for entry in kept):
+def _moved(before: Groups, after: Groups, state: Mapping[Any, Any]) -> int:
+    moved = sum(old.key != new.key for old, new in zip(chain(*before), chain(*after), strict=True))
+    entries = (entry_of(state, slot.key) for slot in chain(*before))
+    if moved and any(isinstance(entry, dict) and any(name in entry for name in FLAT) for entry in entries):
         raise BadOptimizer(
             "is LBFGS, which keeps all parameters in one vector: it can't be put in another order"
         )
     return moved
 
 
-def _with_keys(optimizer: dict[Any, Any], groups: Sequence[Sequence[Slot]], by_name: bool) -> dict[Any, Any]:
+def _with_keys(optimizer: dict[Any, Any], groups: Groups, by_name: bool) -> dict[Any, Any]:
     """Return the same optimizer with its parameters in this order, under new keys."""
-    flat = [slot for group in groups for slot in group]
-    keys = {str(slot.key): slot.name if by_name else number for number, slot in enumerate(flat)}
+    keys = {str(slot.key): slot.name if by_name else number for number, slot in enumerate(chain(*groups))}
     state = optimizer["state"]
     new = remade(optimizer, optimizer.items())
     new["state"] = remade(state, ((keys[str(key)], value) for key, value in state.items()))
@@ -196,11 +171,10 @@ def _group_with_keys(old: dict[Any, Any], keys: list[Any], names: list[str | Non
     return new
 
 
-def _same_keys(old: object, new: object) -> bool:
+def _same_keys(old: dict[Any, Any], new: dict[Any, Any]) -> bool:
     """Return whether keys, their types and the groups' lists are the same."""
-    assert isinstance(old, dict) and isinstance(new, dict)
     pairs = zip(old["param_groups"], new["param_groups"], strict=True)
     return list(map(repr, old["state"])) == list(map(repr, new["state"])) and all(
-        one["params"] == other["params"] and one.get("param_names") == other.get("param_names")
-        for one, other in pairs
+        mine["params"] == theirs["params"] and mine.get("param_names") == theirs.get("param_names")
+        for mine, theirs in pairs
     )

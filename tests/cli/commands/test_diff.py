@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from ckpttool.analysis.compare import Change, Comparison
+from ckpttool.analysis.compare_values import Norms
 from ckpttool.analysis.distances import Distance
-from ckpttool.analysis.norms import Norms
 from ckpttool.cli.pages.diff import page
 from tests.support.running import Ran
 
@@ -195,6 +195,35 @@ def test_the_states_that_were_chosen_are_said_if_only_states_are_compared(cli: C
     assert cli("diff", a, b, "--model-only", "--state", "teacher").err == ""
     save_file(tree["model"], tmp_path / "c.safetensors")
     assert f"{b}: {said}" in cli("diff", b, tmp_path / "c.safetensors").err
+
+
+def test_the_same_within_a_tolerance_is_said_as_such(cli: Cli, tmp_path: Path) -> None:
+    mine = {"model": {"w": torch.ones(2), "n": torch.ones(2)}, "lr": 0.1}
+    theirs = {"model": {"w": torch.full((2,), 5.0), "n": torch.ones(2)}, "lr": 0.2}
+    a, b = pair_of(tmp_path, mine, theirs)
+    ran = cli("diff", a, b, "--rtol", 10)
+    assert (ran.code, ran.out) == (
+        0,
+        f"{a} and {b} are the same within rtol 10 (2 tensors compared, 2 values differ by less)\n",
+    )
+    data = cli("diff", a, b, "--rtol", 10, "--json").json
+    assert (data["same"], data["identical"], data["tolerated"]) == (True, False, ["w", "lr"])
+    assert (data["rtol"], data["atol"]) == (10.0, None)
+    same = cli("diff", a, a, "--rtol", 10, "--atol", 1)
+    assert same.out == f"{a} and {a} are the same (2 tensors compared)\n"
+    assert cli("diff", a, a, "--rtol", 10, "--json").json["identical"] is True
+    data = cli("diff", a, b, "--json").json
+    assert (data["same"], data["identical"], data["tolerated"]) == (False, False, [])
+
+
+def test_zeros_of_either_sign_and_other_types_are_tolerated_rather_than_identical(
+    cli: Cli, tmp_path: Path
+) -> None:
+    zeros = {"z": torch.zeros(3), "h": torch.ones(3, dtype=torch.float16), "e": torch.ones(0)}
+    others = {"z": -torch.zeros(3), "h": torch.ones(3), "e": torch.ones(0)}
+    a, b = pair_of(tmp_path, zeros, others)
+    data = cli("diff", a, b, "--atol", 0, "--json").json
+    assert (data["same"], data["identical"], sorted(data["tolerated"])) == (True, False, ["h", "z"])
 
 
 def test_tolerances(files: tuple[Path, Path], cli: Cli) -> None:

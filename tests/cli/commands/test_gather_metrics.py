@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from sklearn import metrics as sk
 
 from ckpttool.errors import CheckFailed, Damaged, OutputExists, Unsupported
+from ckpttool.metrics import certificate
 from ckpttool.metrics.predictions import Evaluation, Predictions, read, write
 
 SAMPLES, RANKS = 40, 3
@@ -155,6 +158,51 @@ def test_files_of_another_program_need_the_number_of_samples(folder, cli):
     assert [found[name] for name in same] == [expected[name] for name in same]
     assert found["digest"] is None
     assert cli("gather-metrics", *plain[:2], "--samples", 40).code == 1
+
+
+def unnamed(labels: Any, predictions: Any = None) -> None:
+    """Write a file of another program, which names no classes."""
+    about = dataclasses.replace(ABOUT, world_size=1, samples=len(labels), classes=None)
+    labels = np.array(labels, dtype=np.int64)
+    predicted = labels if predictions is None else np.array(predictions, dtype=np.int64)
+    write("one.safetensors", Predictions(np.arange(len(labels)), predicted, labels, 0.0 * labels), about, 0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "predictions", "classes"),
+    [
+        ([], [], []),
+        ([2**40], [2**40], [(str(2**40), 1, 1, 1)]),
+        ([2**62, 3], [3, 2**63 - 1], [("3", 0, 1, 1), (str(2**62), 0, 1, 0), (str(2**63 - 1), 0, 0, 1)]),
+        ([0, 5, 5], [5, -1, 5], [("0", 0, 1, 0), ("5", 1, 2, 2)]),
+    ],
+)
+def test_only_the_classes_that_are_there_are_counted(folder, cli, labels, predictions, classes):
+    unnamed(labels, predictions)
+    tracemalloc.start()
+    answer = cli("gather-metrics", "one.safetensors", "--json")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (answer.code, peak < 50_000_000) == (0, True)
+    names = ("class", "correct", "samples", "predicted")
+    assert [tuple(score[name] for name in names) for score in answer.json["per_class"]] == classes
+
+
+def test_a_label_below_0_is_no_class(folder, cli):
+    unnamed([1, -1])
+    answer = cli("gather-metrics", "one.safetensors")
+    assert (answer.code, "sample 1 has a label that is not one of the 1 classes" in answer.err) == (1, True)
+
+
+def test_more_classes_than_are_counted_are_refused_with_the_bound(folder, cli, monkeypatch):
+    monkeypatch.setattr(certificate, "MAX_CLASSES", 100)
+    unnamed(range(100))
+    assert cli("gather-metrics", "one.safetensors").code == 0
+    Path("one.safetensors").unlink()
+    unnamed(range(101))
+    answer = cli("gather-metrics", "one.safetensors")
+    assert answer.code == 1
+    assert "labels and predictions are 101 different classes; at most 100 are counted" in answer.err
 
 
 def test_a_file_that_is_no_prediction_file_is_refused(folder, cli):

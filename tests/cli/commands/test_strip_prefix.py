@@ -316,7 +316,7 @@ def test_keep_of_a_missing_name_is_exit_1_and_hints_those_there_are(
     assert (ran.code, ran.err.splitlines()) == (
         1,
         [
-            f"nothing to do: {lightning}: holds nothing named 'hparams' beside the state",
+            f"nothing to do: {lightning}: holds nothing named 'hparams' outside the state",
             "hint: there are: epoch, pytorch-lightning_version, loops, optimizer_states and 1 more",
         ],
     )

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import Damaged
 from ckpttool.files import copying
-from ckpttool.files import sharing as extents
 from ckpttool.files.copying import Buffers
 from ckpttool.transforms.keys import add_prefix, rename_keys, strip_prefix
 from tests.support.comparing import values
@@ -62,7 +61,7 @@ def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("payload was moved")
 
     monkeypatch.setattr(fcntl, "ioctl", clone_range)
-    monkeypatch.setattr(extents, "BLOCK", 1)
+    monkeypatch.setattr(copying, "BLOCK", 1)
     monkeypatch.setattr(copying, "SMALL", 0)
     monkeypatch.setattr(Buffers, "one", moved)
 

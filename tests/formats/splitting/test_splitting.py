@@ -520,6 +520,32 @@ def test_a_folder_is_replaced_only_when_asked_and_only_if_it_holds_nothing_else(
     assert len(os.listdir(out)) == 3
 
 
+def test_files_that_have_no_successor_are_named_and_removed_only_when_asked(tmp_path: Path, cli: Any) -> None:
+    model = {"w": torch.ones(5, 2)}
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(5, 2))])
+    adam.param_groups[0]["params"][0].grad = torch.ones(5, 2)
+    adam.step()
+    run = {"model": model, "optimizer": adam.state_dict(), "epoch": 3}
+    whole, bare = saved(run, tmp_path / "run.pt"), saved(model, tmp_path / "bare.pt")
+    flags = ("--ranks", "2", "--as", "dtensor")
+    assert cli("split", whole, f"{tmp_path}/out/", *flags).code == 0
+    before = sorted(os.listdir(tmp_path / "out"))
+    for more in ((), ("--dry-run",)):
+        ran = cli("split", bare, f"{tmp_path}/out/", *flags, "--force", *more)
+        assert ran.code == 2
+        assert "extra_state_world_size_2_rank_0.pt, extra_state_world_size_2_rank_1.pt and 2 more" in ran.err
+        assert "--replace-all" in ran.err
+    assert sorted(os.listdir(tmp_path / "out")) == before
+    assert cli("split", whole, f"{tmp_path}/out/", *flags, "--force").code == 0, "each has a successor"
+    ran = cli("split", bare, f"{tmp_path}/out/", *flags, "--force", "--replace-all", "-v")
+    assert ran.code == 0
+    assert "removed, as files of an earlier split: extra_state_world_size_2_rank_0.pt" in ran.err
+    assert "optim_world_size_2_rank_1.pt" in ran.err
+    assert len(os.listdir(tmp_path / "out")) == 2
+    again = cli("split", bare, f"{tmp_path}/out/", "--ranks", 3, *flags[2:], "--force", "--json").json
+    assert again["removed"] == ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]
+
+
 def test_the_input_is_not_replaced(tmp_path: Path) -> None:
     value = {"model": {"w": torch.ones(4)}, "epoch": 1}
     with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:

@@ -26,8 +26,8 @@ from tests.support.running import ROOT
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
 from train.main import steps_of_epoch
 from train.model import builtin as models
 from train.run import folder as run_folder
@@ -128,9 +128,10 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
             if where == "parameter":
                 trainer.ddp.module.linear.bias[3] += 1e-6
             elif where == "momentum":
-                trainer.optimizer.state[trainer.ddp.module.conv1.weight]["momentum_buffer"][0] *= 1.001
+                state = trainer.updater.optimizer.state[trainer.ddp.module.conv1.weight]
+                state["momentum_buffer"][0] *= 1.001
             else:
-                trainer.optimizer.param_groups[0]["lr"] = 0.2
+                trainer.updater.optimizer.param_groups[0]["lr"] = 0.2
     try:
         save_last(trainer, folder)
     except CkptToolError as error:
@@ -150,7 +151,7 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
 def test_ranks_that_differ_name_the_tensor_and_the_rank_and_write_no_file(
     run_ranks, tmp_path, size, where, what
 ):
-    said = f"rank 1 holds another {what} than rank 0, before saving"
+    said = f"rank 1 has a different {what} than rank 0, before saving"
     assert run_ranks(size, save_with_a_difference, str(tmp_path), where) == [("RanksDiffer", said)] * size
     assert os.listdir(tmp_path) == []
 
@@ -175,7 +176,7 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
 @pytest.mark.parametrize("on", [0, 1])
 def test_nan_on_one_rank_ends_all_ranks_and_that_rank_reports_it(run_ranks, tmp_path, name, value, on):
     answers = run_ranks(2, save_what_is_lost, str(tmp_path), name, value, on)
-    said = f"after step 2 {name} is NaN or infinite: nothing can be learned from here on"
+    said = f"after step 2 {name} is NaN or infinite: training has diverged"
     assert answers.pop(on) == ("CheckFailed", said)
     assert answers == [("RankFailed", f"rank {on} failed: {said}")]
     assert os.listdir(tmp_path) == []
@@ -213,7 +214,8 @@ def test_a_failed_write_on_rank_0_stops_every_rank_and_leaves_the_old_file(run_r
 def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], settings: Any) -> Any:
     """Return the files after each epoch of a run in which the marked epochs are the best so far."""
     trainer = make_trainer(rank, world_size, epochs=len(best), **settings)
-    saver, limits, seen = saving.Saver(trainer, folder), Limits(trainer.config, trainer.steps_per_epoch), []
+    saver, seen = saving.Saver(trainer, folder), []
+    limits = Limits(trainer.config, trainer.feed.steps_per_epoch)
     for is_best in best:
         for _ in steps_of_epoch(trainer):
             due, ends = limits.due(trainer.progress), trainer.epoch_is_done()
@@ -422,7 +424,8 @@ def test_two_runs_in_one_folder_are_refused_whatever_the_flags(tmp_path):
 
 def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_outlives_it(tmp_path):
     code = (
-        "import os, sys, time; from train import run_folder; from train.config import TrainConfig\n"
+        "import os, sys, time; from train.run import folder as run_folder\n"
+        "from train.config.training import TrainConfig\n"
         f"with run_folder.claimed(TrainConfig(out={str(tmp_path)!r}), 'now'):\n"
         "    child = os.fork()\n"
         "    if not child: time.sleep(60)\n"
@@ -443,7 +446,7 @@ def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_ou
 
 def test_a_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
     code = (
-        "import time, torch; from train import checkpoint_files\n"
+        "import time, torch; from train.checkpoint import files as checkpoint_files\n"
         "def save(state, file): file.write(b'half'); file.flush(); print('now', flush=True); time.sleep(60)\n"
         f"torch.save = save; checkpoint_files.write({{}}, {str(tmp_path)!r}, ['last.pt'])"
     )

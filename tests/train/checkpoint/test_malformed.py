@@ -15,8 +15,8 @@ from ckpttool.errors import CkptToolError, Damaged
 from train import main
 from train.checkpoint import format as checkpoints
 from train.checkpoint import resume as resuming
-from train.checkpoint import saver as saving
-from train.config import parser as flags_of_train
+from train.checkpoint.capture import capture
+from train.config import command_line
 from train.main import steps_of_epoch
 from train.trainer.trainer import Trainer
 
@@ -110,7 +110,7 @@ def test_any_changed_field_is_refused_in_one_line(run: Any) -> None:
 def test_a_changed_field_without_the_digest_of_the_run_is_refused_or_harmless(run: Any, how: str) -> None:
     """Checkpoints of before that digest have none. Harmless: the run continues for a step and is saved."""
     flags, state, folder = run
-    config = flags_of_train.parse([*flags, "--epochs", "2", "--resume", str(folder / "changed.pt")])
+    config = command_line.parse([*flags, "--epochs", "2", "--resume", str(folder / "changed.pt")])
     job = main.prepare(config)
     with process_group(job.place, timeout=5):
         trainer = Trainer(config, job.data, job.model, job.place, job.task)
@@ -128,7 +128,7 @@ def test_a_changed_field_without_the_digest_of_the_run_is_refused_or_harmless(ru
                 assert "\n" not in str(error), path
                 continue
             next(steps_of_epoch(trainer))
-            saving.capture(trainer)
+            capture(trainer)
 
 
 def test_the_program_ends_in_one_line(run: Any, capsys: Any) -> None:

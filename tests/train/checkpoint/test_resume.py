@@ -19,10 +19,11 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
 from train.checkpoint import format as checkpoints
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
-from train.main import Job, train
-from train.tasks import task
+from train.main import train
+from train.run.run import Job
+from train.tasks import builtin as tasks
 
 EPOCHS, STEPS = 3, 4
 
@@ -49,7 +50,7 @@ def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], sampl
     config = TrainConfig(**{"out": folder, "keep": 99, "save_every": Every(1, "steps"), **settings})
     data = trainings.tensors((10,), samples)
     model = trainings.seeded(Restless)
-    job = Job(config, trainings.place(rank, world_size), data, model, task.build(config, data), [])
+    job = Job(config, trainings.place(rank, world_size), data, model, tasks.build(config, data), [])
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
@@ -343,7 +344,7 @@ def test_a_run_whose_weights_become_nan_ends_and_overwrites_nothing(run_ranks, t
     failed = {"epochs": 2, "lr": 1e30, "save_every": Every(1, unit)}
     first, second = run_ranks(2, run, str(tmp_path / unit), failed)
     assert first.startswith("CheckFailed: ")
-    assert re.search(r"is NaN (or infinite|by step \d+): nothing can be learned from here on", first)
+    assert re.search(r"is NaN (or infinite|by step \d+): training has diverged", first)
     assert "a smaller --lr" in first
     assert second.startswith("RankFailed: rank 0 failed: ")
     assert first[-1] == second[-1] == "1"
@@ -352,3 +353,14 @@ def test_a_run_whose_weights_become_nan_ends_and_overwrites_nothing(run_ranks, t
         assert all(torch.isfinite(value).all() for value in state.values()), path
         assert unit == "steps"
         assert "is from before" in first
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_file_to_resume_from_that_is_missing_is_named_also_in_a_used_folder(run_ranks, tmp_path, used):
+    if used:
+        run_ranks(2, run, str(tmp_path), {"epochs": 1})
+    before = sorted(os.listdir(tmp_path))
+    first, second = run_ranks(2, run, str(tmp_path), {"resume": f"{tmp_path}-2/nope.pt"})
+    assert first.startswith(f"Unreadable: {tmp_path}-2/nope.pt: no such file or directory")
+    assert second.startswith("RankFailed: rank 0 failed: ")
+    assert sorted(os.listdir(tmp_path)) == before

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from ckpttool.errors import CheckFailed, CkptToolError
-from ckpttool.files import chain, lines
+from ckpttool.files import chain
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, environment
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
 from train.checkpoint.files import numbered
-from train.checkpoint.staging import Staging
+from train.checkpoint.pending_save import Staging
 from train.main import steps_of_epoch
 from train.trainer.trainer import Trainer
 
@@ -181,7 +181,7 @@ def test_a_save_leaves_what_is_not_the_trainers_under_a_number_and_says_so(run_r
     facts = number.lstat()
     (said,) = run_ranks(1, save_where_numbers_are_taken, str(tmp_path))
     assert said == [
-        f"save failed: step 2 has no numbered checkpoint: {number}: is not a checkpoint of this trainer, and "
+        f"save failed: step 2 has no numbered checkpoint: {number}: is not a checkpoint of this run, and "
         "stays as it is"
     ]
     now = number.lstat()
@@ -190,6 +190,42 @@ def test_a_save_leaves_what_is_not_the_trainers_under_a_number_and_says_so(run_r
     steps = {"last.pt": 3, "best.pt": 2, numbered(1): 1, numbered(3): 3}
     for name, step in steps.items():
         assert checkpoints.read(str(tmp_path / name))["progress"]["global_step"] == step
+
+
+def save_numbered(rank: int, size: int, folder: str, steps: int, settings: dict[str, Any]) -> list[str]:
+    """Train for some steps with `--keep 2`, and save each; return what is told."""
+    trainer, told = make_trainer(rank, size, keep=2, **settings), list[str]()
+    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{event}: {text}"))
+    for _ in steps_of_epoch(trainer):
+        saver.save(last=True, best=False)
+        saver.finish_save()
+        if trainer.progress.global_step == steps:
+            break
+    return told
+
+
+def test_a_checkpoint_of_another_run_under_a_number_is_not_the_runs_own(run_ranks, tmp_path):
+    """It stays, and is neither counted among the last two nor overwritten."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run").mkdir()
+    run_ranks(1, save_numbered, str(tmp_path / "other"), 3, {"seed": 1})
+    before = (tmp_path / "other" / numbered(3)).read_bytes()
+    for number in (3, 9):
+        (tmp_path / "run" / numbered(number)).write_bytes(before)
+        os.utime(tmp_path / "run" / numbered(number), (2e9, 2e9))  # the newest, for long
+    (said,) = run_ranks(1, save_numbered, str(tmp_path / "run"), 3, {})
+    number = tmp_path / "run" / numbered(3)
+    assert len(said) == 1 and f"{number}: is not a checkpoint of this run, and stays as it is" in said[0]
+    names = ["last.pt", *(numbered(number) for number in (1, 2, 3, 9))]
+    assert sorted(os.listdir(tmp_path / "run")) == names
+    assert all((tmp_path / "run" / numbered(number)).read_bytes() == before for number in (3, 9))
+
+
+def test_a_change_that_a_resume_may_make_leaves_the_checkpoints_the_runs_own(run_ranks, tmp_path):
+    for settings in ({"lr": 0.1}, {"lr": 0.05, "epochs": 7, "save": "sync", "accumulate": 2}):
+        (said,) = run_ranks(1, save_numbered, str(tmp_path), 3, settings)
+        assert said == []
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", numbered(2), numbered(3)]
 
 
 # ---- a disk that refuses -------------------------------------------------------------------------------
@@ -276,21 +312,21 @@ def test_a_full_disk_ends_no_run_with_a_record_which_names_what_was_saved_and_no
 
 def fail_after_a_full_disk(rank: int, size: int, folder: str) -> str:
     """Run the trainer with a record whose lines find no room in steps 2 and 3; step 4 fails."""
-    usual, end_step = lines.append, Trainer.end_step
+    usual, end_step = chain.append_line, Trainer.end_step
 
     def refuse(path: str, *_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     def watched(trainer: Trainer, *given: Any) -> None:
         step = trainer.progress.global_step
-        lines.append = refuse if 1 <= step < 3 else usual
+        chain.append_line = refuse if 1 <= step < 3 else usual
         if step == 3:
             raise CheckFailed("the step failed")
         end_step(trainer, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "end_step", watched)
-        patch.setattr(lines, "append", usual)  # and put it back at the end
+        patch.setattr(chain, "append_line", usual)  # and put it back at the end
         return runs.run(rank, size, runs.restless, folder, {"prove_every": 1, "workers": 0})
 
 

@@ -10,14 +10,14 @@ import pytest
 from ckpttool.errors import UsageFault
 from tests.support.running import ROOT
 from train import evaluate
-from train.config import parser as flags
-from train.config.values import Every
+from train.config import command_line
+from train.config.shared import Every
 from train.launch import program as launch
 from train.main import main
 
 
 def test_the_defaults_are_those_in_the_manual():
-    config = flags.parse([])
+    config = command_line.parse([])
     assert (config.data, config.model, config.batch_size, config.out) == ("digits", "simple-cnn", 64, None)
     assert (config.save_every, config.keep, config.resume) == (Every(1, "epochs"), 0, None)
 
@@ -27,13 +27,13 @@ def test_the_defaults_are_those_in_the_manual():
     [("3", (3, "epochs")), ("3epochs", (3, "epochs")), ("20steps", (20, "steps"))],
 )
 def test_save_every_counts_epochs_or_steps(text, every):
-    assert flags.parse(["--save-every", text]).save_every == every
+    assert command_line.parse(["--save-every", text]).save_every == every
 
 
 def test_flags_that_are_not_given_get_the_optimizers_defaults():
-    adamw = flags.parse(["--optimizer", "adamw", "--lr", "0.5"])
+    adamw = command_line.parse(["--optimizer", "adamw", "--lr", "0.5"])
     assert (adamw.lr, adamw.weight_decay) == (0.5, 0.01)
-    assert flags.parse([]).lr == 0.1
+    assert command_line.parse([]).lr == 0.1
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,19 @@ def test_flags_that_are_not_given_get_the_optimizers_defaults():
     ],
 )
 def test_a_configuration_becomes_flags_again_without_defaults(line):
-    config = flags.parse(line.split())
-    again = flags.arguments_of(config)
-    assert flags.parse(again) == config
+    config = command_line.parse(line.split())
+    again = command_line.arguments_of(config)
+    assert command_line.parse(again) == config
     assert len(again) == len(line.split())
 
 
 def test_a_rank_batch_stands_for_the_batch_size():
-    assert flags.parse(["--spawn", "2", "--rank-batch", "2,10"]).batch_size == 12
-    assert flags.parse(["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "12"]).batch_size == 12
+    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10"]).batch_size == 12
+    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "12"]).batch_size == 12
 
 
 def test_resume_without_a_value_means_auto():
-    assert flags.parse(["--resume", "--out", "x"]).resume == "auto"
+    assert command_line.parse(["--resume", "--out", "x"]).resume == "auto"
 
 
 WRONG = [
@@ -221,14 +221,14 @@ def test_a_global_batch_smaller_than_the_number_of_ranks_is_refused(monkeypatch)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UsageFault, match="--batch-size 3"):
-        flags.parse(["--batch-size", "3"])
+        command_line.parse(["--batch-size", "3"])
 
 
 def test_torchrun_and_spawn_together_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageFault, match="--spawn"):
-        flags.parse(["--spawn", "2"])
+        command_line.parse(["--spawn", "2"])
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_torchrun_and_spawn_together_are_refused(monkeypatch):
     ],
 )
 def test_spawned_ranks_get_all_flags_but_spawn(arguments, kept):
-    assert flags.without("--spawn", arguments) == kept
+    assert command_line.without("--spawn", arguments) == kept
 
 
 def test_help_ends_in_examples_that_parse(capsys):
@@ -251,7 +251,7 @@ def test_help_ends_in_examples_that_parse(capsys):
     examples = said.split("examples:\n")[1].splitlines()
     assert len(examples) == 4
     for example in examples:
-        flags.parse(example.split("train/main.py")[1].split())
+        command_line.parse(example.split("train/main.py")[1].split())
 
 
 def test_help_fits_into_80_columns(monkeypatch, capsys):

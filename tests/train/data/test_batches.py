@@ -13,14 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ckpttool.distributed.group import process_group
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place, process_group
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
 from train import main
 from train.data import batches as loading
 from train.main import steps_of_epoch
-from train.tasks import task
+from train.tasks import builtin as tasks
 from train.trainer.trainer import Trainer
 
 
@@ -85,7 +84,7 @@ def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]
             data,
             model := Watching(),
             Place(rank, 2, "gloo", torch.device("cpu")),
-            task.build(config, data),
+            tasks.build(config, data),
         )
         trainer.progress.step = start
         for _ in range(2):

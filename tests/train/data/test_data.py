@@ -54,7 +54,7 @@ def test_the_digits_are_divided_in_the_same_way_each_time_and_by_class():
 def test_the_digits_need_no_torchvision():
     code = (
         "import sys; sys.modules['torchvision'] = None\n"
-        "from train import data, shared_config; data.load(shared_config.DataConfig())"
+        "from train.config.shared import DataConfig; from train.data.data_set import load; load(DataConfig())"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
@@ -331,5 +331,5 @@ def compare_on_ranks(rank: int, world_size: int, of_rank_1: int) -> Any:
 def test_ranks_that_loaded_different_data_are_refused_with_a_hint(run_ranks: Any) -> None:
     assert run_ranks(2, compare_on_ranks, 8) == [None, None]
     for said, hint in run_ranks(2, compare_on_ranks, 9):
-        assert said == "rank 1 holds another --data than rank 0, before training"
+        assert said == "rank 1 has a different --data than rank 0, before training"
         assert "the files of --data" in hint

@@ -76,6 +76,19 @@ def flipped_differently():
     made.targets = [int(os.environ["RANK"])] * 40
     return made, Flipped()
 
+class Noisy(Flipped):
+    # Draws from a generator with a seed, which a resumed run begins again.
+    def __init__(self, draws):
+        self.draws = draws
+    def __getitem__(self, index):
+        return torch.full((3,), float(index)) + self.draws.normal(), index % 2
+
+def counted():
+    return Noisy(numpy.random.default_rng(0)), Noisy(numpy.random.default_rng(1))
+
+def keyed():
+    return Noisy(numpy.random), Noisy(numpy.random)
+
 def apart():
     made = TensorDataset(torch.rand(100, 3, generator=seedless()), torch.arange(100) % 2)
     made.classes, made.fingerprint = ["a", "b"], "shards of one night"
@@ -150,7 +163,7 @@ def test_ranks_whose_samples_or_labels_differ_are_refused_with_the_first(
     run_ranks: Any, own: str, factory: str, name: str
 ) -> None:
     for said, hint, code in run_ranks(2, compare_on_ranks, f"{own}:{factory}"):
-        assert said.startswith(f"rank 1 holds another {name} than rank 0, before training")
+        assert said.startswith(f"rank 1 has a different {name} than rank 0, before training")
         assert "must seed its own generators" in hint
         assert code == 1
 
@@ -197,6 +210,19 @@ def test_a_resume_with_the_same_random_or_declared_data_continues(
 ) -> None:
     assert train(own, factory, tmp_path / "run", "--epochs", "1") == 0
     assert train(own, factory, tmp_path / "run", "--epochs", "2", "--resume") == 0
+
+
+@pytest.mark.parametrize(
+    ("factory", "is_told"), [("flipped", True), ("counted", True), ("keyed", False), ("apart", False)]
+)
+def test_a_resume_says_that_the_data_draws_from_generators_of_its_own(
+    own: str, tmp_path: Path, capsys: Any, factory: str, is_told: bool
+) -> None:
+    """Those of numpy, Python and torch are seeded for each sample; one that the data set made is not."""
+    assert train(own, factory, tmp_path / "run", "--epochs", "1", "--stop-at", "1") == 0
+    assert train(own, factory, tmp_path / "run", "--epochs", "1", "--resume") == 0
+    said = "draws from random generators of its own, so this run differs from one that never stopped"
+    assert (said in capsys.readouterr().out) is is_told
 
 
 # ---- what it costs -------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckpttool.distributed.group import process_group
-from ckpttool.distributed.place import Place, find_place
+from ckpttool.distributed.group import Place, find_place, process_group
 from tests.ranks.programs import OWN_DATA, ROOT, TINY, TORCHRUN, start
 from tests.support.run_log import epochs_of
 from train import main

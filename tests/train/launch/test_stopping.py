@@ -20,9 +20,10 @@ from tests.ranks import runs, trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, TORCHRUN, environment, start
 from train.config.training import TrainConfig
-from train.main import Job, train
+from train.main import train
 from train.run import agreement
-from train.tasks import task
+from train.run.run import Job
+from train.tasks import builtin as tasks
 from train.trainer.scoring import Scorer
 from train.trainer.trainer import Trainer
 
@@ -63,7 +64,7 @@ def told(
         patch.setattr(owner, name, struck)
         patch.setattr(agreement, "SPACING", 0.0)  # these steps take milliseconds
         patch.setattr(agreement, "LONG", long)
-        job = Job(config, trainings.place(rank, size), data, model, task.build(config, data), [])
+        job = Job(config, trainings.place(rank, size), data, model, tasks.build(config, data), [])
         with contextlib.redirect_stdout(None):
             return train(job)
 

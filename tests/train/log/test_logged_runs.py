@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from tests.ranks import trainings
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
 from train.log.step_log import PHASES
-from train.main import Job, train
-from train.tasks import task
+from train.main import train
+from train.run.run import Job
+from train.tasks import builtin as tasks
 
 EPOCHS, STEPS, SAMPLES = 2, 5, 55
 
@@ -35,7 +36,7 @@ def run(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> st
     place, made = trainings.place(rank, world_size), trainings.seeded(model)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        train(Job(config, place, data, made, task.build(config, data), []))
+        train(Job(config, place, data, made, tasks.build(config, data), []))
     return said.getvalue()
 
 

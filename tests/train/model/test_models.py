@@ -76,3 +76,37 @@ def test_an_unknown_model_is_refused_with_the_known_names():
 def test_models_for_images_refuse_other_samples():
     with pytest.raises(UsageFault, match="takes images"):
         models.build("simple-cnn", shape=(5,), classes=10)
+
+
+MODES = """
+from torch import nn
+
+def half():
+    return nn.Sequential(nn.Linear(3, 2), nn.Dropout().eval())
+
+def whole():
+    return half().eval()
+
+class Freezes(nn.Sequential):
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+def method():
+    return Freezes(nn.Linear(3, 2), nn.Dropout())
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "modes"),
+    [
+        ("half", [True, True, False]),
+        ("whole", [True, True, True]),  # as from_pretrained returns a model that is to be trained
+        ("method", [True, True, False]),
+    ],
+)
+def test_a_model_is_trained_in_the_modes_that_its_factory_gave(tmp_path, factory, modes):
+    (tmp_path / "own.py").write_text(MODES)
+    made = models.build(f"{tmp_path / 'own.py'}:{factory}", shape=(3,), classes=2)
+    assert [module.training for module in made.modules()] == modes

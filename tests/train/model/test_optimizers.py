@@ -109,10 +109,25 @@ def test_every_optimizer_of_torch_is_found_and_follows_torch(name: str) -> None:
         ({"optimizer": "LBFGS"}, "--optimizer LBFGS: calls the model several times in a step"),
         ({"optimizer": "sparseadam"}, "--optimizer sparseadam: needs sparse gradients"),
         ({"optimizer": "adafactor"}, "Adafactor does not support complex parameters"),
-        ({"optimizer": "muon"}, "--optimizer muon: can't train simple-cnn: Muon only supports 2D parameters"),
+        (
+            {"optimizer": "muon"},
+            "--optimizer muon: can't train simple-cnn: it has no nn.Linear before the last",
+        ),
+        ({"optimizer": "Muon", "zero": True}, "--zero: muon's state is not divided"),
         ({"zero": True}, "--zero: needs parameters of one dtype, but"),
     ],
-    ids=["typo", "base class", "momentum", "decay", "closure", "sparse", "complex", "shapes", "two dtypes"],
+    ids=[
+        "typo",
+        "base class",
+        "momentum",
+        "decay",
+        "closure",
+        "sparse",
+        "complex",
+        "no matrix",
+        "muon, zero",
+        "two dtypes",
+    ],
 )
 def test_what_can_not_be_used_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageFault) as caught:
@@ -262,3 +277,60 @@ def more_ranks_than_parameters(rank: int, size: int) -> Any:
 
 def test_ranks_without_a_parameter_of_their_own_hold_nothing(run_ranks: Any) -> None:
     assert run_ranks(2, more_ranks_than_parameters) == [(1, ["weight"]), (0, None)]
+
+
+# ---- muon -----------------------------------------------------------------------------------------------
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(7, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 7)]
+    layers[-1].weight = layers[0].weight  # tied
+    return nn.Sequential(*layers)
+
+
+def one_step(model: nn.Module, optimizer: Any) -> None:
+    model.zero_grad()
+    model(torch.arange(7)).square().sum().backward()
+    optimizer.step()
+
+
+def test_muon_is_torchs_for_the_matrices_inside_and_adamw_for_the_rest() -> None:
+    ours, theirs = transformer(), transformer()
+    optimizer = optimizers.build_optimizer(config(optimizer="muon", lr=0.01, momentum=0.9), ours)
+    assert named(optimizer) == [
+        (["1.weight", "3.weight"], 0.1),
+        (["0.weight"], 0.1),
+        (["1.bias", "2.weight", "2.bias", "3.bias", "4.bias"], 0.0),
+    ]
+    inside = {"1.weight", "3.weight"}
+    others = [parameter for name, parameter in theirs.named_parameters() if name not in inside]
+    muon = torch.optim.Muon(
+        [theirs[1].weight, theirs[3].weight], 0.01, 0.1, 0.9, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(
+        [{"params": others[:1]}, {"params": others[1:], "weight_decay": 0.0}], 0.01, weight_decay=0.1
+    )
+    for _ in range(3):
+        one_step(ours, optimizer)
+        one_step(theirs, muon)
+        adamw.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+def test_muon_goes_on_from_its_state_with_another_rate() -> None:
+    straight, resumed = transformer(), transformer()
+    settings = config(optimizer="muon", lr=0.01)
+    first = optimizers.build_optimizer(settings, straight)
+    one_step(straight, first)
+    resumed.load_state_dict(straight.state_dict())
+    second = optimizers.build_optimizer(settings, resumed)
+    optimizers.restore(second, copy.deepcopy(first.state_dict()))
+    for optimizer in (first, second):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+    for _ in range(2):
+        one_step(straight, first)
+        one_step(resumed, second)
+    assert all(map(torch.equal, straight.parameters(), resumed.parameters()))
+    assert first.state_dict()["state"].keys() == second.state_dict()["state"].keys() == set(range(8))

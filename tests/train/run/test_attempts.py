@@ -12,7 +12,8 @@ import pytest
 
 from ckpttool.errors import CheckFailed
 from train.config.training import TrainConfig
-from train.run.attempts import FILE, counted
+from train.run.folder import ATTEMPTS as FILE
+from train.run.folder import attempts as counted
 
 CONFIG = TrainConfig(resume="auto")
 
@@ -120,8 +121,14 @@ def test_other_ranks_touch_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"flags": 1}', '{"flags": "x", "failed": 3, "step": "y"}'],
+    [
+        *("", "{", "[]", "null", '{"flags": 1}', '{"flags": "x", "failed": 3, "step": "y"}'),
+        *("[" * 100_000, '{"a":' * 100_000, "1" * 100_000, '{"failed": [' + "9," * 10**6),
+        *(f'{{"flags": FLAGS, "failed": [9, 9], "step": {step}}}' for step in ("1e400", "NaN", "true")),
+    ],
 )
 def test_a_file_that_is_damaged_counts_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
+    attempt(tmp_path, 9)
+    flags = json.loads((tmp_path / FILE).read_text())["flags"]
+    (tmp_path / FILE).write_text(text.replace("FLAGS", json.dumps(flags)))
     assert refused(tmp_path) == ""

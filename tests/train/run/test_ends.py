@@ -25,10 +25,11 @@ from tests.ranks import trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, start
 from train import main
-from train.config import parser as flags
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.launch import program as launch
 from train.run import commands, report
+from train.run.run import Job
 from train.trainer.trainer import Trainer
 
 
@@ -170,7 +171,9 @@ def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
     command = ended.partition("\nto continue:\n  ")[2].replace(" \\\n     ", "")
     program, arguments = command.split(f" {ROOT}/train/main.py ")  # not under the folder that it runs in
     assert program == "python"
-    assert flags.parse(shlex.split(arguments)) == flags.parse([*given, *spawn, "--resume", "auto"])
+    assert command_line.parse(shlex.split(arguments)) == command_line.parse(
+        [*given, *spawn, "--resume", "auto"]
+    )
 
 
 def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatch):
@@ -251,7 +254,7 @@ def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkey
     monkeypatch.setattr(launch, "PATIENCE", 0)
     seen = []
 
-    def train(job: main.Job) -> None:
+    def train(job: Job) -> None:
         trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
         seen.append(dist.is_initialized() and bool(gloo_threads()))
         if error is not None:
@@ -268,7 +271,7 @@ def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkey
 
 
 def test_a_bug_is_not_hidden_and_the_process_group_is_destroyed(monkeypatch, tmp_path):
-    def train(job: main.Job) -> None:
+    def train(job: Job) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(main, "train", train)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from ckpttool.distributed import collectives
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
-from train.run.limits import Due, Limits, total_steps
-from train.trainer.trainer import Progress
+from train.model.optimizer import total_steps
+from train.run.limits import Due, Limits
+from train.trainer.progress import Progress
 
 STEPS = 4
 

@@ -159,7 +159,7 @@ def test_a_chain_that_was_cut_behind_a_checkpoint_is_found_by_the_checkpoint(cli
     write(run, lines_of(run)[:4])
     ran = cli("prove", run, "--no-replay")
     assert ran.code == 1
-    assert "checkpoint: last.pt: is of step 8, of which the chain tells no checkpoint" in ran.err
+    assert "checkpoint: last.pt: is of step 8, for which the chain has no checkpoint" in ran.err
     assert "the record has no end" in ran.err
 
 
@@ -171,7 +171,7 @@ def test_a_chain_that_was_written_anew_is_found_by_the_checkpoints(cli: Cli, run
     ran = cli("prove", run, "--no-replay")
     assert ran.code == 1
     assert "chain: line" not in ran.err
-    assert "checkpoint: step-000003.pt: was saved beside another chain" in ran.err
+    assert "checkpoint: step-000003.pt: was saved with another chain" in ran.err
 
 
 def test_other_weights_in_a_chain_that_was_written_anew_are_found_by_a_replay(cli: Cli, run: Path) -> None:
@@ -183,8 +183,8 @@ def test_other_weights_in_a_chain_that_was_written_anew_are_found_by_a_replay(cl
         (run / name).unlink(missing_ok=True)
     ran = cli("prove", run, "--run-code")
     assert ran.code == 1
-    assert "replay: step 6: the weights part after step 4, by step 6" in ran.err
-    assert ": parts at step 6 (" in ran.out
+    assert "replay: step 6: the weights differ after step 4, by step 6" in ran.err
+    assert ": differs at step 6 (" in ran.out
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_found_and_placed(cli: Cli, run: Path) -> None:
@@ -244,7 +244,7 @@ def test_an_exchanged_sample_is_found_and_placed(cli: Cli, original: Path, sampl
     torch.save(samples, original.parent / "inputs.pt")
     ran = cli("prove", original, "--from", 0, "--run-code")
     assert ran.code == 1
-    assert f"replay: step {step}: training sample 10 is another in step {step}\n" in ran.err
+    assert f"replay: step {step}: training sample 10 differs in step {step}\n" in ran.err
 
 
 def test_a_changed_data_set_is_found(cli: Cli, original: Path, samples: torch.Tensor) -> None:
@@ -351,7 +351,7 @@ def test_a_step_that_is_not_in_the_record_is_refused_or_named(cli: Cli, run: Pat
         (b"", "holds no entries"),
         (b"\x00\xff garbage\n", "holds no entries"),
         (b'{"n": 1, "prev": "", "kind": "step", "step": 1}\n', "is no record of a run"),
-        (b'{"n": 1, "prev": "", "kind": "begin"}\n', "is no record of a run"),
+        (b'{"n": 1, "prev": "", "kind": "begin"}\n', "line 1 is no entry of a run: 'begin' lacks 'step'"),
     ],
 )
 def test_what_is_no_record_is_refused(cli: Cli, tmp_path: Path, text: bytes | None, said: str) -> None:
@@ -388,7 +388,7 @@ def test_a_checkpoint_of_another_step_than_its_name_says_is_found(cli: Cli, run:
     second.unlink()
     first.rename(second)
     ran = cli("prove", run, "--no-replay")
-    assert ran.code == 1 and "another than its name says" in ran.err + ran.out
+    assert ran.code == 1 and "not the one in its name" in ran.err + ran.out
 
 
 def test_files_of_the_users_are_no_problem_and_named_if_the_trainer_could_have_named_them(
@@ -400,7 +400,7 @@ def test_files_of_the_users_are_no_problem_and_named_if_the_trainer_could_have_n
     ran = cli("prove", run, "--no-replay")
     assert ran.code == 0, ran.err
     assert "step-7.pt" not in ran.err
-    assert "the record tells of no checkpoint of that step" in ran.err
+    assert "the record has no checkpoint of that step" in ran.err
     assert "step-000009.pt: is no checkpoint of the trainer" in ran.err
     (run / "step-000006.pt").unlink()
     (run / "step-000006.pt").write_text("text")
@@ -424,7 +424,7 @@ def test_a_checkpoint_that_a_kill_kept_from_its_place_is_a_note(
     ran = cli("prove", run, "--no-replay")
     assert ran.code == 0, ran.err
     said = "last.pt is of step 6, and the record's last checkpoint of 8"
-    assert (said if before else "no checkpoint that the record tells of (1) is in the folder") in ran.err
+    assert (said if before else "none of the 1 recorded checkpoints is in the folder") in ran.err
     assert "the record has no end" in ran.err
 
 
@@ -440,4 +440,7 @@ def test_a_resume_from_a_checkpoint_that_the_record_does_not_hold_is_found(cli: 
     assert ran.code == 1 and "goes on from a checkpoint of step 99" in ran.err
     assert "--stop-at 8 " in ran.err and "the run went on from step 99 with other settings" in ran.err
     ran = cli("prove", run, "--run-code", "--dry-run", "--from", 8)
-    assert ran.code == 2 and "--from 8: no step behind 8 and up to 100 is in the record" in ran.err
+    assert (
+        ran.code == 2
+        and "--from 8: the record has no step from 8 up to 100 with the same settings" in ran.err
+    )

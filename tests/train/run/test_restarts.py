@@ -95,7 +95,7 @@ def test_an_attempt_may_have_more_or_fewer_ranks_than_the_last(store: Any) -> No
 def test_a_rank_does_not_agree_with_the_dead_of_an_earlier_attempt(store: Any, missing: int) -> None:
     agree(store, [0, 1], 2)
     (said,) = agree(store, [1 - missing], 2, timeout=0.5)
-    assert said == f"rank {1 - missing}: rank {missing} has not come within 0.5 s"
+    assert said == f"rank {1 - missing}: rank {missing} has not joined within 0.5 s"
     one, other = agree(store, [0, 1], 2)
     assert one == other
 

@@ -20,11 +20,12 @@ from tests.ranks.programs import TINY, start
 from tests.support.running import SHARED
 from train import main
 from train.checkpoint import init_from
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
-from train.main import Job, train
+from train.main import train
 from train.model import builtin as models
-from train.tasks import task
+from train.run.run import Job
+from train.tasks import builtin as tasks
 
 SAMPLES, BATCH, STEPS, EPOCHS = 22, 6, 4, 2
 
@@ -58,7 +59,7 @@ def run(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> st
         remarks = init_from.load(model, config.init, config.init_allow_missing) if config.init else []
         place = trainings.place(rank, world_size)
         with contextlib.redirect_stdout(said):
-            train(Job(config, place, data, model, task.build(config, data), remarks))
+            train(Job(config, place, data, model, tasks.build(config, data), remarks))
     except CkptToolError as error:
         return f"{type(error).__name__}: {error} ({error.hint})"
     return said.getvalue()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -22,7 +24,8 @@ from tests.ranks import trainings
 from tests.support.run_log import epochs_of
 from train import evaluate, main
 from train.config.training import TrainConfig
-from train.tasks import task
+from train.tasks import builtin as tasks
+from train.tasks.task import Task, UserTask
 
 CLASSES = trainings.tensors((10,), 6)
 SCORES = torch.randn(6, 10, generator=torch.Generator().manual_seed(1))
@@ -33,8 +36,8 @@ def numbers(target: torch.Tensor) -> Any:
     return replace(CLASSES, test=TensorDataset(torch.zeros(len(target), 3), target), classes=())
 
 
-def built(name: str, data: Any = CLASSES, **settings: Any) -> task.Task:
-    return task.build(TrainConfig(task=name, **settings), data)
+def built(name: str, data: Any = CLASSES, **settings: Any) -> Task:
+    return tasks.build(TrainConfig(task=name, **settings), data)
 
 
 # ---- classification ------------------------------------------------------------------------------------
@@ -168,15 +171,17 @@ def test_a_model_that_counts_nothing_has_no_mean_loss():
     class Output(types.SimpleNamespace):
         pass
 
-    with pytest.raises(CheckFailed, match="the model counted nothing in a forward pass"):
-        built("model-loss").loss(Output(loss=torch.tensor(0.0), count=0), (torch.zeros(2), torch.zeros(2)))
+    mean = torch.tensor(float("nan"), requires_grad=True)
+    total, count = built("model-loss").loss(Output(loss=mean, count=0), (torch.zeros(2), torch.zeros(2)))
+    total.backward()
+    assert (total.item(), count, mean.grad.item()) == (0.0, 0, 0.0)
 
 
 def test_a_users_task_may_say_how_many_outputs_it_needs():
     made = types.SimpleNamespace(loss=lambda outputs, batch: (outputs.sum(), 1), outputs=lambda data: 7)
-    assert task.UserTask(made, "own").outputs(CLASSES) == 7
+    assert UserTask(made, "own").outputs(CLASSES) == 7
     del made.outputs
-    assert task.UserTask(made, "own").outputs(CLASSES) == len(CLASSES.classes)
+    assert UserTask(made, "own").outputs(CLASSES) == len(CLASSES.classes)
 
 
 def test_the_whole_batch_goes_to_a_model_that_returns_its_loss():
@@ -190,7 +195,7 @@ def test_the_whole_batch_goes_to_a_model_that_returns_its_loss():
 
 
 def test_a_model_gets_inputs_keyword_arguments_or_the_batch_itself():
-    plain = task.Task()
+    plain = Task()
     assert plain.forward(lambda *parts: parts, ("x", "y")) == ("x",)
     assert plain.forward(lambda *parts: parts, ["x", "mask", "y"]) == ("x", "mask")
     assert plain.forward(lambda **parts: parts, {"x": 1}) == {"x": 1}
@@ -199,11 +204,11 @@ def test_a_model_gets_inputs_keyword_arguments_or_the_batch_itself():
 
 def test_nested_batches_are_moved_and_counted():
     batch = {"pair": (torch.zeros(5, 2), [torch.zeros(5)]), "names": ["a"] * 5, "size": 3}
-    moved = task.Task().batch_to(batch, torch.device("meta"))
+    moved = Task().batch_to(batch, torch.device("meta"))
     assert moved["pair"][0].device.type == moved["pair"][1][0].device.type == "meta"
     assert (moved["names"], moved["size"], type(moved["pair"])) == (batch["names"], 3, tuple)
-    assert task.Task().sample_count(batch) == 5
-    assert task.Task().sample_count(torch.zeros(4)) == 4
+    assert Task().sample_count(batch) == 5
+    assert Task().sample_count(torch.zeros(4)) == 4
 
 
 # ---- a user's own --------------------------------------------------------------------------------------
@@ -220,7 +225,7 @@ class OfModule(Absolute, nn.Module):
     pass
 
 
-class Subclass(task.Task):
+class Subclass(Task):
     def loss(self, outputs: torch.Tensor, batch: Any) -> Any:
         return Absolute().loss(outputs, batch)
 
@@ -236,7 +241,7 @@ NAMESPACE = types.SimpleNamespace(loss=Absolute().loss, metrics=Absolute.metrics
 
 @pytest.mark.parametrize("made", [Absolute(), Absolute, OfModule(), Subclass(), module(), NAMESPACE])
 def test_an_instance_a_class_a_module_and_a_namespace_are_tasks(made):
-    found = task.adapt(made, "own.py:make")
+    found = tasks.adapt(made, "own.py:make")
     batch = (torch.zeros(3, 2), torch.ones(3, 1))
     loss, count = found.loss(found.forward(nn.Linear(2, 1), batch), batch)
     assert (count, loss.dim()) == (3, 0)
@@ -255,10 +260,13 @@ ONE = torch.tensor(1.0)
         ((1.0, 3), "a float as its sum"),
         ((torch.ones(3), 3), r"with the shape \[3\] as its sum"),
         ((torch.tensor(3), 3), "a tensor of int64 with the shape .* as its sum"),
-        ((ONE, 3.0), "3.0 as its count, not an integer"),
-        ((ONE, float("nan")), "nan as its count"),
+        ((ONE, float("nan")), "a count of nan"),
         ((ONE, True), "a bool as its count"),
-        ((ONE, torch.tensor(3.0)), "a tensor of float32 with the shape .* as its count"),
+        ((ONE, torch.tensor(float("nan"))), "a count of nan"),
+        ((ONE, math.inf), "a count of inf"),
+        ((ONE, 10**400), "a count of 1000"),
+        ((ONE, -0.5), "a count of -0.5"),
+        ((ONE, torch.tensor(3j)), "a tensor of complex64 with the shape .* as its count"),
         ((ONE, torch.tensor([1, 2])), r"with the shape \[2\] as its count"),
         ((ONE, -1), "a count of -1"),
         ((ONE, torch.tensor(-2)), "a count of -2"),
@@ -266,17 +274,41 @@ ONE = torch.tensor(1.0)
     ],
 )
 def test_a_loss_that_is_no_sum_and_count_says_what_to_return(returned, said):
-    found = task.adapt(types.SimpleNamespace(loss=lambda outputs, batch: returned), "own.py:make")
+    found = tasks.adapt(types.SimpleNamespace(loss=lambda outputs, batch: returned), "own.py:make")
     with pytest.raises(UsageFault, match=said) as fault:
         found.loss(None, None)
     assert str(fault.value).startswith("--task own.py:make: loss returned ")
     assert fault.value.hint.startswith("return (sum, count)")
 
 
-@pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor([4]), 4])
+@pytest.mark.parametrize(
+    "count", [0, torch.tensor(0), torch.tensor([4]), 4, 0.0, 2.5, torch.tensor(0.1), numpy.float32(0.1)]
+)
 def test_honest_counts_are_taken(count):
     made = types.SimpleNamespace(loss=lambda outputs, batch: (ONE * 0, count))
-    assert int(task.adapt(made, "own").loss(None, None)[1]) == int(count)
+    assert float(tasks.adapt(made, "own").loss(None, None)[1]) == float(count)
+
+
+def test_weighted_classes_give_the_loss_that_torch_gives():
+    weights = (0.5, 2.0, 0.0, 1.0, 0.1, 3.0, 1.0, 1.0, 1.0, 1.0)
+    found = built("classification", class_weights=weights, label_smoothing=0.1)
+    loss, count = found.loss(SCORES, (None, LABELS))
+    expected = F.cross_entropy(SCORES, LABELS, torch.tensor(weights), label_smoothing=0.1)
+    assert (loss / count).item() == pytest.approx(expected.item())
+    assert not found.counts_samples
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ((1.0, 2.0), "--class-weights: 2 numbers for 10 classes"),
+        ((1.0,) * 9 + (-2.0,), "--class-weights: -2 is not a weight"),
+        ((0.0,) * 10, "--class-weights: all are 0"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weights, said):
+    with pytest.raises(UsageFault, match=said):
+        built("classification", class_weights=weights)
 
 
 # ---- through the programs ------------------------------------------------------------------------------
@@ -302,6 +334,11 @@ class Named(Dataset):
     def __getitem__(self, index):
         x = torch.full((3,), index / 16)
         return {"x": x, "extra": {"sign": (torch.tensor(1.0), [x * 2])}, "y": x.sum()}
+
+def empty_first():
+    inputs = torch.randn(16, 3)
+    inputs[:3] = 0
+    return TensorDataset(inputs, inputs[:, :1]), TensorDataset(inputs, inputs[:, :1])
 
 def named():
     return Named(), Named()
@@ -364,6 +401,25 @@ def mean():
 def mean_and_count():
     return SimpleNamespace(loss=lambda outputs, batch: (F.l1_loss(outputs, batch[1]), len(batch[1])))
 
+def mean_and_one():
+    return SimpleNamespace(loss=lambda outputs, batch: (F.l1_loss(outputs, batch[1]), 1))
+
+def sum_and_one():
+    return SimpleNamespace(loss=lambda outputs, batch: (F.l1_loss(outputs, batch[1], reduction="sum"), 1.0))
+
+def of_later_samples():  # a mean, in which the first sample has nothing that counts
+    def loss(outputs, batch):
+        counted = batch[0][:, 0] != 0
+        errors = (outputs - batch[1]).abs()[counted]
+        return (errors.mean() if len(errors) else outputs.sum() * 0), len(errors)
+    return SimpleNamespace(loss=loss)
+
+def weighted():
+    def loss(outputs, batch):
+        weights = batch[0][:, :1].abs()
+        return (weights * (outputs - batch[1]).abs()).sum(), weights.sum()
+    return SimpleNamespace(loss=loss)
+
 def nothing():
     return SimpleNamespace()
 
@@ -400,7 +456,7 @@ def run(tmp_path: Path, own: str, capsys: Any) -> Callable[..., tuple[int, str, 
     def start(name: str, *flags: str) -> tuple[int, str, str]:
         capsys.readouterr()
         usual = ["--data", f"{own}:data", "--model", f"{own}:net", "--epochs", "2", "--batch-size", "8"]
-        name = f"{own}:{name}" if name not in task.TASKS else name
+        name = f"{own}:{name}" if name not in tasks.TASKS else name
         code = main.main([*usual, "--task", name, "--out", str(tmp_path / "run"), "--force", *flags])
         said = capsys.readouterr()
         return code, said.out, said.err
@@ -414,6 +470,7 @@ def run(tmp_path: Path, own: str, capsys: Any) -> Callable[..., tuple[int, str, 
         ("regression", [], "mse"),
         ("fine", [], ""),
         ("measured", [], "mae"),
+        ("weighted", [], ""),
         ("by_module", [], ""),
         ("fine", ["--data", "{own}:named", "--model", "{own}:keywords"], ""),
         ("model-loss", ["--model", "{own}:itself"], ""),
@@ -430,7 +487,7 @@ def test_a_task_is_trained_logged_and_evaluated(run, own, tmp_path, capsys, name
         "--data",
         f"{own}:data",
         "--task",
-        name if name in task.TASKS else f"{own}:{name}",
+        name if name in tasks.TASKS else f"{own}:{name}",
     ]
     assert evaluate.main([str(tmp_path / "run/last.pt"), *given, *flags, "--json"]) == 0
 
@@ -445,6 +502,8 @@ def test_a_task_is_trained_logged_and_evaluated(run, own, tmp_path, capsys, name
     [
         ("mean", 2, "not (sum, count)"),
         ("mean_and_count", 2, "for one sample and for two copies of it"),
+        ("mean_and_one", 2, "with counts of 1 and 1: a mean, not a sum"),
+        ("sum_and_one", 2, "a count of 1 for one sample and for two copies of it"),
         ("nothing", 2, "a SimpleNamespace has no method loss"),
         ("function", 2, "a function has no method loss"),
         ("without_gradient", 2, "does not depend on the model's parameters"),
@@ -468,6 +527,8 @@ def test_a_wrong_task_is_one_line_before_any_process_group(run, own, monkeypatch
     [
         (["--task", "no-such"], "--task no-such: no such task (one of classification, regression"),
         (["--label-smoothing", "0.1"], "--label-smoothing: --task regression has no labels"),
+        (["--data", "{own}:empty_first", "--task", "{own}:of_later_samples"], "counts of 1 and 2: a mean"),
+        (["--class-weights", "1,2"], "--class-weights: --task regression has no labels"),
         (["--model", "simple-cnn"], "takes images"),
         (["--task", "classification"], "not a class number"),
         (["--task", "model-loss"], "does not take the 3 samples"),

@@ -18,10 +18,12 @@ from torch.utils.data import Dataset, TensorDataset
 from ckpttool.distributed.plan import Plan
 from tests.ranks import trainings
 from train import main
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
 from train.data.data_set import Data
-from train.tasks import task
+from train.run.run import Job
+from train.tasks import builtin as tasks
+from train.tasks.task import Task
 from train.trainer.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
@@ -44,7 +46,7 @@ def lines() -> TensorDataset:
     tokens = torch.randint(7, (SAMPLES, 41), generator=generator)
     targets = tokens[:, 1:].clone()
     for row, length in enumerate([40, 1, 2, 1, 33, 1, 0, 5, 1, 40, 3, 1, 17]):
-        targets[row, length:] = task.IGNORED
+        targets[row, length:] = tasks.IGNORED
     return TensorDataset(tokens[:, :-1], targets)
 
 
@@ -117,6 +119,32 @@ def masked(model: nn.Module, batch: Any) -> torch.Tensor:
     return total / count
 
 
+WEIGHTS = (0.3, 1.0, 0.0, 2.7, 0.1)
+
+
+def labelled() -> TensorDataset:
+    inputs = numbers().tensors[0]
+    return TensorDataset(inputs, torch.arange(len(inputs)) % 5)
+
+
+def classes() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5, dtype=torch.float64))
+
+
+def weighted_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], torch.tensor(WEIGHTS, dtype=torch.float64))
+
+
+def weighing() -> Any:
+    """Return a user's task whose count is the sum of the weights, a float."""
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+        return F.cross_entropy(outputs, batch[1], weights, reduction="sum"), weights[batch[1]].sum()
+
+    return types.SimpleNamespace(loss=loss)
+
+
 # name: samples, model, and its mean loss over a whole batch, in plain PyTorch.
 KINDS: dict[str, Any] = {
     "regression": (numbers, linear, lambda model, batch: F.mse_loss(model(batch[0]), batch[1])),
@@ -127,16 +155,20 @@ KINDS: dict[str, Any] = {
     ),
     "model-loss": (numbers, OwnLoss, lambda model, batch: model(*batch)[1]),
     "own": (Named, OfNames, masked),
+    "classification": (labelled, classes, weighted_mean),
+    "weighted": (labelled, classes, weighted_mean),
 }
+OWN = {"own": of_names, "weighted": weighing}
 
 
 def data_of(kind: str) -> Data:
     samples = KINDS[kind][0]()
-    return Data(kind, samples, samples, (), (6,), kind, task=kind)
+    names = tuple("abcde") if kind == "classification" else ()
+    return Data(kind, samples, samples, names, (6,), kind, task=kind)
 
 
-def task_of(kind: str, config: TrainConfig, data: Data) -> task.Task:
-    return task.adapt(of_names(), "own.py:make") if kind == "own" else task.build(config, data)
+def task_of(kind: str, config: TrainConfig, data: Data) -> Task:
+    return tasks.adapt(OWN[kind](), "own.py:make") if kind in OWN else tasks.build(config, data)
 
 
 def expected(kind: str, make: Any) -> list[torch.Tensor]:
@@ -157,6 +189,8 @@ def parameters_on_ranks(
 ) -> tuple[list[torch.Tensor], float]:
     data = data_of(kind)
     usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "epochs": EPOCHS, "task": kind}
+    if kind == "classification":
+        usual["class_weights"] = WEIGHTS
     config = TrainConfig(**usual, **SETTINGS, **settings)
     place = trainings.place(rank, world_size)
     trainer = Trainer(config, data, trainings.seeded(make), place, task_of(kind, config, data))
@@ -205,25 +239,88 @@ def test_unequal_shares_and_clipping_are_those_of_one_process(run_ranks: Any, ki
 # ---- nothing to count ----------------------------------------------------------------------------------
 
 
-def train_on_nothing(rank: int, world_size: int) -> tuple[str, str]:
-    whole = lines()
-    whole.tensors[1].fill_(task.IGNORED)
-    data = replace(data_of("language-model"), train=whole)
-    config = TrainConfig(task="language-model", batch_size=BATCH)
-    try:
-        trainer = Trainer(
-            config, data, OfTokens(), trainings.place(rank, world_size), task.build(config, data)
-        )
-        trainings.finish_epoch(trainer)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "trained", ""
+def ignoring(steps: list[int]) -> TensorDataset:
+    """Return sequences of which those of some steps of the first epoch have no target that counts."""
+    samples = lines()
+    batches = torch.tensor(Plan(SAMPLES, BATCH).order(0)).split(BATCH)
+    for step in steps:
+        samples.tensors[1][batches[step]] = tasks.IGNORED
+    return samples
 
 
-def test_a_step_in_which_nothing_counts_ends_all_ranks(run_ranks: Any) -> None:
-    first, second = run_ranks(2, train_on_nothing)
-    assert [first[0], second[0]] == ["CheckFailed", "RankFailed"]
-    assert all("counted nothing in step 1" in said for _, said in (first, second))
+class OfTokensAndLoss(OfTokens):
+    """Returns its own mean loss, NaN where nothing counts, and of how many tokens it is the mean."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss = F.cross_entropy(super().forward(tokens).flatten(0, 1), targets.flatten())
+        return {"loss": loss, "count": (targets != tasks.IGNORED).sum()}
+
+
+def train_on_nothing(
+    rank: int, world_size: int, steps: list[int], settings: dict[str, Any], model: Any = OfTokens
+) -> tuple[list[torch.Tensor], float, int, int]:
+    task = "language-model" if model is OfTokens else "model-loss"
+    data = replace(data_of("language-model"), train=ignoring(steps), task=task)
+    usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "task": task, "epochs": 1}
+    config = TrainConfig(**usual, **SETTINGS, **settings)
+    place = trainings.place(rank, world_size)
+    trainer = Trainer(config, data, trainings.seeded(model), place, tasks.build(config, data))
+    trained = trainings.finish_epoch(trainer)
+    progress = trainer.progress
+    parameters = [parameter.detach() for parameter in trainer.ddp.parameters()]
+    return parameters, trained.loss, progress.uncounted, progress.global_step
+
+
+def without(steps: list[int]) -> list[torch.Tensor]:
+    """Return the parameters after an epoch in which some steps are left out, in plain PyTorch."""
+    model, samples = trainings.seeded(OfTokens), ignoring(steps)
+    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
+    for number, batch in enumerate(torch.tensor(Plan(SAMPLES, BATCH).order(0)).split(BATCH)):
+        inputs, targets = samples[batch]
+        if number not in steps:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("model", [OfTokens, OfTokensAndLoss])
+@pytest.mark.parametrize("steps", [[0], [1], [2], [0, 1], [0, 1, 2]])
+def test_a_step_in_which_nothing_counts_is_left_out_on_all_ranks(
+    run_ranks: Any, steps: list[int], model: Any
+) -> None:
+    for size, settings in ((1, {}), (2, {}), (2, {"accumulate": 2}), (2, {"virtual_ranks": 4}), (4, {})):
+        for ours, loss, uncounted, done in run_ranks(size, train_on_nothing, steps, settings, model):
+            assert farthest(ours, without(steps)) <= BOUND
+            assert (uncounted, done) == (len(steps), 3)
+            assert (loss != loss) == (len(steps) == 3)  # NaN
+
+
+def run_on_nothing(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> str:
+    data = replace(data_of("language-model"), train=ignoring([1]), test=lines())
+    every = {"keep": 9, "save_every": Every(1, "steps"), "ema": 0.9, "clip_norm": 1.0, "log_every": 1}
+    config = TrainConfig(task="language-model", out=folder, epochs=2, batch_size=BATCH, **every, **settings)
+    place, model = trainings.place(rank, world_size), trainings.seeded(OfTokens)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        main.train(Job(config, place, data, model, tasks.build(config, data), []))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("stopped_at", [1, 2, 3])
+def test_a_step_that_is_left_out_is_said_logged_and_kept_over_a_resume(
+    run_ranks: Any, tmp_path: Path, stopped_at: int
+) -> None:
+    said = run_ranks(2, run_on_nothing, str(tmp_path / "whole"), {})
+    assert said[0].count("warning: nothing counted in step 2") == 1 and said[1] == ""
+    assert "skipped 1 step in which nothing counted" in said[0]
+    events = [line for line in (tmp_path / "whole/log.jsonl").read_text().splitlines() if "event" in line]
+    assert len(events) == 1 and '"step": 2' in events[0] and "nothing counted" in events[0]
+    saved = tmp_path / f"whole/step-{stopped_at:06d}.pt"
+    run_ranks(2, run_on_nothing, str(tmp_path / "resumed"), {"resume": str(saved)})
+    ends = [torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "resumed")]
+    assert ends[0]["progress"] == ends[1]["progress"] and ends[0]["progress"]["uncounted"] == 1
+    assert ends[0]["digests"]["model"] == ends[1]["digests"]["model"]
 
 
 # ---- whole runs ----------------------------------------------------------------------------------------
@@ -246,7 +343,7 @@ def run(rank: int, world_size: int, kind: str, folder: str, settings: dict[str, 
     model = trainings.seeded(KINDS[kind][1])
     place = trainings.place(rank, world_size)
     with contextlib.redirect_stdout(io.StringIO()):
-        main.train(main.Job(config, place, data, model, task_of(kind, config, data), []))
+        main.train(Job(config, place, data, model, task_of(kind, config, data), []))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train.checkpoint import resume as resuming
-from train.checkpoint import saver as saving
-from train.config import parser as flags
+from train.checkpoint.capture import capture, restore
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.main import steps_of_epoch
 from train.model import builtin as models
-from train.tasks import task
+from train.tasks import builtin as tasks
 from train.trainer import preflight
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
@@ -132,7 +131,7 @@ def train_branches(rank: int, world_size: int, dtype: torch.dtype, settings: dic
     trainer = trainings.trainer(rank, world_size, data, model, **settings)
     trainings.finish_epoch(trainer)
     trainings.finish_epoch(trainer)
-    saved = saving.capture(trainer)["model"]
+    saved = capture(trainer)["model"]
     return state(trainer.ddp.module), {name.removeprefix("module."): value for name, value in saved.items()}
 
 
@@ -191,14 +190,14 @@ def go_on(rank: int, world_size: int, stop: int | None) -> Any:
     trainer = make_trainer(rank, world_size, 60, **settings)
     for step, _ in enumerate(steps_of_epoch(trainer), 1):
         if step == stop:
-            saved = copy.deepcopy(saving.capture(trainer))
+            saved = copy.deepcopy(capture(trainer))
             trainer = make_trainer(rank, world_size, 60, **settings)
-            resuming.restore(trainer, saved)
+            restore(trainer, saved)
             trainer.evaluate()
             for _ in steps_of_epoch(trainer):
                 pass
             break
-    return collectives.digest_all(saving.capture(trainer)["model"])
+    return collectives.digest_all(capture(trainer)["model"])
 
 
 def test_a_resumed_pooled_run_equals_one_that_never_stopped(run_ranks: Any) -> None:
@@ -265,7 +264,7 @@ def check(
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
     place = Place(0, world_size, "gloo", torch.device(device))
     config = TrainConfig(scheduler="none", **settings)
-    preflight.check(config, data, model, place, task.build(config, data))
+    preflight.check(config, data, model, place, tasks.build(config, data))
 
 
 @pytest.mark.parametrize("kind", ["sync", "pooled"])
@@ -355,7 +354,58 @@ def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain() -> None:
 
 
 def test_the_flag_is_read_and_plain_is_the_default() -> None:
-    assert flags.parse([]).batchnorm == "plain"
-    assert flags.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
+    assert command_line.parse([]).batchnorm == "plain"
+    assert command_line.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
     with pytest.raises(UsageFault, match="--batchnorm"):
-        flags.parse(["--batchnorm", "global"])
+        command_line.parse(["--batchnorm", "global"])
+
+
+# ---- layers that the user has frozen -----------------------------------------------------------------------
+
+
+def half_frozen() -> nn.Module:
+    """A net whose first BatchNorm and Dropout are frozen, as for fine-tuning."""
+    net = nn.Sequential(
+        nn.Conv2d(SHAPE[0], 4, 3, dtype=torch.float64),
+        nn.BatchNorm2d(4, dtype=torch.float64),
+        nn.Dropout(0.5),
+        nn.BatchNorm2d(4, dtype=torch.float64),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 10, dtype=torch.float64),
+    )
+    net[1].running_mean.fill_(0.25)
+    net[1].eval()
+    net[2].eval()
+    return net
+
+
+def modes_and_statistics(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    data = trainings.tensors(SHAPE, 24, dtype=torch.float64)
+    trainer = trainings.trainer(rank, world_size, data, trainings.seeded(half_frozen), **SETTINGS, **settings)
+    modes = []
+    for _ in range(2):
+        for _ in steps_of_epoch(trainer):
+            modes.append([module.training for module in trainer.ddp.module.modules()])
+            trainer.evaluate()  # in the middle of an epoch
+        trainer.finish_epoch()
+    return modes, state(trainer.ddp.module)
+
+
+@pytest.mark.parametrize("kind", ["plain", "pooled", "sync", "virtual"])
+def test_what_the_user_froze_stays_frozen(run_ranks: Any, kind: str) -> None:
+    settings = {"virtual_ranks": 4} if kind == "virtual" else {"batchnorm": kind}
+    for modes, final in run_ranks(2, modes_and_statistics, {"batch_size": 12, **settings}):
+        assert modes == [[True, True, False, False, True, True, True, True]] * 4
+        assert (final["1.running_mean"] == 0.25).all()
+        assert int(final["1.num_batches_tracked"]) == 0
+        assert int(final["3.num_batches_tracked"]) > 0
+
+
+def test_a_frozen_layer_takes_a_batch_of_one() -> None:
+    config = TrainConfig(batch_size=1)
+    data = trainings.tensors((3,), 4)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 10))
+    preflight.check(config, data, net, trainings.place(0, 1), tasks.build(config, data))
+    with pytest.raises(UsageFault, match="single sample"):
+        preflight.check(config, data, net.train(), trainings.place(0, 1), tasks.build(config, data))

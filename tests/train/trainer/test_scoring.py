@@ -20,11 +20,11 @@ from tests.ranks import trainings
 from tests.ranks.programs import ROOT, TORCHRUN, start
 from tests.support.run_log import epochs_of
 from train import evaluate, main
-from train.config import parser as flags
+from train.config import command_line
 from train.data import data_set as data
 from train.data.data_set import Data
 from train.model import builtin as models
-from train.tasks.task import Classification
+from train.tasks.builtin import Classification
 from train.trainer.scoring import Scorer
 
 SAME = ("correct", "samples", "accuracy", "loss", "threads", "batch_size")
@@ -40,7 +40,7 @@ def net():
 def train_on_ranks(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str]:
     """A whole run, and the error that it ended in."""
     try:
-        main.train(main.prepare(flags.parse(arguments)))
+        main.train(main.prepare(command_line.parse(arguments)))
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -198,7 +198,7 @@ def test_torchrun_with_3_ranks_prints_the_json_of_one_process_except_for_their_n
     (one, statement), (three, of_three) = started(1), started(3)
     assert one.count('"ranks": 1') == 1
     assert one.replace('"ranks": 1', '"ranks": 3') == three
-    assert json.loads(one)["samples"] == len(data.load(flags.parse([])).test)  # type: ignore[arg-type]
+    assert json.loads(one)["samples"] == len(data.load(command_line.parse([])).test)  # type: ignore[arg-type]
     apart = {"ranks", "rank_samples"}
     assert {name for name in statement if statement[name] != of_three[name]} == apart
     assert sum(of_three["rank_samples"]) == statement["samples"]

@@ -18,10 +18,11 @@ from torch.nn import functional as F
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
-from train.main import Job, train
-from train.tasks import task
+from train.main import train
+from train.run.run import Job
+from train.tasks import builtin as tasks
 from train.trainer import preflight, shares
 from train.trainer.shares import Speed, propose
 
@@ -125,7 +126,7 @@ def test_with_torchs_sampler_the_repeats_count_as_samples(run_ranks):
 def test_a_share_of_one_sample_is_refused_for_batchnorm(settings, said, hint):
     config, data = TrainConfig(**settings), data_of(44)
     with pytest.raises(UsageFault) as refused:
-        preflight.check(config, data, normalised(), trainings.place(0, 2), task.build(config, data))
+        preflight.check(config, data, normalised(), trainings.place(0, 2), tasks.build(config, data))
     assert said in str(refused.value)
     assert hint in refused.value.hint
 
@@ -147,11 +148,11 @@ def test_no_other_shares_would_be_done_sooner_than_those_proposed(speeds, times)
     ranks = [Speed(*speed) for speed in speeds]
     sizes = propose(ranks, Plan(10_000, 16 * len(ranks) * times, drop_last=True))
     assert sum(sizes) == 16 * len(ranks) * times
-    done = [rank.pause + size * rank.each for rank, size in zip(ranks, sizes, strict=True)]
+    done = [rank.pause + size * rank.per_sample for rank, size in zip(ranks, sizes, strict=True)]
     slowest = done.index(max(done))
     if sizes[slowest] > 2:  # fewer would leave BatchNorm a single sample
         for number, rank in enumerate(ranks):
-            assert number == slowest or done[number] + rank.each >= done[slowest] - 1e-9
+            assert number == slowest or done[number] + rank.per_sample >= done[slowest] - 1e-9
 
 
 def test_no_share_leaves_a_rank_a_single_sample_in_the_last_batch():
@@ -181,7 +182,7 @@ def train_by_speed(rank: int, world_size: int, folder: str, settings: dict[str, 
     place = trainings.place(rank, world_size)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        train(Job(config, place, data, Slow(rank), task.build(config, data), []))
+        train(Job(config, place, data, Slow(rank), tasks.build(config, data), []))
     return said.getvalue()
 
 
@@ -220,7 +221,7 @@ def test_measuring_leaves_no_trace(run_ranks):
     for same, same_random_state, speed, gradients in run_ranks(2, measure_and_compare):
         assert same
         assert same_random_state
-        assert speed.each > 0
+        assert speed.per_sample > 0
         assert gradients == [None] * len(gradients)
 
 
@@ -230,7 +231,7 @@ def train_with_shares(rank: int, world_size: int, folder: str, settings: dict[st
     )
     data, place = data_of(64), trainings.place(rank, world_size)
     with contextlib.redirect_stdout(io.StringIO()):
-        train(Job(config, place, data, trainings.seeded(plain), task.build(config, data), []))
+        train(Job(config, place, data, trainings.seeded(plain), tasks.build(config, data), []))
 
 
 def test_a_run_continues_with_other_shares_on_other_ranks(run_ranks, tmp_path):

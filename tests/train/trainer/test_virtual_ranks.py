@@ -15,10 +15,10 @@ from ckpttool import batchnorm
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
-from train.config import parser as flags
+from train.config import command_line
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
-from train.tasks import task
+from train.tasks import builtin as tasks
 from train.trainer import preflight, virtual_ranks
 
 FOUR = {"virtual_ranks": 4}
@@ -164,7 +164,7 @@ def test_the_program_gives_the_same_bits_with_and_without_a_launcher_that_sets_t
 ])  # fmt: skip
 def test_what_can_not_be_combined_is_refused_by_name_before_any_rank_starts(given, said):
     with pytest.raises(UsageFault, match="^" + said) as refused:
-        flags.parse(["--virtual-ranks", "4", *given.split()])
+        command_line.parse(["--virtual-ranks", "4", *given.split()])
     assert refused.value.exit_code == 2
     assert refused.value.hint
 
@@ -186,14 +186,14 @@ class Sparse(nn.Module):
 def test_a_model_whose_gradients_can_not_be_computed_apart_is_refused(make, said):
     config, data = TrainConfig(virtual_ranks=2), trainings.tensors(runs.SHAPE, runs.SAMPLES)
     with pytest.raises(UsageFault, match=said):
-        preflight.check(config, data, make(), trainings.place(0, 1), task.build(config, data))
+        preflight.check(config, data, make(), trainings.place(0, 1), tasks.build(config, data))
 
 
 def test_a_virtual_rank_with_a_single_sample_is_refused_with_batchnorm():
     config, data = TrainConfig(virtual_ranks=8, batch_size=12), trainings.tensors(runs.SHAPE, runs.SAMPLES)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
     with pytest.raises(UsageFault, match="a single sample, and BatchNorm"):
-        preflight.check(config, data, model, trainings.place(0, 1), task.build(config, data))
+        preflight.check(config, data, model, trainings.place(0, 1), tasks.build(config, data))
 
 
 # ---- what it costs -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -278,7 +279,7 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolErr
     ),
     "another start": (GOOD, {"init_lora_weights": "pissa"}, Unsupported, "init_lora_weights=pissa"),
     "another kind": (GOOD, {"peft_type": "LOHA"}, Unsupported, "type LOHA"),
-    "one factor": ({"fc.lora_A.weight": A}, {}, Damaged, "one of both factors of 'fc'"),
+    "one factor": ({"fc.lora_A.weight": A}, {}, Damaged, "only one of the two factors of 'fc'"),
     "another rank": (GOOD, {"r": 3}, Damaged, "says rank 3"),
     "no number": (GOOD, {"lora_alpha": "x"}, Damaged, "lora_alpha = 'x'"),
     "not a number": (GOOD, {"lora_alpha": float("nan")}, Damaged, "lora_alpha = nan, which is no finite"),
@@ -401,3 +402,73 @@ def test_the_command_names_what_it_did(cli: Any, tmp_path: Path) -> None:
     missing = cli("merge-lora", tmp_path / "base.safetensors", tmp_path / "none", tmp_path / "x.pt")
     assert missing.code == 3
     assert "save_pretrained" in missing.err
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alpha", "many"),
+    [
+        (torch.float32, 1e300, 11),
+        (torch.bfloat16, 1e39, 11),
+        (torch.float16, 2e5, 11),
+        (torch.float64, 1e300, 0),
+        (torch.float32, 1e5, 0),
+    ],
+)
+def test_numbers_that_become_infinite_are_counted_and_said(
+    dtype: torch.dtype, alpha: float, many: int, cli: Any, tmp_path: Path
+) -> None:
+    """A finite alpha may be larger than the weight's type holds. One weight was infinite before."""
+    weight = torch.zeros(4, 4, dtype=dtype)
+    weight[0, 0] = torch.inf
+    saved({"fc.weight": weight, "tied.weight": weight}, tmp_path / "base.pt")
+    factors = {"fc.lora_A.weight": torch.ones(1, 4), "fc.lora_B.weight": torch.tensor([[1.0], [1], [1], [0]])}
+    save_adapter(tmp_path, factors, r=1, lora_alpha=alpha)
+    words = ("merge-lora", tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
+    ran = cli(*words)
+    assert ran.code == 0
+    assert (f"{many} finite values became infinite" in ran.err) == bool(many)
+    overflows = json.loads(cli(*words, "--force", "--json").out)["overflows"]
+    assert overflows == many
+    assert torch.load(tmp_path / "out.pt")["fc.weight"].isinf().sum() == overflows + 1
+
+
+def test_whole_tensors_that_overflow_in_the_model_s_type_are_counted(cli: Any, tmp_path: Path) -> None:
+    state = {"fc.weight": torch.ones(2, 2), "head.weight": torch.ones(2, 2, dtype=torch.float16)}
+    saved(state, tmp_path / "base.pt")
+    whole = {"head.weight": torch.full((2, 2), 1e6)}
+    save_adapter(tmp_path, whole, modules_to_save=["head"])
+    ran = cli("merge-lora", tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
+    assert "4 finite values became infinite" in ran.err
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "folder", "sparse"])
+def test_settings_that_are_no_small_file_are_refused_at_once(kind: str, tmp_path: Path) -> None:
+    saved({"fc.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, {"fc.lora_A.weight": torch.ones(2, 4), "fc.lora_B.weight": torch.ones(5, 2)})
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.unlink()
+    if kind == "FIFO":
+        os.mkfifo(config)
+    elif kind == "device":
+        config.symlink_to("/dev/zero")
+    elif kind == "folder":
+        config.mkdir()
+    else:
+        with config.open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(CkptToolError, match=r"is not a regular file|is a folder|is longer than 16 MiB"):
+        ckpttool.open_adapter(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_a_base_s_settings_that_are_no_file_are_passed_over(kind: str, tmp_path: Path) -> None:
+    saved({"model.embed_tokens.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
+    save_adapter(
+        tmp_path,
+        {"model.embed_tokens.weight": torch.zeros(5, 4)},
+        modules_to_save=["embed_tokens"],
+        task_type="SEQ_CLS",
+    )
+    config = tmp_path / "config.json"
+    os.mkfifo(config) if kind == "FIFO" else config.symlink_to("/dev/zero")
+    assert merge(tmp_path)["model.embed_tokens.weight"].sum() == 0

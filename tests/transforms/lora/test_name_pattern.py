@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from itertools import product
+import time
+from itertools import permutations, product
 
 import pytest
 
-from ckpttool.transforms.lora.name_pattern import UnknownPattern, fits
+from ckpttool.transforms.lora.adapter import FirstMatch, TooMuchWork, UnknownPattern, fits
 
 PATTERNS = [
     *("q", "q_proj", "0.q", r"0\.q", "^q", "^l.0.q", "q$", ".*q", ".+q", r"l\.\d+\.q", r"l\.[0-9]\.q"),
@@ -67,3 +68,31 @@ def test_other_pieces_are_refused(pattern: str) -> None:
 def test_what_is_no_pattern_is_told_apart(pattern: str) -> None:
     with pytest.raises(re.error):
         fits(pattern, "a")
+
+
+def test_the_first_of_many_patterns_is_the_one_that_peft_takes() -> None:
+    names = [*NAMES, "l_0_q", "l.q.0_q"]
+    for patterns in permutations([*PATTERNS[:3], *PATTERNS[7:9], "l.0.q", "q.", "l.....q"], 3):
+        first = FirstMatch(patterns)
+        for name in names:
+            wanted = (p for p in patterns if re.match(rf"(.*\.)?({p})\Z", name))
+            assert first.of(name) == next(wanted, None), (patterns, name)
+
+
+def test_a_pattern_for_each_of_thousands_of_layers_takes_no_time() -> None:
+    """Mixtures of experts: 32 layers of 64 experts, each with its rank."""
+    names = [
+        f"model.layers.{i}.mlp.experts.{j}.{p}_proj" for i in range(32) for j in range(64) for p in "gud"
+    ]
+    first = FirstMatch(names)
+    begun = time.process_time()
+    assert [first.of(f"x.{name}") for name in names] == names
+    assert time.process_time() - begun < 3
+
+
+def test_patterns_that_would_take_minutes_are_refused() -> None:
+    first = FirstMatch([r"\w*" * 60 + f"x{number}" for number in range(1000)])
+    begun = time.process_time()
+    with pytest.raises(TooMuchWork):
+        [first.of("y" * 200) for _ in range(1000)]
+    assert time.process_time() - begun < 20

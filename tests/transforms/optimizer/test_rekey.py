@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.errors import NothingToDo, Refused, UsageFault
 from ckpttool.inert_pickle.values import OrderedDict_
-from ckpttool.transforms.optimizer.assignment import by_shapes, in_order
-from ckpttool.transforms.optimizer.order import Misfit, mismatched_order
+from ckpttool.transforms.keys import rename_parameters
+from ckpttool.transforms.optimizer.parameters import by_shapes, in_order
 from ckpttool.transforms.optimizer.rekey import to_indices, to_names
-from ckpttool.transforms.optimizer.renaming import rename_parameters
+from ckpttool.transforms.optimizer.slots import Misfit, mismatched_order
 from tests.support.comparing import assert_same
 
 NAMES = {"module.a": "a", "module.b": "b"}

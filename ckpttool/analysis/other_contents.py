@@ -1,0 +1,248 @@
+"""What a checkpoint holds besides its model: optimizers and schedulers in short, and every other value."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.dotted_names import Entry, dotted, entries
+from ..checkpoint.pickled_modules import is_module, own_attributes
+from ..checkpoint.rebuilt_tensors import special_tensor
+from ..checkpoint.state import State
+from ..checkpoint.states import is_optimizer
+from ..inert_pickle.known_names import UNDERSTOOD
+from ..inert_pickle.values import MAX_DEPTH, Global, OrderedDict_, Record, container_name, tensor_of
+from ..tensors.dtypes import DTYPES
+from ..tensors.ref import TensorRef
+
+MAX_ITEMS = 16  # The most plain values that a list shows
+
+SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+
+# NumPy's names of element types, and what `struct` calls them
+NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i4": "i", "i8": "q", "u4": "I", "u8": "Q"}
+
+
+# Names in a parameter's state, names in a group, and the optimizer that has them; the first match counts.
+# Sources: torch/optim/*.py; the code of the papers for Lion and LAMB.
+OPTIMIZERS: tuple[tuple[set[str], set[str], str], ...] = (
+    ({"mu_product"}, set(), "NAdam"),
+    ({"exp_avg", "exp_inf"}, set(), "Adamax"),
+    ({"exp_avg", "exp_avg_sq"}, {"amsgrad"}, "Adam or AdamW"),
+    ({"exp_avg", "exp_avg_sq"}, {"decoupled_weight_decay"}, "RAdam"),
+    ({"exp_avg", "exp_avg_sq"}, set(), "of the Adam family"),
+    ({"square_avg", "acc_delta"}, set(), "Adadelta"),
+    ({"square_avg"}, set(), "RMSprop"),
+    ({"eta", "ax"}, set(), "ASGD"),
+    ({"prev", "step_size"}, set(), "Rprop"),
+    ({"row_var", "col_var"}, set(), "Adafactor"),
+    ({"exp_avg_sq_row", "exp_avg_sq_col"}, set(), "Adafactor"),
+    ({"old_dirs", "old_stps"}, set(), "LBFGS"),
+    ({"sum"}, set(), "Adagrad"),
+    ({"momentum_buffer"}, {"ns_steps"}, "Muon"),
+    ({"momentum_buffer"}, set(), "SGD with momentum"),
+    ({"exp_avg"}, set(), "Lion"),
+    (set(), {"momentum", "dampening", "nesterov"}, "SGD"),
+    (set(), {"betas", "amsgrad"}, "Adam or AdamW"),
+    (set(), {"betas"}, "of the Adam family"),
+)
+
+# Names in a scheduler's state besides its counters, and the scheduler that has them; the first match counts.
+# Source: torch/optim/lr_scheduler.py.
+SCHEDULERS: tuple[tuple[set[str], str], ...] = (
+    ({"_schedulers", "_milestones"}, "SequentialLR"),
+    ({"_schedulers"}, "ChainedScheduler"),
+    ({"T_0", "T_mult"}, "CosineAnnealingWarmRestarts"),
+    ({"T_max"}, "CosineAnnealingLR"),
+    ({"num_bad_epochs"}, "ReduceLROnPlateau"),
+    ({"total_steps"}, "OneCycleLR"),
+    ({"step_ratio"}, "CyclicLR"),
+    ({"total_iters", "start_factor"}, "LinearLR"),
+    ({"total_iters", "factor"}, "ConstantLR"),
+    ({"total_iters", "power"}, "PolynomialLR"),
+    ({"milestones"}, "MultiStepLR"),
+    ({"step_size"}, "StepLR"),
+    ({"lr_lambdas"}, "LambdaLR"),
+    ({"gamma"}, "ExponentialLR"),
+)
+
+PARAMETERS = ("params", "param_names")  # Entries of a group that name its parameters; the others are settings
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRow:
+    """A value that is not a tensor."""
+
+    name: str  # its dotted path
+    type: str  # its type, as a person would call it
+    value: object = None  # the value, when it is plain and short
+    has_value: bool = False  # whether `value` is set; it may be None itself
+    size: int | None = None  # the number of entries of a container
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRow:
+    """An optimizer's state in short."""
+
+    name: str  # its dotted path
+    kind: str | None  # the optimizer it probably is; None when unknown
+    parameters: int  # the number of parameters that its groups list
+    with_state: int  # how many of them have a state
+    per_parameter: tuple[str, ...]  # the names of a parameter's entries, in their order
+    nbytes: int  # the size of all its tensors
+    settings: tuple[dict[str, object], ...]  # for each group, the plain entries other than its parameters
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerRow:
+    """A scheduler's state in short: what it probably is, its last epoch and learning rate."""
+
+    name: str
+    kind: str
+    last_epoch: object
+    last_lr: object
+
+
+def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow]:
+    """Yield everything but the tensors, as deep as names go; long lists and objects stay closed."""
+
+    def inside(value: object) -> Iterable[Entry] | None:
+        if state is not None and value is state.anchor and isinstance(value, dict):
+            return state.others.items()  # its module versions are for torch, not for people
+        if special_tensor(value) is not None:
+            return None
+        if is_module(value):
+            return own_attributes(value)  # not those of the modules inside it
+        return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
+
+    for path, value in checkpoint.named(inside):
+        attributes = None if is_module(value) or special_tensor(value) is not None else _attributes(value)
+        if is_module(value):
+            yield OtherRow(dotted(path), type_name(value))
+        elif attributes is not None:
+            yield OtherRow(dotted(path), type_name(value), size=len(attributes))
+        elif isinstance(value, dict):
+            if path and (not value or len(path) == MAX_DEPTH):
+                yield OtherRow(dotted(path), type_name(value), size=len(value))
+        elif tensor_of(value) is None and special_tensor(value) is None:
+            yield _other(dotted(path), value)
+
+
+def _attributes(value: object) -> dict[object, object] | None:
+    """Return the attributes of an object pickled with a dict of them, such as argparse.Namespace."""
+    if isinstance(value, Record) and isinstance(value.state, dict) and not value.elements and not value.items:
+        return value.state if all(isinstance(key, str) for key in value.state) else None
+    return None
+
+
+def _other(name: str, value: object) -> OtherRow:
+    plain = _plain(value)
+    size = len(value) if isinstance(value, list | tuple | set | frozenset | bytes) else None
+    return OtherRow(name, type_name(value), plain, plain is not None or value is None, size)
+
+
+def _plain(value: object, levels: int = 2) -> object:
+    """Return a value when it is plain and short, else None; lists may hold lists, `levels` deep."""
+    if isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() < 4096):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= 1000 else None
+    if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS and levels:
+        items = [_plain(item, levels - 1) for item in value]
+        return items if all(i is not None or v is None for i, v in zip(items, value, strict=True)) else None
+    if isinstance(value, Global):
+        return str(value)
+    return _number(value) if isinstance(value, Record) else None
+
+
+def _number(value: Record) -> object:
+    """Return the number in a scalar of NumPy, as a best score often is; None for any other object."""
+    if value.type_name not in SCALARS:
+        return None
+    match value.args:
+        case (Record(args=(str(code), *_), state=(_, str(order), *_)), bytes(raw)) if code in NUMBERS:
+            layout = (order if order in ("<", ">") else "=") + NUMBERS[code]
+            return struct.unpack(layout, raw)[0] if len(raw) == struct.calcsize(layout) else None
+    return None
+
+
+def type_name(value: object) -> str:
+    """Return what a person would call the type of an inert value."""
+    if isinstance(value, Record):
+        name = value.type_name
+        return name.rpartition(".")[2] if name in UNDERSTOOD else name
+    if isinstance(value, OrderedDict_):
+        return "OrderedDict"
+    if isinstance(value, TensorRef):
+        return "Tensor"
+    if isinstance(value, Global):
+        return "dtype" if str(value).removeprefix("torch.") in DTYPES else "name"
+    return container_name(value)
+
+
+def describe_optimizer(name: str, value: Mapping[object, object]) -> OptimizerRow:
+    """Return an optimizer's state in short."""
+    groups = [group for group in _values(value["param_groups"]) if isinstance(group, dict)]
+    state = value["state"] if isinstance(value["state"], dict) else {}
+    entries: dict[str, None] = {}
+    nbytes = 0
+    for kept in state.values():
+        for key, item in kept.items() if isinstance(kept, dict) else ():
+            tensor = tensor_of(item)
+            entries[str(key)] = None
+            nbytes += tensor.nbytes if tensor is not None else 0
+    settings = tuple(
+        {str(key): item for key, item in group.items() if key not in PARAMETERS and _is_plain(item)}
+        for group in groups
+    )
+    listed = sum(len(_values(group.get("params"))) for group in groups)
+    kind = _optimizer(entries, groups)
+    return OptimizerRow(name, kind, listed, len(state), tuple(entries), nbytes, settings)
+
+
+def _optimizer(entries: Mapping[str, None], groups: list[dict[object, object]]) -> str | None:
+    settings = {str(key) for group in groups[:1] for key in group}
+    decoupled = groups[0].get("decoupled_weight_decay") if groups else None
+    if "amsgrad" in settings and isinstance(decoupled, bool):  # since torch 2.7
+        return "AdamW" if decoupled else "Adam"
+    for of_parameter, of_group, kind in OPTIMIZERS:
+        if of_parameter <= entries.keys() and of_group <= settings:
+            return kind
+    return None
+
+
+def describe_scheduler(name: str, value: object) -> SchedulerRow | None:
+    """Return a scheduler's state in short; None when the value is not one."""
+    if not isinstance(value, dict) or "last_epoch" not in value or is_optimizer(value):
+        return None
+    kind = next((kind for keys, kind in SCHEDULERS if keys <= value.keys()), None)
+    if kind is None and "_step_count" not in value:
+        return None
+    rate = value.get("_last_lr")
+    last = value["last_epoch"]
+    return SchedulerRow(
+        name,
+        kind or "a scheduler",
+        last if isinstance(last, int | float) else None,
+        rate if _is_plain(rate) else None,
+    )
+
+
+def _values(value: object) -> list[object] | tuple[object, ...]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= 8 and all(isinstance(item, int | float | bool | str) for item in value)
+    return isinstance(value, int | float | bool | str | type(None)) and len(str(value)[:200]) < 200
+
+
+def in_words(settings: Mapping[str, object]) -> Iterator[str]:
+    """Yield a group's settings in words, without those that are off or not set."""
+    for key, value in settings.items():
+        if value not in (None, False, 0) or key in ("lr", "momentum", "weight_decay"):
+            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            yield f"{key} {text}"

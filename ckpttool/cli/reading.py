@@ -1,0 +1,98 @@
+"""The common part of the commands that only read: which state was chosen, and an answer for each file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from .console import Console, coloured, printable
+from .failure import Call, describe, error_fields, fail
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
+
+
+def open_file(console: Console, path: str) -> Checkpoint:
+    """Open a file, and warn if it is one of several that hold a model together."""
+    from .. import formats
+    from ..formats.one_of_several import piece_of
+
+    checkpoint = formats.open(path)
+    if (piece := piece_of(path)) is not None:
+        rest = f"the others ({console.names(piece.others)}) are" if piece.others else "the others are"
+        console.note(
+            f"{coloured('warning:', 'yellow')} {printable(path)} is {piece.what}; {rest} not read. "
+            f"The whole: {piece.way}",
+            pasted=True,
+        )
+    return checkpoint
+
+
+def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, named: bool = False) -> None:
+    """Note which state was chosen, if --state did not name it and there are others."""
+    taken = checkpoint.found_state() if asked is None else None
+    if taken is not None:
+        file = f"{checkpoint.path}: " if named else ""
+        note_choice(console, taken.where, checkpoint.other_states(taken.path), file)
+
+
+def note_choice(console: Console, where: str, others: Sequence[str], file: str = "") -> None:
+    """Note that the state at `where` was chosen, if there are `others`; `file` comes first."""
+    if others:
+        taken = f"'{where}'" if where else "the file itself"
+        flags = [f"--state {shlex.quote(other)}" for other in others]
+        console.note(f"{printable(file)}state: {printable(taken)}; also available: {console.names(flags)}")
+
+
+def note_unread(console: Console, *checkpoints: Checkpoint) -> None:
+    """Note what a comparison of checkpoints can't see, such as values that differ between ranks."""
+    for each in checkpoints:
+        if each.unread:
+            console.note(f"not compared, of {printable(each.path)}: {console.names(each.unread)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command says of one file."""
+
+    text: str  # for people
+    data: Mapping[str, object]  # the fields of the JSON object
+    code: int = 0  # exit code, 0 or 1
+    in_quiet: str | None = None  # what -q leaves of `text`
+
+
+def answer_each(
+    files: tuple[str, ...], console: Console, answer: Callable[[str], Answer], *, between: str = ""
+) -> int:
+    """Print the answer for each file, and return the highest exit code."""
+    if len(files) == 1:  # its JSON is one object, and an error is raised
+        one_answer = answer(files[0])
+        console.result(one_answer.text, one_answer.data, in_quiet=one_answer.in_quiet)
+        return one_answer.code
+    call = Call(click.get_current_context().command_path)
+    highest, objects = 0, []
+    for number, path in enumerate(files):
+        call.paths = (path,)
+        try:
+            one_answer = answer(path)
+        except Exception as error:
+            if os.environ.get("CKPTTOOL_DEBUG") == "1":
+                raise
+            highest = max(highest, describe(error, call)[-1])
+            if console.json:
+                objects.append({"path": path, **error_fields(error, call)})
+            else:
+                fail(error, as_json=False, call=call)
+            continue
+        highest = max(highest, one_answer.code)
+        objects.append({"path": path, **one_answer.data})
+        if not console.json:
+            console.result(between * bool(number) + one_answer.text, {}, in_quiet=one_answer.in_quiet)
+    if console.json:
+        console.result("", {"files": objects})
+    return highest

@@ -1,0 +1,76 @@
+"""A record of a run that was damaged, or made by somebody else, is refused in words, by line and field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BEGIN: dict[str, Any] = {
+    "kind": "begin",
+    "step": 0,
+    "source": None,
+    "arguments": ["--model", "simple-cnn"],
+    "init": None,
+    "code": {"model": "simple-cnn", "data": "digits", "task": "classification"},
+    "every": 2,
+    "ranks": 1,
+    "virtual_ranks": None,
+    "versions": {"threads": 1},
+    "weights": "0",
+}
+STEP: dict[str, Any] = {"kind": "step", "step": 2, "weights": "1", "samples": {"2": [[0], "ab"]}}
+
+
+def record(folder: Path, *entries: dict[str, Any]) -> Path:
+    """Write a chain of these entries, whose hashes are right."""
+    before, lines = "0" * 64, []
+    for number, entry in enumerate(entries, start=1):
+        lines.append(json.dumps({**entry, "n": number, "prev": before}).encode())
+        before = hashlib.sha256(lines[-1]).hexdigest()
+    (folder / "run.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    return folder
+
+
+def without(entry: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != name}
+
+
+@pytest.mark.parametrize("name", [key for key in BEGIN if key != "kind"])
+def test_a_field_that_is_missing_is_named(name: str, cli: Any, tmp_path: Path) -> None:
+    folder = record(tmp_path, without(BEGIN, name), STEP)
+    for flags in (["--no-replay"], ["--dry-run", "--from", "0"]):
+        ran = cli("prove", folder, *flags)
+        assert ran.code == 3
+        assert ran.err.startswith(
+            f"error: {folder}/run.jsonl: line 1 is no entry of a run: 'begin' lacks '{name}'\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (without(STEP, "weights"), "'step' lacks 'weights'"),
+        ({**STEP, "samples": [1]}, "'samples' of 'step' is a list"),
+        ({**STEP, "step": "2"}, "'step' of 'step' is a str"),
+        ({**STEP, "step": True}, "'step' of 'step' is a bool"),
+        ({"kind": "checkpoint", "step": 2, "digests": 7}, "'digests' of 'checkpoint' is a int"),
+        ({"kind": "epoch", "step": 2, "epoch": 1}, "'epoch' lacks 'plan'"),
+        ({**BEGIN, "source": {"step": 1}}, "'source' of 'begin' lacks 'digests'"),
+    ],
+)
+def test_an_entry_of_another_form_is_named(
+    entry: dict[str, Any], said: str, cli: Any, tmp_path: Path
+) -> None:
+    ran = cli("prove", record(tmp_path, BEGIN, entry), "--no-replay")
+    assert ran.code == 3
+    assert f"run.jsonl: line 2 is no entry of a run: {said}\n" in ran.err
+
+
+def test_entries_of_other_kinds_are_left_alone(cli: Any, tmp_path: Path) -> None:
+    assert (
+        cli("prove", record(tmp_path, BEGIN, STEP, {"kind": "note", "text": "mine"}), "--no-replay").code == 0
+    )

@@ -1,0 +1,68 @@
+"""A user's own modules come before the trainer's files and rooms, whatever their names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.programs import ROOT, start
+
+NAMES = sorted(
+    path.stem
+    for path in (ROOT / "train").iterdir()
+    if (path.suffix == ".py" or any(path.glob("*.py"))) and path.stem != "__init__"
+)
+OWN = """
+import importlib, torch
+from torch.utils.data import Dataset
+
+NAMES = {names!r}
+
+def checked():
+    for name in NAMES:
+        assert importlib.import_module(name).WHOSE == "the user's", name
+
+class Samples(Dataset):
+    classes = ["a", "b"]
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info():
+            import later  # for the first time, in a process that loads data
+            assert later.WHOSE == "the user's"
+            checked()
+        return torch.full((3,), float(index)), index % 2
+
+def data():
+    checked()
+    return Samples(), Samples()
+
+def model(num_classes):
+    checked()
+    return torch.nn.Linear(3, num_classes)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    for name in (*NAMES, "later"):
+        (tmp_path / f"{name}.py").write_text('WHOSE = "the user\'s"\n')
+    (tmp_path / "own.py").write_text(OWN.format(names=NAMES))
+    return tmp_path / "own.py"
+
+
+def test_the_names_are_those_of_the_trainer() -> None:
+    assert {"data", "config", "model", "tasks", "log", "run", "main", "evaluate", "plot"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("ranks", [[], ["--spawn", "2"]])
+def test_a_user_s_modules_are_found_before_the_trainer_s(own: Path, ranks: list[str]) -> None:
+    own_code = ["--data", f"{own}:data", "--model", f"{own}:model", "--workers", "1"]
+    flags = ["--batch-size", "4", "--epochs", "1", "--out", str(own.parent / "run")]
+    done = start([sys.executable, "train/main.py", *own_code, *flags, *ranks], anew=True)
+    assert done.returncode == 0, done.stderr
+    saved = str(own.parent / "run" / "last.pt")
+    done = start([sys.executable, "train/evaluate.py", saved, *own_code, *ranks], anew=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,176 @@
+"""The command line, made from the fields of a configuration: read, and written again."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ckpttool.distributed.group import given_rank, given_world_size
+from ckpttool.errors import UsageFault
+from train import console
+from train.config.plan import check_plan
+from train.config.training import OPTIMIZERS, OTHER_OPTIMIZERS, TrainConfig, check
+
+EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 2 train/main.py
+  python train/main.py --spawn 2 --epochs 3 --out runs/first
+  python train/main.py --epochs 5 --out runs/first --resume auto
+  python train/main.py --data fake:64 --model resnet20 --epochs 1
+"""
+
+# The headings of the help, in order; a configuration may have others, which come first.
+GROUPS = ("data", "task", "model", "training", "optimizer", "saving", "ranks")
+
+# What other trainers call a flag.
+ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--num-workers": "--workers",
+    "--wd": "--weight-decay",
+    "--output-dir": "--out",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--max-grad-norm": "--clip-norm",
+    "--mixed-precision": "--amp",
+    "--pretrained": "--init",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UsageFault instead of exiting, and prints the help on rank 0 alone."""
+
+    def __init__(self, **options: Any) -> None:
+        # An abbreviated flag would reach torchrun's ranks under a name that is not recognised.
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
+        """Return the values of the flags; for an unknown flag, raise UsageFault with a suggestion."""
+        values, unknown = self.parse_known_args(arguments, namespace)
+        if unknown:
+            self._refuse(next((argument for argument in unknown if argument.startswith("--")), unknown[0]))
+        return values
+
+    def _refuse(self, argument: str) -> NoReturn:
+        flag = argument.partition("=")[0]
+        if not flag.startswith("--"):
+            self.error(f"{argument}: belongs to no flag")
+        meant = closest(flag, [known for known in self._option_string_actions if known.startswith("--")])
+        help_lists = f"{self.prog} --help lists the flags"
+        raise UsageFault(f"{flag}: no such flag", hint=f"did you mean {meant}?" if meant else help_lists)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageFault(message, hint=f"{self.prog} --help lists the flags")
+
+    def _print_message(self, message: str, file: object = None) -> None:
+        if given_rank() == 0:
+            console.say(message.rstrip())
+
+
+def closest(flag: str, flags: Sequence[str]) -> str | None:
+    """Return the flag that was meant: typed with `_`, abbreviated, misspelt, or as other trainers call it."""
+    typed = flag.lower().replace("_", "-")
+    if ELSEWHERE.get(typed) in flags:
+        return ELSEWHERE[typed]
+    completions = [known for known in flags if known.startswith(typed)]
+    if len(completions) == 1:
+        return completions[0]
+    plain = {known.replace("-", ""): known for known in flags}  # dashes are often left out
+    near = difflib.get_close_matches(typed.replace("-", ""), plain, n=1, cutoff=0.7)
+    return plain[near[0]] if near else None
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Add the flags of a dataclass, under the headings of its groups; fields without help are no flags."""
+    fields = [field for field in dataclasses.fields(config) if "help" in field.metadata]
+    groups = dict.fromkeys(field.metadata["group"] for field in fields)
+    for group in sorted(groups, key=lambda name: GROUPS.index(name) if name in GROUPS else -1):
+        add = parser.add_argument_group(group).add_argument
+        for field in fields:
+            if field.metadata["group"] == group:
+                add(name_of(field), **_options(field))
+
+
+def name_of(field: dataclasses.Field[Any]) -> str:
+    """Return the flag of a field: `--batch-size`, or `--no-set-epoch` for one that is on by default."""
+    return f"--{'no-' * (field.default is True)}{field.name.replace('_', '-')}"
+
+
+def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    options = {name: value for name, value in field.metadata.items() if name != "group"}
+    if isinstance(field.default, bool):
+        return {**options, "dest": field.name, "action": f"store_{str(not field.default).lower()}"}
+    default: Any = field.default
+    if options.get("action") == "append":  # argparse appends to the default itself
+        default = list(default)
+    return {**options, "dest": field.name, "default": default}
+
+
+def train_parser() -> Parser:
+    """Return the parser of train/main.py."""
+    parser = Parser(
+        prog="train/main.py",
+        usage="python train/main.py [flags]",
+        description="Train a model on one or many ranks, exactly.",
+        epilog=EXAMPLES,
+    )
+    add_flags(parser, TrainConfig)
+    # Their defaults depend on the optimizer and on --rank-batch.
+    parser.set_defaults(**dict.fromkeys(OTHER_OPTIMIZERS), batch_size=None)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
+    """Return the configuration that a command line gives, checked as far as it needs no data and no model."""
+    values = vars(train_parser().parse_args(arguments))
+    for name, default in optimizer_defaults(values["optimizer"]).items():
+        if values[name] is None:
+            values[name] = default
+    if values["batch_size"] is None:
+        values["batch_size"] = sum(values["rank_batch"] or [TrainConfig.batch_size])
+    settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    config = TrainConfig(**settings)
+    check(config)
+    check_plan(config, config.spawn or given_world_size())
+    return config
+
+
+def optimizer_defaults(optimizer: str) -> dict[str, float]:
+    """Return the learning rate, momentum and weight decay that an optimizer gets where no flag is given."""
+    return OPTIMIZERS.get(optimizer, OTHER_OPTIMIZERS)
+
+
+def without(flag: str, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without one flag that takes a value."""
+    rest, skip = [], False
+    for argument in arguments:
+        if not skip and argument != flag and not argument.startswith(f"{flag}="):
+            rest.append(argument)
+        skip = argument == flag
+    return rest
+
+
+def arguments_of(config: TrainConfig) -> list[str]:
+    """Return the command line that gives this configuration, without defaults."""
+    defaults = {**TrainConfig().plain(), **optimizer_defaults(config.optimizer)}
+    values = config.plain()
+    arguments: list[str] = []
+    for field in dataclasses.fields(config):
+        value, flag = values[field.name], name_of(field)
+        if value == defaults[field.name]:
+            continue
+        if field.metadata.get("action") == "append":
+            arguments += [part for item in value for part in (flag, item)]
+        elif isinstance(value, bool):
+            arguments.append(flag)
+        else:
+            text = ",".join(map(_typed, value)) if isinstance(value, list | tuple) else _typed(value)
+            # A value like -1 would be taken for a flag.
+            arguments += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+    return arguments
+
+
+def _typed(value: Any) -> str:
+    """Return a value as a person would type it: 3, not 3.0."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
