@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import Console, counted, fields_of, printable
+from ..console import Console, counted, printable
+from ..reading import fields_of
 
 if TYPE_CHECKING:
     from ...proving.proof import Proved
