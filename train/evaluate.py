@@ -32,7 +32,7 @@ from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.failures import reason
 from train import console
 from train.config.command_line import Parser, add_flags, without
-from train.config.shared import DataConfig, RanksConfig, check_pictures, flag, integer
+from train.config.shared import DataConfig, RanksConfig, check_pictures, count, flag
 from train.launch import program
 
 # Imports torch: imported where it is needed, so that wrong flags are refused within a tenth of a second.
@@ -74,13 +74,7 @@ class EvaluateConfig(RanksConfig, DataConfig):
         metavar="DIR",
     )
     force: bool = flag(False, "evaluation", "overwrite an evaluation in --out")
-    threads: int = flag(
-        1,
-        "ranks",
-        "CPU threads per rank; their number changes the last bits (1)",
-        type=integer(1),
-        metavar="N",
-    )
+    threads: int = count(1, "ranks", "CPU threads per rank; their number changes the last bits (1)")
 
 
 @dataclass(frozen=True)

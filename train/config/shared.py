@@ -120,6 +120,14 @@ def flag(default: Any, group: str, text: str, **options: Any) -> Any:
     return dataclasses.field(default=default, metadata={"group": group, "help": text, **options})
 
 
+def count(default: int | None, group: str, text: str, *, least: int = 1) -> Any:
+    return flag(default, group, text, type=integer(least), metavar="N")
+
+
+def real(default: float | None, group: str, text: str, **span: float) -> Any:
+    return flag(default, group, text, type=number(**span), metavar="X")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Which data, how its images become numbers, and what the outputs are compared with."""
@@ -143,9 +151,7 @@ class DataConfig:
     std: tuple[float, ...] | None = flag(
         None, "data", "each channel is then divided by it (0.229,0.224,0.225)", type=numbers, metavar="S,S,S"
     )
-    resize: int | None = flag(
-        None, "data", "resize a folder's images to N by N", type=integer(1), metavar="N"
-    )
+    resize: int | None = count(None, "data", "resize a folder's images to N by N")
     task: str = flag(
         "classification",
         "task",
@@ -153,18 +159,14 @@ class DataConfig:
         "regression, language-model, model-loss (the model returns its mean loss), or file.py:factory",
         metavar="TASK",
     )
-    eval_batch: int = flag(
-        128, "task", "test samples in one forward pass (128)", type=integer(1), metavar="N"
-    )
+    eval_batch: int = count(128, "task", "test samples in one forward pass (128)")
 
 
 @dataclass(frozen=True)
 class RanksConfig:
     """How the ranks start and wait for each other."""
 
-    workers: int = flag(
-        0, "ranks", "processes that load data, per rank (0: the rank itself)", type=integer(0), metavar="N"
-    )
+    workers: int = count(0, "ranks", "processes that load data, per rank (0: the rank itself)", least=0)
     backend: str = flag(
         "auto",
         "ranks",
@@ -189,9 +191,7 @@ class RanksConfig:
         type=number(above=0),
         metavar="SECONDS",
     )
-    spawn: int | None = flag(
-        None, "ranks", "start N ranks on this machine, without torchrun", type=integer(1), metavar="N"
-    )
+    spawn: int | None = count(None, "ranks", "start N ranks on this machine, without torchrun")
 
 
 def check_pictures(config: DataConfig) -> None:
