@@ -15,7 +15,7 @@ from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
 from ..files.digest import tensor_digests
 from ..inert_pickle.values import tensor_of
-from ..tensors.cast import TARGETS
+from ..tensors.cast import TARGETS, reader
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import require_bounded, stream
 from ..transforms.mean import in_float64, nearest
@@ -191,7 +191,9 @@ def _pooled_layer(
     if COUNTER in read and any(count != read[COUNTER][0] for count in read[COUNTER]):
         # The largest: a rank without samples in a step does not count that step.
         new[names[COUNTER]] = np.max(read[COUNTER], axis=0)
-    return {name: _tensor(states[0].tensors[name], values, origins) for name, values in new.items()}
+    return {
+        name: _tensor(path, name, states[0].tensors[name], values, origins) for name, values in new.items()
+    }
 
 
 def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
@@ -206,12 +208,20 @@ def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
     return in_float64(tensor)
 
 
-def _tensor(old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]) -> TensorRef:
+def _tensor(
+    path: str, name: str, old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]
+) -> TensorRef:
     """Return a tensor like `old`, with these values in its own storage."""
     import numpy as np
 
     with np.errstate(over="ignore"):
         raw = values.astype("<i8") if old.dtype.name == "int64" else nearest(values, old.dtype)
+        if old.dtype.name != "int64" and (np.isfinite(values) & ~np.isfinite(reader(old.dtype)(raw))).any():
+            raise Refused(
+                path,
+                f"'{name}' of all ranks is larger than {old.dtype.name} holds",
+                hint="convert each file first: ckpttool convert FILE NEWFILE --dtype fp32",
+            )
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
     make = partial(_stretch, raw.tobytes())
