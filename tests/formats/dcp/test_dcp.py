@@ -361,7 +361,7 @@ def test_the_file_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_was_never_finished_is_named(tmp_path: Path) -> None:
     folder = saved(training(), tmp_path / "d")
     (folder / ".metadata").unlink()
-    with pytest.raises(Unreadable, match="folder without the index"):
+    with pytest.raises(Unreadable, match=r"without their \.metadata"):
         ckpttool.open(folder)
 
 
