@@ -231,8 +231,16 @@ def read_together(folder: str) -> Checkpoint | None:
         tree=tree,
         shards=tuple(source for part in parts for source in (part.source, *part.shards)),
         unread=tuple(not_read(name) for name in inside if BESIDE.fullmatch(name)),
+        ranks=_ranks_together([part.ranks for part in parts if part.ranks]),
         names=frozenset().union(*(part.names for part in parts)),
     )
+
+
+def _ranks_together(known: Sequence[Ranks]) -> Ranks | None:
+    """Return what is known of the ranks that wrote several DCP folders."""
+    missing = sorted({rank for ranks in known for rank in ranks.missing})
+    lacking = tuple(dict.fromkeys(name for ranks in known for name in ranks.lacking))
+    return replace(known[0], missing=tuple(missing), lacking=lacking) if known else None
 
 
 def read_own(folder: str) -> Checkpoint | None:
