@@ -17,11 +17,18 @@ STRANGERS = (
 )
 
 
-def stranger(name: str, head: bytes) -> Unsupported:
-    """Return the error for a file that is no checkpoint."""
+def known(name: str, head: bytes) -> Unsupported | None:
+    """Return the error for a file that begins as something else does; None for one that begins otherwise."""
     for start, what, hint in STRANGERS:
         if head.lstrip()[: len(start)].lower() == start.lower():
             return Unsupported(name, what, hint=hint)
+    return None
+
+
+def stranger(name: str, head: bytes) -> Unsupported:
+    """Return the error for a file that is no checkpoint."""
+    if (fault := known(name, head)) is not None:
+        return fault
     if head[:1] == b"\x80":
         listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(name)}"
         return Unsupported(name, "is a pickle, but not one that torch.save wrote", hint=listed)

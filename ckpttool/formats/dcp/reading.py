@@ -42,6 +42,7 @@ from ...tensors.ref import (
     is_count,
 )
 from ..pytorch.archive import Archive
+from ..strangers import known as known_stranger
 from .extras import with_extras
 
 NAME = "dcp"
@@ -213,6 +214,8 @@ class _Items:
             return None
         source = self.file(file)
         if offset + nbytes > source.size:
+            if fault := known_stranger(source.path, source.read(0, min(source.size, 512))):
+                raise fault
             raise Damaged(source.path, f"is cut short: it ends before '{name}' does")
         return ByteRange(source, offset, nbytes)
 
