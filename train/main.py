@@ -81,7 +81,9 @@ def prepare(config: TrainConfig) -> Job:
     if config.deterministic:
         randomness.make_deterministic()
     if config.virtual_ranks and place.device.type == "cpu":
-        torch.set_num_threads(1)  # another number, as torchrun and --spawn set it, gives other last bits
+        torch.set_num_threads(1)  # another number gives other last bits
+    else:
+        launch.set_threads()
     launch.keep_importable(config.data, config.model, config.task)
     data = data_set.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
@@ -199,7 +201,7 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
         trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
         counted = trainer.average_over_count(step, sums)
     with log.phase("update"):
-        norm = trainer.update(counted=counted)
+        norm = trainer.update(counted)
     trainer.end_step(step, sums, norm)
 
 

@@ -16,6 +16,7 @@ from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
 from ..checkpoint.states import all_tensors, is_optimizer
+from ..formats.reading import File, opened
 from ..inert_pickle.known_names import names_in, names_that_run, unknown_names
 from ..inert_pickle.values import Record, in_brief, tensor_of
 from ..tensors.ref import TensorRef
@@ -119,6 +120,24 @@ class Summary:
     metadata: dict[str, str]  # the texts of a safetensors header
     # what is known of the ranks that each wrote a part; None when one process wrote the file
     ranks: Ranks | None = None
+
+
+def inspect(file: File, *, state: str | None = None) -> Summary:
+    """Return what is in a file: its format, the model's state, optimizers and everything else; load nothing.
+
+    Args:
+        file: a path, or an open checkpoint.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The contents in short: `.format`, `.state`, `.keys`, `.parameters`, `.modules`, `.optimizers`, ….
+
+    Raises:
+        NoState: there is no state at `state`.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+    """
+    with opened(file) as checkpoint:
+        return summarize(checkpoint, state)
 
 
 def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:

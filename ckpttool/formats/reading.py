@@ -29,7 +29,7 @@ from .pytorch import zip as torch_zip
 from .safetensors import format as safetensors
 from .shards import reading as sharded
 from .shards.writing import ALONE, INDEX
-from .strangers import stranger
+from .strangers import refuse_url, stranger
 
 
 class Format(Protocol):
@@ -74,6 +74,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         Unsupported: it is something else, or in a format that is not read here.
     """
     name = os.fspath(path)
+    refuse_url(name)
     if os.path.isdir(name):
         only = _only_file(name)
         return _open_in(name, name) if only is None else open(only)
@@ -132,6 +133,8 @@ def open_ranks(
 
     take = Take(take_rank, take_step)
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    for name in names:
+        refuse_url(name)
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
         with _collector_paused():  # also where a model.safetensors of rounded weights is there too
             checkpoint = frameworks.read_folder(names[0], take) if os.path.isdir(names[0]) else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ckpttool.distributed.group import given_rank
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
-from ckpttool.distributed.processes import SPAWNED, end_with_torchrun
+from ckpttool.distributed.processes import SPAWNED, end_with_torchrun, environment_of, usable_cores
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
 from train import console
 
@@ -67,6 +67,25 @@ def run_program(
         if known is None:
             raise
         return complain(known, echo=is_lost_rank(error), as_json=as_json)
+
+
+def set_threads() -> None:
+    """Let this machine's ranks share its cores, so that they don't wait for each other's threads."""
+    import torch  # after the flags were checked
+
+    number = threads()
+    if number is not None:
+        torch.set_num_threads(number)
+
+
+def threads() -> int | None:
+    """Return how many threads this rank should compute with; None if the user has said so."""
+    given = [name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ]
+    if given and "TORCHELASTIC_RUN_ID" in os.environ and SPAWNED not in os.environ:
+        # torchrun sets it to 1 for its ranks if it was started without.
+        launcher = environment_of(os.getppid())
+        given = [name for name in given if not launcher or name in launcher]
+    return None if given else max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def keep_importable(*specs: str) -> None:
@@ -177,9 +196,8 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_at_once)  # until there are ranks, and the agent listens to signals
-    threads = max(1, (os.cpu_count() or 1) // ranks)
     # torchrun would set it to 1 and print a note.
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     os.environ[SPAWNED] = str(os.getpid())
     import logging
 

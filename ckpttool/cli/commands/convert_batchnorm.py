@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("convert-batchnorm")
-@options.inputs_argument
-@options.output_argument
+@options.inputs_and_output
 @click.option(
     "--to",
     type=click.Choice(["sync", "plain"]),

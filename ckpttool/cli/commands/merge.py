@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("merge")
-@options.inputs_argument
-@options.output_argument
+@options.inputs_and_output
 @options.to_option
 @options.full_option
 @click.option(
@@ -81,6 +80,8 @@ def command(
 
 def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> tuple[Checkpoint, Outcome]:
     """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
+    from ...checkpoint.dotted_names import contents
+    from ...checkpoint.flat_optimizers import is_flat
     from ...tensors.cast import target as dtype_of
     from ...transforms.selection import cast
 
@@ -93,7 +94,9 @@ def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> tuple[
             outcome.notes.append(
                 f"no file says how many ranks there were; those of {len(ranks.held)} were found"
             )
-    if target.place.holds_all:
+    holds_flat = (is_flat(value) for _, value in checkpoint.named(contents))
+    stays_flat = target.place.format == "dcp" and any(holds_flat)  # torchtitan loads no other form
+    if target.place.holds_all and not stays_flat:
         checkpoint = with_names(
             checkpoint, outcome, shlex.quote(target.place.path), as_text=target.place.format == "dcp"
         )

@@ -18,6 +18,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import dotted
+from ...checkpoint.flat_optimizers import as_nested
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
@@ -257,7 +258,7 @@ def _is_mergeable_optimizer(group: Sequence[_Facts]) -> bool:
 
 
 def _has_rows(optimizer: Any) -> bool:
-    state = optimizer["state"]
+    state = as_nested(optimizer)["state"]
     entries = state.values() if isinstance(state, dict) else ()
     values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
     return any((tensor := tensor_of(value)) is not None and tensor.shape for value in values)

@@ -74,7 +74,7 @@ class Report:
         self.spec, self.loads = spec, loads
         path = case.checkpoint.path
         self.file = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
-        self.output = _output(self.file, checkpoint)
+        self.output = free_output(self.file, checkpoint)
         self.problems: list[Problem] = []
 
     def written(self, rebuild: Rebuild | None, reloaded: tuple[str, Case]) -> Diagnosis:
@@ -240,7 +240,7 @@ def _in_words(check: OrderCheck) -> str:
 SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def _output(file: str, checkpoint: Checkpoint) -> str:
+def free_output(file: str, checkpoint: Checkpoint) -> str:
     """Return a free name next to the file, in a format that holds what the file holds."""
     path = file.rstrip("/")
     stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
