@@ -72,7 +72,7 @@ def _value(row: OtherRow) -> str:
 
 def run_page(folder: str, entries: Sequence[Entry], width: int | None) -> Iterator[str]:
     """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
-    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint', 'checkpoints')}, the newest first"
+    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint', 'checkpoints')}, newest first"
     rows = [
         (
             os.path.relpath(entry.path, folder),
