@@ -63,11 +63,9 @@ def open_file(console: Console, path: str) -> Checkpoint:
     checkpoint = formats.open(path)
     if (piece := piece_of(path)) is not None:
         rest = f"the others ({console.names(piece.others)}) are" if piece.others else "the others are"
-        console.note(
-            f"{coloured('warning:', 'yellow')} {printable(path)} is {piece.what}; {rest} not read. "
-            f"The whole: {piece.way}",
-            pasted=True,
-        )
+        way = f"The whole: {piece.way}" if piece.way.startswith("ckpttool ") else piece.way
+        said = f"{printable(path)} is {piece.what}; {rest} not read. {way[:1].upper()}{way[1:]}"
+        console.note(f"{coloured('warning:', 'yellow')} {said}", pasted=True)
     return checkpoint
 
 
