@@ -71,8 +71,8 @@ def refuse_url(path: str) -> None:
         raise Unsupported(path, "is a URL, and URLs are not read yet", hint=hint)
 
 
-def stranger(path: str, head: bytes) -> Unsupported:
-    """Return the error for a file in a format that is not read here."""
+def known(path: str, head: bytes) -> Unsupported | None:
+    """Return the error for a file that begins as something else does; None for one that begins otherwise."""
     folder, name = os.path.split(path)
     for start, what, hint in HEADS:
         if head.lstrip()[: len(start)].lower() == start.lower():
@@ -83,6 +83,13 @@ def stranger(path: str, head: bytes) -> Unsupported:
     if path.lower().endswith(".msgpack"):
         hint = "load it with transformers: from_pretrained(FOLDER, from_flax=True), then save_pretrained"
         return Unsupported(path, "is a Flax msgpack file, which is not read here", hint=hint)
+    return None
+
+
+def stranger(path: str, head: bytes) -> Unsupported:
+    """Return the error for a file in a format that is not read here."""
+    if (fault := known(path, head)) is not None:
+        return fault
     if head[:1] == b"\x80":
         listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(path)}"
         return Unsupported(path, "is a pickle, but not one that torch.save wrote", hint=listed)

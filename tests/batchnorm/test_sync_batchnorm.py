@@ -142,7 +142,7 @@ def test_a_channels_last_input_gives_channels_last_outputs_and_gradients(run_ran
 
 
 def test_a_mean_of_a_million_costs_no_digits_in_float64(run_ranks):
-    """From sums of squares the variance, 9 beside 10^12, would be wrong in the fourth digit."""
+    """From sums of squares the variance, 9 next to 10^12, would be wrong in the fourth digit."""
     setting = Setting(offset=1e6)
     batch, _ = make_batch(setting)
     expected = batch.var(dim=(0, 2, 3), correction=1)

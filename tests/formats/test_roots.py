@@ -176,6 +176,22 @@ def test_hostile_metadata_is_named_and_not_its_folder(raw: bytes, tmp_path: Path
 
 
 @pytest.mark.parametrize("make", [model, dcp, ranks])
+def test_lfs_pointers_in_a_folder_are_named(make: Make, tmp_path: Path, cli: Cli) -> None:
+    make(tmp_path / "d")
+    (path,) = [path for path in (tmp_path / "d").iterdir() if path.name in POINTED]
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    ran = cli("merge", tmp_path / "d", tmp_path / "out.pt")
+    assert (ran.code, f"{path}: is a Git LFS pointer" in ran.err, "git lfs pull" in ran.err) == (
+        3,
+        True,
+        True,
+    )
+
+
+POINTED = ("model.safetensors", "__0_0.distcp", "model_world_size_2_rank_1.pt")
+
+
+@pytest.mark.parametrize("make", [model, dcp, ranks])
 def test_files_of_macos_are_nobody_s(make: Make, tmp_path: Path, cli: Cli) -> None:
     make(tmp_path / "d")
     for path in list((tmp_path / "d").iterdir()):

@@ -145,6 +145,7 @@ def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[
         tuple(replicated),
         tuple(sorted({rank for run in runs.values() for rank in run.missing})),
         tuple(name for run in runs.values() for name in run.lacking),
+        mesh.device if mesh else "",
     )
 
 
@@ -280,7 +281,7 @@ def _rank_file(facts: _Facts) -> RankFile:
         raise Damaged(
             facts.file.path,
             "has no sharded tensor, and its name does not say which rank wrote it",
-            hint="name it …rank_N.pt, or leave it out",
+            hint="give it a name that ends in rank_0.pt, with its rank, or leave it out",
         )
     return RankFile(facts.file.source, facts.file.tree, rank, facts.world_size)
 
