@@ -180,7 +180,7 @@ def evaluate(job: Job) -> Score:
 
     config, model = job.config, job.model
     same_settings.report(config)
-    data_set.compare(job.data, "before evaluating")
+    data_set.compare(job.data, "before evaluating", workers=config.workers)
     digest = collectives.from_rank_zero(lambda: load(job))
     model.to(job.place.device)
     collectives.broadcast_into(model.state_dict().values())
