@@ -148,9 +148,13 @@ class Uneven(Generic[Batch]):
             except StopIteration:
                 self._over = True
             else:
-                count = int(self._count_of(batch))
-                if count < 0:
-                    raise UsageFault(f"a batch has a count of {count}")
+                given = self._count_of(batch)
+                count = int(given)
+                if count < 0 or count != given:
+                    raise UsageFault(
+                        f"a batch has a count of {given}",
+                        hint="count= returns how many samples, tokens or pixels a batch has",
+                    )
                 if count:
                     self._last = batch
         return count << 2 | (self._last is None) * NEEDS | self._over * OVER
@@ -183,7 +187,7 @@ def length(batch: Any) -> int:
     return lengths.pop()
 
 
-def global_mean_loss(loss_sum: torch.Tensor, global_count: int | torch.Tensor) -> torch.Tensor:
+def global_mean_loss(loss_sum: torch.Tensor, global_count: float | torch.Tensor) -> torch.Tensor:
     """Return the loss on which a rank calls backward, so that DDP ends with the gradient of the global mean.
 
     DDP averages gradients over the W ranks. The gradient of the mean loss over the N samples of a global
@@ -192,13 +196,13 @@ def global_mean_loss(loss_sum: torch.Tensor, global_count: int | torch.Tensor) -
 
     Args:
         loss_sum: the sum of the losses of this rank's samples, tokens or pixels in a pass; a scalar.
-        global_count: the samples, tokens or pixels of all ranks in the whole step, with all its passes; the
-            same number on every rank. A tensor on a GPU is waited for.
+        global_count: the samples, tokens or pixels of all ranks in the whole step, with all its passes, or
+            the sum of their weights; the same number on every rank. A tensor on a GPU is waited for.
 
     Raises:
-        ValueError: the count is 0 or less, so no mean exists: skip such a step on every rank.
+        ValueError: the count is not above 0, so no mean exists: skip such a step on every rank.
     """
-    count = int(global_count)
-    if count <= 0:
-        raise ValueError(f"the mean loss over {count} samples has no value: skip the step on every rank")
+    count = float(global_count)
+    if not count > 0:  # nor NaN
+        raise ValueError(f"the mean loss over {count:g} samples has no value: skip the step on every rank")
     return loss_sum * (transport.world_size() / count)

@@ -34,8 +34,8 @@ Case = Callable[[int, Path], object]
 BAD = 1
 """The rank with which something is wrong."""
 
-SLACK = 5.0
-"""Seconds that this machine may be late, beside the five seconds that are promised."""
+SLACK = 15.0
+"""Seconds that a busy machine may be late, on top of the five seconds that are promised."""
 
 
 def train(
@@ -125,12 +125,14 @@ def runs_out_of_memory(rank: int, folder: Path) -> None:
         group.mkdir()
         (folder / "group").write_text(str(group))
         (group / "memory.limit_in_bytes").write_text(str(256 << 20))
+        with contextlib.suppress(OSError):  # else it goes on in swap space, and slowly
+            (group / "memory.memsw.limit_in_bytes").write_text(str(256 << 20))
         (group / "cgroup.procs").write_text(str(os.getpid()))
         mortal.note_now(folder)
         taken = [bytearray(os.urandom(1 << 20)) for _ in range(2048)]
         assert not taken, "the limit did not hold"
 
-    train(rank, folder, at=only(rank, folder, "forward", 3, take))
+    train(rank, folder, at=only(rank, folder, "forward", 3, take), timeout=3 * TIMEOUT)
 
 
 def memory_group() -> str:
@@ -195,7 +197,9 @@ def holds_the_interpreter(rank: int, folder: Path) -> None:
 
 
 def is_slow(rank: int, folder: Path) -> None:
-    train(rank, folder, steps=80, at=only(rank, folder, "data", 3, lambda: time.sleep(0.8 * TIMEOUT)))
+    # Between half of the timeout, when it is slow, and all of it is room for a busy machine.
+    late = only(rank, folder, "data", 3, lambda: time.sleep(1.9 * TIMEOUT))
+    train(rank, folder, steps=80, at=late, timeout=3 * TIMEOUT)
 
 
 def computes_long(rank: int, folder: Path) -> None:
@@ -262,7 +266,7 @@ class Cases:
     def __init__(self, threads: ThreadPoolExecutor, folder: Path) -> None:
         self.folder = folder
         self.begun = {
-            (case, size): threads.submit(mortal.run, case, self.folder_of(case, size), size, patience=40)
+            (case, size): threads.submit(mortal.run, case, self.folder_of(case, size), size, patience=60)
             for case, size in [*((case, 2) for case in CASES), (hangs_in_data, 3)]
         }
 
@@ -307,7 +311,7 @@ def test_a_rank_that_hangs_is_named_by_all_with_its_phase_and_its_stack(
 ) -> None:
     for rank, end in enumerate(cases.in_time(case)):
         assert end.code == 1, end.said
-        assert re.search(rf"error: rank {rank}: rank 1 hangs: in {where} for \d s ", end.said), end.said
+        assert re.search(rf"error: rank {rank}: rank 1 hangs: in {where} for \d+ s ", end.said), end.said
         assert "stack of rank 1" in end.said and "time.sleep(1000)" in end.said
         assert "waiting for it: rank 0 in" in end.said
 
@@ -323,7 +327,7 @@ def test_a_stopped_rank_is_told_from_one_that_hangs_and_ends_too(cases: Cases) -
     ends = cases.in_time(stops)
     assert [end.code for end in ends] == [1, 1]
     assert "error: rank 0: rank 1 is stopped, as by SIGSTOP (process " in ends[0].said
-    assert "no heartbeat for 4 s; the last one said '" in ends[0].said
+    assert re.search(r"no heartbeat for \d+ s; the last one said '", ends[0].said)
     own = "error: rank 1: this rank was stopped, as by SIGSTOP, and the others have ended the job (exit 1)\n"
     assert ends[BAD].said == own
 
@@ -393,8 +397,8 @@ def test_a_rank_that_works_or_is_slow_is_not_ended(cases: Cases, case: Any) -> N
 
 def test_a_slow_loader_is_named_in_a_warning_and_its_end_too(cases: Cases) -> None:
     said = cases.ends(is_slow)[0].said
-    assert re.search(r"^warning: rank 0: rank 1 is slow: in 'data' of step 3 for \d s", said), said
-    assert "counts as hung once it has done nothing for 4 s" in said
+    assert re.search(r"^warning: rank 0: rank 1 is slow: in 'data' of step 3 for \d+ s", said), said
+    assert "counts as hung once it has done nothing for 12 s" in said
     assert said.endswith("warning: rank 0: rank 1 has continued\n")
 
 

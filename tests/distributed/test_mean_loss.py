@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def test_every_sample_counts_the_same_whatever_its_rank_has(run_ranks: Any) -> N
     assert run_ranks(2, gradients) == [(3.5, 5.0)] * 2
 
 
-@pytest.mark.parametrize("count", [0, torch.tensor(0), -1])
+@pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0), -1, -0.5, math.nan])
 def test_a_mean_over_nothing_is_refused(count: Any) -> None:
     with pytest.raises(ValueError, match="has no value"):
         global_mean_loss(torch.zeros(()), count)
@@ -36,3 +37,9 @@ def test_a_mean_over_nothing_is_refused(count: Any) -> None:
 
 def test_the_count_may_be_a_tensor() -> None:
     assert global_mean_loss(torch.tensor(6.0), torch.tensor(4)).item() == 1.5
+
+
+def test_the_count_may_be_a_sum_of_weights() -> None:
+    for count in (2.5, torch.tensor(2.5), torch.tensor(2.5, dtype=torch.float64)):
+        assert global_mean_loss(torch.tensor(5.0), count).item() == 2.0
+    assert global_mean_loss(torch.tensor(1.0), 0.5).item() == 2.0  # and not refused as a count of 0

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,23 +91,6 @@ def test_the_weights_are_those_of_one_process(run_ranks: Any, kind: str) -> None
     of_ranks = run_ranks(3, trained, kind)
     for found in of_ranks:
         assert_same(found, alone(kind))
-
-
-def joined(rank: int, world_size: int) -> float:
-    """Return the largest difference from one process that torch's Join leaves, with its best setting."""
-    model = DistributedDataParallel(network())
-    optimizer = sgd(model)
-    with Join([model], divide_by_initial_world_size=True):
-        for inputs, target in batches_of(rank):
-            F.cross_entropy(model(inputs), target).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = alone(ranks=2)
-    return max(float((value - expected[name]).abs().max()) for name, value in state(model).items())
-
-
-def test_torchs_join_weights_samples_by_the_batch_that_they_are_in(run_ranks: Any) -> None:
-    assert min(run_ranks(2, joined)) > 1e-3
 
 
 def tokens(rank: int, world_size: int) -> float:
@@ -220,6 +202,15 @@ def test_a_batch_whose_samples_cant_be_counted_is_refused(run_ranks: Any) -> Non
     one, _ = run_ranks(2, caught, nested)
     assert one[0] == "UsageFault"
     assert "count" not in one[1] and "number of samples in a batch can't be told" in one[1]
+
+
+@pytest.mark.parametrize("count", [2.5, -1])
+def test_a_count_that_no_batch_can_have_is_refused(count: float) -> None:
+    with (
+        Uneven(network(), [samples_of(0, 0, 2)], count=lambda batch: count) as uneven,
+        pytest.raises(UsageFault, match=f"a batch has a count of {count}"),
+    ):
+        next(iter(uneven))
 
 
 def nothing_in_them(rank: int) -> Any:

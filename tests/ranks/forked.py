@@ -96,6 +96,8 @@ class Program:
                 reads = [threads.submit(one.read) if one else None for one in (self.stdout, self.stderr)]
                 out, err = (read.result(max(0.0, end - time.monotonic())) if read else "" for read in reads)
                 self.wait(max(1.0, end - time.monotonic()))
+                for pipe in filter(None, (self.stdout, self.stderr)):
+                    pipe.close()
             except TimeoutError as error:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)  # who has the pipes open keeps the threads waiting

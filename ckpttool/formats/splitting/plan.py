@@ -33,6 +33,7 @@ class Split:
     Attributes:
         path: the folder.
         ranks: how many ranks there are files for.
+        device: the type of the devices in their mesh.
         files: names of the files, those of one rank after another.
         nbytes: bytes of all of them.
         sharded: names of the state that were cut.
@@ -46,6 +47,7 @@ class Split:
 
     path: str
     ranks: int
+    device: str
     files: tuple[str, ...]
     nbytes: int
     sharded: tuple[str, ...]
@@ -183,7 +185,9 @@ class SplitPlan:
         if not same:
             raise Damaged(path, problem)
 
-    def report(self, path: str, ranks: int, sizes: Mapping[str, int], old: Collection[str]) -> Split:
+    def report(
+        self, path: str, ranks: int, device: str, sizes: Mapping[str, int], old: Collection[str]
+    ) -> Split:
         """Return what was written."""
         whole = tuple(name for name in self.state.tensors if name not in {*self.sharded})
         where = dotted(self.optimizer.path) if self.optimizer else None
@@ -191,7 +195,9 @@ class SplitPlan:
         perhaps = self.optimizer.without if self.optimizer else ()
         left = self.left_out
         old = tuple(name for name in old if name not in sizes)
-        return Split(path, ranks, (*sizes,), nbytes, self.sharded, whole, where, repeated, left, perhaps, old)
+        return Split(
+            path, ranks, device, (*sizes,), nbytes, self.sharded, whole, where, repeated, left, perhaps, old
+        )
 
 
 def _is_buffer(name: str, tensor: TensorRef) -> bool:
