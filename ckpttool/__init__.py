@@ -14,8 +14,9 @@ A change makes a new checkpoint, whose tensors still lie in the old file until i
         plain, renaming = ckpttool.strip_prefix(checkpoint)
         ckpttool.save(plain, "model.safetensors")
 
-Checks take a path or an open checkpoint: `ckpttool.digest("a.pt")`, `diff("a.pt", "b.pt")`, `verify("a.pt")`,
-`doctor("a.pt", model)`.
+From file to file: `ckpttool.convert("a.pt", "a.safetensors", dtype="bf16")`, `merge("ranks/", "one.pt")`,
+`split(checkpoint, "ranks/", 4)`. Checks take a path or an open checkpoint: `ckpttool.inspect("a.pt")`,
+`digest("a.pt")`, `diff("a.pt", "b.pt")`, `verify("a.pt")`, `doctor("a.pt", model)`.
 
 Importing this package imports no other module of it: a public name is imported on first use, and torch and
 numpy by the calls that need them.
@@ -35,9 +36,12 @@ if TYPE_CHECKING:
     from . import metrics as metrics
     from .analysis.checks import diff as diff
     from .analysis.checks import digest as digest
+    from .analysis.summary import inspect as inspect
     from .analysis.verify import verify as verify
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.state import State as State
+    from .conversion import convert as convert
+    from .conversion import merge as merge
     from .errors import CkptToolError as CkptToolError
     from .formats import open as open
     from .formats import open_ranks as open_ranks
@@ -68,7 +72,9 @@ else:
             "": ("batchnorm", "errors", "metrics"),
             "analysis.checks": ("diff", "digest"),
             "proving.proof": ("prove",),
+            "analysis.summary": ("inspect",),
             "analysis.verify": ("verify",),
+            "conversion": ("convert", "merge"),
             "checkpoint.checkpoint": ("Checkpoint",),
             "checkpoint.state": ("State",),
             "errors": ("CkptToolError",),

@@ -66,6 +66,12 @@ class Unreadable(FileError):
     kind = "unreadable"
 
 
+class SeveralCheckpoints(Unreadable):
+    """The folder holds checkpoints, and is none itself."""
+
+    kind = "several-checkpoints"
+
+
 class Damaged(FileError):
     """The file claims a format and breaks its rules: truncated, inconsistent, or made to mislead."""
 

@@ -15,8 +15,12 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import ckpttool
+from ckpttool import errors
+from ckpttool.cli import group
 from tests.support.running import ROOT
 
 LAZY = [
@@ -118,3 +122,41 @@ def test_public_classes_document_their_attributes() -> None:
         if not made.__doc__:
             offenders.append(name)
     assert offenders == []
+
+
+def test_every_command_that_needs_no_terminal_is_a_function() -> None:
+    commands = {name.replace("-", "_") for name in group.commands}
+    elsewhere = {"convert_batchnorm", "gather_metrics", "optimizer"}  # in ckpttool.batchnorm and .metrics
+    assert commands - elsewhere <= set(ckpttool.__all__)
+
+
+def test_files_are_converted_and_merged_by_functions(tmp_path: Path) -> None:
+    torch.save({"model": {"module.w": torch.ones(4, 2), "b": torch.ones(4)}, "epoch": 3}, tmp_path / "a.pt")
+    saved = ckpttool.convert(tmp_path / "a.pt", tmp_path / "a.safetensors", dtype="bf16", exclude=["b"])
+    assert (saved.keys, saved.left_out) == (1, ("epoch",))
+    assert load_file(tmp_path / "a.safetensors")["module.w"].dtype is torch.bfloat16
+    with ckpttool.open(tmp_path / "a.pt") as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "ranks", 2, device="cpu")
+    ckpttool.merge(tmp_path / "ranks", tmp_path / "whole.pt")
+    assert ckpttool.digest(tmp_path / "whole.pt") == ckpttool.digest(tmp_path / "a.pt")
+    files = sorted((tmp_path / "ranks").glob("model_*"))
+    assert ckpttool.merge(files, tmp_path / "b.safetensors", dtype="fp32").keys == 2
+    summary = ckpttool.inspect(tmp_path / "a.pt")
+    assert (summary.state, summary.keys, summary.parameters) == ("model", 2, 12)
+    with pytest.raises(errors.OutputExists):
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    with ckpttool.open(tmp_path / "a.pt") as checkpoint:
+        ckpttool.convert(checkpoint, f"{tmp_path}/shards/", leave_out=["epoch"])
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+
+
+def test_what_is_no_module_is_refused_with_what_to_pass(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "a.pt")
+    given: Any = "m.py:model"
+    for function in (ckpttool.reload, ckpttool.doctor):
+        with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not 'm\.py:model': build it first"):
+            function(tmp_path / "a.pt", given)
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not dict"):
+        ckpttool.reload(tmp_path / "a.pt", {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"not the class Linear: make one"):
+        ckpttool.reload(tmp_path / "a.pt", torch.nn.Linear)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Score a checkpoint on a test set, in one process or many: the same numbers on any number of ranks.
 
-    python train/evaluate.py runs/a/best.pt --model simple-cnn --data digits
+    python train/evaluate.py runs/a/best.pt
     torchrun --nproc-per-node 3 train/evaluate.py model.safetensors --model resnet20 --data folder:pictures
 
     python train/evaluate.py model.pt --model simple-cnn --spawn 2 --out eval    # without torchrun
@@ -21,17 +21,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.distributed.group import given_rank, started_by_launcher
+from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.failures import reason
 from train import console
 from train.config.command_line import Parser, add_flags, without
-from train.config.shared import DataConfig, RanksConfig, check_pictures, flag, integer
+from train.config.shared import DataConfig, RanksConfig, check_shared, count, flag
 from train.launch import program
 
 # Imports torch: imported where it is needed, so that wrong flags are refused within a tenth of a second.
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
+SAVED = ("model", "data", "data_root", "task", "eval_batch", "mean", "std", "resize")
+WITHOUT_CODE = re.compile(r"(?:folder|fake):|[^:]*$")
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class EvaluateConfig(RanksConfig, DataConfig):
     model: str = flag(
         "",
         "evaluation",
-        "simple-cnn, resnet20, torchvision:NAME, file.py:factory",
-        required=True,
+        "simple-cnn, resnet20, torchvision:NAME, file.py:factory; without it, a run's checkpoint says its "
+        "model, data and task",
         metavar="SPEC",
     )
     state: str | None = flag(
@@ -71,13 +74,7 @@ class EvaluateConfig(RanksConfig, DataConfig):
         metavar="DIR",
     )
     force: bool = flag(False, "evaluation", "overwrite an evaluation in --out")
-    threads: int = flag(
-        1,
-        "ranks",
-        "CPU threads per rank; their number changes the last bits (1)",
-        type=integer(1),
-        metavar="N",
-    )
+    threads: int = count(1, "ranks", "CPU threads per rank; their number changes the last bits (1)")
 
 
 @dataclass(frozen=True)
@@ -106,24 +103,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str]) -> EvaluateConfig:
     parser = Parser(
         prog="train/evaluate.py",
-        usage="python train/evaluate.py CKPT --model SPEC [flags]",
+        usage="python train/evaluate.py CKPT [--model SPEC] [flags]",
         description="Score a checkpoint on a test set, exactly, on one or many ranks.",
-        epilog="example:\n  python train/evaluate.py runs/first/best.pt --model simple-cnn\n",
+        epilog="example:\n  python train/evaluate.py runs/first/best.pt\n",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="any checkpoint, with or without prefixes")
     add_flags(parser, EvaluateConfig)
-    config = EvaluateConfig(**vars(parser.parse_args(arguments)))
-    check(config)
+    values = parser.parse_args(arguments)
+    if not values.model:
+        values = parser.parse_args([*saved_arguments(values.checkpoint, arguments), *arguments])
+    config = EvaluateConfig(**vars(values))
+    check_shared(config)
     return config
 
 
-def check(config: EvaluateConfig) -> None:
-    """Refuse flags that contradict each other or the launcher."""
-    if config.spawn and started_by_launcher():
-        raise UsageFault(
-            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
-        )
-    check_pictures(config)
+def saved_arguments(path: str, given: Sequence[str]) -> list[str]:
+    """Return the flags of a run that its checkpoint says, as far as they are not given."""
+    from ckpttool import formats  # only here, as it takes a tenth of a second
+
+    with formats.open(path) as checkpoint:
+        tree = checkpoint.tree
+        settings = tree.get("config") if isinstance(tree, dict) else None
+    if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
+        raise UsageFault(f"{path}: does not say its model", hint="give --model SPEC")
+    flags = {}
+    for name in SAVED:
+        flag, value = f"--{name.replace('_', '-')}", settings.get(name)
+        if value is not None and not any(argument.partition("=")[0] == flag for argument in given):
+            flags[flag] = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    # What a file names is never run without being asked for.
+    code = [f for f in ("--model", "--data", "--task") if not WITHOUT_CODE.match(flags.get(f, "digits"))]
+    if code:
+        named = " ".join(f"{flag} {shlex.quote(flags[flag])}" for flag in flags)
+        raise UsageFault(f"{path}: is of {flags[code[0]]}, code that is run only if you name it", hint=named)
+    return [f"{flag}={value}" for flag, value in flags.items()]
 
 
 def prepare(config: EvaluateConfig) -> Job:

@@ -81,7 +81,9 @@ def prepare(config: TrainConfig) -> Job:
     if config.deterministic:
         randomness.make_deterministic()
     if config.virtual_ranks and place.device.type == "cpu":
-        torch.set_num_threads(1)  # another number, as torchrun and --spawn set it, gives other last bits
+        torch.set_num_threads(1)  # another number gives other last bits
+    else:
+        launch.set_threads()
     launch.keep_importable(config.data, config.model, config.task)
     data = data_set.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
@@ -146,9 +148,8 @@ def after_step(run: Run) -> str:
         trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
         best = tested is not None and progress.note_best(tested)
         run.report.scores(trained, tested, best=best)
-    run.saver.save(
-        last=due.save or bool(signal), best=best
-    )  # after the log: a resume drops what it logs again
+    # After the log: a resume drops what it logs again.
+    run.saver.save(last=due.save or bool(signal), best=best)
     end = signal or due.end
     if not end:
         run.begin_step()
@@ -199,7 +200,7 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
         trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
         counted = trainer.average_over_count(step, sums)
     with log.phase("update"):
-        norm = trainer.update(counted=counted)
+        norm = trainer.update(counted)
     trainer.end_step(step, sums, norm)
 
 

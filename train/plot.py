@@ -64,6 +64,9 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
 }
 
+# The mean of each epoch of the training, among the points of its steps.
+HOLLOW: dict[str, Any] = {"linewidth": 1.1, "markersize": 4, "markerfacecolor": "white", "zorder": 2.5}
+
 TITLES = {
     "loss": "Loss",
     "accuracy": "Accuracy",
@@ -180,7 +183,7 @@ def look_of(number: int) -> dict[str, Any]:
 def _draw_panel(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None:
     for number, run in enumerate(runs):
         tested, trained = run.test.get(quantity, []), run.train.get(quantity, [])
-        look = look_of(number)
+        by_epoch, look = run.epochs.get(quantity, []), look_of(number)
         if trained:
             # A few points show by marks; many would cover the line.
             thin = look | {"marker": "." if len(trained) < 4 else ""}
@@ -198,10 +201,12 @@ def _draw_panel(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None
                 markeredgewidth=0.8,
                 zorder=3,
             )
+        if by_epoch:
+            axes.plot(*zip(*by_epoch, strict=True), **(look | HOLLOW))
     axes.set_title(TITLES.get(quantity, quantity.replace("_", " ").capitalize()), parse_math=False)
     _set_scales(axes, quantity, runs)
     if any(quantity in run.test for run in runs) and any(quantity in run.train for run in runs):
-        _draw_key(axes)
+        _draw_key(axes, by_epoch=any(quantity in run.epochs for run in runs))
 
 
 def _set_scales(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None:
@@ -229,13 +234,17 @@ def _set_scales(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def _draw_key(axes: Axes) -> None:
+def _draw_key(axes: Axes, *, by_epoch: bool) -> None:
     """Say in a panel which lines are of the training and which of the test set."""
     from matplotlib.lines import Line2D
 
     trained = Line2D([], [], color="#777777", linewidth=1.1, alpha=0.7)
     tested = Line2D([], [], color="#777777", linewidth=2, marker="o", markersize=5, markeredgecolor="white")
-    axes.legend([trained, tested], ["training", "test"], loc="best", handlelength=2.2)
+    lines, names = [trained, tested], ["training", "test"]
+    if by_epoch:
+        lines.insert(1, Line2D([], [], color="#777777", marker="o", **HOLLOW))
+        names.insert(1, "training, by epoch")
+    axes.legend(lines, names, loc="best", handlelength=2.2)
 
 
 def legend_columns(runs: Sequence[log_file.Run]) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import Entry, dotted, entries
+from ..checkpoint.flat_optimizers import as_nested
 from ..checkpoint.pickled_modules import is_module, own_attributes
 from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.state import State
@@ -182,8 +184,9 @@ def type_name(value: object) -> str:
     return container_name(value)
 
 
-def describe_optimizer(name: str, value: Mapping[object, object]) -> OptimizerRow:
+def describe_optimizer(name: str, value: dict[Any, Any]) -> OptimizerRow:
     """Return an optimizer's state in short."""
+    value = as_nested(value)
     groups = [group for group in _values(value["param_groups"]) if isinstance(group, dict)]
     state = value["state"] if isinstance(value["state"], dict) else {}
     entries: dict[str, None] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import TracebackType
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import NoState, Refused
 from ..inert_pickle.values import Global, TooDeep, in_brief, rebuild, tensor_of
@@ -64,7 +64,7 @@ class Checkpoint:
 
     source: Source
     format: str
-    tree: object
+    tree: Any  # object would refuse a user's `tree["epoch"]`
     protocol: int = 2
     metadata: Mapping[str, str] = field(default_factory=dict)
     shards: tuple[Source, ...] = ()

@@ -34,6 +34,7 @@ class Ranks:
     replicated: tuple[str, ...] = ()
     missing: tuple[int, ...] = ()
     lacking: tuple[str, ...] = ()
+    device: str = ""  # the type of the devices in the mesh
 
     @property
     def axes(self) -> str:

@@ -10,6 +10,7 @@ from itertools import islice
 from ..inert_pickle.values import Record
 from ..tensors.ref import TensorRef
 from .dotted_names import Container, Path, follow, holds_only_tensors, is_tensor
+from .flat_optimizers import is_flat
 from .pickled_modules import is_module
 from .rebuilt_tensors import plain_tensor, special_tensor
 
@@ -72,8 +73,8 @@ def all_tensors(values: Iterable[object]) -> bool:
 
 
 def is_optimizer(value: object) -> bool:
-    """Return whether a value is an optimizer's state dict."""
-    return isinstance(value, dict) and "param_groups" in value and "state" in value
+    """Return whether a value is an optimizer's state dict, nested or flat (see `as_nested`)."""
+    return isinstance(value, dict) and (("param_groups" in value and "state" in value) or is_flat(value))
 
 
 def candidates(root: object) -> Iterator[Path]:

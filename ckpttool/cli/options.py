@@ -93,13 +93,22 @@ def note_inputs(ctx: click.Context, argument: click.Parameter, given: Any) -> An
     return given
 
 
+def _part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str, ...]) -> Any:
+    """Take the last argument for OUTPUT. click would say of a single one that INPUT is missing."""
+    if len(given) < 2 and not ctx.resilient_parsing:
+        hint = "'OUTPUT'" if given else "'INPUT… OUTPUT'"
+        raise click.MissingParameter(ctx=ctx, param_hint=hint, param_type="argument")
+    ctx.params["output"] = _note_output(ctx, argument, given[-1]) if given else None
+    return note_inputs(ctx, argument, given[:-1])
+
+
 def _argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
-    settings.setdefault("type", click.Path(allow_dash=True))
-    return click.argument(name, metavar=metavar, callback=note_inputs, **settings)
+    settings = {"type": click.Path(allow_dash=True), "callback": note_inputs, **settings}
+    return click.argument(name, metavar=metavar, **settings)
 
 
 input_argument = _argument("input", "INPUT")
-inputs_argument = _argument("inputs", "INPUT…", nargs=-1, required=True)
+inputs_and_output = _argument("inputs", "INPUT… OUTPUT", nargs=-1, callback=_part_output)
 output_argument = click.argument(
     "output", metavar="OUTPUT", type=click.Path(allow_dash=True), callback=_note_output
 )

@@ -101,6 +101,51 @@ def end_with_torchrun() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use: by its affinity, and by the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, quota() or cores)))
+
+
+def quota(of_process: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
+    """Return how many cores' time the control groups of this process give it; None for no limit."""
+    limits = []
+    with contextlib.suppress(OSError), open(of_process) as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            folder = os.path.normpath(f"{root}/{controllers}/{path}")
+            # A group can't have more than the groups around it. In a container the path may lie outside.
+            while folder.startswith(root):
+                limits += _limit(folder)
+                folder = os.path.dirname(folder)
+            limits += _limit(os.path.join(root, controllers))
+    return min(limits, default=None)
+
+
+def _limit(folder: str) -> list[float]:
+    """Return the cores' time of a control group of version 2 or 1, if it is limited."""
+    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            words = [word for name in files for word in _words(os.path.join(folder, name))]
+            allowed, period = map(int, words)  # "max" and -1: no limit
+            return [allowed / period] if allowed > 0 else []
+    return []
+
+
+def _words(path: str) -> list[str]:
+    with open(path) as file:
+        return file.read().split()
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; empty if it can't be read."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", errors="surrogateescape") as file:
+        return dict(entry.split("=", 1) for entry in file.read().split("\0") if "=" in entry)
+    return {}
+
+
 def _fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
     try:

@@ -83,6 +83,9 @@ def _open_now() -> int:
 
 MOST_NAMES = 10_000  # of a folder, that are looked at
 
+# How the names of files begin in which macOS keeps what other file systems can't hold: they are nobody's.
+OF_MACOS = "._"
+
 # Usual endings of checkpoints' names. Only for hints: a format is recognised by content.
 CHECKPOINT_ENDINGS = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".safetensors", ".index.json")
 
@@ -119,7 +122,8 @@ def names_in(folder: str) -> list[str]:
     """Return the names in a folder, sorted, MOST_NAMES at most; none where it can't be read."""
     try:
         with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in islice(entries, MOST_NAMES))
+            names = (entry.name for entry in entries if not entry.name.startswith(OF_MACOS))
+            return sorted(islice(names, MOST_NAMES))
     except OSError:
         return []
 

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -187,9 +188,19 @@ def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
         elif below := [each for each in inside if each != here]:
             inputs = [shlex.quote(each) for each in below]
         else:
-            inputs = [shlex.join(paths[:4]) + " …" * bool(paths[4:])]
+            inputs = [_pattern(paths)]
         commands += [f"ckpttool merge {each} OUTPUT" for each in inputs]
     return "; ".join(commands)
+
+
+def _pattern(paths: Sequence[str]) -> str:
+    """Return a shell's pattern for files that differ in numbers; all of them where it matches others."""
+    folder, names = os.path.dirname(paths[0]), [os.path.basename(path) for path in paths]
+    patterns = {re.sub(r"\d+", "*", name) for name in names}
+    pattern = patterns.pop()
+    if patterns or {name for name in names_in(folder) if fnmatchcase(name, pattern)} != {*names}:
+        return shlex.join(paths)
+    return "*".join(shlex.quote(part) if part else "" for part in os.path.join(folder, pattern).split("*"))
 
 
 # Names of DCP folders that are parts of one checkpoint.
@@ -220,8 +231,16 @@ def read_together(folder: str) -> Checkpoint | None:
         tree=tree,
         shards=tuple(source for part in parts for source in (part.source, *part.shards)),
         unread=tuple(not_read(name) for name in inside if BESIDE.fullmatch(name)),
+        ranks=_ranks_together([part.ranks for part in parts if part.ranks]),
         names=frozenset().union(*(part.names for part in parts)),
     )
+
+
+def _ranks_together(known: Sequence[Ranks]) -> Ranks | None:
+    """Return what is known of the ranks that wrote several DCP folders."""
+    missing = sorted({rank for ranks in known for rank in ranks.missing})
+    lacking = tuple(dict.fromkeys(name for ranks in known for name in ranks.lacking))
+    return replace(known[0], missing=tuple(missing), lacking=lacking) if known else None
 
 
 def read_own(folder: str) -> Checkpoint | None:

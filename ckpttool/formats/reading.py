@@ -10,10 +10,17 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import Damaged, Unreadable, Unsupported, UsageFault
+from ..checkpoint.special_tensors import SHARDED
+from ..errors import CkptToolError, Damaged, SeveralCheckpoints, Unreadable, Unsupported, UsageFault
 from ..files.commit_folder import set_aside
 from ..files.failures import reason
-from ..files.open_source import allow_open_files, checkpoints_among, names_in, open_source_descriptor
+from ..files.open_source import (
+    OF_MACOS,
+    allow_open_files,
+    checkpoints_among,
+    names_in,
+    open_source_descriptor,
+)
 from ..tensors.ref import Source
 from .dcp import reading as dcp
 from .pytorch import legacy as torch_legacy
@@ -21,8 +28,8 @@ from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
 from .safetensors import format as safetensors
 from .shards import reading as sharded
-from .shards.writing import INDEX
-from .strangers import stranger
+from .shards.writing import ALONE, INDEX
+from .strangers import refuse_url, stranger
 
 
 class Format(Protocol):
@@ -38,14 +45,11 @@ READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, 
 # Files that say what is in a folder, in the order of preference; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
 
-# Names that transformers gives the file of a model that is not sharded.
-ALONE = ("model.safetensors", "pytorch_model.bin")
-
 # What the trainer writes next to the checkpoints of a run.
 RECORDS = {"log.jsonl", "run.jsonl"}
 
-# Names in a folder that are tried as folders, for a hint.
-MOST_BELOW = 100
+# Checkpoints below a folder that are opened to find a whole one, and that a hint names.
+MOST_TRIED, MOST_NAMED = 8, 4
 
 # Times that a folder is read again because another process replaced it meanwhile.
 MAX_REPLACED = 1000
@@ -70,6 +74,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         Unsupported: it is something else, or in a format that is not read here.
     """
     name = os.fspath(path)
+    refuse_url(name)
     if os.path.isdir(name):
         only = _only_file(name)
         return _open_in(name, name) if only is None else open(only)
@@ -85,7 +90,8 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     allow_open_files(1, name)
     source = Source(name, open_source_descriptor(name))
     try:
-        return read(source)
+        if not name.endswith(dcp.ENDING):  # which begins like a file of torch.save, and may be one tensor
+            return read(source)
     except (Damaged, Unsupported):
         if not _is_part_of_dcp(name):
             raise
@@ -127,6 +133,8 @@ def open_ranks(
 
     take = Take(take_rank, take_step)
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    for name in names:
+        refuse_url(name)
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
         with _collector_paused():  # also where a model.safetensors of rounded weights is there too
             checkpoint = frameworks.read_folder(names[0], take) if os.path.isdir(names[0]) else None
@@ -198,7 +206,12 @@ def _read_folder(name: str) -> Checkpoint:
 
 
 def _read_telling(name: str, telling: str) -> Checkpoint:
-    return read(Source(name, open_source_descriptor(telling)))
+    try:
+        return read(Source(name, open_source_descriptor(telling)))
+    except (Damaged, Unsupported) as fault:
+        if fault.path != name or os.path.basename(telling) != dcp.METADATA:
+            raise
+        raise type(fault)(telling, fault.reason, hint=fault.hint) from None
 
 
 @contextmanager
@@ -224,7 +237,7 @@ def _held(folder: str) -> Iterator[Callable[[], bool]]:
 
 def _names(folder: str) -> list[str]:
     try:
-        return sorted(os.listdir(folder))
+        return sorted(name for name in os.listdir(folder) if not name.startswith(OF_MACOS))
     except OSError as error:
         raise Unreadable(folder, reason(error)) from error
 
@@ -240,7 +253,11 @@ def _telling(folder: str, names: list[str]) -> str | None:
             folder, "is a folder with several indexes", hint=f"name one: {', '.join(indexes[:4])}"
         )
     if any(name.endswith(dcp.METADATA) for name in names):
-        raise Unsupported(folder, "is a DCP checkpoint that each rank saved for itself, without a whole")
+        raise Unsupported(
+            folder,
+            "is a DCP checkpoint that each rank saved for itself (use_collectives=False), without a whole",
+            hint="load it on as many ranks, and save it with use_collectives=True, torch's default",
+        )
     return None
 
 
@@ -252,27 +269,70 @@ def _nothing_known(folder: str, names: list[str]) -> Unreadable:
         listed = ", ".join(map(os.path.basename, files[:4])) + (
             f" and {len(files) - 4} more" * bool(files[4:])
         )
-        return Unreadable(
+        return SeveralCheckpoints(
             folder,
             f"is the folder of a training run, in which each checkpoint is a file: {listed}",
             hint=f"name one: ckpttool inspect {shlex.quote(files[0])}",
         )
-    meant = f"; or name one file: {', '.join(files[:4])}" if files else ""
-    hint = f"expected in it: *{INDEX} (shards), {dcp.METADATA} (DCP) or the files of all ranks{meant}"
-    if not files and (below := [path for path in _folders_in(folder, names) if _may_hold(path)]):
-        hint = f"name a folder in it: {', '.join(map(shlex.quote, below[:4]))}" + " …" * bool(below[4:])
+    if any(name.endswith(dcp.ENDING) for name in names):
+        return _unfinished_dcp(folder, names)
+    from .roots import checkpoints_below
+
+    below = checkpoints_below(folder)
+    if below and os.path.dirname(below[0]) == folder and _is_piece(below[0]):
+        pattern = f"{shlex.quote(folder)}/*{os.path.splitext(below[0])[1]}"
+        return Unreadable(
+            folder,
+            "holds files of ranks, whose names do not say their ranks",
+            hint=f"name all of them: ckpttool merge {pattern} OUTPUT",
+        )
+    if below:
+        newest = next((path for path in below[:MOST_TRIED] if _is_whole(path)), below[0])
+        first = [newest, *(path for path in below if path != newest)]
+        listed = ", ".join(map(shlex.quote, first[1:MOST_NAMED]))
+        more = f"; others: {listed}" + f" and {len(first) - MOST_NAMED} more" * (len(first) > MOST_NAMED)
+        return SeveralCheckpoints(
+            folder,
+            "is a folder that holds checkpoints, and is none itself",
+            hint=f"name one: ckpttool inspect {shlex.quote(newest)}{more if listed else ''}",
+        )
+    hint = f"expected in it: *{INDEX} (shards), {dcp.METADATA} (DCP) or the files of all ranks"
     return Unreadable(folder, "is a folder without the index of a checkpoint", hint=hint)
 
 
-def _folders_in(folder: str, names: list[str]) -> list[str]:
-    paths = (os.path.join(folder, name) for name in names[:MOST_BELOW])
-    return [path for path in paths if os.path.isdir(path)]
+def _is_piece(path: str) -> bool:
+    """Return whether a file holds one rank's pieces of tensors."""
+    try:
+        with open(path) as checkpoint:
+            return _has_pieces(checkpoint)
+    except CkptToolError:
+        return False
 
 
-def _may_hold(folder: str) -> bool:
-    """Return whether a folder may hold a checkpoint, by the names in it."""
-    names = names_in(folder)
-    return dcp.METADATA in names or bool(checkpoints_among(names))
+def _has_pieces(checkpoint: Checkpoint) -> bool:
+    return any(like.kind in SHARDED for _, like in checkpoint.special_tensors())
+
+
+def _is_whole(path: str) -> bool:
+    try:
+        with open(path) as checkpoint:
+            return not (checkpoint.ranks and checkpoint.ranks.missing) and not _has_pieces(checkpoint)
+    except CkptToolError:
+        return False
+
+
+def _unfinished_dcp(folder: str, names: list[str]) -> Unreadable:
+    """Return the error for a DCP folder without `.metadata`, which torch writes last."""
+    temporary, own = f"{dcp.METADATA}.tmp", shlex.quote(os.path.join(folder, dcp.METADATA))
+    hint = "take the checkpoint before this one"
+    if temporary in names:
+        hint += f"; if every rank had finished: mv {own}.tmp {own} && ckpttool verify {shlex.quote(folder)}"
+    return Unreadable(
+        folder,
+        f"holds DCP's {dcp.ENDING} files without their {dcp.METADATA}, which torch writes last: the save did "
+        "not finish, or the file was not copied",
+        hint=hint,
+    )
 
 
 def read(source: Source) -> Checkpoint:

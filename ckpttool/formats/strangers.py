@@ -1,28 +1,125 @@
-"""What lies where a checkpoint should, by its first bytes: an LFS pointer, a web page, another format."""
+"""What is neither read nor written here: other formats and URLs, each by name and with the way on."""
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 
-from ..errors import Unsupported
+from ..errors import Unsupported, UsageFault
 
-# What is found in the place of a checkpoint, by its first bytes: what it is, and what to do.
-STRANGERS = (
+ONNX = re.compile(rb"\x08[\x01-\x20](\x12[\x01-\x40][\w.-]+)?[\x12\x1a\x3a\x42]")  # begins with a version
+
+# Formats by their first bytes: what it is, and what to do.
+HEADS = (
     (b"version https://git-lfs", "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
     (b"<!doctype html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
     (b"<html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
     (b"\x1f\x8b", "is compressed with gzip", "unpack it first: gunzip"),
-    (b"GGUF", "is a GGUF model, another format", None),
-    (b"\x89HDF", "is an HDF5 file, another format", None),
+    (b"BZh", "is compressed with bzip2", "unpack it first: bunzip2"),
+    (b"\xfd7zXZ", "is compressed with xz", "unpack it first: unxz"),
+    (b"\x28\xb5\x2f\xfd", "is compressed with zstd", "unpack it first: unzstd"),
+    (b"7z\xbc\xaf", "is a 7z archive", "unpack it first: 7z x"),
+    (b"Rar!", "is a RAR archive", "unpack it first: unrar x"),
+    (b"GGUF", "is a GGUF model, which is not read here", "{gguf}"),
+    (
+        b"\x89HDF",
+        "is an HDF5 file, which is not read here",
+        "load it with Keras or h5py, and save its tensors",
+    ),
+    (
+        b"\x93NUMPY",
+        "is a NumPy array, not a checkpoint",
+        "load it with numpy.load and save it with torch.save",
+    ),
 )
+FROM_GGUF = "transformers reads it: AutoModelForCausalLM.from_pretrained({folder}, gguf_file={name})"
+FROM_ONNX = "read it with onnx: onnx.load(...).graph.initializer holds the tensors"
+
+# Formats by their names' endings, for an output that asks for one: what it is, and what makes it.
+ENDINGS = {
+    ".gguf": ("GGUF", "write safetensors next to config.json, then run llama.cpp's convert_hf_to_gguf.py"),
+    ".onnx": ("ONNX", "it holds the model's code too: load the state, then torch.onnx.export"),
+    ".h5": ("HDF5", "write safetensors, and store its tensors with h5py"),
+    ".hdf5": ("HDF5", "write safetensors, and store its tensors with h5py"),
+    ".npz": (
+        "NumPy archives",
+        "write safetensors, then numpy.savez(..., **safetensors.numpy.load_file(...))",
+    ),
+    ".msgpack": ("Flax's msgpack", "write safetensors, which Flax models of transformers load too"),
+    ".tflite": ("TensorFlow Lite", "it holds the model's code too: convert the model, not its checkpoint"),
+    ".zip": ("plain zip archives", "write a .pt, which is a zip; or zip the output"),
+}
+
+# How to fetch a URL, by its scheme.
+FETCH = {
+    "http": "curl -LO {url}",
+    "https": "curl -LO {url}",
+    "s3": "aws s3 cp {url} .",
+    "gs": "gcloud storage cp {url} .",
+    "az": "az storage copy -s {url} -d .",
+    "hf": "hf download {rest}",
+}
 
 
-def stranger(name: str, head: bytes) -> Unsupported:
-    """Return the error for a file that is no checkpoint."""
-    for start, what, hint in STRANGERS:
+def refuse_url(path: str) -> None:
+    """Refuse a URL to read from; a local path that looks like one is left alone if it is there."""
+    if (found := re.match(r"([a-z][a-z0-9+.-]+)://(.*)", path, re.IGNORECASE)) and not os.path.lexists(path):
+        fetch = FETCH.get(found[1].lower(), "")
+        command = fetch.format(url=shlex.quote(path), rest=shlex.quote(found[2]))
+        hint = "download it first" + (f": {command}" if command else "")
+        raise Unsupported(path, "is a URL, and URLs are not read yet", hint=hint)
+
+
+def known(path: str, head: bytes) -> Unsupported | None:
+    """Return the error for a file that begins as something else does; None for one that begins otherwise."""
+    folder, name = os.path.split(path)
+    for start, what, hint in HEADS:
         if head.lstrip()[: len(start)].lower() == start.lower():
-            return Unsupported(name, what, hint=hint)
+            gguf = FROM_GGUF.format(folder=repr(folder or "."), name=repr(name))
+            return Unsupported(path, what, hint=hint.format(gguf=gguf))
+    if ONNX.match(head) and (b"pytorch" in head or path.lower().endswith(".onnx")):
+        return Unsupported(path, "is an ONNX model, which is not read here", hint=FROM_ONNX)
+    if path.lower().endswith(".msgpack"):
+        hint = "load it with transformers: from_pretrained(FOLDER, from_flax=True), then save_pretrained"
+        return Unsupported(path, "is a Flax msgpack file, which is not read here", hint=hint)
+    return None
+
+
+def stranger(path: str, head: bytes) -> Unsupported:
+    """Return the error for a file in a format that is not read here."""
+    if (fault := known(path, head)) is not None:
+        return fault
     if head[:1] == b"\x80":
-        listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(name)}"
-        return Unsupported(name, "is a pickle, but not one that torch.save wrote", hint=listed)
-    return Unsupported(name, "is not a checkpoint in any format known here")
+        listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(path)}"
+        return Unsupported(path, "is a pickle, but not one that torch.save wrote", hint=listed)
+    return Unsupported(path, "is not a checkpoint in any format known here")
+
+
+def refuse_output(path: str) -> None:
+    """Refuse a URL as an output."""
+    if re.match(r"[a-z][a-z0-9+.-]+://", path, re.IGNORECASE) and not os.path.isdir(path.partition("/")[0]):
+        raise UsageFault(
+            f"{path}: is a URL, and URLs are not written yet", hint="write a file, then upload it"
+        )
+
+
+def unwritable(path: str) -> UsageFault | None:
+    """Return the error for an output whose ending asks for a format that is not written here."""
+    what, hint = ENDINGS.get(os.path.splitext(path)[1].lower(), ("", ""))
+    return UsageFault(f"{path}: can't write {what}", hint=hint) if what else None
+
+
+def checkpoints_inside(path: str, names: list[str], unpack: str) -> Unsupported | None:
+    """Return the error for an archive that is no checkpoint itself but has some, by the names in it."""
+    files = [
+        name for name in names if name.lower().endswith((".safetensors", ".pt", ".pth", ".ckpt", ".bin"))
+    ]
+    if not files:
+        return None
+    listed = ", ".join(name[:80] for name in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
+    return Unsupported(
+        path,
+        f"is an archive that holds checkpoints: {listed}",
+        hint=f"unpack it first: {unpack} {shlex.quote(path)}",
+    )

@@ -33,6 +33,7 @@ COLUMNS = {"index": "int64", "prediction": "int64", "label": "int64", "loss": "f
 # The metadata key of the columns' digest, as `files.digest.digest` computes it.
 ROWS = "rows"
 
+ALONE = "name the files of ranks alone, as in eval/rank*.safetensors"
 HINT = "a prediction file has index, prediction and label as int64 [n], and loss as float64 [n]"
 
 
@@ -102,8 +103,12 @@ def read(path: str | os.PathLike[str]) -> RankFile:
     if os.path.isdir(path):
         inside = shlex.quote(os.path.join(path, "")) + "*.safetensors"
         hint = f"name the files of all ranks: ckpttool gather-metrics {inside}"
-        raise Unreadable(path, "is a folder, not one rank's prediction file", hint=hint)
-    with formats.open(path) as checkpoint:
+        raise Unreadable(path, "is not a prediction file but a folder", hint=hint)
+    try:
+        opened = formats.open(path)
+    except Unsupported as error:  # its own words are about checkpoints
+        raise Unsupported(path, f"is not a prediction file; {ALONE}", hint=HINT) from error
+    with opened as checkpoint:
         tensors = dict(checkpoint.tensors())
         columns = {name: _column(checkpoint.path, tensors, name) for name in COLUMNS}
         lengths = {len(column) for column in columns.values()}

@@ -39,9 +39,11 @@ def doctor(
         The problems, the command that fixes each, and the line of Python that loads the result.
 
     Raises:
+        TypeError: `model` is no module.
         NoState: `state` is given, and the file has no state there.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
+    require_module("doctor", model)
     with opened(file) as checkpoint:
         return diagnose(
             checkpoint,
@@ -100,3 +102,18 @@ def _candidates(spec: str, fit: Fit) -> Iterator[tuple[str, Any, int]]:
 
 def _sizes(shape: str) -> list[int]:
     return [int(size) for size in shape.strip("[]").split(", ") if size.isdigit()]
+
+
+def require_module(function: str, model: object) -> None:
+    """Refuse what is no module, by a TypeError that says what to pass."""
+    import torch
+
+    if isinstance(model, torch.nn.Module):
+        return
+    takes = f"{function}() takes a torch.nn.Module, not"
+    if isinstance(model, type):
+        raise TypeError(f"{takes} the class {model.__name__}: make one")
+    if isinstance(model, str):
+        command = f"ckpttool {function} FILE --model {model}"
+        raise TypeError(f"{takes} {model!r}: build it first; the command takes such a SPEC: {command}")
+    raise TypeError(f"{takes} {type(model).__name__}")

@@ -23,6 +23,8 @@ from ..errors import UsageFault
 
 INSTALLED = sysconfig.get_path("stdlib")
 FORM = re.compile(r"(?P<where>.+?):(?P<name>\w+)(?P<call>\(.*\))?", re.DOTALL)
+# Names that the trainer's --model takes, with their factories; this package never imports the trainer.
+OF_TRAINER = {"simple-cnn": "train.model.builtin:simple_cnn", "resnet20": "train.model.builtin:resnet20"}
 FORMS = "torchvision:resnet18, path/to/file.py:factory or package.module:factory(num_classes=10)"
 
 
@@ -43,7 +45,9 @@ def parse(spec: str) -> tuple[str, str, dict[str, object]]:
     """Split a SPEC into where the factory is, its name and its literal keyword arguments."""
     parts = FORM.fullmatch(spec)
     if parts is None or not parts["name"].isidentifier():
-        raise UsageFault(f"'{spec}' does not name a factory", hint=f"forms: {FORMS}")
+        factory = OF_TRAINER.get(spec.partition("(")[0])
+        known = f"the trainer's own model is, in the trainer's folder: --model {factory}" if factory else None
+        raise UsageFault(f"'{spec}' does not name a factory", hint=known or f"forms: {FORMS}")
     where, name = parts["where"], parts["name"]
     try:
         return where, name, _arguments(parts["call"] or "()")

@@ -26,7 +26,7 @@ from .diagnosis import Diagnosis
 from .diagnosis.fit import Blueprint, Case, Fit, compare
 from .diagnosis.lines import command_line
 from .diagnosis.treatment import as_reloaded
-from .doctor import doctor, resized
+from .doctor import doctor, require_module, resized
 from .skeleton import accepts, with_versions
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def reload(
         What was loaded, and by name what was not.
 
     Raises:
+        TypeError: `model` is no module.
         Mismatch: names or shapes differ (the model is unchanged), or a module refuses the state.
         NothingToDo: a pattern matches no name of the model, or of the file.
         NoState: the file has no model state, or none at `state`.
@@ -118,6 +119,7 @@ def reload(
         Refused: the model asks for an object that only code could create, or a tensor is not a plain one.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
+    require_module("reload", model)
     if not assign:
         _require_memory(model)
     with opened(file) as checkpoint:

@@ -180,7 +180,7 @@ class _Whole:
                     "which should hold the same values",
                     path=self.path,
                     ranks=(part.ranks[0], rank),
-                    hint=f"take one rank's values: ckpttool.open_ranks(…, take_rank={part.ranks[0]})",
+                    hint=f"take one rank's values: ckpttool.open_ranks(path, take_rank={part.ranks[0]})",
                 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.dotted_names import follow
+from ..checkpoint.flat_optimizers import is_flat, parameters, renamed
 from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
@@ -270,6 +271,9 @@ LISTS = ("params", "param_names")
 
 def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
     """Return an optimizer's state dict with its parameters renamed, in its state and its groups."""
+    if is_flat(optimizer):
+        checked(dict.fromkeys(parameters(optimizer)), lambda name: names.get(name, name), PREFIXES)
+        return renamed(optimizer, names)
     listed = dict.fromkeys(name for name in _parameter_names(optimizer) if isinstance(name, str))
     checked(listed, lambda name: names.get(name, name), PREFIXES)
     new = remade(optimizer, optimizer.items())

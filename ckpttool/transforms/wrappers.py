@@ -75,15 +75,17 @@ def _judged(
     chain: str, count: int, of: int, companions: list[str], versions: Mapping[object, object]
 ) -> FoundPrefix:
     """Return a chain of wrappers at the front of keys, with the reason against it when there is one."""
-    last = _LINK.findall(chain)[-1]
-    wrapper = COMPANIONS[companions[0]] if companions and chain == "module." else WRAPPERS[last]
+    links = _LINK.findall(chain)
+    last, wrappers = links[-1], [WRAPPERS[link] for link in links]
+    if companions and links[0] == "module.":
+        wrappers[0] = COMPANIONS[companions[0]]
     sibling = _sibling(chain, versions)
     reason = ""
     if last == "module." and sibling:
         reason = f"there may be a module of that name next to '{sibling}'"
     elif last == "module." and count + len(companions) < of:
         reason = f"{of - count} keys lack it: it may be a module of that name"
-    return FoundPrefix(chain, count, of, wrapper, not reason, reason)
+    return FoundPrefix(chain, count, of, " around ".join(wrappers), not reason, reason)
 
 
 def _sibling(chain: str, versions: Mapping[object, object]) -> str:

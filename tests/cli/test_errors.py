@@ -249,9 +249,10 @@ def test_a_folder_without_a_checkpoint_hints_which_files_it_should_hold(
     Path("runs/step-6/.metadata").touch()
     Path("runs/step 5/model_world_size_2_rank_0.pt").touch()
     for command in (["inspect", "runs"], ["merge", "runs", "out.pt"]):
-        assert cli(*command).err.endswith("hint: name a folder in it: 'runs/step 5', runs/step-6\n")
+        hint = "hint: name one: ckpttool inspect runs/step-6; others: 'runs/step 5'"
+        assert cli(*command).err.endswith(f"{hint}\n")
     Path("runs/last.pt").touch()
-    assert cli("inspect", "runs").err.endswith(f"{hint}; or name one file: runs/last.pt\n")
+    assert cli("inspect", "runs").err.endswith(f"{hint}, runs/last.pt\n")
 
 
 def test_a_missing_state_hints_the_states_of_the_file(cli: Any, tmp_path: Path) -> None:

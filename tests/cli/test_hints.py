@@ -97,7 +97,7 @@ def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Cli, t
 def test_metrics_of_a_folder_name_its_files(cli: Cli, tmp_path: Path) -> None:
     ran = cli("gather-metrics", tmp_path)
     assert ran.code == 3
-    assert "is a folder, not one rank's prediction file" in ran.err
+    assert "is not a prediction file but a folder" in ran.err
     assert f"ckpttool gather-metrics {tmp_path}/*.safetensors" in ran.err
 
 

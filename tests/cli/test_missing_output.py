@@ -85,3 +85,27 @@ def test_gather_metrics_replaces_an_old_certificate_with_force(folder: Path, cli
     ran = cli("gather-metrics", *files, "--out", "metrics.json")
     assert (ran.code, ran.err.splitlines()[-1]) == (2, "hint: write it anyway with --force")
     assert cli("gather-metrics", *files, "--out", "metrics.json", "--force").code == 0
+
+
+@pytest.mark.parametrize("command", ["average", "merge", "convert-batchnorm"])
+def test_one_argument_is_an_input_and_what_is_missing_is_the_output(
+    command: str, folder: Path, cli: Any
+) -> None:
+    for path in ("0.pt", "not-there.pt"):
+        ran = cli(command, path)
+        assert (ran.code, ran.err.splitlines()[0]) == (2, "error: Missing argument 'OUTPUT'.")
+    assert cli(command).err.startswith("error: Missing argument 'INPUT… OUTPUT'.\n")
+
+
+def test_what_is_no_prediction_file_is_said_to_be_none(folder: Path, cli: Any) -> None:
+    Path("metrics.json").write_text('{"samples": 9}')
+    Path("notes.txt").write_text("mine")
+    Path("empty").write_text("")
+    Path("sub").mkdir()
+    rows = sorted(str(path) for path in Path().glob("rank*"))
+    for name in ("metrics.json", "notes.txt", "empty", "sub", "0.pt"):
+        ran = cli("gather-metrics", name, *rows)
+        assert ran.code == 3
+        assert f"{name}: is not a prediction file" in ran.err
+        assert "checkpoint" not in ran.err and "hint: " in ran.err, name
+    assert "name the files of ranks alone" in cli("gather-metrics", "metrics.json", *rows).err

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpttool.errors import UsageFault
 from ckpttool.models.factory import build, parse
@@ -243,3 +244,11 @@ def test_ctrl_c_in_a_factory_is_not_reported_as_its_error(tmp_path: Path) -> Non
     path = written(tmp_path / "net.py", "def make(): raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         build(f"{path}:make")
+
+
+@pytest.mark.parametrize("name", ["simple-cnn", "resnet20", "simple-cnn(num_classes=10)"])
+def test_a_name_of_the_trainer_s_is_told_as_a_spec_that_works(name: str) -> None:
+    with pytest.raises(UsageFault) as caught:
+        build(name)
+    assert caught.value.hint is not None
+    assert isinstance(build(caught.value.hint.partition("--model ")[2]), torch.nn.Module)

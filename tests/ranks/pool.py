@@ -152,6 +152,7 @@ def _serve(rank: int, size: int, folder: str, log: str, pipe: Connection) -> Non
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable(file=2)  # a rank that crashes leaves its stacks in the message
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     os.environ.update(
         RANK=str(rank),

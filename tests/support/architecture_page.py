@@ -42,11 +42,9 @@ def _lines() -> Iterator[str]:
     yield from ("", "| folder | purpose |", "|---|---|")
     for name in FOLDERS:
         yield f"| `{name}/` | {_sentence(PACKAGE / name / '__init__.py')} |"
-    for name in FOLDERS:
-        rooms = sorted(path.parent for path in (PACKAGE / name).glob("*/__init__.py"))
-        if rooms:
-            yield from ("", f"| in `{name}/` | purpose |", "|---|---|")
-            yield from (f"| `{room.name}/` | {_sentence(room / '__init__.py')} |" for room in rooms)
+    yield from ("", "| in `formats/` | purpose |", "|---|---|")
+    for room in sorted(path.parent for path in (PACKAGE / "formats").glob("*/__init__.py")):
+        yield f"| `{room.name}/` | {_sentence(room / '__init__.py')} |"
     yield "\n"
 
 

@@ -15,6 +15,7 @@ from tests.ranks import trainings
 from tests.ranks.programs import start
 from tests.support.running import ROOT
 from train import evaluate
+from train import main as train
 from train.evaluate import main, parse
 from train.model import builtin as models
 
@@ -261,3 +262,51 @@ def test_an_evaluation_does_not_import_the_compiler(saved):
     arguments = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "fake:20"]
     done = start([sys.executable, "-c", code, *arguments], anew=True)
     assert done.returncode == 0, done.stderr
+
+
+# ---- a run's checkpoint says its model ------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    flags = ["--data", "fake:20", "--epochs", "1", "--batch-size", "10", "--eval-batch", "3"]
+    assert train.main([*flags, "--model", "resnet20", "--out", str(tmp_path / "run")]) == 0
+    return tmp_path / "run" / "last.pt"
+
+
+def test_a_runs_checkpoint_needs_no_flags(run: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    given = ["--model", "resnet20", "--data", "fake:20", "--eval-batch", "3"]
+    answers = []
+    for flags in ([], given, ["--data", "fake:10"]):
+        assert main([str(run), "--json", *flags]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0] == answers[1]
+    assert (answers[0]["samples"], answers[0]["batch_size"], answers[2]["samples"]) == (4, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "said"),
+    [
+        (None, 2, "does not say its model (give --model SPEC)"),
+        ({"model": 3}, 2, "does not say its model"),
+        (
+            {"model": "own.py:net"},
+            2,
+            "is of own.py:net, code that is run only if you name it (--model own.py:net)",
+        ),
+        ({"model": "os:getcwd"}, 2, "is of os:getcwd, code that is run only if you name it"),
+        ({"model": "resnet20", "data": "own.py:data"}, 2, "--model resnet20 --data own.py:data)"),
+        ({"model": "resnet20", "mean": "a,b"}, 2, "argument --mean: 'a' is not a number"),
+        ({"model": "resnet20", "eval_batch": [[]]}, 2, "argument --eval-batch"),
+        ({"model": "no-such"}, 2, "--model no-such: no such model"),
+    ],
+)
+def test_code_that_a_checkpoint_names_is_not_run(
+    tmp_path: Path, capsys: Any, config: Any, code: int, said: str
+) -> None:
+    torch.save({"model": {"w": torch.zeros(2)}, "config": config}, tmp_path / "a.pt")
+    assert main([str(tmp_path / "a.pt")]) == code
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1

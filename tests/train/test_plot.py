@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ CLASSES = ["Loss", "Accuracy", "Learning rate", "Throughput, samples per second"
 def test_training_and_test_curves_are_over_epochs(tmp_path: Path) -> None:
     panels = drawn(write(tmp_path / "a", classes(2)))
     assert list(panels) == CLASSES
-    trained, tested = lines(panels["Loss"])
+    trained, tested, by_epoch = lines(panels["Loss"])
+    assert by_epoch == [(1, 1.5), (2, 0.75)]
     assert trained == [(s / 4, 3.0 / s) for s in (2, 4, 6, 8)]
     assert tested == [(1, 2.0), (2, 1.0)]
     assert lines(panels["Accuracy"])[1] == [(1, 0.5), (2, 0.75)]
@@ -103,7 +105,7 @@ def test_an_evaluation_of_another_task_within_an_epoch_has_its_scores(tmp_path: 
 def test_runs_of_different_tasks_share_a_picture(tmp_path: Path) -> None:
     panels = drawn(write(tmp_path / "a", classes()), write(tmp_path / "b", regression()))
     assert list(panels) == ["Loss", "Accuracy", "Mean absolute error", "R²", *CLASSES[2:]]
-    assert [len(lines(panels[name])) for name in ("Loss", "Accuracy", "R²")] == [4, 2, 1]
+    assert [len(lines(panels[name])) for name in ("Loss", "Accuracy", "R²")] == [6, 2, 1]
 
 
 def test_an_evaluation_within_an_epoch_is_a_point_of_the_test_set(tmp_path: Path) -> None:
@@ -120,6 +122,27 @@ def test_an_evaluation_within_an_epoch_is_a_point_of_the_test_set(tmp_path: Path
 )
 def test_a_run_of_one_point_can_be_drawn(tmp_path: Path, entries: list[dict[str, Any]]) -> None:
     assert "Loss" in drawn(write(tmp_path / "a", entries))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [(10**400, -(10**400)), (1e308, -1e308), (1e149, -1e149), (5e-324, 1e140), (True, [1])],
+    ids=["400 digits", "1e308", "1e149", "smallest", "no numbers"],
+)
+@pytest.mark.parametrize("where", ["loss", "train_loss", "seconds", "accuracy", "epoch", "epochs"])
+def test_odd_numbers_can_be_drawn(tmp_path: Path, odd: tuple[Any, Any], where: str) -> None:
+    entries = [step(1), *classes(3)]
+    for entry, number in zip((entry for entry in entries if where in entry), odd, strict=False):
+        entry[where] = number
+    assert "Loss" in drawn(write(tmp_path / "a", entries))
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, capsys: Any) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")
+    for path in (tmp_path, tmp_path / "log.jsonl", Path("/dev/zero")):
+        assert run(path, "-o", tmp_path / "a.png") == 3
+        error = capsys.readouterr().err
+        assert "is not a regular file" in error and error.count("\n") == 1
 
 
 def test_an_accuracy_that_hardly_changes_does_not_look_like_much(tmp_path: Path) -> None:
@@ -230,6 +253,7 @@ def test_a_picture_is_overwritten_only_with_force(tmp_path: Path, capsys: Any) -
         (None, "no such file"),
         ("", "holds no entries yet"),
         ("epoch 1: loss 2\n", "line 1 is not a JSON object"),
+        ("9" * 5000 + "\n", "line 1 is not a JSON object"),
         ('{"correct": 3}\n', "holds no entry with a loss or a score"),
         ('{"epoch": 1}\n{"epoch": "two", "loss": 1}\n', "holds no entry with a loss or a score"),
     ],

@@ -458,3 +458,11 @@ def test_adding_what_was_stripped_is_the_file_again(keys: list[str], prefix: str
         assert stripped["optimizer"]["param_groups"][0]["param_names"] == keys
         back = rewritten(ckpttool.add_prefix, saved(stripped, Path(folder) / "s.pt"), prefix=prefix)
         assert_same(torch.load(path), back)
+
+
+def test_every_wrapper_of_a_chain_is_named() -> None:
+    ddp = "DistributedDataParallel or DataParallel"
+    (outer, chain) = found_prefixes(["module._orig_mod.w", "module._orig_mod.b"])
+    assert (outer.wrapper, chain.wrapper) == (ddp, f"{ddp} around torch.compile")
+    (*_, chain) = found_prefixes(["n_averaged", "module._orig_mod.w"])
+    assert chain.wrapper == "AveragedModel around torch.compile"

@@ -14,6 +14,7 @@ from train.checkpoint.capture import COMPARED_BY_CONTENT, FREE, restore, version
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import malformed, read
 from train.config import training
+from train.config.command_line import shown
 from train.config.training import CHANGEABLE, TrainConfig
 from train.data.data_set import Data
 from train.data.fingerprint import Contents, draws_for_itself, flat
@@ -134,15 +135,14 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
     free = FREE | COMPARED_BY_CONTENT | allowed
     other = [name for name in now if name not in free and now[name] != then.get(name)]
     if other:
-        flags = " ".join(_flag(name, then.get(name)) for name in other)
+        fields = TrainConfig.__dataclass_fields__
+        flags = " ".join(shown(fields[name], then.get(name)) for name in other)
         may = " ".join(f"--change {name.replace('_', '-')}" for name in other)
         instead = may if {*other} <= CHANGEABLE else "start another run"
         raise UsageFault(f"{path}: belongs to a training with {flags}", hint=f"give the same, or {instead}")
     _require_same_groups(now, then, allowed)
-    passes, why = then["accumulate"], ""
-    if now["accumulate"] != passes and "accumulate" not in allowed:
-        why = trainer.depends_on_passes()
-    if why:
+    passes = then["accumulate"]
+    if now["accumulate"] != passes and "accumulate" not in allowed and (why := trainer.depends_on_passes()):
         raise UsageFault(
             f"{path}: belongs to a training with --accumulate {passes}, and {why}",
             hint="give the same, or --change accumulate",
@@ -184,13 +184,6 @@ def _check_same_contents(path: str, then: Contents, data: Data) -> None:
         f"{path}: belongs to a training on other samples: {name} of --data {data.name} is another now",
         hint="give the same --data, seed the generators that its factory uses, or start another run",
     )
-
-
-def _flag(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool) or value is None:
-        return flag if value else f"no {flag}"
-    return f"{flag} {','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
 
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:

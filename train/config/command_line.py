@@ -97,6 +97,16 @@ def name_of(field: dataclasses.Field[Any]) -> str:
     return f"--{'no-' * (field.default is True)}{field.name.replace('_', '-')}"
 
 
+def shown(field: dataclasses.Field[Any], value: Any) -> str:
+    """Return a setting as part of an error: `--batch-size 64`, `no --ema`."""
+    name = name_of(field)
+    if value is None or value == () or (isinstance(value, bool) and value == field.default):
+        return f"no {name}"
+    if isinstance(value, bool):
+        return name
+    return f"{name} {','.join(map(str, value)) if type(value) in (tuple, list) else value}"
+
+
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
     options = {name: value for name, value in field.metadata.items() if name != "group"}
     if isinstance(field.default, bool):

@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+SPELLINGS = {
+    "steps": ("steps", "step"),
+    "epochs": ("epochs", "epoch"),
+    "s": ("s", "sec", "secs", "second", "seconds"),
+    "min": ("min", "mins", "minute", "minutes"),
+    "h": ("h", "hr", "hrs", "hour", "hours"),
+}
 
 
 class Every(NamedTuple):
@@ -84,25 +93,40 @@ def every(*units: str, least: int) -> Callable[[str], Every]:
     """Read a number with one of the units, the first of which need not be written."""
 
     def convert(text: str) -> Every:
-        for unit in sorted(units, key=len, reverse=True):
-            if text.endswith(unit):
-                return Every(integer(least)(text.removesuffix(unit)), unit)
-        return Every(integer(least)(text), units[0])
+        value, unit = _divided(text, units)
+        return Every(integer(least)(value), unit or units[0])
 
     return convert
 
 
 def duration(text: str) -> float:
     """Read a time above zero, in seconds if it has no unit: `90`, `90s`, `30min`, `2h`."""
-    for unit in sorted(SECONDS, key=len, reverse=True):
-        if text.endswith(unit):
-            return number(above=0)(text.removesuffix(unit)) * SECONDS[unit]
-    return number(above=0)(text)
+    value, unit = _divided(text, tuple(SECONDS))
+    return number(above=0)(value) * SECONDS[unit or "s"]
+
+
+def _divided(text: str, units: tuple[str, ...]) -> tuple[str, str]:
+    """Return the number in a text and its unit, `""` if it has none."""
+    parts = re.fullmatch(r"(.*?[\d.])? *([a-z]*)", text.strip().lower())
+    if parts is None or not parts[1]:
+        return text, ""  # for the caller to refuse
+    unit = next((unit for unit in units if parts[2] in SPELLINGS[unit]), "")
+    if parts[2] and not unit:
+        raise argparse.ArgumentTypeError(f"{text!r} has none of the units {', '.join(units)}")
+    return parts[1], unit
 
 
 def flag(default: Any, group: str, text: str, **options: Any) -> Any:
     """Return a dataclass field that is a flag, listed in the help under `group`; `options` are argparse's."""
     return dataclasses.field(default=default, metadata={"group": group, "help": text, **options})
+
+
+def count(default: int | None, group: str, text: str, *, least: int = 1) -> Any:
+    return flag(default, group, text, type=integer(least), metavar="N")
+
+
+def real(default: float | None, group: str, text: str, **span: float) -> Any:
+    return flag(default, group, text, type=number(**span), metavar="X")
 
 
 @dataclass(frozen=True)
@@ -128,9 +152,7 @@ class DataConfig:
     std: tuple[float, ...] | None = flag(
         None, "data", "each channel is then divided by it (0.229,0.224,0.225)", type=numbers, metavar="S,S,S"
     )
-    resize: int | None = flag(
-        None, "data", "resize a folder's images to N by N", type=integer(1), metavar="N"
-    )
+    resize: int | None = count(None, "data", "resize a folder's images to N by N")
     task: str = flag(
         "classification",
         "task",
@@ -138,18 +160,14 @@ class DataConfig:
         "regression, language-model, model-loss (the model returns its mean loss), or file.py:factory",
         metavar="TASK",
     )
-    eval_batch: int = flag(
-        128, "task", "test samples in one forward pass (128)", type=integer(1), metavar="N"
-    )
+    eval_batch: int = count(128, "task", "test samples in one forward pass (128)")
 
 
 @dataclass(frozen=True)
 class RanksConfig:
     """How the ranks start and wait for each other."""
 
-    workers: int = flag(
-        0, "ranks", "processes that load data, per rank (0: the rank itself)", type=integer(0), metavar="N"
-    )
+    workers: int = count(0, "ranks", "processes that load data, per rank (0: the rank itself)", least=0)
     backend: str = flag(
         "auto",
         "ranks",
@@ -174,12 +192,15 @@ class RanksConfig:
         type=number(above=0),
         metavar="SECONDS",
     )
-    spawn: int | None = flag(
-        None, "ranks", "start N ranks on this machine, without torchrun", type=integer(1), metavar="N"
-    )
+    spawn: int | None = count(None, "ranks", "start N ranks on this machine, without torchrun")
 
 
-def check_pictures(config: DataConfig) -> None:
+def check_shared(config: Any) -> None:
+    """Refuse what is wrong with the settings above, whatever the data."""
+    if config.spawn and started_by_launcher():
+        raise UsageFault(
+            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
+        )
     if config.std and not all(value > 0 for value in config.std):
         raise UsageFault(f"--std {_joined(config.std)}: must be above 0")
     if config.resize and not config.data.startswith("folder:"):

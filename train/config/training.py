@@ -10,13 +10,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
 from train.config.shared import (
     DataConfig,
     Every,
     RanksConfig,
-    check_pictures,
+    check_shared,
+    count,
     duration,
     every,
     flag,
@@ -25,6 +25,7 @@ from train.config.shared import (
     integers_or_auto,
     number,
     numbers,
+    real,
 )
 
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
@@ -55,26 +56,12 @@ class TrainConfig(RanksConfig, DataConfig):
         "change training images at random, by (seed, epoch, sample): crop-flip or auto (none)",
         choices=("none", "crop-flip", "auto"),
     )
-    mixup: float = flag(
-        0.0,
-        "data",
-        "mix pairs of samples, with Beta(X, X) as their weights (0)",
-        type=number(least=0),
-        metavar="X",
+    mixup: float = real(0.0, "data", "mix pairs of samples, with Beta(X, X) as their weights (0)", least=0)
+    cutmix: float = real(
+        0.0, "data", "replace a rectangle by another sample's, of an area from Beta(X, X) (0)", least=0
     )
-    cutmix: float = flag(
-        0.0,
-        "data",
-        "replace a rectangle by another sample's, of an area from Beta(X, X) (0)",
-        type=number(least=0),
-        metavar="X",
-    )
-    label_smoothing: float = flag(
-        0.0,
-        "task",
-        "the part of a label that is spread over all classes (0)",
-        type=number(least=0, below=1),
-        metavar="X",
+    label_smoothing: float = real(
+        0.0, "task", "the part of a label that is spread over all classes (0)", least=0, below=1
     )
     class_weights: tuple[float, ...] | None = flag(
         None,
@@ -121,16 +108,12 @@ class TrainConfig(RanksConfig, DataConfig):
     find_unused: bool = flag(
         False, "model", "let a forward pass leave parameters out, at the cost of a search"
     )
-    epochs: int = flag(10, "training", "passes over the training samples (10)", type=integer(1), metavar="N")
-    max_steps: int | None = flag(
-        None, "training", "end after this many optimizer steps", type=integer(1), metavar="N"
-    )
+    epochs: int = count(10, "training", "passes over the training samples (10)")
+    max_steps: int | None = count(None, "training", "end after this many optimizer steps")
     max_time: float | None = flag(
         None, "training", "end after this time, in seconds, or as 30min or 2h", type=duration, metavar="TIME"
     )
-    batch_size: int = flag(
-        64, "training", "samples per optimizer step over all ranks (64)", type=integer(1), metavar="N"
-    )
+    batch_size: int = count(64, "training", "samples per optimizer step over all ranks (64)")
     rank_batch: tuple[int, ...] | None = flag(
         None,
         "training",
@@ -145,20 +128,16 @@ class TrainConfig(RanksConfig, DataConfig):
         type=integers_or_auto,
         metavar="N,N,...|auto",
     )
-    virtual_ranks: int | None = flag(
+    virtual_ranks: int | None = count(
         None,
         "training",
         "the same bits on any number of ranks that divides N: each computes for its part of N virtual ranks",
-        type=integer(1),
-        metavar="N",
     )
-    accumulate: int = flag(
+    accumulate: int = count(
         1,
         "training",
         "take each rank's share of the batch in N passes, in less memory; without BatchNorm and dropout it "
         "is the same training (1)",
-        type=integer(1),
-        metavar="N",
     )
     sampler: str = flag(
         "exact",
@@ -175,9 +154,7 @@ class TrainConfig(RanksConfig, DataConfig):
         "compute in lower precision where it is safe: bf16, or fp16 on a GPU (none)",
         choices=("none", "bf16", "fp16"),
     )
-    seed: int = flag(
-        0, "training", "seeds weights, dropout and the order of samples (0)", type=integer(0), metavar="N"
-    )
+    seed: int = count(0, "training", "seeds weights, dropout and the order of samples (0)", least=0)
     deterministic: bool = flag(False, "training", "use only algorithms that give the same bits each time")
     preview: bool = flag(
         False, "training", "show which rank takes which samples in which step, and train nothing"
@@ -189,41 +166,21 @@ class TrainConfig(RanksConfig, DataConfig):
         "sgd (the default), adam, adamw, muon (with adamw for the rest), or another class of torch.optim",
         metavar="NAME",
     )
-    lr: float = flag(
-        OPTIMIZERS["sgd"]["lr"],
-        "optimizer",
-        "learning rate (sgd 0.1, others 0.001)",
-        type=number(above=0),
-        metavar="X",
-    )
-    momentum: float = flag(
-        OPTIMIZERS["sgd"]["momentum"],
-        "optimizer",
-        "sgd 0.9, muon 0.95",
-        type=number(least=0, below=1),
-        metavar="X",
-    )
-    weight_decay: float = flag(
-        OPTIMIZERS["sgd"]["weight_decay"],
-        "optimizer",
-        "sgd 0.0001, adamw 0.01, muon 0.1, others 0",
-        type=number(least=0),
-        metavar="X",
+    lr: float = real(OPTIMIZERS["sgd"]["lr"], "optimizer", "learning rate (sgd 0.1, others 0.001)", above=0)
+    momentum: float = real(OPTIMIZERS["sgd"]["momentum"], "optimizer", "sgd 0.9, muon 0.95", least=0, below=1)
+    weight_decay: float = real(
+        OPTIMIZERS["sgd"]["weight_decay"], "optimizer", "sgd 0.0001, adamw 0.01, muon 0.1, others 0", least=0
     )
     decay_norms: bool = flag(False, "optimizer", "let normalisation layers and biases decay too")
-    clip_norm: float | None = flag(
-        None,
-        "optimizer",
-        "scale the gradient down to this norm if it is longer",
-        type=number(above=0),
-        metavar="X",
+    clip_norm: float | None = real(
+        None, "optimizer", "scale the gradient down to this norm if it is longer", above=0
     )
-    ema: float | None = flag(
+    ema: float | None = real(
         None,
         "optimizer",
         "keep an exponential average of the weights with this decay, and score it",
-        type=number(above=0, below=1),
-        metavar="X",
+        above=0,
+        below=1,
     )
     zero: bool = flag(False, "optimizer", "divide the optimizer's state among the ranks (ZeRO-1)")
     scheduler: str = flag(
@@ -281,19 +238,15 @@ class TrainConfig(RanksConfig, DataConfig):
         metavar="NAME",
     )
     force: bool = flag(False, "saving", "start over in a folder that holds a run, and overwrite it")
-    prove_every: int | None = flag(
+    prove_every: int | None = count(
         None,
         "saving",
         "chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for ckpttool prove",
-        type=integer(1),
-        metavar="N",
     )
     stop_at: int | None = flag(
         None, "saving", "end after this optimizer step, as --max-time does", type=integer(1), metavar="STEP"
     )
-    log_every: int = flag(
-        50, "saving", "steps between two entries of log.jsonl (50)", type=integer(1), metavar="N"
-    )
+    log_every: int = count(50, "saving", "steps between two entries of log.jsonl (50)")
     tensorboard: bool = flag(False, "saving", "also log for TensorBoard")
     wandb: bool = flag(
         False, "saving", "also log for Weights & Biases, offline unless WANDB_MODE says otherwise"
@@ -326,11 +279,7 @@ def check(config: TrainConfig) -> None:
         raise UsageFault(
             f"--accumulate {config.accumulate}: more passes than the {config.batch_size} samples in a batch"
         )
-    if config.spawn and started_by_launcher():
-        raise UsageFault(
-            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
-        )
-    check_pictures(config)
+    check_shared(config)
 
 
 def fields(names: tuple[str, ...]) -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,15 +144,44 @@ def compare(data: Data, when: str) -> None:
     """Raise RanksDiffer, whose message ends in `when`, unless all ranks have the same data. A collective."""
     hint = "the files of --data must be the same on every machine, and a factory must seed its own generators"
     known = {"--data": (data.fingerprint, data.classes)}
+    redrawn: set[str] = set()
     try:
         collectives.compare({**known, **fingerprint.flat(data.contents)}, when, hint=hint)
     except RanksDiffer:
         with collectives.fail_together():
-            redrawn = data.redrawn()
-        changing = set[str]().union(*collectives.gather(redrawn))
-        if not changing:
+            own = data.redrawn()
+        redrawn = set[str]().union(*collectives.gather(own))
+        if not redrawn:
             raise
-        collectives.compare({**known, **fingerprint.flat(data.contents, changing)}, when, hint=hint)
+        collectives.compare({**known, **fingerprint.flat(data.contents, redrawn)}, when, hint=hint)
+    _compare_samples(data, redrawn, when, hint)
+
+
+def _compare_samples(data: Data, redrawn: set[str], when: str, hint: str) -> None:
+    """Compare as many more samples as rank 0 reads in a second or so: of a small data set, all."""
+    if collectives.world_size() == 1:
+        return
+    parts = {"training": data.train, "test": data.test}
+    numbers: dict[str, int | None] = dict.fromkeys(parts)
+    digests: dict[str, str] = {}
+    for turn in (True, False):  # rank 0 says how many there are
+        with collectives.fail_together():
+            if (collectives.rank() == 0) == turn:
+                for part, samples in parts.items():
+                    found, numbers[part] = fingerprint.sampled(
+                        part, samples, data.name, data.task, number=numbers[part], leave_out=redrawn
+                    )
+                    digests |= found
+        numbers = collectives.from_rank_zero(partial(dict, numbers))
+    try:
+        collectives.compare(digests, when, hint=hint)
+    except RanksDiffer:
+        of_ranks = collectives.gather(digests)
+        differing = [name for name in digests if len({of_rank.get(name) for of_rank in of_ranks}) > 1]
+        with collectives.fail_together():
+            own_draws = fingerprint.drawn_again(parts, differing, data.name, data.task)
+        if not any(collectives.gather(own_draws)):
+            raise
 
 
 def _preparation(config: DataConfig) -> str:

@@ -4,13 +4,16 @@ Ranks that load different samples would use some twice and others never, and a r
 samples may train on those it is tested with. Neither shows in the name of a data set or in its sizes: an
 unseeded `random_split` in a user's factory draws other samples each time. So contents are compared, at a
 bounded cost: all labels, where the data set lists them, and the samples at the first, the last and four drawn
-places.
+places. Ranks also compare as many samples as can be read in a moment: of a small data set, all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +25,8 @@ from ckpttool.errors import UsageFault
 from train.data.samples import Samples, checked, count, leaves
 
 DRAWN = 4  # samples read besides the first and the last, at places that depend only on their number
+SECONDS = 0.5  # in which rank 0 reads more samples of each part, to be compared between ranks only
+FEW = 8  # differing samples that are read again
 BLOCKS = 16  # pieces into which the labels are cut, so that a difference can be located
 REDRAWS = 8  # how often a sample is read again to find out whether it differs each time
 
@@ -73,6 +78,51 @@ def redrawn(part: str, samples: Samples, before: Contents, name: str, task: str 
                 if _digest(leaf) != before[title][str(index)]:
                     changed.add(title)
     return changed
+
+
+def sampled(
+    part: str,
+    samples: Samples,
+    name: str,
+    task: str,
+    *,
+    number: int | None,
+    leave_out: Collection[str],
+) -> tuple[dict[str, str], int]:
+    """Return digests of `number` samples by full name, and the number; None: as many as SECONDS allow."""
+    digests: dict[str, str] = {}
+    if isinstance(getattr(_source(samples), "fingerprint", None), str):
+        return digests, 0
+    ends, done = time.monotonic() + SECONDS, 0
+    for index in _scattered(count(samples)):
+        if done == number or (number is None and time.monotonic() >= ends):
+            break
+        with contextlib.suppress(Exception, SystemExit):  # training says so when it comes to that sample
+            for kind, leaf in _read(part, samples, index, name, task).items():
+                if (title := _title(part, kind)) not in leave_out:
+                    digests[f"{title} {index}"] = _digest(leaf)
+        done += 1
+    return digests, done
+
+
+def drawn_again(parts: Mapping[str, Samples], names: Sequence[str], name: str, task: str) -> bool:
+    """Return whether a sample of these names differs each time this rank reads it: it is drawn at random."""
+    for full in names[:FEW]:
+        title, _, index = full.rpartition(" ")
+        part = next(part for part in parts if f"{part} sample" in title)
+        reads = [_read(part, parts[part], int(index), name, task) for _ in range(REDRAWS)]
+        leaves_read = [leaf for read in reads for kind, leaf in read.items() if _title(part, kind) == title]
+        if len(set(map(_digest, leaves_read))) > 1:
+            return True
+    return False
+
+
+def _scattered(number: int) -> Iterator[int]:
+    """Yield all indices, in an order whose beginning is spread over all of them, without a list of them."""
+    step = max(1, int(number * 0.618))
+    while math.gcd(step, number) > 1:
+        step += 1
+    yield from (place * step % number for place in range(number))
 
 
 def draws_for_itself(samples: Samples, name: str, task: str = CLASSIFICATION) -> bool:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ckpttool.distributed.group import given_rank
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
-from ckpttool.distributed.processes import SPAWNED, end_with_torchrun
+from ckpttool.distributed.processes import SPAWNED, end_with_torchrun, environment_of, usable_cores
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
+from ckpttool.models import factory
 from train import console
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ STARTED = time.monotonic()
 PATIENCE = 5.0
 
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
-OWN_FILE = re.compile(r"^(.+\.py):\w+", re.MULTILINE)
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
 
 
@@ -69,13 +69,35 @@ def run_program(
         return complain(known, echo=is_lost_rank(error), as_json=as_json)
 
 
-def keep_importable(*specs: str) -> None:
-    """Put the folders of the user's files first on the import path for good, as Python does for a script.
+def set_threads() -> None:
+    """Let this machine's ranks share its cores, so that they don't wait for each other's threads."""
+    import torch  # after the flags were checked
 
-    Their modules may be imported late, and in a process that loads data.
+    number = threads()
+    if number is not None:
+        torch.set_num_threads(number)
+
+
+def threads() -> int | None:
+    """Return how many threads this rank should compute with; None if the user has said so."""
+    given = [name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ]
+    if given and "TORCHELASTIC_RUN_ID" in os.environ and SPAWNED not in os.environ:
+        # torchrun sets it to 1 for its ranks if it was started without.
+        launcher = environment_of(os.getppid())
+        given = [name for name in given if not launcher or name in launcher]
+    return None if given else max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def keep_importable(*specs: str) -> None:
+    """Put the folders of the user's code first on the import path for good, as Python does for a script.
+
+    Its modules may be imported late, and in a process that loads data.
     """
-    folders = [os.path.dirname(os.path.abspath(file)) for file in re.findall(OWN_FILE, "\n".join(specs))]
-    sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    for where in (match["where"] for match in map(factory.FORM.fullmatch, specs) if match):
+        if where not in ("torchvision", "folder", "fake"):
+            folder = os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd()
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
 
 
 @contextlib.contextmanager
@@ -177,9 +199,8 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_at_once)  # until there are ranks, and the agent listens to signals
-    threads = max(1, (os.cpu_count() or 1) // ranks)
     # torchrun would set it to 1 and print a note.
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     os.environ[SPAWNED] = str(os.getpid())
     import logging
 

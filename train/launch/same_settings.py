@@ -21,6 +21,7 @@ import ckpttool
 from ckpttool.distributed import collectives
 from ckpttool.errors import RanksDiffer
 from train import console
+from train.config.command_line import shown
 from train.config.shared import RanksConfig
 
 # What a machine may have of its own: where its files are, and how many processes load them.
@@ -74,21 +75,11 @@ def versions() -> dict[str, str]:
 
 
 def _settings(config: Any) -> dict[str, str]:
-    """Return each setting as a flag of the command line, and what is compared of it."""
     return {
-        field.name: _flag(field, getattr(config, field.name))
+        field.name: shown(field, getattr(config, field.name))
         for field in dataclasses.fields(config)
         if "help" in field.metadata and field.name not in OF_A_NODE
     }
-
-
-def _flag(field: dataclasses.Field[Any], value: Any) -> str:
-    name = f"--{'no-' * (field.default is True)}{field.name.replace('_', '-')}"
-    if value is None or value == () or (isinstance(value, bool) and value == field.default):
-        return f"no {name}"
-    if isinstance(value, bool):
-        return name
-    return f"{name} {','.join(map(str, value)) if type(value) in (tuple, list) else value}"
 
 
 def _code(config: Any) -> Iterator[tuple[str, str]]:

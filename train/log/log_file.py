@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -70,7 +71,11 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _entries(path: str) -> Iterator[dict[str, Any]]:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Unreadable(
+                    path, "is not a regular file", hint=f"give the folder of a run, or its {LOG}"
+                )
             lines_read = file.read().split(b"\n")
     except FileNotFoundError:
         raise Unreadable(path, "no such file", hint=f"give the folder of a run, or its {LOG}") from None
@@ -82,6 +87,10 @@ def _entries(path: str) -> Iterator[dict[str, Any]]:
             yield entry
         elif line.strip() and number < len(lines_read):  # the text after the last line break may be cut off
             raise Damaged(path, f"line {number} is not a JSON object", hint="is this the log of a run?")
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would wait for a writer
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
@@ -138,6 +147,7 @@ class HeldLines(Generic[Line]):
 # (epochs, value), in the order of the training; a value is NaN where the log has null.
 Points = list[tuple[float, float]]
 
+LARGEST = 1e150  # beyond it, the span of an axis is no finite number
 MAX_NAME = 44  # characters of a run's name, beyond which its middle is left out
 
 
@@ -148,6 +158,7 @@ class Run:
     name: str
     train: dict[str, Points] = field(default_factory=dict)
     test: dict[str, Points] = field(default_factory=dict)
+    epochs: dict[str, Points] = field(default_factory=dict)  # of the training, where `train` is of its steps
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
@@ -162,8 +173,8 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
 def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
     """Return the curves of a run from the entries of its log.
 
-    The training loss comes from entries about steps, and where a log has none, from those about epochs. Loss
-    and speed of less than half an interval, as at the end of a training, say little and are left out.
+    The curves of the training are those of the steps, and where a log has none, of the epochs. Loss and speed
+    of less than half an interval, as at the end of a training, say little and are left out.
     """
     run, by_epoch, entries = Run(name), Run(name), list(entries)
     usual = max((_value(entry["steps"]) for entry in entries if "steps" in entry), default=1.0)
@@ -178,7 +189,8 @@ def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
             too_short = 2 * _value(entry.get("steps", usual)) < usual
             for quantity in ("lr",) if too_short else ("loss", "lr", "samples_per_second"):
                 _add(run.train, quantity, at, entry.get(quantity))
-    return Run(name, {**by_epoch.train, **run.train}, by_epoch.test)
+    losses = {"loss": by_epoch.train["loss"]} if {"loss"} <= run.train.keys() & by_epoch.train.keys() else {}
+    return Run(name, {**by_epoch.train, **run.train}, by_epoch.test, losses)
 
 
 def _add_epoch(run: Run, entry: Mapping[str, Any]) -> None:
@@ -208,7 +220,7 @@ def _add(curves: dict[str, Points], quantity: str, at: float, value: Any) -> Non
 def _value(value: Any) -> float:
     """Return a number of the log as a float; NaN for null and whatever else is no finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else math.nan
+    return float(value) if is_number and abs(value) <= LARGEST else math.nan
 
 
 def names_of(paths: Sequence[str]) -> list[str]:

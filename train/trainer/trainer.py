@@ -189,7 +189,7 @@ class Trainer:
             torch._foreach_mul_(gradients, step.global_size / total)
         return True
 
-    def update(self, *, counted: bool) -> torch.Tensor | None:
+    def update(self, counted: bool) -> torch.Tensor | None:
         """Change the weights by the gradients. Return the gradient's norm if the log will want it."""
         self.before_update()
         if self.statistics:

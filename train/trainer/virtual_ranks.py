@@ -81,7 +81,7 @@ def take_step(
         broadcast_buffers(model)
         counted = trainer.average_over_count(step, sums)
     with trainer.log.phase("update"):
-        norm = trainer.update(counted=counted)
+        norm = trainer.update(counted)
     trainer.end_step(step, sums, norm)
 
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("average")
-@options.inputs_argument
-@options.output_argument
+@options.inputs_and_output
 @click.option("--weights", metavar="W,W,…", help="The weight of each INPUT; equal if not given.")
 @options.writing_options
 def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from .. import options
-from ..console import counted, fields_of, stdout_kept_for_results
+from ..console import counted, stdout_kept_for_results
+from ..reading import fields_of
 from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command("convert-batchnorm")
-@options.inputs_argument
-@options.output_argument
+@options.inputs_and_output
 @click.option(
     "--to",
     type=click.Choice(["sync", "plain"]),

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...errors import SeveralCheckpoints
 from .. import options
-from ..console import Console, fields_of, terminal_width
-from ..reading import Answer, answer_each, open_file
+from ..console import Console, terminal_width
+from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
     from ...analysis.other_contents import OtherRow
@@ -43,7 +44,7 @@ def command(
     """Show what is in each FILE, without loading it or running anything it names.
 
     Modules are shown as a tree, as deep as fits on a screen; identical ones in a row are shown in one line,
-    with their totals.
+    with their totals. Of a run's folder the checkpoints in it are listed.
 
     \b
     Example:
@@ -55,7 +56,13 @@ def command(
     console = options.console(given)
 
     def answer(file: str) -> Answer:
-        with open_file(console, file) as checkpoint:
+        try:
+            opened = open_file(console, file)
+        except SeveralCheckpoints:
+            if (run := _of_run(file)) is None:
+                raise
+            return run
+        with opened as checkpoint:
             summary = summarize(checkpoint, state)
             stats = _measure(console, checkpoint, not no_verify) if measured else {}
             if console.json:
@@ -70,6 +77,22 @@ def command(
             return Answer("\n".join(lines), {})
 
     return answer_each(files, console, answer, between="" if listed else "\n")
+
+
+def _of_run(folder: str) -> Answer | None:
+    """Return the table of the checkpoints in a run's folder; None if none of them can be read."""
+    from ...analysis.run_folder import entries
+    from ..pages.inspect_others import run_page
+
+    found = entries(folder)
+    if not any(entry.format for entry in found):
+        return None
+    fields = [
+        fields_of(entry, {"nbytes": "bytes"}) | {"whole": not entry.problem, "problem": entry.problem or None}
+        for entry in found
+    ]
+    data = {"path": folder, "checkpoints": fields}
+    return Answer("\n".join(run_page(folder, found, terminal_width(sys.stdout))), data)
 
 
 def _lines() -> int:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("merge")
-@options.inputs_argument
-@options.output_argument
+@options.inputs_and_output
 @options.to_option
 @options.full_option
 @click.option(
@@ -81,6 +80,8 @@ def command(
 
 def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> tuple[Checkpoint, Outcome]:
     """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
+    from ...checkpoint.dotted_names import contents
+    from ...checkpoint.flat_optimizers import is_flat
     from ...tensors.cast import target as dtype_of
     from ...transforms.selection import cast
 
@@ -93,8 +94,12 @@ def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> tuple[
             outcome.notes.append(
                 f"no file says how many ranks there were; those of {len(ranks.held)} were found"
             )
-    if target.place.holds_all:
-        checkpoint = with_names(checkpoint, outcome, shlex.quote(target.place.path))
+    holds_flat = (is_flat(value) for _, value in checkpoint.named(contents))
+    stays_flat = target.place.format == "dcp" and any(holds_flat)  # torchtitan loads no other form
+    if target.place.holds_all and not stays_flat:
+        checkpoint = with_names(
+            checkpoint, outcome, shlex.quote(target.place.path), as_text=target.place.format == "dcp"
+        )
     if dtype:
         to = dtype_of(dtype.lower())
         try:
@@ -107,7 +112,7 @@ def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> tuple[
     return checkpoint, outcome
 
 
-def with_names(checkpoint: Checkpoint, outcome: Outcome, file: str) -> Checkpoint:
+def with_names(checkpoint: Checkpoint, outcome: Outcome, file: str, *, as_text: bool = False) -> Checkpoint:
     """Key the optimizer by names if they are certain; else note how, in `file` (quoted for a shell)."""
     from ...transforms.optimizer.rekey import to_names
 
@@ -116,8 +121,10 @@ def with_names(checkpoint: Checkpoint, outcome: Outcome, file: str) -> Checkpoin
     except NothingToDo:
         pass
     except Refused as fault:
+        keys = "it stays keyed by numbers, which one process loads too"
+        keys = "DCP keeps its numbers as text" if as_text else keys
         outcome.notes.append(
-            f"{fault.reason}: it stays keyed by numbers, which one process loads too; for names, if it lists "
+            f"{fault.reason}: {keys}; for names, if it lists "
             f"parameters in the state's order: ckpttool optimizer {file} NAMED --to names --order state"
         )
     return checkpoint

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @options.writing
 @click.option(
     "--to",
-    type=click.Choice(["names", "indices"]),
+    type=click.Choice(["names", "indices", "flat"]),
     required=True,
-    help="What the state is keyed by in OUTPUT: parameter names, or torch's indices.",
+    help="What the state is keyed by in OUTPUT: parameter names, torch's indices, torchtitan's flat names.",
 )
 @click.option(
     "--model",
@@ -52,16 +52,17 @@ def command(to: str, model: str | None, order: Literal["state", "model"] | None,
       ckpttool optimizer run.pt named.pt --to names --order state
       ckpttool optimizer last.pt fitting.pt --to names --model torchvision:resnet18
     """
-    from ...transforms.optimizer.rekey import to_indices, to_names
+    from ...transforms.optimizer.rekey import to_flat, to_indices, to_names
 
     console = options.console(given)
     parameters = parameters_of(model).shapes if model else None
 
     def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
-        change = to_names if to == "names" else to_indices
+        change = {"names": to_names, "indices": to_indices, "flat": to_flat}[to]
         new, rekeyed = change(checkpoint, parameters=parameters, state=target.state, order=order)
+        key = "flat names" if to == "flat" else to
         what = counted(len(rekeyed.optimizers), "optimizer", "optimizers")
-        done = f"keyed {what} of {counted(rekeyed.parameters, 'parameter', 'parameters')} by {to}"
+        done = f"keyed {what} of {counted(rekeyed.parameters, 'parameter', 'parameters')} by {key}"
         if rekeyed.moved:
             done += f", {rekeyed.moved} moved"
         outcome = Outcome(done, result=rekeyed)

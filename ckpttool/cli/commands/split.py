@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import counted, fields_of, note_fields, show_bytes
-from ..reading import note_state, open_file
+from ..console import counted, show_bytes
+from ..reading import fields_of, note_fields, note_state, open_file
 from ..rewriting import Companions, Outcome, Target, report_written, rewrite
 from .merge import with_names
 
@@ -34,7 +34,7 @@ FORMS = ("dtensor", "dcp")
 @click.option(
     "--device",
     metavar="TYPE",
-    help="The type of the ranks' devices, with dtensor: cuda, cpu, xpu.  [default: cuda]",
+    help="The type of the ranks' devices, with dtensor: cuda, cpu, xpu.  [default: INPUT's, else cuda]",
 )
 @click.option("--axis", metavar="NAME", help="The name of the mesh's axis, where the training names it.")
 @click.option(
@@ -85,7 +85,7 @@ def command(
         )
     else:
         choices = {"axis": axis, "whole": whole, "replace_all": replace_all}
-        _as_dtensors(given, ranks, device or "cuda", choices)
+        _as_dtensors(given, ranks, device, choices)
 
 
 def _as_dcp(ranks: int, others: dict[str, Any], given: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def _as_dcp(ranks: int, others: dict[str, Any], given: dict[str, Any]) -> None:
     def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
         outcome = Outcome("wrote for any number of ranks", of_state=False, fields={"ranks": ranks})
         outcome.notes.extend(_wrappers(checkpoint, target.state))
-        return with_names(checkpoint, outcome, shlex.quote(given["input"])), outcome
+        return with_names(checkpoint, outcome, shlex.quote(given["input"]), as_text=True), outcome
 
     rewrite(given, transform, to=dcp.NAME)
 
@@ -121,7 +121,7 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
     ]
 
 
-def _as_dtensors(given: dict[str, Any], ranks: int, device: str, choices: dict[str, Any]) -> None:
+def _as_dtensors(given: dict[str, Any], ranks: int, device: str | None, choices: dict[str, Any]) -> None:
     from ...formats.saving.destination import Destination
     from ...formats.splitting.splitting import split
 
@@ -139,7 +139,7 @@ def _as_dtensors(given: dict[str, Any], ranks: int, device: str, choices: dict[s
     note_fields(console, written)
     companions.copy(console, dry=given["dry_run"])
     console.note(
-        f"for ranks on {device}, in a model under fully_shard(model); import torch.distributed.tensor"
+        f"for ranks on {written.device}, in a model under fully_shard(model); import torch.distributed.tensor"
     )
     done = (
         f"split {counted(len(written.sharded), 'tensor', 'tensors')} over {counted(ranks, 'rank', 'ranks')}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -22,15 +22,27 @@ from typing import Any
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import detached
-from ...checkpoint.ranks import Ranks
+from ...checkpoint.ranks import Ranks, require_all
 from ...errors import Damaged, Unreadable, Unsupported
 from ...files.open_source import allow_open_files, open_source_descriptor
 from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DTYPES, DType
-from ...tensors.ref import MAX_AXES, BadTensor, ByteRange, Source, TensorRef, is_count
+from ...tensors.ref import (
+    MAX_AXES,
+    MAX_BYTES,
+    BadTensor,
+    ByteRange,
+    Computed,
+    Source,
+    Storage,
+    TensorRef,
+    extent,
+    is_count,
+)
 from ..pytorch.archive import Archive
+from ..strangers import known as known_stranger
 from .extras import with_extras
 
 NAME = "dcp"
@@ -60,7 +72,8 @@ def read(source: Source) -> Checkpoint:
     try:
         metadata, names = _metadata(source)
         items = _Items(source, metadata.get("storage_data"))
-        flat = {name: items.value(name, checkpoint) for name, checkpoint in _names(metadata).items()}
+        values = ((name, items.value(name, described)) for name, described in _names(metadata).items())
+        flat = {name: value for name, value in values if value is not ABSENT}
         tree = _nest(flat, metadata.get("planner_data"))
     except (PickleFault, BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
@@ -73,16 +86,23 @@ def read(source: Source) -> Checkpoint:
     checkpoint = Checkpoint(
         source, NAME, content, protocol, shards=shards, full=is_full, names=names | items.names
     )
-    return with_extras(replace(checkpoint, ranks=_ranks(shards)), items.folder)
+    return with_extras(replace(checkpoint, ranks=_ranks(shards, items.absent)), items.folder)
 
 
-def _ranks(shards: Sequence[Source]) -> Ranks | None:
+def _ranks(shards: Sequence[Source], absent: Collection[str]) -> Ranks | None:
     """Return the ranks that wrote the files, as their names `__{rank}_{n}.distcp` say; None if it was one."""
     nbytes: dict[int, int] = {}
     for source in shards:
         if named := FILE.fullmatch(os.path.basename(source.path)):
             nbytes[int(named[1])] = nbytes.get(int(named[1]), 0) + source.size
-    return Ranks("DCP", held=dict(sorted(nbytes.items()))) if len(nbytes) > 1 else None
+    if len(nbytes) < 2 and not absent:
+        return None
+    missing = _ranks_of(absent)
+    return Ranks("DCP", held=dict(sorted(nbytes.items())), missing=missing, lacking=tuple(sorted(absent)[:8]))
+
+
+def _ranks_of(names: Iterable[str]) -> tuple[int, ...]:
+    return tuple(sorted({int(named[1]) for name in names if (named := FILE.fullmatch(name))}))
 
 
 def file_names(source: Source) -> list[str]:
@@ -154,11 +174,15 @@ class _Items:
         self.folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
         self.files: dict[str, Source] = {}
         self.names: frozenset[Global] = frozenset()
-        self.places: dict[tuple[object, object], ByteRange] = {}
+        self.places: dict[tuple[object, object], ByteRange | None] = {}
         self.loaded: dict[tuple[object, object], object] = {}
         if not isinstance(storage_data, dict):
             raise PickleFault("its metadata does not say where anything is stored")
-        allow_open_files(len(_file_names(storage_data)), source.path)
+        names = _file_names(storage_data)
+        # What other ranks wrote can be looked at without these.
+        absent = {name for name in names if FILE.fullmatch(name) and not self._is_there(name)}
+        self.absent = absent if len(absent) < len(names) else set[str]()
+        allow_open_files(len(names), source.path)
         for index, info in storage_data.items():
             fields = _fields(index, "MetadataIndex")
             offset = fields.get("offset")
@@ -171,7 +195,10 @@ class _Items:
             self.places[key] = self.place(name, _fields(info, "_StorageInfo"))
         self.check_overlaps()
 
-    def place(self, name: str, info: Mapping[str, Any]) -> ByteRange:
+    def _is_there(self, name: str) -> bool:
+        return os.path.lexists(os.path.join(self.folder, name))
+
+    def place(self, name: str, info: Mapping[str, Any]) -> ByteRange | None:
         extensions = info.get("transform_descriptors")
         if extensions:
             known = extensions if isinstance(extensions, list) else [extensions]
@@ -183,8 +210,12 @@ class _Items:
         file, offset, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not is_count(offset) or not is_count(nbytes):
             raise PickleFault(f"its metadata is malformed where it says where '{name}' is stored")
+        if file in self.absent:
+            return None
         source = self.file(file)
         if offset + nbytes > source.size:
+            if fault := known_stranger(source.path, source.read(0, min(source.size, 512))):
+                raise fault
             raise Damaged(source.path, f"is cut short: it ends before '{name}' does")
         return ByteRange(source, offset, nbytes)
 
@@ -205,7 +236,7 @@ class _Items:
 
     def check_overlaps(self) -> None:
         ends: dict[int, int] = {}
-        for place in sorted(self.places.values(), key=lambda place: place.offset):
+        for place in sorted(filter(None, self.places.values()), key=lambda place: place.offset):
             if place.offset < ends.get(place.source.fd, 0):
                 raise Damaged(place.path, f"has two items that overlap at byte {place.offset}")
             ends[place.source.fd] = place.offset + place.nbytes
@@ -213,20 +244,36 @@ class _Items:
     def value(self, name: str, metadata: object) -> object:
         """Return a tensor, or a value that is not one."""
         if isinstance(metadata, Record) and metadata.callable in BYTES:
-            return self.load(name, None)
+            return ABSENT if self.is_absent(name, None) else self.load(name, None)
         fields = _fields(metadata, "TensorStorageMetadata")
         dtype, size = _dtype(fields.get("properties")), torch_size(fields.get("size"))
         listed = fields.get("chunks")
         if not isinstance(listed, list):
             raise PickleFault(f"its metadata does not say in which chunks '{name}' is stored")
         chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in listed]
-        parts = [
-            self.part(name, torch_size(chunk.get("offsets")), torch_size(chunk.get("sizes")), dtype)
-            for chunk in chunks
-        ]
+        boxes = [(torch_size(chunk.get("offsets")), torch_size(chunk.get("sizes"))) for chunk in chunks]
+        if any(self.is_absent(name, offsets) for offsets, _ in boxes):
+            return self.with_gaps(name, dtype, size)
+        parts = [self.part(name, offsets, sizes, dtype) for offsets, sizes in boxes]
         if len(parts) == 1 and parts[0].tensor.shape == size and not any(parts[0].begin):
             return parts[0].tensor
         return assembled(name, self.source.path, dtype, size, parts)
+
+    def is_absent(self, name: str, offsets: tuple[int, ...] | None) -> bool:
+        """Return whether the metadata says that something lies in a file that is not there."""
+        return (name, offsets) in self.places and self.places[name, offsets] is None
+
+    def with_gaps(self, name: str, dtype: DType, size: tuple[int, ...]) -> TensorRef:
+        """Return a tensor of which values are not there; reading them raises Damaged."""
+        nbytes = 0 if 0 in size else extent(size) * dtype.itemsize
+        if nbytes > MAX_BYTES:
+            raise PickleFault(f"its metadata gives '{name[:80]}' a shape larger than any file")
+
+        def fill(start: int, out: memoryview) -> None:
+            require_all(self.source.path, _ranks_of(self.absent), None, sorted(self.absent))
+
+        data = Computed.filling(self.source.path, nbytes, fill)
+        return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, size)
 
     def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> Part:
         """Return a chunk and its place in the tensor."""
@@ -248,6 +295,9 @@ class _Items:
             self.loaded[name, offsets] = pickle.value
         return self.loaded[name, offsets]
 
+
+# What stands for a value in a file that is not there.
+ABSENT = object()
 
 BYTES = {Global(f"{MODULE}.metadata", "BytesStorageMetadata")}
 

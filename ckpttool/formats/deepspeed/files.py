@@ -89,7 +89,7 @@ def candidates(folder: str) -> Candidates:
 def named_by(folder: str, telling: str) -> tuple[str, Source] | None:
     """Return the folder that a file such as `latest` names, with the open file; None if there is none."""
     path = os.path.join(folder, telling)
-    if not os.path.lexists(path):
+    if not os.path.lexists(path) or os.path.isdir(path):  # OLMo's `latest` is a link to a folder
         return None
     source = Source(path, open_source_descriptor(path))
     return source.read(0, min(source.size, 4096)).decode(errors="replace").strip(), source
@@ -105,10 +105,7 @@ def is_universal(folder: str) -> bool:
 
 
 def states_in(folder: str) -> list[str]:
-    try:
-        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if OURS.fullmatch(name)]
-    except OSError:
-        return []
+    return [os.path.join(folder, name) for name in names_in(folder) if OURS.fullmatch(name)]
 
 
 def _folders(folder: str) -> list[str]:

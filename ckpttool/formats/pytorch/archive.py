@@ -16,6 +16,7 @@ from ...files.crc32 import crc32_of
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle
 from ...tensors.ref import DEVICE, ByteRange, Source, Storage
+from ..strangers import checkpoints_inside
 from ..zip.inflate import Inflated, inflated, inflated_bytes
 from ..zip.reader import Record, read_directory
 from ..zip.writer import DEFLATED, STORED
@@ -176,6 +177,8 @@ def _root(source: Source, records: dict[str, Record]) -> str:
         return roots[0]
     if roots:
         raise Unsupported(source.path, f"holds several files of torch.save: {', '.join(roots)[:80]}")
+    if inside := checkpoints_inside(source.path, [*records], "unzip"):
+        raise inside
     for name, what, hint in OTHERS_BY_ENDING:
         if any(record.endswith(name) for record in records):
             raise Unsupported(source.path, what, hint=hint)
@@ -199,5 +202,6 @@ OTHERS_BY_ENDING = (
         "is a TorchScript archive of torch before 1.4, which is not read here",
         "load it with torch.jit.load and save its state_dict()",
     ),
-    (".npy", "is a NumPy archive (.npz), another format", None),
+    (".npy", "is a NumPy archive (.npz), not a checkpoint", "load it with numpy.load, then torch.save"),
+    (".weights.h5", "is a Keras model, which is not read here", "load it with Keras, and save its weights"),
 )

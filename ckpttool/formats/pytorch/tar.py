@@ -31,6 +31,7 @@ from ...tensors.ref import (
     checked_tensor,
     is_count,
 )
+from ..strangers import checkpoints_inside
 from .legacy import read_unsized
 from .tensor_pickle import StorageView
 
@@ -80,6 +81,8 @@ def _members(source: Source) -> dict[str, ByteRange]:
         members[name] = place
     for name in MEMBERS:
         if name not in members:
+            if inside := checkpoints_inside(source.path, [*members], "tar -xf"):
+                raise inside
             raise Damaged(source.path, f"is a tar archive without '{name}', so not one from torch.save")
     return members
 

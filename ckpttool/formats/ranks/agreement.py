@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ...checkpoint.flat_optimizers import as_nested
 from ...checkpoint.ranks import HINT
 from ...checkpoint.states import is_optimizer
 from ...errors import Damaged
@@ -168,7 +169,7 @@ def _steps(tree: Any, numbers: Numbers) -> Iterator[int]:
     """Yield the steps in a file's optimizers, which lie at its top or one level below."""
     inside: Iterable[Any] = tree.values() if isinstance(tree, dict) else ()
     for optimizer in (each for each in (tree, *inside) if is_optimizer(each)):
-        state = optimizer["state"]
+        state = as_nested(optimizer)["state"]
         for entry in state.values() if isinstance(state, dict) else ():
             step = numbers.of(entry.get("step")) if isinstance(entry, dict) else None
             if isinstance(step, int) or (step is not None and step.is_integer()):  # not NaN

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -18,6 +19,9 @@ from ...tensors.ref import MAX_AXES, Source, TensorRef, contiguous_stride, is_co
 
 # The most ranks of a mesh, and the most intervals that a rank's piece may have along one dimension.
 MAX_CHUNKS = 1 << 20
+
+# Types of devices, as torch calls them.
+DEVICE = re.compile(r"[a-z]{1,20}")
 
 # Steps that a further box of a piece counts as; it takes about 300 bytes of memory.
 BOX = 64
@@ -35,6 +39,7 @@ class Mesh:
     # how many ranks there were at least: those of the outermost mesh in the file, which need not be the first
     # ranks of the run.
     world_size: int
+    device: str  # the type of the ranks' devices; empty where the file does not say it
 
     def __str__(self) -> str:
         """The axes in words: `fsdp 2 x tp 2`."""
@@ -83,8 +88,10 @@ def read_mesh(value: object, work: Work) -> Mesh:
         rank, ranks = _viewed(axes, coordinate, listed, fields.get("_rank"))
     else:
         rank, ranks = listed[_index(axes, coordinate, len(listed))], listed
+    device = fields.get("_device_type", fields.get("device_type"))
+    device = device if isinstance(device, str) and DEVICE.fullmatch(device) else ""
     world = max((*listed, *(outer if _is_counts(outer) else ()))) + 1
-    return Mesh(sizes, _axis_names(fields, len(sizes)), coordinate, frozenset(ranks), rank, world)
+    return Mesh(sizes, _axis_names(fields, len(sizes)), coordinate, frozenset(ranks), rank, world, device)
 
 
 def _axis_names(fields: Mapping[Any, Any], axes: int) -> tuple[str, ...]:

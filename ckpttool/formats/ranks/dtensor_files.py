@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -17,6 +18,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import dotted
+from ...checkpoint.flat_optimizers import as_nested
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
@@ -35,6 +37,9 @@ RANK = re.compile(r"(?:rank|(?<![a-z0-9])r)[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
 WORLD = re.compile(r"world_size[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
+# How browsers name the second download of a file.
+SECOND = re.compile(r" \(\d{1,3}\)(?=\.[a-z]+$)")
+
 # How the names of the files begin that hold what is neither the model nor its optimizer.
 EXTRA = "extra_state"
 
@@ -44,7 +49,13 @@ FLAT = "_flat_param"
 
 def candidates(folder: str) -> Candidates:
     """Return the files in a folder that are named after a rank."""
-    named = [name for name in names_in(folder) if RANK.search(name) and name.endswith(CHECKPOINT_ENDINGS)]
+    names = names_in(folder)
+    named = [name for name in names if RANK.search(name) and name.endswith(CHECKPOINT_ENDINGS)]
+    for name in named:
+        if (first := SECOND.sub("", name)) != name and first in names:
+            path = os.path.join(folder, name)
+            hint = f"remove one of them: rm {shlex.quote(path)}"
+            raise Damaged(path, f"is a second download of {first}, by its name", hint=hint)
     return Candidates([os.path.join(folder, name) for name in named])
 
 
@@ -134,6 +145,7 @@ def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[
         tuple(replicated),
         tuple(sorted({rank for run in runs.values() for rank in run.missing})),
         tuple(name for run in runs.values() for name in run.lacking),
+        mesh.device if mesh else "",
     )
 
 
@@ -246,7 +258,7 @@ def _is_mergeable_optimizer(group: Sequence[_Facts]) -> bool:
 
 
 def _has_rows(optimizer: Any) -> bool:
-    state = optimizer["state"]
+    state = as_nested(optimizer)["state"]
     entries = state.values() if isinstance(state, dict) else ()
     values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
     return any((tensor := tensor_of(value)) is not None and tensor.shape for value in values)
@@ -269,7 +281,7 @@ def _rank_file(facts: _Facts) -> RankFile:
         raise Damaged(
             facts.file.path,
             "has no sharded tensor, and its name does not say which rank wrote it",
-            hint="name it …rank_N.pt, or leave it out",
+            hint="give it a name that ends in rank_0.pt, with its rank, or leave it out",
         )
     return RankFile(facts.file.source, facts.file.tree, rank, facts.world_size)
 

@@ -34,6 +34,7 @@ from ...tensors.values import MAX_EXPANSION
 from ..pytorch import legacy as torch_legacy
 from ..pytorch import zip as torch_zip
 from ..safetensors import format as safetensors
+from ..strangers import known
 from .sharded_values import with_pieces
 
 # The most ranks of a run: a larger number in a file or its name is a mistake, or means harm.
@@ -250,6 +251,8 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
         source = Source(path, open_source_descriptor(path))
         reader = _reader_of(source)
         if reader is None:
+            if fault := known(path, source.read(0, min(source.size, 512))):
+                raise fault
             raise Unreadable(
                 path,
                 "is not a file that torch or safetensors wrote",

@@ -133,7 +133,7 @@ class ShardedValues:
             raise Unsupported(
                 self.path,
                 f"'{name[:80]}' is a DTensor placed as {shown}, which does not say where values belong",
-                hint="redistribute it before saving: tensor.redistribute(placements=[Replicate(), …])",
+                hint="before saving: tensor.redistribute(placements=[Replicate()] * mesh.ndim)",
             )
         dim, chunks = settings.get("dim"), settings.get("split_factor", 1)
         if not is_count(dim) or dim >= dims or not is_count(chunks) or not 0 < chunks <= MAX_CHUNKS:

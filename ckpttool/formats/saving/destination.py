@@ -14,6 +14,7 @@ from .. import folders
 from ..pytorch import zip as torch_zip
 from ..safetensors import format as safetensors
 from ..shards import writing as sharding
+from ..strangers import refuse_output, unwritable
 from .report import PICKLES, WHOLE
 
 # Formats whose header holds text.
@@ -53,6 +54,7 @@ def destination(
 
     `keep`: a new folder gets the format of the folder that the checkpoint was read from.
     """
+    refuse_output(path)
     kind = _named(to) if to is not None else _format(path, checkpoint, keep)
     return Destination(path, kind, kind not in PICKLES and (checkpoint.full if full is None else full))
 
@@ -81,7 +83,7 @@ def _format(path: str, checkpoint: Checkpoint, keep: bool) -> str:
         return found
     if path == "-":
         return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
-    raise UsageFault(
+    raise unwritable(path) or UsageFault(
         f"{path}: its ending does not say which format",
         hint=f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards; "
         f"for a DCP folder: ckpttool convert IN {shlex.quote(path)} --to dcp",
@@ -136,6 +138,8 @@ def require_place(
     """Check that nothing is in the output's place, or that it may be replaced."""
     if path == "-" or not _is_there(path):
         return
+    if kind in folders.NAMES and os.path.isdir(path) and not os.listdir(path):
+        return  # an empty folder has nothing to lose
     found = _conflict(checkpoint, path, kind, kept)
     if found is not None:
         raise OutputExists(f"{path}: already exists, and {found[0]}", hint=found[1])

@@ -139,7 +139,7 @@ def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, 
 
 def _keeps_numbers(optimizer: Any, kind: type) -> bool:
     """Return whether the state of parameters that the groups list as numbers has keys of this type."""
-    state, groups = optimizer["state"], optimizer["param_groups"]
+    state, groups = optimizer.get("state"), optimizer.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
         return False
     listed = [group.get("params") for group in groups if isinstance(group, dict)]

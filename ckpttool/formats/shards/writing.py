@@ -23,6 +23,9 @@ SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
 INDEX = ".index.json"
 
+# What transformers calls the file of a model that is not cut.
+ALONE = tuple(map("".join, STEMS.values()))
+
 # The entry of an index's metadata that records which names are another name of a tensor.
 TIES = "ckpttool.ties"
 

@@ -147,11 +147,14 @@ class SplitOptimizer:
             else:
                 self._require_shape(key, tensors[name].shape)
                 spare[tensors[name].shape] -= 1
-        if asked and unnamed:
+        # As many parameters as are cut, of the same shapes: what stays whole is none of the optimizer's.
+        parameters = {tensors[name].view for name in sharded}
+        if asked and unnamed and len(parameters) != _count(value):
             raise Refused(
                 file,
                 f"the optimizer does not say whether its parameter {unnamed[0]!s:.80} stays whole",
-                hint="name its parameters first: ckpttool optimizer IN OUT --to names --model SPEC",
+                hint="name its parameters first: ckpttool optimizer IN OUT --to names --order state, if it "
+                "lists them in the state's order, else with --model SPEC",
             )
         for key in unnamed:
             self._require_one_of(key, spare)
@@ -234,6 +237,17 @@ def _names(optimizer: Mapping[Any, Any]) -> dict[str, str]:
         if isinstance(keys, list) and isinstance(told, list) and len(keys) == len(told):
             names |= zip(map(str, keys), map(str, told), strict=True)
     return names
+
+
+def _count(optimizer: Mapping[Any, Any]) -> int:
+    """Return how many parameters an optimizer's groups list."""
+    groups = optimizer["param_groups"]
+    listed = (
+        [group.get("params") for group in groups if isinstance(group, dict)]
+        if isinstance(groups, list)
+        else []
+    )
+    return sum(len(keys) for keys in listed if isinstance(keys, list))
 
 
 def _uncut(value: object) -> str:

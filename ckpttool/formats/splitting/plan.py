@@ -10,6 +10,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import Path, dotted
+from ...checkpoint.flat_optimizers import as_nested
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.states import BUFFERS, is_optimizer
@@ -32,6 +33,7 @@ class Split:
     Attributes:
         path: the folder.
         ranks: how many ranks there are files for.
+        device: the type of the devices in their mesh.
         files: names of the files, those of one rank after another.
         nbytes: bytes of all of them.
         sharded: names of the state that were cut.
@@ -45,6 +47,7 @@ class Split:
 
     path: str
     ranks: int
+    device: str
     files: tuple[str, ...]
     nbytes: int
     sharded: tuple[str, ...]
@@ -80,7 +83,7 @@ class SplitPlan:
 
     def _only_optimizer(self, *, asked: bool) -> SplitOptimizer | None:
         tree = self.checkpoint.tree
-        if not isinstance(tree, dict) or not self.state.path:
+        if not isinstance(tree, dict):
             return None
         optimizers = [(str(key), value) for key, value in tree.items() if is_optimizer(value)]
         if len(optimizers) > 1:
@@ -94,15 +97,25 @@ class SplitPlan:
             return None
         name, value = optimizers[0]
         tensors, path = self.state.tensors, self.checkpoint.path
-        return SplitOptimizer(path, (name,), value, tensors, self.sharded, asked=asked)
+        return SplitOptimizer(path, (name,), as_nested(value), tensors, self.sharded, asked=asked)
 
     def _without_both(self) -> dict[Any, Any]:
         """Return what is neither the model's state nor the optimizer, in its dicts."""
+        if not self.state.path:  # as torchtitan has it: the model's names at the top, between dicts
+            return {
+                key: value
+                for key, value in self.state.container.items()
+                if self._is_beside(key, value) and not is_optimizer(value)
+            }
         taken = [self.state.path, *([self.optimizer.path] if self.optimizer else [])]
         tree = self.checkpoint.tree
         for path in taken:
             tree = _without(tree, path) if path else {}
         return tree if isinstance(tree, dict) else {}
+
+    def _is_beside(self, key: object, value: object) -> bool:
+        """Return whether an entry at the top, where the model's names are, belongs to no module."""
+        return isinstance(value, dict) and not any(name.startswith(f"{key}.") for name in self.state.tensors)
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -140,7 +153,10 @@ class SplitPlan:
             tensor = self.state.tensors[name]
             return shards.record(name, tensor) if name in cut else with_plain_tensor(old, tensor)
 
-        return remade(container, ((key, value(str(key), old)) for key, old in container.items()))
+        items = container.items()
+        if not self.state.path:
+            items = {key: old for key, old in items if not self._is_beside(key, old)}.items()
+        return remade(container, ((key, value(str(key), old)) for key, old in items))
 
     # The result
 
@@ -169,7 +185,9 @@ class SplitPlan:
         if not same:
             raise Damaged(path, problem)
 
-    def report(self, path: str, ranks: int, sizes: Mapping[str, int], old: Collection[str]) -> Split:
+    def report(
+        self, path: str, ranks: int, device: str, sizes: Mapping[str, int], old: Collection[str]
+    ) -> Split:
         """Return what was written."""
         whole = tuple(name for name in self.state.tensors if name not in {*self.sharded})
         where = dotted(self.optimizer.path) if self.optimizer else None
@@ -177,7 +195,9 @@ class SplitPlan:
         perhaps = self.optimizer.without if self.optimizer else ()
         left = self.left_out
         old = tuple(name for name in old if name not in sizes)
-        return Split(path, ranks, (*sizes,), nbytes, self.sharded, whole, where, repeated, left, perhaps, old)
+        return Split(
+            path, ranks, device, (*sizes,), nbytes, self.sharded, whole, where, repeated, left, perhaps, old
+        )
 
 
 def _is_buffer(name: str, tensor: TensorRef) -> bool:

@@ -39,7 +39,7 @@ def split(
     ranks: int,
     *,
     state: str | None = None,
-    device: str = "cuda",
+    device: str | None = None,
     axis: str | None = None,
     whole: Iterable[str] = (),
     verify: bool | None = None,
@@ -61,7 +61,8 @@ def split(
         path: the folder to write; it appears complete or not at all.
         ranks: how many ranks there are, 1 to 65,536.
         state: dotted path of the model's state; found when None.
-        device: the type of the ranks' devices, which their mesh has: `cuda`, `cpu`, ….
+        device: the type of the ranks' devices, which their mesh has: `cuda`, `cpu`, …; when None that of the
+            ranks that wrote the input, else `cuda`.
         axis: the name of the mesh's axis, where the training names it.
         whole: shell patterns of further names that are buffers, or parameters that FSDP2 was told to ignore.
         verify: None: compare what is read with the checksums that its file states, and read back names, types
@@ -88,6 +89,7 @@ def split(
         Damaged: what was read does not have its checksum, or what was written does not read back as intended.
     """
     name = os.fspath(path)
+    device = device or (checkpoint.ranks.device if checkpoint.ranks else "") or "cuda"
     _require_sense(ranks, device)
     _require_place(checkpoint, name, force, kept)
     plan = SplitPlan(replace(checkpoint, device="cpu"), state, tuple(whole))
@@ -100,14 +102,14 @@ def split(
     storages = checkpoint.storages() if verify is not False and not dry_run else ()
     with Checksums(checkpoint, storages) as checksums:
         if dry_run:
-            return plan.report(name, ranks, {file: _dry(new, file) for file, new in make()}, old)
+            return plan.report(name, ranks, device, {file: _dry(new, file) for file, new in make()}, old)
 
         def check(folder: str) -> None:
             checksums.finish()
             plan.compare(folder, name, values=bool(verify), progress=progress)
 
         sizes = _write(name, make, partial(Output, progress=progress), check, kept)
-    return plan.report(name, ranks, sizes, old)
+    return plan.report(name, ranks, device, sizes, old)
 
 
 def _require_sense(ranks: int, device: str) -> None:

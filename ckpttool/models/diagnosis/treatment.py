@@ -17,7 +17,8 @@ from ...errors import CkptToolError, NoState
 from ...inert_pickle.values import walk
 from ...transforms import selection
 from . import name_remedies, value_remedies
-from .fit import Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_alike
+from .fit import Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_same_architecture
+from .part_of_whole import Part, named_part, rank_s_pieces
 from .report import Diagnosis, Problem, Report
 
 # From certain to guessed: earlier ones are tried first.
@@ -57,19 +58,32 @@ def diagnose(
     rebuild: Rebuild | None = None,
 ) -> Diagnosis:
     """Find out why a checkpoint does not load into a model."""
+
+    def of_whole(part: Part) -> Diagnosis:
+        with part.opened() as whole:
+            if whole is None:
+                return part.diagnosis(checkpoint, None, spec)
+            below = diagnose(whole, blueprint, spec, accepts=accepts, rebuild=rebuild)
+            return part.diagnosis(checkpoint, below, spec)
+
+    if part := rank_s_pieces(checkpoint, state):
+        return of_whole(part)
     try:
         cases = _cases(checkpoint, blueprint, state)
     except NoState as error:
         if state is not None:
             raise
-        return _without_state(checkpoint, error)
+        part = named_part(checkpoint.path)
+        return of_whole(part) if part else _without_state(checkpoint, error)
     treatments: list[Treatment] = []
     for case in cases:
         treatments.append(treat(case, accepts=accepts))
         if not treatments[-1].case.fit.distance:
             break
+    if treatments[-1].case.fit.distance and (part := named_part(checkpoint.path)):
+        return of_whole(part)
     best = min(range(len(treatments)), key=lambda i: treatments[i].case.fit.distance)
-    if not is_alike(treatments[best].case):  # a fit by chance is no reason for commands
+    if not is_same_architecture(treatments[best].case):  # a fit by chance is no reason for commands
         best = 0
         treatments[0] = Treatment(cases[0])
     case = cases[best]

@@ -14,10 +14,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import contents, dotted
+from ...checkpoint.flat_optimizers import as_nested, flattened, is_flat
 from ...checkpoint.states import is_optimizer
 from ...errors import NothingToDo, Refused, UsageFault
 from ...inert_pickle.values import remade
@@ -50,7 +51,18 @@ def to_names(
     `parameters` are a live model's, name -> shape, in its order. Nothing is guessed, added or dropped: what
     is unknown, or contradicts shapes, is Refused; without anything to change, NothingToDo.
     """
-    return _rekeyed(checkpoint, parameters, state, order, by_name=True)
+    return _rekeyed(checkpoint, parameters, state, order, "names")
+
+
+def to_flat(
+    checkpoint: Checkpoint,
+    *,
+    parameters: Mapping[str, Sequence[int]] | None = None,
+    state: str | None = None,
+    order: Order | None = None,
+) -> tuple[Checkpoint, Rekeyed]:
+    """Do as `to_names`, in one flat dict as torchtitan has: `state.NAME.exp_avg`, `param_groups.NAME.lr`."""
+    return _rekeyed(checkpoint, parameters, state, order, "flat")
 
 
 def to_indices(
@@ -61,7 +73,7 @@ def to_indices(
     order: Order | None = None,
 ) -> tuple[Checkpoint, Rekeyed]:
     """Undo `to_names`: return a checkpoint whose optimizers are keyed by numbers, as torch keys them."""
-    return _rekeyed(checkpoint, parameters, state, order, by_name=False)
+    return _rekeyed(checkpoint, parameters, state, order, "indices")
 
 
 class _Change(NamedTuple):
@@ -81,8 +93,7 @@ def _rekeyed(
     parameters: Mapping[str, Sequence[int]] | None,
     state: str | None,
     order: Order | None,
-    *,
-    by_name: bool,
+    to: Literal["names", "indices", "flat"],
 ) -> tuple[Checkpoint, Rekeyed]:
     if order == "model" and parameters is None:
         raise UsageFault("the order of a model needs the model", hint="give it: --model SPEC")
@@ -94,10 +105,10 @@ def _rekeyed(
         )
     live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
     source = ParameterSource(checkpoint, live, state, order)
-    changes = [_change(where, optimizer, source, by_name, checkpoint.path) for where, optimizer in optimizers]
+    changes = [_change(where, optimizer, source, to, checkpoint.path) for where, optimizer in optimizers]
     if all(_same_keys(change.old, change.new) for change in changes):
-        form = "names" if by_name else "numbers"
-        raise NothingToDo(f"{checkpoint.path}: its optimizer is keyed by {form} in this order already")
+        form = {"names": "by names", "indices": "by numbers", "flat": "flat, by names"}[to]
+        raise NothingToDo(f"{checkpoint.path}: its optimizer is keyed {form} in this order already")
     new = {id(change.old): change.new for change in changes}
     known = set[str]().union(*(change.live_names for change in changes))
     return checkpoint.rebuilt(lambda value: new.get(id(value), value)), Rekeyed(
@@ -109,19 +120,21 @@ def _rekeyed(
     )
 
 
-def _change(where: str, optimizer: Any, source: ParameterSource, by_name: bool, file: str) -> _Change:
+def _change(where: str, old: Any, source: ParameterSource, to: str, file: str) -> _Change:
     """Return one optimizer under its new keys; Refused if it is unknown which parameter is which."""
-    live = source.live
+    live, optimizer = source.live, as_nested(old)
     try:
-        named, is_ordered = source.named(slots(optimizer), needed=by_name or live is not None)
+        named, is_ordered = source.named(slots(optimizer), needed=to != "indices" or live is not None)
         new, live_names = (named, set[str]()) if live is None else _in_order(named, live)
         moved = _moved(named, new, optimizer["state"])
     except BadOptimizer as fault:
         raise Refused(
             file, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=fault.hint
         ) from None
-    rekeyed = _with_keys(optimizer, new, by_name)
-    return _Change(where, optimizer, rekeyed, sum(map(len, new)), moved, is_ordered, live_names)
+    rekeyed = _with_keys(optimizer, new, by_name=to != "indices")
+    if to == "flat":
+        rekeyed = flattened(rekeyed)
+    return _Change(where, old, rekeyed, sum(map(len, new)), moved, is_ordered, live_names)
 
 
 def _in_order(groups: Groups, live: Mapping[str, Shape]) -> tuple[Groups, set[str]]:
@@ -173,6 +186,8 @@ def _group_with_keys(old: dict[Any, Any], keys: list[Any], names: list[str | Non
 
 def _same_keys(old: dict[Any, Any], new: dict[Any, Any]) -> bool:
     """Return whether keys, their types and the groups' lists are the same."""
+    if is_flat(old) or is_flat(new):
+        return [*old] == [*new]
     pairs = zip(old["param_groups"], new["param_groups"], strict=True)
     return list(map(repr, old["state"])) == list(map(repr, new["state"])) and all(
         mine["params"] == theirs["params"] and mine.get("param_names") == theirs.get("param_names")

@@ -305,7 +305,6 @@ def tensor_of(metadata: Metadata) -> Any:
 DAMAGE: dict[str, Callable[[Metadata], object]] = {
     "a file that climbs": lambda m: setattr(info(m), "relative_path", "../x.distcp"),
     "a file elsewhere": lambda m: setattr(info(m), "relative_path", "/etc/passwd"),
-    "a file that is missing": lambda m: setattr(info(m), "relative_path", "__1_0.distcp"),
     "a file that is no name": lambda m: setattr(info(m), "relative_path", 3),
     "a place past the end": lambda m: setattr(info(m), "length", 1 << 40),
     "a negative place": lambda m: setattr(info(m), "offset", -1),
@@ -350,6 +349,23 @@ def test_a_place_that_is_listed_often_is_read_once(tmp_path: Path, monkeypatch: 
     assert len(places) == 1
 
 
+def test_an_incomplete_folder_can_be_looked_at(tmp_path: Path, cli: Any, run_ranks: Any) -> None:
+    folder = tmp_path / "d"
+    run_ranks(2, shardings.save_sharded, str(folder), timeout=60)
+    (folder / "__1_0.distcp").unlink()
+    ran = cli("inspect", folder)
+    assert ran.code == 0, ran.err
+    assert "the files of rank 1: __1_0.distcp" in ran.out
+    assert cli("inspect", folder, "--json").json["ranks"]["missing"] == [1]
+    for command in (["merge", folder, tmp_path / "out.pt"], ["verify", folder], ["digest", folder]):
+        ran = cli(*command)
+        assert ran.code in (1, 3)
+        assert "the file of rank 1 is missing: __1_0.distcp" in ran.err + ran.out
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(Damaged, match="can't be opened: no such file"):
+        ckpttool.open(folder)
+
+
 def test_the_file_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     folder = saved(training(), tmp_path / "d")
     (folder / "__0_0.distcp").unlink()
@@ -361,7 +377,7 @@ def test_the_file_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_was_never_finished_is_named(tmp_path: Path) -> None:
     folder = saved(training(), tmp_path / "d")
     (folder / ".metadata").unlink()
-    with pytest.raises(Unreadable, match="folder without the index"):
+    with pytest.raises(Unreadable, match=r"without their \.metadata"):
         ckpttool.open(folder)
 
 

@@ -625,7 +625,7 @@ def test_a_file_with_another_name_is_not_taken_for_a_rank_s(
     folder = run("zero2-fp32")
     (tmp_path / "other").mkdir()
     other = shutil.copy(folder / "mp_rank_00_model_states.pt", tmp_path / "other" / "best_model_states.pt")
-    with pytest.raises(Unreadable, match="without the index"):
+    with pytest.raises(Unreadable, match="holds checkpoints, and is none itself"):
         ckpttool.open(tmp_path / "other")
     with pytest.raises(Damaged, match="no file of DeepSpeed's ranks"):
         ckpttool.open_ranks([other, *folder.iterdir()])

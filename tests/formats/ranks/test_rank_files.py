@@ -604,7 +604,7 @@ def test_reading_alone_tells_that_ranks_differ(differing: Path) -> None:
         state.load()
     error = caught.value
     assert (error.path, error.ranks) == (str(differing), (1, 3))
-    assert error.hint == "take one rank's values: ckpttool.open_ranks(…, take_rank=1)"
+    assert error.hint == "take one rank's values: ckpttool.open_ranks(path, take_rank=1)"
 
 
 def test_a_piece_takes_little_memory_while_all_ranks_are_read(tmp_path: Path) -> None:

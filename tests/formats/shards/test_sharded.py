@@ -179,7 +179,7 @@ def test_of_several_indexes_one_must_be_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_an_index_names_its_files(tmp_path: Path) -> None:
     save_file(ONE, tmp_path / "weights.safetensors")
-    with pytest.raises(Unreadable, match="folder without the index") as refusal:
+    with pytest.raises(Unreadable, match="holds checkpoints, and is none itself") as refusal:
         ckpttool.open(tmp_path)
     assert "weights.safetensors" in str(refusal.value.hint)
 
@@ -198,7 +198,7 @@ def test_a_model_that_is_not_cut_is_found_in_its_folder_as_transformers_finds_it
 def test_of_two_models_that_are_not_cut_one_must_be_named(tmp_path: Path) -> None:
     save_file(ONE, tmp_path / "model.safetensors")
     torch.save(ONE, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Unreadable, match="folder without the index") as refusal:
+    with pytest.raises(Unreadable, match="holds checkpoints, and is none itself") as refusal:
         ckpttool.open(tmp_path)
     assert "model.safetensors" in str(refusal.value.hint)
 

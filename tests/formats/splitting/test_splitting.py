@@ -661,3 +661,49 @@ def test_the_command_says_what_was_cut_and_what_was_not(cli: Any, tmp_path: Path
     dcp = cli("split", path, tmp_path / "dcp", "--ranks", 2, "--as", "dcp", "--whole", "x")
     assert dcp.code == 2
     assert "--whole has no effect on a DCP folder" in dcp.err
+
+
+def test_the_device_is_that_of_the_input_s_mesh(tmp_path: Path) -> None:
+    with ckpttool.open(saved({"w": torch.zeros(4, 2)}, tmp_path / "in.pt")) as checkpoint:
+        assert ckpttool.split(checkpoint, tmp_path / "two", 2).device == "cuda"
+        ckpttool.split(checkpoint, tmp_path / "cpu", 2, device="cpu")
+    with ckpttool.open(tmp_path / "cpu") as checkpoint:
+        assert ckpttool.split(checkpoint, tmp_path / "four", 4).device == "cpu"
+        assert ckpttool.split(checkpoint, tmp_path / "xpu", 4, device="xpu").device == "xpu"
+    with ckpttool.open(tmp_path / "four") as checkpoint:
+        assert checkpoint.ranks is not None
+        assert checkpoint.ranks.device == "cpu"
+
+
+def unnamed(folder: Path) -> Path:
+    """Write a model of two equal shapes, one of them a buffer, and its optimizer, keyed by numbers."""
+    model = torch.nn.Module()
+    model.register_parameter("w", torch.nn.Parameter(torch.zeros(4, 2)))
+    model.register_buffer("table", torch.zeros(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.w.sum().backward()
+    optimizer.step()
+    return saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "in.pt")
+
+
+def test_a_buffer_that_is_named_stays_whole_though_the_optimizer_names_nothing(
+    tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    flags = ["--ranks", "2", "--as", "dtensor", "--whole", "table"]
+    ran = cli("split", path := unnamed(tmp_path), tmp_path / "out", *flags)
+    assert (ran.code, "table" in ran.err) == (0, True), ran.err
+    with ckpttool.open(tmp_path / "out") as checkpoint:
+        assert checkpoint.tree["optimizer"]["state"][0]["exp_avg"].shape == (4, 2)
+    tree = torch.load(path)
+    tree["model"]["frozen"] = torch.zeros(4, 2)  # which of these two is the optimizer's?
+    ran = cli("split", saved(tree, path), tmp_path / "again", *flags)
+    assert (ran.code, "--to names --order state" in ran.err) == (3, True)
+
+
+def test_notes_on_an_optimizer_in_dcp_do_not_contradict_each_other(
+    tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    ran = cli("split", unnamed(tmp_path), tmp_path / "out", "--ranks", "2", "--as", "dcp")
+    assert (ran.code, "stays keyed by numbers" in ran.err) == (0, False)
+    assert "DCP keeps its numbers as text" in ran.err
+    assert "keyed by text" in ran.err

@@ -24,10 +24,42 @@ def test_the_defaults_are_those_in_the_manual():
 
 @pytest.mark.parametrize(
     ("text", "every"),
-    [("3", (3, "epochs")), ("3epochs", (3, "epochs")), ("20steps", (20, "steps"))],
+    [
+        ("3", (3, "epochs")),
+        ("3epochs", (3, "epochs")),
+        ("1 epoch", (1, "epochs")),
+        ("20steps", (20, "steps")),
+        ("5mins", (5, "min")),
+        ("5 Minutes", (5, "min")),
+        ("30s", (30, "s")),
+        ("2hours", (2, "h")),
+    ],
 )
-def test_save_every_counts_epochs_or_steps(text, every):
-    assert command_line.parse(["--save-every", text]).save_every == every
+def test_save_every_counts_epochs_steps_or_time(text, every):
+    config = command_line.parse(["--save-every", text])
+    assert config.save_every == every
+    assert command_line.parse(command_line.arguments_of(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("5m", "'5m' has none of the units epochs, steps, s, min, h"),
+        ("5minits", "'5minits' has none of the units"),
+        ("1.5h", "'1.5' is not an integer"),
+        ("-3steps", "-3 is less than 1"),
+        ("mins", "'mins' is not an integer"),
+        ("", "'' is not an integer"),
+    ],
+)
+def test_an_interval_that_is_none_is_named_as_it_was_typed(text, said):
+    with pytest.raises(UsageFault, match=said):
+        command_line.parse([f"--save-every={text}"])
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1.5 hrs", 5400), ("1e3s", 1000), ("2mins", 120)])
+def test_a_time_may_have_a_unit(text, seconds):
+    assert command_line.parse(["--max-time", text]).max_time == seconds
 
 
 def test_flags_that_are_not_given_get_the_optimizers_defaults():
@@ -72,7 +104,8 @@ WRONG = [
     (["--optimizer", "lion"], "--optimizer"),
     (["--optimizer", "adamw", "--momentum", "0.5"], "--momentum"),
     (["--save-every", "0"], "--save-every"),
-    (["--save-every", "5minutes"], "--save-every"),
+    (["--save-every", "5parsecs"], "--save-every"),
+    (["--max-time", "0min"], "--max-time"),
     (["--resume", "auto"], "--resume"),
     (["--resume", "x.pt", "--force"], "--force"),
     (["--accumulate", "65"], "--accumulate"),

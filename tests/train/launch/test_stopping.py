@@ -276,9 +276,7 @@ def test_the_grace_of_another_rank_is_no_failure_of_the_step(tmp_path):
         os.kill(ranks_of(tmp_path)[1][0], signal.SIGTERM)
         _, errors = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert re.match(
-        r"error: rank 0: rank 1 has ended in 'forward' of step \d, as SIGTERM had told it", errors
-    )
+    assert re.match(r"error: rank 0: rank 1 was ended by SIGTERM in 'forward' of step \d", errors)
     assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
 
 

@@ -1,0 +1,119 @@
+"""From files to a file, as the commands of the same names do: `convert` and `merge`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from .checkpoint.checkpoint import Checkpoint
+from .errors import NothingToDo, Refused
+from .formats.reading import File, open_ranks, opened
+from .formats.saving.destination import destination
+from .formats.saving.report import Saved
+from .formats.saving.saving import save
+from .tensors.cast import target
+from .transforms.optimizer.rekey import to_names
+from .transforms.selection import cast, drop, select
+
+
+def convert(
+    file: File,
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    only: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    leave_out: Iterable[str] = (),
+    state: str | None = None,
+    to: str | None = None,
+    full: bool = False,
+    shard_size: int | None = None,
+    force: bool = False,
+) -> Saved:
+    """Write a checkpoint in another format, without running anything in it.
+
+    Args:
+        file: a path, or an open checkpoint.
+        path: the output, whose name says the format: `.safetensors`, `.pt`, or a folder of shards with `/`.
+        dtype: what floating-point tensors of the model are cast to: `bf16`, `fp16`, `fp32` or `fp64`.
+        only, exclude: shell patterns of the keys to keep, and of those to leave out.
+        leave_out: dotted names of other contents to leave out, such as `optimizer`.
+        state: dotted path of the model's state; found when None.
+        to: the format, whatever the name: `torch-zip`, `safetensors`, `safetensors-sharded`,
+            `torch-sharded`, `dcp`.
+        full: keep everything, also in safetensors.
+        shard_size: the most bytes of a shard; 5 GB when None.
+        force: replace an existing output.
+
+    Returns:
+        What was written, and by name what was not.
+
+    Raises:
+        OutputExists: there is something at `path`, and `force` is not set.
+        UsageFault: the name says no format, or `dtype` is none.
+        NothingToDo: no key matches, or no tensor would be cast.
+        NoState: there is no model's state, or none at `state`.
+        Refused: the format can't hold something.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+    """
+    only, exclude, leave_out = tuple(only), tuple(exclude), tuple(leave_out)
+    with opened(file) as checkpoint:
+        if leave_out:
+            checkpoint = drop(checkpoint, leave_out)
+        if only or exclude:
+            checkpoint, _ = select(checkpoint, only=only, exclude=exclude, state=state)
+        if dtype is not None:
+            checkpoint, _ = cast(checkpoint, target(dtype.lower()), state=state)
+        kind = destination(os.fspath(path), checkpoint, to, full=full, keep=to is None).format
+        return save(
+            checkpoint, path, state=state, to=kind, full=full or None, shard_size=shard_size, force=force
+        )
+
+
+def merge(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    take_rank: int | None = None,
+    state: str | None = None,
+    to: str | None = None,
+    full: bool = False,
+    shard_size: int | None = None,
+    force: bool = False,
+) -> Saved:
+    """Write what many ranks wrote as one checkpoint, whose tensors are whole.
+
+    A format that holds the optimizer gets it keyed by the names of parameters, where they are certain.
+
+    Args:
+        files: the folder, or the files of all ranks in any order.
+        path: the output, whose name says the format: `.safetensors`, `.pt`, or a folder of shards with `/`.
+        dtype: what floating-point tensors of the model are cast to: `bf16`, `fp16`, `fp32` or `fp64`.
+        take_rank: where several ranks should hold the same values, take those of this rank; None compares
+            them bit by bit.
+        state: dotted path of the model's state; found when None.
+        to, full, shard_size, force: as for `convert`.
+
+    Returns:
+        What was written, and by name what was not.
+
+    Raises:
+        RanksDiffer: ranks hold other values where they should hold the same.
+        OutputExists: there is something at `path`, and `force` is not set.
+        UsageFault: one process wrote the files, the name says no format, or `dtype` is none.
+        NoState: there is no model's state, or none at `state`.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open_ranks` raises them.
+    """
+    with open_ranks(files, take_rank=take_rank) as merged:
+        checkpoint: Checkpoint = merged
+        if destination(os.fspath(path), checkpoint, to, full=full or None).holds_all:
+            with suppress(NothingToDo, Refused):  # then it stays keyed by numbers, which torch loads too
+                checkpoint = to_names(checkpoint)[0]
+        if dtype is not None:
+            with suppress(NothingToDo):  # it has that type already, and to merge is something to do
+                checkpoint = cast(checkpoint, target(dtype.lower()), state=state)[0]
+        return save(
+            checkpoint, path, state=state, to=to, full=full or None, shard_size=shard_size, force=force
+        )

@@ -1,0 +1,88 @@
+"""Before they train, ranks compare as many samples as can be read quickly: of a small data set, all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from ckpttool.distributed.randomness import Keyed
+from ckpttool.errors import CkptToolError
+from tests.ranks import trainings
+from train.data import data_set, fingerprint
+
+SAMPLES = 400
+
+
+class Listed(Dataset[Any]):
+    """Samples that no list of tensors shows; `differs` is one that is another on this rank."""
+
+    broken: tuple[int, ...] = ()
+
+    def __init__(self, differs: int | None, draws: str = "") -> None:
+        self.differs, self.draws = differs, draws
+        self.own = torch.Generator()
+        self.own.seed()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.broken:
+            raise OSError("can't be read") if index % 2 else SystemExit("left")
+        sample = torch.full((8,), float(index + (index == self.differs) * 0.5))
+        if self.draws and (self.draws != "seldom" or index % 97 == 5):
+            sample += torch.rand(8, generator=None if self.draws == "torch" else self.own)
+        return sample, index % 10
+
+
+def made(kind: str, differs: int | None) -> Any:
+    if kind == "listed":
+        return Listed(differs)
+    if kind == "keyed":
+        return Keyed(Listed(differs, "torch"), 0)
+    if kind in ("own", "seldom"):
+        return Keyed(Listed(differs, kind), 0)
+    if kind == "broken":
+        Listed.broken = (200, 201)
+        return Listed(differs)
+    inputs = torch.arange(2.0 * SAMPLES)[:, None].repeat(1, 8)
+    if differs is not None:
+        inputs[differs, 3] += 0.5
+    tensors = TensorDataset(inputs, torch.arange(2 * SAMPLES) % 10)
+    return Subset(tensors, range(SAMPLES))
+
+
+def compared(rank: int, size: int, kind: str, part: str, differs: int | None, on: int, seconds: float) -> str:
+    fingerprint.SECONDS = seconds
+    data = trainings.tensors((8,), SAMPLES, tests=SAMPLES)
+    samples = made(kind, differs if rank == on else None)
+    contents: dict[str, Any] = fingerprint.describe(part, samples, "own.py:data")
+    data = replace(data, contents=contents, **{"train" if part == "training" else "test": samples})
+    try:
+        data_set.compare(data, "before training")
+    except CkptToolError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("on", [0, 1, 2])
+@pytest.mark.parametrize("part", ["training", "test"])
+@pytest.mark.parametrize("kind", ["listed", "keyed", "tensors"])
+def test_a_sample_anywhere_that_differs_on_one_rank_is_found_before_training(
+    run_ranks: Any, kind: str, part: str, on: int
+) -> None:
+    for said in run_ranks(3, compared, kind, part, 137, on, 1.0):
+        assert said.startswith(f"RanksDiffer: rank {on} has a different {part} sample 137 than rank ")
+
+
+@pytest.mark.parametrize("kind", ["listed", "keyed", "tensors", "own", "seldom", "broken"])
+def test_the_same_samples_are_no_difference(run_ranks: Any, kind: str) -> None:
+    assert run_ranks(2, compared, kind, "training", None, 0, 1.0) == ["", ""]
+
+
+def test_reading_ends_after_a_while_at_the_same_sample_on_all_ranks(run_ranks: Any) -> None:
+    assert run_ranks(2, compared, "listed", "training", 137, 1, 0.0) == ["", ""]
