@@ -1,4 +1,4 @@
-"""What commands share: which file and state they read, an answer for each file, and results as JSON and notes."""
+"""What commands share: the file and state they read, an answer for each file, results as JSON and notes."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def _value(row: OtherRow) -> str:
 
 
 def run_page(folder: str, entries: Sequence[Entry], width: int | None) -> Iterator[str]:
-    """Yield the lines for a folder of several checkpoints: a table of them, and the command for the newest."""
-    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint', 'checkpoints')}, the newest first"
+    """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
+    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint', 'checkpoints')}, newest first"
     rows = [
         (
             os.path.relpath(entry.path, folder),
