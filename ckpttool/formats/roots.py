@@ -50,6 +50,8 @@ def checkpoints_below(folder: str) -> list[str]:
 
 def _age(folder: str, path: str) -> tuple[int, float]:
     step = step_in(os.path.relpath(path, folder))
+    if step is None and os.path.basename(path).startswith("last"):  # last.pt, last.ckpt
+        step = 1 << 62
     try:
         return -1 if step is None else step, os.stat(path).st_mtime
     except OSError:

@@ -34,9 +34,7 @@ FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
 
 # How names of files say which rank wrote them.
 RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
-SHORT = re.compile(
-    r"(?<![a-z0-9])r[_-]?(\d{1,7})(?!\d)", re.IGNORECASE
-)  # r50_rank0.pth is of rank 0
+SHORT = re.compile(r"(?<![a-z0-9])r[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)  # r50_rank0.pth is of rank 0
 
 WORLD = re.compile(r"world_size[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
