@@ -19,13 +19,14 @@ def as_text(case: Case, results: Results) -> str:
 
 
 def for_page(case: Case, results: Results) -> str:
-    """Return the ways as a table, and the targets that were missed."""
+    """Return the ways as a table, without CPU seconds, and the targets that were missed."""
     missed = [
         f"{text} {value} ({limit})"
         for text, limit, value, verdict in _verdicts(case, results)
         if verdict == "MISSED"
     ]
-    table = _ruled(_columns([_header(case), *_rows(case, results)]))
+    without_cpu = [(*row[:3], *row[4:]) for row in (_header(case), *_rows(case, results))]
+    table = _ruled(_columns(without_cpu))
     return "\n".join([_title(case, results), *table, *(f"MISSED: {each}" for each in missed)])
 
 

@@ -156,13 +156,19 @@ class OutputExists(UsageFault):
     kind = "output-exists"
 
 
+def install(extra: str = "") -> str:
+    """Return how to install an extra, or all of it again: from a clone, as no registry has ckpttool yet."""
+    what = f"-e '.[{extra}]'" if extra else "--force-reinstall ."
+    return f"in a clone of ckpttool: pip install {what}"
+
+
 class NeedsTorch(UsageFault, ImportError):
     """Something was asked for that needs torch, which is not installed."""
 
     kind = "needs-torch"
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what} needs torch, which is not installed", hint="pip install 'ckpttool[torch]'")
+        super().__init__(f"{what} needs torch, which is not installed", hint=install("torch"))
 
 
 class RanksDiffer(CkptToolError):

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ckpttool import cli as command_line
-from tests.ranks.fixtures import run_ranks
+from tests.ranks.fixtures import fresh_ranks, run_ranks
 from tests.support.running import SHARED, Ran
 from tests.support.warm_python import WarmPython
 
-__all__ = ["run_ranks"]
+__all__ = ["fresh_ranks", "run_ranks"]
 
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and nohup the end of a terminal.

@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/ passes mypy --strict, as a reader would paste it.
+"""README.md and docs/: Python blocks pass mypy --strict; commands, flags and links lead to what is there.
 
 A page's blocks follow each other in one program. What the reader has (a model, batches) is declared here;
 functions without annotations are allowed, and their bodies are checked all the same.
@@ -11,7 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from ckpttool.cli import group
 from tests.support.running import ROOT
+from train.config.command_line import train_parser
 
 PAGES = {
     page.relative_to(ROOT).as_posix(): re.findall(
@@ -58,6 +62,7 @@ batches: list[tuple[torch.Tensor, torch.Tensor]]
 }
 
 
+@pytest.mark.timeout(600)  # mypy reads torch, and `make lint` may not have filled its cache
 def test_every_block_of_the_pages_is_typed(tmp_path: Path) -> None:
     for page, blocks in PAGES.items():
         if blocks:
@@ -73,3 +78,69 @@ def test_every_block_of_the_pages_is_typed(tmp_path: Path) -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
+TEXTS += sorted((ROOT / "docs").glob("*.md"))
+NO_COMMANDS = {
+    "COMMAND",
+    "help",
+    "index",
+}  # a placeholder, `help COMMAND`, and a line that docs/metrics.md hashes
+
+by_page = pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+
+
+def commands_on(page: Path, program: str) -> list[str]:
+    """Return what follows the program's name: in code blocks, and between backticks."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(rf"^(?:    )?(?:\$ )?(?:torchrun .*|python )?{program} (.*)$", text, re.MULTILINE)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    return [line.partition("  #")[0] for line in blocks] + [
+        span.partition(f"{program} ")[2] for span in spans if f"{program} " in span
+    ]
+
+
+def flags_of(command: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", command.partition(" -- ")[0]))
+
+
+@by_page
+def test_every_command_on_a_page_is_there_and_has_its_flags(page: Path) -> None:
+    offenders = []
+    for line in commands_on(page, "ckpttool"):
+        name = line.split()[0]
+        if name in NO_COMMANDS or not re.fullmatch("[a-z][a-z-]+", name):
+            continue
+        command = group.commands.get(name)
+        known = (
+            {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+            if command
+            else set()
+        )
+        if not command or flags_of(line) - known - {"--help"}:
+            offenders.append(line)
+    assert offenders == []
+
+
+@by_page
+def test_every_flag_of_the_trainer_on_a_page_is_there(page: Path) -> None:
+    known = set(train_parser()._option_string_actions)
+    assert [line for line in commands_on(page, "train/main.py") if flags_of(line) - known] == []
+
+
+@by_page
+def test_every_link_on_a_page_leads_somewhere(page: Path) -> None:
+    offenders = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors_of(target))):
+            offenders.append(link)
+    assert offenders == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 
 from ckpttool import errors
 from ckpttool.distributed.collectives import RankFailed
+from tests.support.running import ROOT
 
 
 class Odd(errors.FileError):
@@ -48,3 +50,15 @@ def test_an_error_is_whole_after_a_pickle_and_a_copy(error, send):
     assert str(sent) == str(error)
     assert vars(sent) == vars(error)
     assert sent.exit_code == 7
+
+
+def test_nothing_is_to_be_installed_from_a_registry_that_does_not_have_it() -> None:
+    """One function says how; pages say it in a clone."""
+    folders = ("ckpttool", "train", "docs", "benchmarks", "examples")
+    texts = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".md")]
+    wanted = re.compile(r"pip install (-U |--upgrade )?['\"]?ckpttool|ckpttool\[")
+    found = [str(path) for path in [*texts, *ROOT.glob("*.md")] if wanted.search(path.read_text("utf-8"))]
+    assert found == []
+    assert errors.install("torch") == "in a clone of ckpttool: pip install -e '.[torch]'"
+    assert str(errors.NeedsTorch("this")) and errors.NeedsTorch("this").hint == errors.install("torch")
+    assert errors.install() == "in a clone of ckpttool: pip install --force-reinstall ."

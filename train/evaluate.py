@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.distributed.group import given_rank, started_by_launcher
+from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.failures import reason
 from train import console
 from train.config.command_line import Parser, add_flags, without
-from train.config.shared import DataConfig, RanksConfig, check_pictures, count, flag
+from train.config.shared import DataConfig, RanksConfig, check_shared, count, flag
 from train.launch import program
 
 # Imports torch: imported where it is needed, so that wrong flags are refused within a tenth of a second.
@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
     if not values.model:
         values = parser.parse_args([*saved_arguments(values.checkpoint, arguments), *arguments])
     config = EvaluateConfig(**vars(values))
-    check(config)
+    check_shared(config)
     return config
 
 
@@ -137,15 +137,6 @@ def saved_arguments(path: str, given: Sequence[str]) -> list[str]:
         named = " ".join(f"{flag} {shlex.quote(flags[flag])}" for flag in flags)
         raise UsageFault(f"{path}: is of {flags[code[0]]}, code that is run only if you name it", hint=named)
     return [f"{flag}={value}" for flag, value in flags.items()]
-
-
-def check(config: EvaluateConfig) -> None:
-    """Refuse flags that contradict each other or the launcher."""
-    if config.spawn and started_by_launcher():
-        raise UsageFault(
-            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
-        )
-    check_pictures(config)
 
 
 def prepare(config: EvaluateConfig) -> Job:

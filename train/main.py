@@ -148,9 +148,8 @@ def after_step(run: Run) -> str:
         trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
         best = tested is not None and progress.note_best(tested)
         run.report.scores(trained, tested, best=best)
-    run.saver.save(
-        last=due.save or bool(signal), best=best
-    )  # after the log: a resume drops what it logs again
+    # After the log: a resume drops what it logs again.
+    run.saver.save(last=due.save or bool(signal), best=best)
     end = signal or due.end
     if not end:
         run.begin_step()

@@ -7,7 +7,7 @@ One panel each for the loss, for every score that the runs have (accuracy, or wh
 the learning rate, and for the throughput. Curves of the test set are bold, with marks; those of the
 training are thin. Runs may differ in batch size and in number of ranks: all curves are over epochs.
 
-Needs matplotlib: pip install 'ckpttool[plots]'. Exit codes: 0 drawn, 2 wrong flags or matplotlib is missing,
+Needs matplotlib: pip install -e '.[plots]'. Exit codes: 0 drawn, 2 wrong flags or matplotlib is missing,
 3 a log is missing, empty or malformed.
 """
 
@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptToolError, OutputExists, UsageFault
+from ckpttool.errors import CkptToolError, OutputExists, UsageFault, install
 from ckpttool.files.commit import replacing
 from ckpttool.files.failures import naming
 from train import console
@@ -105,9 +105,7 @@ def draw(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     check_output(given.out, force=given.force)
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageFault(
-            "train/plot.py needs matplotlib, which is not installed", hint="pip install 'ckpttool[plots]'"
-        )
+        raise UsageFault("train/plot.py needs matplotlib, which is not installed", hint=install("plots"))
     runs = log_file.read_runs(given.runs)
     write(picture(runs), given.out)
     console.say(f"drew {len(runs)} run{'s' * (len(runs) != 1)} -> {given.out}")

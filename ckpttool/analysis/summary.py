@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
 from ..checkpoint.states import all_tensors, is_optimizer
 from ..formats.reading import File, opened
-from ..inert_pickle.known_names import names_in, names_that_run, unknown_names
-from ..inert_pickle.values import Record, in_brief, tensor_of
+from ..inert_pickle.known_names import is_dangerous, names_in, names_that_run, unknown_names
+from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
 from ..tensors.ref import TensorRef
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from .module_tree import Branch, outline
@@ -30,6 +30,8 @@ from .other_contents import (
     describe_scheduler,
     other_rows,
 )
+
+MAX_CALLS, LONG = 100, 200  # calls of known dangers that are shown, and characters of an argument
 
 MAX_OPTIMIZERS = 16  # The most entries of a list that are searched for optimizers
 
@@ -116,6 +118,8 @@ class Summary:
     unknown: tuple[str, ...]
     # those of them that could run something when they are unpickled without `weights_only`
     running: tuple[str, ...]
+    # calls of known dangers in the tree, as `posix.system('ls')`; one that the pickle drops is not there
+    calls: tuple[str, ...]
     remarks: tuple[Remark, ...]  # where torch refuses the file, or no writer of torch's makes such a thing
     metadata: dict[str, str]  # the texts of a safetensors header
     # what is known of the ranks that each wrote a part; None when one process wrote the file
@@ -172,11 +176,40 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         other_tensors=tuple(_other_tensors(others, chosen, [row.name for row in optimizers])),
         other=tuple(other_rows(checkpoint, chosen)),
         unknown=tuple(unknown_names(names)),
-        running=tuple(names_that_run(names)),
+        running=(running := tuple(names_that_run(names))),
+        calls=tuple(_calls(checkpoint.tree, {*filter(is_dangerous, running)})),
         remarks=checkpoint.remarks,
         metadata=dict(checkpoint.metadata),
         ranks=checkpoint.ranks,
     )
+
+
+def _calls(tree: object, dangerous: Collection[str]) -> Iterator[str]:
+    """Yield the calls of dangerous functions, each text once, with arguments cut to a few words."""
+    calls = (value for value in walk(tree) if isinstance(value, Record)) if dangerous else iter(())
+    texts = (_call(value) for value in calls if _name_called(value) in dangerous)
+    yield from islice(dict.fromkeys(texts), MAX_CALLS)
+
+
+def _name_called(value: Record) -> str:
+    """Return what is called: of what a call returned, the innermost, as in getattr(os, 'system')('ls')."""
+    called = value.callable
+    for _ in range(MAX_CALLS):
+        if not isinstance(called, Record):
+            break
+        called = called.callable
+    return str(called) if isinstance(called, Global) else ""
+
+
+def _call(value: Record, levels: int = 3) -> str:
+    called = value.callable
+    name = _call(called, levels - 1) if isinstance(called, Record) and levels else in_brief(called)
+    arguments = value.args if isinstance(value.args, tuple) else (value.args,)
+    shown = (
+        repr(each[:LONG]) if isinstance(each, str | bytes) else in_brief(each)[:LONG]
+        for each in arguments[:4]
+    )
+    return f"{name}({', '.join(shown)})"
 
 
 def _prefixes(checkpoint: Checkpoint, state: State) -> list[FoundPrefix]:

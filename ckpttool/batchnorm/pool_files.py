@@ -15,7 +15,7 @@ from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
 from ..files.digest import tensor_digests
 from ..inert_pickle.values import tensor_of
-from ..tensors.cast import TARGETS
+from ..tensors.cast import TARGETS, reader
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import require_bounded, stream
 from ..transforms.mean import in_float64, nearest
@@ -59,8 +59,8 @@ def pool_states(
         raise NothingToDo(f"{first.path}: there is no BatchNorm to pool")
     averaged = tuple(cumulative)
     _check_patterns(layers, {"--counts": counts or (), "--cumulative": averaged})
-    own = {key(layer, name) for layer in layers for name in (MEAN, VARIANCE, COUNTER)}
-    from_first = _check_same(checkpoints, states, own, tuple(keep_first))
+    of_batchnorm = {key(layer, name) for layer in layers for name in (MEAN, VARIANCE, COUNTER)}
+    from_first = _check_same(checkpoints, states, of_batchnorm, tuple(keep_first))
     new: dict[str, TensorRef] = {}
     for layer in layers:
         rest = _counts_of(layer, counts), fits(layer, averaged), momentum
@@ -119,13 +119,13 @@ def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None
 
 
 def _check_same(
-    checkpoints: Sequence[Checkpoint], states: Sequence[State], own: set[str], keep: tuple[str, ...]
+    checkpoints: Sequence[Checkpoint], states: Sequence[State], of_batchnorm: set[str], keep: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the keys that may differ and do. Raises Refused for any other difference between the files."""
-    first, known = checkpoints[0].path, _described(states[0], own)
+    first, known = checkpoints[0].path, _described(states[0], of_batchnorm)
     differing: dict[str, str] = {}
     for checkpoint, state in zip(checkpoints[1:], states[1:], strict=True):
-        described = _described(state, own)
+        described = _described(state, of_batchnorm)
         for name in dict.fromkeys((*known, *described)):
             if known.get(name) != described.get(name):
                 differing.setdefault(name, checkpoint.path)
@@ -146,12 +146,12 @@ def _keeping(names: Sequence[str]) -> str:
     if len(patterns) > MAX_NAMED:
         patterns = dict.fromkeys(f"{glob.escape(name.partition('.')[0])}*" for name in names)
     shown = patterns if len(patterns) <= MAX_NAMED else ("*",)
-    return " ".join(f"--keep-first {shlex.quote(each)}" for each in shown)
+    return " ".join(f"--keep-first {shlex.quote(pattern)}" for pattern in shown)
 
 
-def _described(state: State, own: set[str]) -> dict[str, tuple[object, ...]]:
+def _described(state: State, of_batchnorm: set[str]) -> dict[str, tuple[object, ...]]:
     """Return what must be equal: all dtypes and shapes, and the values of all but BatchNorm's own keys."""
-    others = {name: tensor for name, tensor in state.tensors.items() if name not in own}
+    others = {name: tensor for name, tensor in state.tensors.items() if name not in of_batchnorm}
     values = dict(tensor_digests(others))
     return {
         name: (tensor.dtype.name, tensor.shape, values.get(name)) for name, tensor in state.tensors.items()
@@ -191,7 +191,9 @@ def _pooled_layer(
     if COUNTER in read and any(count != read[COUNTER][0] for count in read[COUNTER]):
         # The largest: a rank without samples in a step does not count that step.
         new[names[COUNTER]] = np.max(read[COUNTER], axis=0)
-    return {name: _tensor(states[0].tensors[name], values, origins) for name, values in new.items()}
+    return {
+        name: _tensor(path, name, states[0].tensors[name], values, origins) for name, values in new.items()
+    }
 
 
 def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
@@ -206,12 +208,20 @@ def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
     return in_float64(tensor)
 
 
-def _tensor(old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]) -> TensorRef:
+def _tensor(
+    path: str, name: str, old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]
+) -> TensorRef:
     """Return a tensor like `old`, with these values in its own storage."""
     import numpy as np
 
     with np.errstate(over="ignore"):
         raw = values.astype("<i8") if old.dtype.name == "int64" else nearest(values, old.dtype)
+        if old.dtype.name != "int64" and (np.isfinite(values) & ~np.isfinite(reader(old.dtype)(raw))).any():
+            raise Refused(
+                path,
+                f"'{name}' of all ranks is larger than {old.dtype.name} holds",
+                hint="convert each file first: ckpttool convert FILE NEWFILE --dtype fp32",
+            )
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
     make = partial(_stretch, raw.tobytes())

@@ -10,9 +10,9 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import click
@@ -22,44 +22,6 @@ from ..files.copying import Progress
 BAR_FROM = 64 << 20  # bytes of work from which a progress bar is drawn
 
 MAX_INDENTED = 1 << 20  # characters of JSON up to which it is indented
-
-# What a note says before the names in a field of a result, by the result's class
-SAID = {
-    "Outcome": {"kept": "kept as they were", "left_out": "left out"},
-    "Saved": {
-        "tied": "written once, with the tie in the metadata",
-        "copied": "written once per name, though they share memory",
-        "given_back": "put into the folder by another process meanwhile, and kept",
-        "not_removed": "could not be removed",
-    },
-    "Split": {
-        "whole": "whole on every rank, as buffers are (--whole adds others)",
-        "perhaps_buffers": "cut, though no parameter of the optimizer (--whole NAME, if it is a buffer)",
-        "repeated": "the same in extra_state of every rank",
-        "removed": "removed, as files of an earlier split",
-        "left_out": "left out",
-    },
-    "Merged": {
-        "replaced": "replaced by the adapter's",
-        "cast": "of other types in the adapter, and cast to the model's",
-        "added": "added",
-        "followed": "tied to an updated weight, and changed with it as in PEFT's merge",
-        "untied": 'no longer tied: set "tie_word_embeddings": false in config.json',
-    },
-    "Reloaded": {
-        "kept": "kept as they are in the model",
-        "ignored": "ignored, as the model does not have them",
-        "added": "missing in the file, kept as they are in the model",
-    },
-}
-
-# Names in JSON of fields that are called otherwise in the library
-RENAMED = {"path": "output", "nbytes": "bytes", "taken": "taken_from_last"}
-
-COUNTED = {"averaged", "sharded"}  # fields of names, of which JSON has the number
-
-# Fields that JSON has only if there is something to say
-IF_ANY = {"shards", "text_keys", "keyed_by_text", "not_copied", "given_back", "not_removed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +70,26 @@ class Console:
             yield bar.add if self.draws else None
 
     @contextmanager
+    def steps(self, label: str) -> Iterator[Callable[[int, int], None]]:
+        """Yield what draws a bar of steps, called with the steps that are done and how many there are."""
+        shown: list[Any] = []
+
+        def show(done: int, of: int) -> None:
+            if self.draws and not shown:
+                from tqdm import tqdm
+
+                tqdm.monitor_interval = 0  # no thread to watch the bar
+                shown.append(tqdm(total=of, desc=label, unit="step", leave=False))
+            for bar in shown:
+                bar.update(min(done, of) - bar.n)
+
+        try:
+            yield show
+        finally:
+            for bar in shown:
+                bar.close()
+
+    @contextmanager
     def bar(self, label: str) -> Iterator[Bar]:
         """Yield a bar of bytes, drawn on stderr from its `expect` on until the block ends."""
         bar = Bar(label)
@@ -142,38 +124,6 @@ class Bar:
         """Erase the bar."""
         if self._shown is not None:
             self._shown.close()
-
-
-def note_fields(console: Console, result: object) -> None:
-    """Note the names in a result's fields that SAID has words for."""
-    for name, said in SAID.get(type(result).__name__, {}).items():
-        console.note_names(said, getattr(result, name))
-
-
-def fields_of(
-    result: object, renamed: Mapping[str, str] = RENAMED, *, without: Collection[str] = ()
-) -> dict[str, object]:
-    """Return the fields of a result for JSON; of no result, none."""
-    if not is_dataclass(result):
-        return {}
-    shown = (each.name for each in fields(result) if each.metadata.get("json", True))
-    data = {name: getattr(result, name) for name in shown if name not in without}
-    return {
-        renamed.get(name, name): len(value) if name in COUNTED else _plain(value)
-        for name, value in data.items()
-        if value or name not in IF_ANY
-    }
-
-
-def _plain(value: Any) -> object:
-    """Return dataclasses and named tuples, also in a tuple, as dicts."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if hasattr(value, "_asdict"):
-        return value._asdict()
-    if isinstance(value, tuple) and value and not isinstance(value[0], str):
-        return [_plain(item) for item in value]
-    return value
 
 
 def to_json(data: Mapping[str, object]) -> str:

@@ -21,6 +21,7 @@ from ..errors import (
     Unreadable,
     Unsupported,
     UsageFault,
+    install,
 )
 from ..files.failures import reason
 from .console import coloured, printable, to_json
@@ -119,7 +120,8 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
     if isinstance(error, ImportError) and not (error.name or "").startswith("ckpttool"):
         if (hint := _extra_of(error)) is not None:
             return "not-installed", f"this needs {_library(error)}, which is not installed", hint, 2
-        reinstall = f"pip install --force-reinstall {_library(error) or 'ckpttool'}"
+        library = _library(error)
+        reinstall = f"pip install --force-reinstall {library}" if library else install()
         return "unsupported", f"a library can't be imported: {error}", reinstall, 3
     raise error
 
@@ -169,4 +171,4 @@ def _library(error: ImportError) -> str:
 def _extra_of(error: BaseException | None) -> str | None:
     """Return the command that installs a missing library of EXTRAS, if that is what went wrong."""
     extra = EXTRAS.get(_library(error)) if isinstance(error, ModuleNotFoundError) else None
-    return extra and f"pip install 'ckpttool[{extra}]'"
+    return extra and install(extra)

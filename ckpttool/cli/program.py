@@ -109,6 +109,11 @@ class Commands(click.Group):
         with _broken_pipe_raised():  # --help and --version print while the arguments are parsed
             return super().make_context(*args, **given)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] == ["help"]:  # as `COMMAND --help`
+            args = [*args[1:2], "--help"]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with _broken_pipe_raised():
@@ -171,6 +176,7 @@ def _installed(name: str) -> str:
     epilog=EPILOG,
 )
 @click.option(
+    "-V",
     "--version",
     is_flag=True,
     is_eager=True,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageFault
-from .console import Console, counted, fields_of, note_fields, printable, show_bytes
+from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
-from .reading import note_state, open_file
+from .reading import fields_of, note_fields, note_state, open_file
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint

@@ -4,7 +4,7 @@ A CRC is the remainder of a polynomial over GF(2), so that of two stretches toge
 from the length of the second: `crc(ab) = crc(a) · x^(8·len(b)) + crc(b)` modulo the CRC's polynomial. zlib
 has it as `crc32_combine`, which Python does not offer.
 
-With the package `isal` (`pip install 'ckpttool[fast]'`) sums take a sixth of the time that zlib takes.
+With the package `isal` (the extra `fast`) sums take a sixth of the time that zlib takes.
 """
 
 from __future__ import annotations

@@ -118,7 +118,12 @@ def unknown_names(names: Iterable[Global]) -> list[str]:
 def names_that_run(names: Iterable[Global]) -> list[str]:
     """Return the names that could run something when unpickled without `weights_only`, the worst first."""
     running = {str(name) for name in names if not _is_known(name) and str(name) not in PLAIN_DATA}
-    return sorted(running, key=lambda name: (DANGEROUS.isdisjoint(name.split(".")), name))
+    return sorted(running, key=lambda name: (not is_dangerous(name), name))
+
+
+def is_dangerous(name: str) -> bool:
+    """Whether a name is of what pickles are known to run code by, rather than of a class not known here."""
+    return not DANGEROUS.isdisjoint(name.split("."))
 
 
 def names_in(tree: object) -> set[Global]:

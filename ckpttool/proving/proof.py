@@ -81,6 +81,7 @@ def prove(
     *,
     replay: Replay | None = None,
     announce: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Proved:
     """Check the record of a training run, its checkpoints, and the bits of a part that is trained again.
 
@@ -88,6 +89,7 @@ def prove(
         run: the folder of a run that was trained with `--prove-every`.
         replay: which part to train again, and how; nothing by default, and then torch is not needed.
         announce: called with the command of the replay before it starts.
+        progress: called during the replay with the steps that are done, and how many there are.
 
     Returns:
         What was checked and what does not hold.
@@ -122,7 +124,10 @@ def prove(
             command = command_of(path, begin, end, resumed, replay)
             if not replay.dry:
                 announce(shlex.join(command))
-                replayed, part = (start, end), differing(command, record, start)
+                replayed, steps_in_all = (start, end), end - start
+                part = differing(
+                    command, record, start, lambda step: progress(max(step - start, 0), steps_in_all)
+                )
                 findings += [Finding("replay", f"step {part.step}", part.message, part.step)] if part else []
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(path, f"is no record of a run: an entry is of another form ({error})") from error

@@ -8,10 +8,11 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..errors import Damaged, UsageFault
 from ..files import chain
@@ -31,6 +32,8 @@ DROPPED = {"--wandb", "--tensorboard", "--force", "--download", "--preview", "--
 LAUNCHER = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|TORCHELASTIC_|CKPTTOOL_SPAWNED")
 
 SHOWN = 400  # Characters of a replay's error that are shown
+POLL = 0.5  # seconds after which a replay's record is looked at again
+TAIL = 1 << 16  # bytes at the end of a record in which its last step is looked for
 
 Entry = Mapping[str, Any]
 
@@ -221,21 +224,53 @@ def _code_in_arguments(arguments: Sequence[str]) -> Iterator[str]:
             yield behind if joined else value
 
 
-def differing(command: list[str], record: RunRecord, start: int) -> Part | None:
-    """Train again, and return where the bits differ; None if they do not."""
+def differing(
+    command: list[str], record: RunRecord, start: int, progress: Callable[[int], None] = lambda step: None
+) -> Part | None:
+    """Train again, and return where the bits differ; None if they do not. `progress` gets the steps done."""
     with tempfile.TemporaryDirectory(prefix="ckpttool-prove-") as folder:
-        ran = subprocess.run(
-            [*command, "--out", folder],
-            env=_environment(command[1], record.begin_of(start)),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if ran.returncode:  # its own error says why, such as samples that have changed
-            return Part(start, f"the replay ended with exit code {ran.returncode}: {_said(ran.stderr)}")
-        again = RunRecord(chain.read(os.path.join(folder, chain.NAME))[0])
+        path = os.path.join(folder, "run")
+        said = os.path.join(folder, "stderr")
+        with open(said, "w+", encoding="utf-8", errors="replace") as stderr:
+            code = _run([*command, "--out", path], record.begin_of(start), stderr, path, progress)
+            stderr.seek(0)
+            if code:  # its own error says why, such as samples that have changed
+                text = _said(stderr.read())
+                return Part(start, f"the replay ended with exit code {code}: {text}")
+        again = RunRecord(chain.read(os.path.join(path, chain.NAME))[0])
     return first_difference(record, again, start)
+
+
+def _run(command: list[str], begin: Entry, stderr: TextIO, path: str, progress: Callable[[int], None]) -> int:
+    """Run the trainer to its end, telling which step its record has reached; return its exit code."""
+    trainer = subprocess.Popen(
+        command,
+        env=_environment(command[1], begin),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+    )
+    try:
+        while trainer.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                trainer.wait(POLL)
+            progress(_step_reached(os.path.join(path, chain.NAME)))
+    except BaseException:
+        trainer.terminate()  # it removes what it has half written
+        trainer.wait()
+        raise
+    return trainer.returncode
+
+
+def _step_reached(path: str) -> int:
+    """Return the step of the last whole line of a record that is being written; 0 without one."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - TAIL))
+            steps = re.findall(rb'"step": (\d+)', file.read())
+    except OSError:  # not there yet
+        return 0
+    return int(steps[-1]) if steps else 0
 
 
 def _environment(program: str, begin: Entry) -> dict[str, str]:

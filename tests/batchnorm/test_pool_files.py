@@ -372,3 +372,15 @@ def test_counts_that_do_not_fit_the_files_are_a_usage_error(counts: Any, said: s
 def test_a_single_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageFault, match="two ranks"):
         pool_files(save_ranks(tmp_path, (2, 3))[:1])
+
+
+def test_statistics_larger_than_their_type_holds_are_refused_by_name(tmp_path: Path) -> None:
+    states = [
+        {"bn.running_mean": torch.full((2,), mean).half(), "bn.running_var": torch.full((2,), 6e4).half()}
+        for mean in (-200.0, 200.0)
+    ]
+    files = [tmp_path / f"{rank}.pt" for rank in range(2)]
+    for file, state in zip(files, states, strict=True):
+        torch.save(state, file)
+    with pytest.raises(Refused, match=r"'bn.running_var' of all ranks is larger than float16 holds"):
+        pool_states([ckpttool.open(file) for file in files], {"*": [8, 8]})

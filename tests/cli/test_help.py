@@ -202,3 +202,13 @@ def test_shared_flags_are_there_and_mean_the_same(name: str) -> None:
     assert flags >= {"--json", "--quiet", "-q", "--verbose", "-v"}
     if "OUTPUT" in {parameter.human_readable_name for parameter in group.commands[name].params}:
         assert flags >= {"--dry-run", "--force", "--state"}
+
+
+def test_help_is_a_word_too(cli: Any) -> None:
+    assert cli("help").out == cli("--help").out
+    for name in group.commands:
+        asked = cli("help", name)
+        assert (asked.code, asked.out) == (0, cli(name, "--help").out)
+    ran = cli("help", "inspekt")
+    assert (ran.code, "did you mean inspect" in ran.err) == (2, True)
+    assert cli("-V").out == cli("--version").out

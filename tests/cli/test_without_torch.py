@@ -155,7 +155,7 @@ def test_a_command_that_needs_torch_names_the_extra_to_install(
     message, hint = ran.stderr.splitlines()
     assert (ran.returncode, ran.stdout) == (2, "")
     assert message.startswith("error: ") and "torch" in message
-    assert hint == f"hint: pip install 'ckpttool[{NEED_TORCH[command]}]'"
+    assert hint == f"hint: in a clone of ckpttool: pip install -e '.[{NEED_TORCH[command]}]'"
     assert sorted(folder.iterdir()) == before
 
 
@@ -167,7 +167,7 @@ def test_a_model_s_own_file_that_imports_torchvision_leads_to_the_extra(
     command = "optimizer in.pt o.pt --to names --model net.py:resnet18"
     ran = run(without_torch, folder, *command.split())
     message, hint = ran.stderr.splitlines()
-    assert (ran.returncode, hint) == (2, "hint: pip install 'ckpttool[train]'")
+    assert (ran.returncode, hint) == (2, "hint: in a clone of ckpttool: pip install -e '.[train]'")
     assert message.startswith("error: net.py:resnet18: ")
 
 
@@ -176,7 +176,7 @@ def test_with_json_the_extra_is_in_the_object(without_torch: dict[str, str], fol
     ran = run(without_torch, folder, "reload", "in.pt", "--model", "torchvision:resnet18", "--json")
     error = json.loads(ran.stdout)["error"]
     assert error["kind"] == "not-installed"
-    assert error["hint"] == "pip install 'ckpttool[torch]'"
+    assert error["hint"] == "in a clone of ckpttool: pip install -e '.[torch]'"
 
 
 def test_help_and_versions_need_neither_torch_nor_numpy_nor_wcwidth(

@@ -125,12 +125,14 @@ def runs_out_of_memory(rank: int, folder: Path) -> None:
         group.mkdir()
         (folder / "group").write_text(str(group))
         (group / "memory.limit_in_bytes").write_text(str(256 << 20))
+        with contextlib.suppress(OSError):  # else it goes on in swap space, and slowly
+            (group / "memory.memsw.limit_in_bytes").write_text(str(256 << 20))
         (group / "cgroup.procs").write_text(str(os.getpid()))
         mortal.note_now(folder)
         taken = [bytearray(os.urandom(1 << 20)) for _ in range(2048)]
         assert not taken, "the limit did not hold"
 
-    train(rank, folder, at=only(rank, folder, "forward", 3, take))
+    train(rank, folder, at=only(rank, folder, "forward", 3, take), timeout=3 * TIMEOUT)
 
 
 def memory_group() -> str:

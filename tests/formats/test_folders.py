@@ -349,3 +349,18 @@ def test_a_dry_run_knows_about_the_size_of_a_dcp_folder(cli: Cli, tmp_path: Path
     words: list[Any] = ["convert", tmp_path / "in.pt", tmp_path / "d", "--dry-run", "--to"]
     assert "(about 28 bytes, " in cli(*words, "dcp").out
     assert "(about" not in cli(*words, "torch-sharded").out
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_an_empty_folder_is_written_into_without_force(kind: str, cli: Cli, tmp_path: Path) -> None:
+    torch.save(TRAINING, tmp_path / "in.pt")
+    (tmp_path / "d").mkdir()
+    assert cli("convert", tmp_path / "in.pt", f"{tmp_path / 'd'}/", "--to", kind).code == 0
+    assert cli("inspect", tmp_path / "d", "--json").json["format"] == kind
+    again = cli("convert", tmp_path / "in.pt", f"{tmp_path / 'd'}/", "--to", kind)
+    assert (again.code, "--force" in again.err) == (2, True)
+    (tmp_path / "f").mkdir()
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "f", "--to", "safetensors").code == 2
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / ".keep").write_text("")
+    assert cli("convert", tmp_path / "in.pt", f"{tmp_path / 'hidden'}/", "--to", kind).code == 2

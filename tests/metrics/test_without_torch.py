@@ -88,7 +88,7 @@ def test_what_needs_torch_says_so_and_how_to_install_it(without_torch: list) -> 
     for _, message, hint, exit_code in errors:
         assert message.startswith("ckpttool.")
         assert "needs torch, which is not installed" in message
-        assert (hint, exit_code) == ("pip install 'ckpttool[torch]'", 2)
+        assert (hint, exit_code) == ("in a clone of ckpttool: pip install -e '.[torch]'", 2)
 
 
 def test_the_packages_offer_their_public_names_lazily() -> None:

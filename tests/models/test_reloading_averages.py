@@ -48,7 +48,7 @@ BY_STATE: dict[str, tuple[Any, str]] = {
         },
         "state_dict",
     ),
-    "a module beside the model in a Lightning file": (
+    "a module next to the model in a Lightning file": (
         {"state_dict": prefixed(MODEL.state_dict(), "model.") | prefixed(AVERAGE.state_dict(), "ema_model.")},
         "ema_model",
     ),
@@ -62,7 +62,7 @@ BY_STATE: dict[str, tuple[Any, str]] = {
         | {"initted": torch.tensor(True), "step": torch.tensor(3)},
         "ema_model",
     ),
-    "AveragedModel beside a model": (
+    "AveragedModel next to a model": (
         dict(MODEL.state_dict())
         | prefixed(AVERAGE.state_dict(), "module.")
         | {"n_averaged": torch.tensor(3)},

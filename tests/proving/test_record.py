@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import ckpttool
+from ckpttool.proving import replay
 
 BEGIN: dict[str, Any] = {
     "kind": "begin",
@@ -74,3 +78,62 @@ def test_entries_of_other_kinds_are_left_alone(cli: Any, tmp_path: Path) -> None
     assert (
         cli("prove", record(tmp_path, BEGIN, STEP, {"kind": "note", "text": "mine"}), "--no-replay").code == 0
     )
+
+
+TRAINER = """
+import pathlib, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.mkdir()
+for step in range(1, 4):
+    with open(out / "run.jsonl", "a") as file:
+        file.write('{"n": 1, "prev": "", "kind": "step", "step": %d}\\n' % (2 * step))
+    time.sleep(0.3)
+print("error: nothing can be replayed here", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_a_replay_shows_how_far_it_is_and_says_why_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "POLL", 0.05)
+    (tmp_path / "train").mkdir()
+    program = tmp_path / "train" / "main.py"
+    program.write_text(TRAINER)
+    folder = record(tmp_path, BEGIN, STEP, {**STEP, "step": 6})
+    seen: list[tuple[int, int]] = []
+    proved = ckpttool.prove(
+        folder,
+        replay=replay.Replay(start=0, program=str(program)),
+        progress=lambda done, of: seen.append((done, of)),
+    )
+    assert [finding.message for finding in proved.findings] == [
+        "the replay ended with exit code 3: nothing can be replayed here"
+    ]
+    assert {(2, 6), (4, 6), (6, 6)} <= {*seen}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_a_replay_that_is_interrupted_leaves_no_trainer_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "POLL", 0.05)
+    (tmp_path / "train").mkdir()
+    program = tmp_path / "train" / "main.py"
+    program.write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+
+    def interrupt(done: int, of: int) -> None:
+        if (tmp_path / "pid").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ckpttool.prove(
+            record(tmp_path, BEGIN, STEP),
+            replay=replay.Replay(start=0, program=str(program)),
+            progress=interrupt,
+        )
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

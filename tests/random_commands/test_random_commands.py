@@ -1,4 +1,4 @@
-"""Random sequences of commands on a checkpoint, beside a reference in plain torch: the same after each step.
+"""Random sequences of commands on a checkpoint: after each step the same as a reference in plain torch.
 
 Compared are names, their order, values bit for bit, dtypes, shapes, which names share memory, what else the
 file holds, and the momentum of each parameter.

@@ -23,3 +23,17 @@ def run_ranks() -> Iterator[RunRanks]:
     yield run
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[RunRanks]:
+    """`run_ranks` in processes that have run no case before, and end with the test."""
+    pools: list[Pool] = []
+
+    def run(world_size: int, case: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Any]:
+        pools.append(Pool(world_size))
+        return pools[-1].run(case, *arguments, timeout=timeout)
+
+    yield run
+    for pool in pools:
+        pool.close()

@@ -1,6 +1,6 @@
 """Record tiny folders by training with DeepSpeed: `python -m tests.support.deepspeed_runs`. Imports torch.
 
-Needs deepspeed (`pip install 'ckpttool[interop-ranks]'`), no accelerator, and about five minutes. Each case
+Needs deepspeed (`pip install -e '.[interop-ranks]'`), no accelerator, and about five minutes. Each case
 of `CASES` is a real training on as many gloo ranks as it says. `recorded/deepspeed.tar.xz` gets the folder
 that it saved, and beside each tag a file of what DeepSpeed's own tools make of it.
 """

@@ -294,7 +294,8 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path) -> None:
     program = str(ROOT / "train" / "plot.py")
     done = start([sys.executable, "-c", hide, program, write(tmp_path / "a", classes()), "-o", "x.png"])
     assert done.returncode == 2, done.stderr
-    said = "train/plot.py needs matplotlib, which is not installed (pip install 'ckpttool[plots]')"
+    hint = "in a clone of ckpttool: pip install -e '.[plots]'"
+    said = f"train/plot.py needs matplotlib, which is not installed ({hint})"
     assert done.stderr == f"error: {said}\n"
 
 

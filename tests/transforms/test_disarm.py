@@ -133,7 +133,7 @@ def test_every_format_that_is_read_becomes_a_file_that_torch_takes(form: str, tm
 def test_a_published_file_is_taken() -> None:
     path = SHARED / "data" / "checkpoints" / "resnet20-12fca82f.th"
     if not path.exists():
-        pytest.skip(f"there is no {path.name} beside the project")
+        pytest.skip(f"there is no {path.name} next to the project")
     with ckpttool.open(path) as checkpoint:
         new, _ = disarm(checkpoint)
         assert new.state().tensors.keys() == checkpoint.state().tensors.keys()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -194,7 +195,12 @@ class RanksConfig:
     spawn: int | None = count(None, "ranks", "start N ranks on this machine, without torchrun")
 
 
-def check_pictures(config: DataConfig) -> None:
+def check_shared(config: Any) -> None:
+    """Refuse what is wrong with the settings above, whatever the data."""
+    if config.spawn and started_by_launcher():
+        raise UsageFault(
+            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
+        )
     if config.std and not all(value > 0 for value in config.std):
         raise UsageFault(f"--std {_joined(config.std)}: must be above 0")
     if config.resize and not config.data.startswith("folder:"):

@@ -10,13 +10,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
 from train.config.shared import (
     DataConfig,
     Every,
     RanksConfig,
-    check_pictures,
+    check_shared,
     count,
     duration,
     every,
@@ -280,11 +279,7 @@ def check(config: TrainConfig) -> None:
         raise UsageFault(
             f"--accumulate {config.accumulate}: more passes than the {config.batch_size} samples in a batch"
         )
-    if config.spawn and started_by_launcher():
-        raise UsageFault(
-            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
-        )
-    check_pictures(config)
+    check_shared(config)
 
 
 def fields(names: tuple[str, ...]) -> set[str]:

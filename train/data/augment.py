@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from ckpttool.distributed.randomness import seeded
-from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.errors import CheckFailed, UsageFault, install
 from train.config.training import TrainConfig
 from train.data.samples import Samples, Scale, count, scale_of
 
@@ -185,6 +185,6 @@ def _trivial() -> Any:
         from torchvision.transforms import TrivialAugmentWide
     except ImportError:
         raise UsageFault(
-            "--augment auto: needs torchvision", hint="pip install 'ckpttool[train]', or give crop-flip"
+            "--augment auto: needs torchvision", hint=f"{install('train')}; or give crop-flip"
         ) from None
     return TrivialAugmentWide()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault, install
 from ckpttool.files.failures import reason
 from train.config.shared import DataConfig
 from train.data.samples import HELD_OUT, Parts, Scale, scale_of, split
@@ -28,7 +28,7 @@ def digits(config: DataConfig) -> Parts:
     try:
         from sklearn.datasets import load_digits  # optional, and slow to import
     except ImportError:
-        raise UsageFault("--data digits: needs scikit-learn", hint="pip install 'ckpttool[train]'") from None
+        raise UsageFault("--data digits: needs scikit-learn", hint=install("train")) from None
     loaded = load_digits()
     pictures = torch.tensor(loaded.images, dtype=torch.float32).div(16).unsqueeze(1)
     labels = torch.tensor(loaded.target, dtype=torch.int64)
@@ -41,9 +41,7 @@ def torchvision(config: DataConfig) -> Parts:
     try:
         from torchvision import datasets  # optional, and slow to import
     except ImportError:
-        raise UsageFault(
-            f"--data {config.data}: needs torchvision", hint="pip install 'ckpttool[train]'"
-        ) from None
+        raise UsageFault(f"--data {config.data}: needs torchvision", hint=install("train")) from None
     kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[config.data]
     folder = {"cifar10": "cifar-10-batches-py", "mnist": os.path.join("MNIST", "raw")}[config.data]
     if config.download:
@@ -266,5 +264,5 @@ def _pillow() -> Any:
     try:
         from PIL import Image  # optional, and only for folders
     except ImportError:
-        raise UsageFault("--data folder: needs Pillow", hint="pip install 'ckpttool[train]'") from None
+        raise UsageFault("--data folder: needs Pillow", hint=install("train")) from None
     return Image

@@ -17,6 +17,7 @@ from ckpttool.distributed.group import given_rank
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from ckpttool.distributed.processes import SPAWNED, end_with_torchrun, environment_of, usable_cores
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
+from ckpttool.models import factory
 from train import console
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ STARTED = time.monotonic()
 PATIENCE = 5.0
 
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
-OWN_FILE = re.compile(r"^(.+\.py):\w+", re.MULTILINE)
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
 
 
@@ -89,12 +89,15 @@ def threads() -> int | None:
 
 
 def keep_importable(*specs: str) -> None:
-    """Put the folders of the user's files first on the import path for good, as Python does for a script.
+    """Put the folders of the user's code first on the import path for good, as Python does for a script.
 
-    Their modules may be imported late, and in a process that loads data.
+    Its modules may be imported late, and in a process that loads data.
     """
-    folders = [os.path.dirname(os.path.abspath(file)) for file in re.findall(OWN_FILE, "\n".join(specs))]
-    sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    for where in (match["where"] for match in map(factory.FORM.fullmatch, specs) if match):
+        if where not in ("torchvision", "folder", "fake"):
+            folder = os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd()
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CheckFailed, FileError, UsageFault
+from ckpttool.errors import CheckFailed, FileError, UsageFault, install
 from ckpttool.files.commit import append_record
 from ckpttool.files.failures import naming
 from train.config.training import TrainConfig
@@ -35,9 +35,7 @@ def check(config: TrainConfig) -> None:
     """Refuse a tracker whose package is missing, before anything starts."""
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and not _is_installed(name):
-            raise UsageFault(
-                f"--{name}: the package {name} is not installed", hint=f"pip install 'ckpttool[{name}]'"
-            )
+            raise UsageFault(f"--{name}: the package {name} is not installed", hint=install(name))
 
 
 def _is_installed(name: str) -> bool:

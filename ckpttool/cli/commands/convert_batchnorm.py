@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from .. import options
-from ..console import counted, fields_of, stdout_kept_for_results
+from ..console import counted, stdout_kept_for_results
+from ..reading import fields_of
 from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:

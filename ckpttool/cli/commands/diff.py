@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import Console, counted, fields_of, printable, terminal_width
-from ..reading import note_state, note_unread, open_file
+from ..console import Console, counted, printable, terminal_width
+from ..reading import fields_of, note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.compare import Change, Comparison

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import fields_of, printable, stdout_kept_for_results
+from ..console import printable, stdout_kept_for_results
 from ..failure import mismatch_fields
-from ..reading import open_file
+from ..reading import fields_of, open_file
 
 if TYPE_CHECKING:
     from ...models.diagnosis import Diagnosis, Problem

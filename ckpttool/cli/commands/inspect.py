@@ -12,8 +12,8 @@ import click
 
 from ...errors import SeveralCheckpoints
 from .. import options
-from ..console import Console, fields_of, terminal_width
-from ..reading import Answer, answer_each, open_file
+from ..console import Console, terminal_width
+from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
     from ...analysis.other_contents import OtherRow
@@ -82,24 +82,17 @@ def command(
 def _of_run(folder: str) -> Answer | None:
     """Return the table of the checkpoints in a run's folder; None if none of them can be read."""
     from ...analysis.run_folder import entries
-    from ..pages.run_folder import page
+    from ..pages.inspect_others import run_page
 
     found = entries(folder)
     if not any(entry.format for entry in found):
         return None
     fields = [
-        {
-            "path": entry.path,
-            "step": entry.step,
-            "format": entry.format,
-            "bytes": entry.nbytes,
-            "whole": not entry.problem,
-            "problem": entry.problem or None,
-        }
+        fields_of(entry, {"nbytes": "bytes"}) | {"whole": not entry.problem, "problem": entry.problem or None}
         for entry in found
     ]
     data = {"path": folder, "checkpoints": fields}
-    return Answer("\n".join(page(folder, found, terminal_width(sys.stdout))), data)
+    return Answer("\n".join(run_page(folder, found, terminal_width(sys.stdout))), data)
 
 
 def _lines() -> int:

@@ -24,8 +24,9 @@ def command(adapter: str, **given: Any) -> None:
 
     BASE is the model's file or folder of shards, ADAPTER the folder that PEFT wrote. Each value is computed
     in float64 and rounded once to the weight's own type, a few rows at a time; tensors that ADAPTER holds
-    whole take that of the model's, too. DoRA and other kinds that do more than add a product are refused by
-    name.
+    whole take that of the model's, too. A layer tied to a module that ADAPTER holds whole keeps BASE's values
+    and is written apart, so config.json must then say "tie_word_embeddings": false. DoRA and other kinds that
+    do more than add a product are refused by name.
 
     \b
     Example:

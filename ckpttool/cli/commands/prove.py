@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import Console, counted, fields_of, printable
+from ..console import Console, counted, printable
+from ..reading import fields_of
 
 if TYPE_CHECKING:
     from ...proving.proof import Proved
@@ -78,7 +79,12 @@ def command(
     program = program or str(Path(__file__).parents[3] / "train" / "main.py")  # not in an installed wheel
     replay = None if no_replay else Replay(start, end, ranks, program, run_code, flags, dry_run)
     began = time.perf_counter()
-    proved = prove(run, replay=replay, announce=lambda text: console.note(f"replays: {text}", pasted=True))
+
+    def announce(command: str) -> None:
+        console.note(f"replays: {command}", pasted=True)
+
+    with console.steps("replaying") as progress:
+        proved = prove(run, replay=replay, announce=announce, progress=progress)
     if dry_run and proved.command:
         console.note(f"would replay: {shlex.join(proved.command)}", pasted=True)
     for note in proved.notes:

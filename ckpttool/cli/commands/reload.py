@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import Console, note_fields, printable, show_bytes, stdout_kept_for_results
+from ..console import Console, printable, show_bytes, stdout_kept_for_results
 from ..options import Shape
-from ..reading import note_state, open_file
+from ..reading import note_fields, note_state, open_file
 
 if TYPE_CHECKING:
     from ...models.reloading import Reloaded

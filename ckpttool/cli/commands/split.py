@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import counted, fields_of, note_fields, show_bytes
-from ..reading import note_state, open_file
+from ..console import counted, show_bytes
+from ..reading import fields_of, note_fields, note_state, open_file
 from ..rewriting import Companions, Outcome, Target, report_written, rewrite
 from .merge import with_names
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import Console, counted, fields_of, printable, show_bytes
-from ..reading import Answer, answer_each, note_state, note_unread, open_file
+from ..console import Console, counted, printable, show_bytes
+from ..reading import Answer, answer_each, fields_of, note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.verify import Verified

@@ -10,6 +10,7 @@ from ...analysis.module_tree import shape_in_words, tensors_in_words
 from ...analysis.other_contents import in_words
 from ...checkpoint.checkpoint import SHARDING
 from ..console import (
+    coloured,
     columns,
     counted,
     cut,
@@ -35,6 +36,8 @@ MAX_LINES = 200  # Lines of modules that are shown without `-v`
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
+CALLS = "calls"  # the label of what torch.load would call without weights_only
+
 INDENT = 14  # Columns before a fact: two spaces, and the widest label
 
 
@@ -44,7 +47,8 @@ def page(
     """Yield the lines of the page."""
     yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
     for label, fact in _facts(summary, everything):
-        yield from _folded(f"  {label:{INDENT - 2}}{fact}".rstrip(), width)
+        lines_of_fact = _folded(f"  {label:{INDENT - 2}}{fact}".rstrip(), width)
+        yield from (coloured(line, "red") for line in lines_of_fact) if label == CALLS else lines_of_fact
     if summary.keys:
         yield ""
         yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
@@ -74,7 +78,9 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     yield from (
         ("metadata", f"{printable(key)}: {printable(value)[:200]}") for key, value in summary.metadata.items()
     )
-    if summary.running:  # all of them: what is left out here may be what matters
+    # All of them: what is left out here may be what matters.
+    yield from ((CALLS, f"{printable(call)} (kept inert, never made)") for call in summary.calls)
+    if summary.running:
         yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
     if harmless := summary.unknown[len(summary.running) :]:
         yield "unknown", f"{show_names(harmless, most)} (kept inert, never imported)"
@@ -244,7 +250,10 @@ def tensor_lines(
         )
         for row in rows
     ]
-    return map("\t".join, cells) if width is None else table(cells, (0, 1, 4), width)
+    if width is not None:
+        return table(cells, (0, 1, 4), width)
+    header = [(*STATS[:3], "bytes", "shared with", *STATS[3:])] if stats and cells else []
+    return map("\t".join, [*header, *cells])
 
 
 def stats_table(
@@ -261,10 +270,14 @@ def stats_table(
     finite = not any(stat and stat.non_finite for stat in stats.values())
     shown = [i for i, name in enumerate(STATS) if name != "not finite" or not finite]
     widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
+    hidden: list[str] = []
     for name in ("std", "mean"):
         if width is not None and sum(widths[i] + 2 for i in shown) - 2 > width:
             shown.remove(STATS.index(name))
+            hidden.insert(0, name)
     yield from table([[line[i] for i in shown] for line in cells], (0, 1), width)
+    if hidden:
+        yield cut(f"without {', '.join(hidden)}, for which the terminal is too narrow; | cat has them", width)
 
 
 def _figures(stat: Stats | None) -> list[str]:

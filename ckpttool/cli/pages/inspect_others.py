@@ -1,17 +1,20 @@
-"""The part of the page of `inspect` that shows what is neither a tensor nor part of a training state."""
+"""What `inspect` shows besides a model: values that are no tensors, and the checkpoints in a folder."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ...transforms.wrappers import LIGHTNING
-from ..console import counted, printable, show_bytes
+from ..console import counted, printable, show_bytes, table
 
 if TYPE_CHECKING:
     from ...analysis.other_contents import OtherRow
+    from ...analysis.run_folder import Entry
     from ...analysis.summary import Summary
 
 MAX_OTHERS = 12  # Values below one name that are shown without `-v`
@@ -65,3 +68,22 @@ def _value(row: OtherRow) -> str:
         text = row.value if isinstance(row.value, str) else str(row.value)
         return printable(text)[:200] if text else "''"
     return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
+
+
+def run_page(folder: str, entries: Sequence[Entry], width: int | None) -> Iterator[str]:
+    """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
+    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint', 'checkpoints')}, newest first"
+    rows = [
+        (
+            os.path.relpath(entry.path, folder),
+            "" if entry.step is None else str(entry.step),
+            entry.format or "",
+            show_bytes(entry.nbytes),
+            f"no: {entry.problem}" if entry.problem else "whole",
+        )
+        for entry in entries
+    ]
+    yield from table([("checkpoint", "step", "format", "bytes", ""), *rows], (0, 2, 4), width)
+    whole = next((entry for entry in entries if not entry.problem), entries[0])
+    yield ""
+    yield f"ckpttool inspect {shlex.quote(whole.path)}"

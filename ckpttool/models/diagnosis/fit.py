@@ -219,7 +219,7 @@ KINDS = (
 )
 
 
-def in_words(case: Case) -> Iterator[tuple[str, str]]:
+def unfixable(case: Case) -> Iterator[tuple[str, str]]:
     """Yield (kind, message) for everything that keeps a state from fitting and that no command fixes."""
     fit = case.fit
     known = [
@@ -267,7 +267,7 @@ def _head(fit: Fit) -> tuple[str, str, str] | None:
     return layers.pop(), theirs, ours
 
 
-def is_alike(case: Case) -> bool:
+def is_same_architecture(case: Case) -> bool:
     """Return whether a state is of the model's architecture: it has most of the names, and few others."""
     size = len(case.blueprint.places)
     return (2 * len(case.fit.missing) < size and len(case.fit.unexpected) < size) or not size
@@ -275,7 +275,7 @@ def is_alike(case: Case) -> bool:
 
 def _otherwise(case: Case) -> Iterator[tuple[str, str]]:
     fit, places = case.fit, case.blueprint.places
-    if not is_alike(case):
+    if not is_same_architecture(case):
         fitting = len(places) - len(fit.missing) - len(fit.mismatched) - len(fit.added)
         message = f"another architecture: {fitting} of the model's {len(places)} names fit by name and shape"
         yield "architecture", f"{message}; {fit}"

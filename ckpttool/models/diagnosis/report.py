@@ -15,7 +15,7 @@ from ...formats.saving.destination import format_of_name
 from ...inert_pickle.values import is_plain, walk
 from ...transforms.optimizer.rekey import to_indices
 from ...transforms.optimizer.slots import OrderCheck, mismatched_order
-from .fit import Case, Fit, Rebuild, Treatment, in_words, shortened
+from .fit import Case, Fit, Rebuild, Treatment, shortened, unfixable
 from .lines import PICKLED, command_line, python_line, refused_by_torch
 
 
@@ -93,7 +93,7 @@ class Report:
             then = self._reload(respec.spec)
             self.problems.append(Problem("size", respec.message, then))
         else:
-            self.problems += [Problem(kind, message) for kind, message in in_words(after)]
+            self.problems += [Problem(kind, message) for kind, message in unfixable(after)]
         python = self._python() if then else None
         self.problems += as_it_is if then else ()
         self.problems += self._remarks(bool(then))
@@ -164,7 +164,7 @@ class Report:
             if isinstance(value, dict) and is_optimizer(value):
                 check = mismatched_order(after.state.tensors, value, parameters)
                 if not check.fits:
-                    self._add_order(_in_words(check), parameters)
+                    self._add_order(_described(check), parameters)
                     return
 
     def _add_order(self, message: str, parameters: Mapping[str, tuple[int, ...]]) -> None:
@@ -227,7 +227,7 @@ class Report:
         return Problem(kind, message, self._command(verb, *flags) if verb else None, is_remark=True)
 
 
-def _in_words(check: OrderCheck) -> str:
+def _described(check: OrderCheck) -> str:
     first = (check.shapes or check.names or check.order)[0]
     whose = f"a parameter of shape {first.there}" if check.shapes else first.there
     proviso = " (if it lists them as the file's state does)" if check.order else ""

@@ -17,7 +17,7 @@ from ...errors import CkptToolError, NoState
 from ...inert_pickle.values import walk
 from ...transforms import selection
 from . import name_remedies, value_remedies
-from .fit import Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_alike
+from .fit import Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_same_architecture
 from .part_of_whole import Part, named_part, rank_s_pieces
 from .report import Diagnosis, Problem, Report
 
@@ -83,7 +83,7 @@ def diagnose(
     if treatments[-1].case.fit.distance and (part := named_part(checkpoint.path)):
         return of_whole(part)
     best = min(range(len(treatments)), key=lambda i: treatments[i].case.fit.distance)
-    if not is_alike(treatments[best].case):  # a fit by chance is no reason for commands
+    if not is_same_architecture(treatments[best].case):  # a fit by chance is no reason for commands
         best = 0
         treatments[0] = Treatment(cases[0])
     case = cases[best]

@@ -76,13 +76,13 @@ class Adapter:
                 hint=IN_PYTHON,
             )
 
-    def saved_modules(self) -> list[str]:
+    def saved_modules(self) -> frozenset[str]:
         """Return the names of the modules that it holds whole; raises Damaged where they are no names."""
         saved = self.config.get("modules_to_save") or []
         if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
             said = f"modules_to_save = {saved!r:.40}"
             raise Damaged(self.checkpoint.path, f"{CONFIG} says {said}, which is no list of names")
-        return saved
+        return frozenset(saved)
 
     def settings(self, patterns: str, usual: str, modules: Iterable[str]) -> dict[str, float]:
         """Return a number for each layer: that of the first key of `patterns` that fits it, or `usual`."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain, product
 from typing import Any
 
 from ...errors import CkptToolError, Refused
 from ...tensors.ref import TensorRef
 from ...tensors.values import CHUNK, in_pieces
+from ..renaming import MAX_LEVELS
 from .adapter import Adapter, json_object
 
 EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared", "embeddings"}
 # Modules whose embedding transformers ties to a layer named `lm_head`.
 ROOTS = {"model", "transformer", "model.decoder", "model.language_model"}
+FEW = 8  # layers of words, of which a model has one each, or one for each of its parts
 WITH_OUTPUT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining")
 TASKS = {
     **dict.fromkeys(("CAUSAL_LM", "SEQ_2_SEQ_LM"), True),
@@ -32,12 +35,12 @@ def is_embedding(name: str) -> bool:
     return name.removesuffix(".weight").rpartition(".")[2] in EMBEDDINGS
 
 
-def saved_module(name: str, saved: Iterable[str]) -> str:
-    """Return the module in `modules_to_save` that a tensor is of, with its path; "" for none."""
-    for module in saved:
-        before, found, _ = f".{name}".rpartition(f".{module}.")
-        if found:
-            return f"{before}.{module}"[1:]
+def saved_module(name: str, saved: Collection[str]) -> str:
+    """Return the path of the module in `modules_to_save` that a tensor is of; "" for none."""
+    parts = name.split(".")[: MAX_LEVELS + 1]
+    for end in range(len(parts) - 1, 0, -1):
+        if any(".".join(parts[start:end]) in saved for start in range(end)):
+            return ".".join(parts[:end])
     return ""
 
 
@@ -59,6 +62,7 @@ class Ties:
         updates: Collection[str],
     ) -> None:
         self.base, self.tensors, self.adapter, self.whole = base, tensors, adapter, whole
+        self.config = _config_of(base)
         self.names: dict[tuple[object, ...], list[str]] = {}
         for name, tensor in tensors.items():
             self.names.setdefault(tensor.view, []).append(name)
@@ -90,16 +94,14 @@ class Ties:
         return tuple(sorted({*parted, *added, *copies, *self.unnamed}))
 
     def _copies(self) -> Iterator[tuple[str, str]]:
-        """Yield input and output layers of a tied base that saves both, of which the adapter replaces any."""
-        outputs = [name for name in self.tensors if _is_output(name)]
-        for name in filter(is_embedding, self.tensors):
-            for output in outputs:
-                if not {name, output}.isdisjoint(self.alone):
-                    tied = _config_of(self.base).get("tie_word_embeddings")
-                    if tied is True or (
-                        tied is None and _are_equal(self.tensors[name], self.tensors[output])
-                    ):
-                        yield name, output
+        """Yield input and output layer of a tied base that saves both, if the adapter replaces any."""
+        embeddings, outputs = ([*filter(kind, self.tensors)][:FEW] for kind in (is_embedding, _is_output))
+        tied = self.config.get("tie_word_embeddings")
+        for name, output in product(embeddings, outputs):
+            if tied is False or {name, output}.isdisjoint(self.alone):
+                continue
+            if tied or _are_equal(self.tensors[name], self.tensors[output]):
+                yield name, output
 
     def following(self, updates: Collection[str]) -> tuple[str, ...]:
         """Return the names that are tied to updated weights, and change with them."""
@@ -108,9 +110,9 @@ class Ties:
 
     def _join_copies(self) -> bool:
         """Make equal copies in the adapter one, unnamed where the base has no such name; say if any were."""
-        embeddings = [name for name in self.whole if is_embedding(name)]
+        embeddings, outputs = ([*filter(kind, self.whole)][:FEW] for kind in (is_embedding, _is_output))
         joined = False
-        for output in [name for name in self.whole if _is_output(name)]:
+        for output in outputs:
             equal = (name for name in embeddings if _are_equal(self.whole[name], self.whole[output]))
             if first := next(equal, None):
                 joined = True
@@ -126,8 +128,8 @@ class Ties:
         is_input = is_embedding(name)
         if len(tensor.shape) != 2 or not (is_input or _is_output(name)):
             return None
-        named = {**self.whole, **self.tensors}
-        if any(_may_be_tied(tensor, named[other], other) for other in named if other != name):
+        named = chain(self.whole.items(), self.tensors.items())
+        if any(_may_be_tied(tensor, other, known) for known, other in named if known != name):
             return None
         tied = self._is_tied()
         if tied is False:
@@ -145,12 +147,12 @@ class Ties:
 
     def _is_tied(self) -> bool | None:
         """Return whether the base ties its output layer to the embeddings; None if nothing says so."""
-        config, task = _config_of(self.base), TASKS.get(str(self.adapter.config.get("task_type")))
-        classes = config.get("architectures")
+        task = TASKS.get(str(self.adapter.config.get("task_type")))
+        classes = self.config.get("architectures")
         if isinstance(classes, list) and classes and task is None:
             task = any(str(name).endswith(WITH_OUTPUT) for name in classes)
-        nested = config.get("text_config")
-        for settings in (config, nested if isinstance(nested, dict) else {}):
+        nested = self.config.get("text_config")
+        for settings in (self.config, nested if isinstance(nested, dict) else {}):
             if isinstance(settings.get("tie_word_embeddings"), bool):
                 return settings["tie_word_embeddings"] and task is not False
         # A language model without an output layer in its file is tied: the settings of GPT-2 don't say so.

@@ -47,22 +47,41 @@ def model(num_classes):
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    for name in (*NAMES, "later"):
-        (tmp_path / f"{name}.py").write_text('WHOSE = "the user\'s"\n')
     (tmp_path / "own.py").write_text(OWN.format(names=NAMES))
+    (tmp_path / "later.py").write_text('WHOSE = "the user\'s"\n')
     return tmp_path / "own.py"
+
+
+def write_modules(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in NAMES:
+        (folder / f"{name}.py").write_text('WHOSE = "the user\'s"\n')
 
 
 def test_the_names_are_those_of_the_trainer() -> None:
     assert {"data", "config", "model", "tasks", "log", "run", "main", "evaluate", "plot"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("ranks", [[], ["--spawn", "2"]])
-def test_a_user_s_modules_are_found_before_the_trainer_s(own: Path, ranks: list[str]) -> None:
-    own_code = ["--data", f"{own}:data", "--model", f"{own}:model", "--workers", "1"]
-    flags = ["--batch-size", "4", "--epochs", "1", "--out", str(own.parent / "run")]
-    done = start([sys.executable, "train/main.py", *own_code, *flags, *ranks], anew=True)
-    assert done.returncode == 0, done.stderr
-    saved = str(own.parent / "run" / "last.pt")
-    done = start([sys.executable, "train/evaluate.py", saved, *own_code, *ranks], anew=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    ("where", "named", "ranks"),
+    [
+        ("next to own.py", "file", []),
+        ("next to own.py", "module", []),
+        ("installed", "file", ["--spawn", "2"]),  # as the library `evaluate` may be
+    ],
+)
+def test_a_user_s_modules_are_found_before_the_trainer_s(
+    own: Path, where: str, named: str, ranks: list[str]
+) -> None:
+    folder = own.parent / "installed" if where == "installed" else own.parent
+    write_modules(folder)
+    spec = str(own) if named == "file" else "own"
+    own_code = ["--data", f"{spec}:data", "--model", f"{spec}:model", "--workers", "1"]
+    flags = ["--batch-size", "4", "--epochs", "1", "--out", "run"]
+    for program in (
+        [str(ROOT / "train/main.py"), *flags],
+        [str(ROOT / "train/evaluate.py"), "run/last.pt"],
+    ):
+        command = [sys.executable, *program, *own_code, *ranks]
+        done = start(command, own.parent, anew=True, PYTHONPATH=str(folder))
+        assert done.returncode == 0, done.stderr

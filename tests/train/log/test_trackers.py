@@ -202,7 +202,7 @@ def test_a_missing_package_is_refused_with_its_extra(name: str, monkeypatch: pyt
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UsageFault, match=f"--{name}: the package {name} is not installed") as refused:
         trackers.check(TrainConfig(**{name: True}))
-    assert refused.value.hint == f"pip install 'ckpttool[{name}]'"
+    assert refused.value.hint == f"in a clone of ckpttool: pip install -e '.[{name}]'"
 
 
 def test_a_folder_named_wandb_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +227,7 @@ def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(
     hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
     program, folder = str(ROOT / "train" / "main.py"), tmp_path / "run"
     done = start([sys.executable, "-c", hide, program, f"--{name}", *TINY, "--out", str(folder)])
-    said = f"error: --{name}: the package {name} is not installed (pip install 'ckpttool[{name}]')\n"
+    hint = f"in a clone of ckpttool: pip install -e '.[{name}]'"
+    said = f"error: --{name}: the package {name} is not installed ({hint})\n"
     assert (done.returncode, done.stderr) == (2, said)
     assert not folder.exists()

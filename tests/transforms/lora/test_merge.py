@@ -69,7 +69,7 @@ def trained(config: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[st
 
 @pytest.mark.parametrize("whole", ["auto", True])
 def test_an_embedding_that_is_targeted_and_saved_whole_counts_as_both(whole: object, tmp_path: Path) -> None:
-    """PEFT saves `base_layer.weight` beside the factors of resized embeddings, or of known names."""
+    """PEFT saves `base_layer.weight` with the factors of resized embeddings, or of known names."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     torch.manual_seed(0)
 
@@ -235,11 +235,11 @@ def test_the_shapes_of_a_layer_say_whether_it_is_turned(said: bool, tmp_path: Pa
 def test_a_square_layer_is_turned_as_the_setting_says_unless_another_is_against_it(
     said: bool, tmp_path: Path
 ) -> None:
-    alike, other = ((4, 5), (5, 4)) if said else ((5, 4), (4, 5))
-    made = save_layers(tmp_path, {"square": (4, 4), "alike": alike}, fan_in_fan_out=said)["square"]
+    same, other = ((4, 5), (5, 4)) if said else ((5, 4), (4, 5))
+    made = save_layers(tmp_path, {"square": (4, 4), "same": same}, fan_in_fan_out=said)["square"]
     torch.testing.assert_close(merge(tmp_path)["square.weight"], made.t() if said else made)
     (tmp_path / "out.pt").unlink()
-    save_layers(tmp_path, {"square": (4, 4), "alike": alike, "other": other}, fan_in_fan_out=said)
+    save_layers(tmp_path, {"square": (4, 4), "same": same, "other": other}, fan_in_fan_out=said)
     with pytest.raises(
         Unsupported, match="product of 'square' is transposed: its weight is square, and 'other'"
     ):

@@ -342,7 +342,7 @@ def new_layers_first(layers: dict[str, tuple[int, int]]) -> dict[str, Any]:
     return {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "moments": [moments]}
 
 
-ALIKE = {"body": (4, 4), "head": (4, 4)}
+SQUARE = {"body": (4, 4), "head": (4, 4)}
 HEAD_FIRST = {"head.weight": (4, 4), "head.bias": (4,), "body.weight": (4, 4), "body.bias": (4,)}
 BODY_FIRST = {name: HEAD_FIRST[name] for name in ("body.weight", "body.bias", "head.weight", "head.bias")}
 
@@ -353,7 +353,7 @@ def moments_of(folder: Path, checkpoint: ckpttool.Checkpoint) -> dict[str, Any]:
 
 
 def test_the_order_of_the_model_is_no_evidence_by_itself(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, new_layers_first(ALIKE))
+    checkpoint = saved(tmp_path, new_layers_first(SQUARE))
     with pytest.raises(Refused, match="more than one assignment of the state's tensors fits") as caught:
         to_names(checkpoint)
     assert "--model SPEC" in str(caught.value.hint) and "--order state" in str(caught.value.hint)
@@ -367,7 +367,7 @@ def test_shapes_that_are_all_different_name_parameters_in_any_order(tmp_path: Pa
 
 
 def test_an_order_that_is_not_that_of_the_file_s_state_must_be_said(tmp_path: Path) -> None:
-    tree = new_layers_first(ALIKE)
+    tree = new_layers_first(SQUARE)
     checkpoint = saved(tmp_path, tree)
     with pytest.raises(Refused, match="orders that both fit") as caught:
         to_names(checkpoint, parameters=HEAD_FIRST)
@@ -381,7 +381,7 @@ def test_an_order_that_is_not_that_of_the_file_s_state_must_be_said(tmp_path: Pa
 
 def test_the_order_of_a_model_needs_the_model(tmp_path: Path) -> None:
     with pytest.raises(UsageFault, match="needs the model"):
-        to_names(saved(tmp_path, new_layers_first(ALIKE)), order="model")
+        to_names(saved(tmp_path, new_layers_first(SQUARE)), order="model")
 
 
 # Refusals.
