@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from ..files.open_source import CHECKPOINT_ENDINGS, names_in
 from .dcp.reading import ENDING, METADATA
 from .deepspeed.files import is_universal, states_in
-from .ranks.dtensor_files import RANK, WORLD
+from .ranks.dtensor_files import WORLD, rank_in
 from .ranks.hugging_face import FILE as PIECES
 from .shards.reading import series_in
 from .shards.writing import ALONE, INDEX
@@ -50,6 +50,8 @@ def checkpoints_below(folder: str) -> list[str]:
 
 def _age(folder: str, path: str) -> tuple[int, float]:
     step = step_in(os.path.relpath(path, folder))
+    if step is None and os.path.basename(path).startswith("last"):  # last.pt, last.ckpt
+        step = 1 << 62
     try:
         return -1 if step is None else step, os.stat(path).st_mtime
     except OSError:
@@ -78,14 +80,15 @@ def _below(folder: str, levels: int, seen: set[tuple[int, int]]) -> Iterator[str
 
 def looks_whole(folder: str, names: Collection[str]) -> bool:
     """Return whether a folder looks like one checkpoint, by the names in it."""
-    of_ranks = [name for name in names if name.endswith(CHECKPOINT_ENDINGS) and RANK.search(name)]
+    of_ranks = {name: rank_in(name) for name in names if name.endswith(CHECKPOINT_ENDINGS)}
+    ranks = {int(named[1]) for named in of_ranks.values() if named}
     is_one_of_several = any((world := WORLD.search(name)) and int(world[1]) > 1 for name in of_ranks)
     return (
         any(name in ALONE or name.endswith((INDEX, METADATA, ENDING)) for name in names)
         or bool(series_in(names))
         or any(PIECES.fullmatch(name) for name in names)
         or is_one_of_several
-        or len({named[1] for name in of_ranks if (named := RANK.search(name))}) > 1
+        or (len(ranks) > 1 and ranks == {*range(len(ranks))})
         or bool(states_in(folder))
         or is_universal(folder)
     )

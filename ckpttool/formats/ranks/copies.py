@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import Ranks
 from ...checkpoint.states import is_optimizer
-from .dtensor_files import RANK, names_of_kinds
+from .dtensor_files import names_of_kinds, rank_in
 from .merge_trees import SideBySide
 from .pieces import RankFile, Take, Wholes, require_rank, whole_of
 
@@ -51,7 +51,7 @@ def _kinds(files: Sequence[Checkpoint]) -> dict[str, list[RankFile]] | None:
     kinds: dict[str, dict[int, Checkpoint]] = {}
     for file in files:
         name = os.path.basename(file.path)
-        if (named := RANK.search(name)) is None:
+        if (named := rank_in(name)) is None:
             return None
         kind = kinds.setdefault(f"{name[: named.start()]}rank{name[named.end() :]}", {})
         if kind.setdefault(int(named[1]), file) is not file:

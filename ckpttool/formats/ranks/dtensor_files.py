@@ -33,7 +33,8 @@ from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
 
 # How names of files say which rank wrote them.
-RANK = re.compile(r"(?:rank|(?<![a-z0-9])r)[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+SHORT = re.compile(r"(?<![a-z0-9])r[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)  # r50_rank0.pth is of rank 0
 
 WORLD = re.compile(r"world_size[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
@@ -47,10 +48,15 @@ EXTRA = "extra_state"
 FLAT = "_flat_param"
 
 
+def rank_in(name: str) -> re.Match[str] | None:
+    """Return where a file's name says which rank wrote it."""
+    return RANK.search(name) or SHORT.search(name)
+
+
 def candidates(folder: str) -> Candidates:
     """Return the files in a folder that are named after a rank."""
     names = names_in(folder)
-    named = [name for name in names if RANK.search(name) and name.endswith(CHECKPOINT_ENDINGS)]
+    named = [name for name in names if rank_in(name) and name.endswith(CHECKPOINT_ENDINGS)]
     for name in named:
         if (first := SECOND.sub("", name)) != name and first in names:
             path = os.path.join(folder, name)
@@ -76,7 +82,7 @@ class _Facts:
         """Who wrote it: as its tensors say, else as its name does."""
         if self.sharded is not None:
             return self.sharded.rank
-        named = RANK.search(os.path.basename(self.file.path))
+        named = rank_in(os.path.basename(self.file.path))
         return int(named[1]) if named else None
 
 
@@ -227,14 +233,16 @@ def _groups(facts: Sequence[_Facts]) -> dict[str, list[_Facts]]:
             kind = "optimizer" if is_optimizer(facts_of.file.tree) else "model" if facts_of.sharded else stem
             alike.setdefault(kind, []).append(facts_of)
         once = all(len({facts_of.rank for facts_of in group}) == len(group) for group in alike.values())
-        if once or not all(RANK.search(stem.replace("#", "0")) for stem in groups):
+        if once or not all(rank_in(stem.replace("#", "0")) for stem in groups):
             return alike
     return groups
 
 
 def _named(group: Sequence[_Facts]) -> str:
     """Return the files of one kind as one name."""
-    return RANK.sub("rank_*", os.path.basename(group[0].file.path))
+    name = os.path.basename(group[0].file.path)
+    named = rank_in(name)
+    return f"{name[: named.start()]}rank_*{name[named.end() :]}" if named else name
 
 
 def _complete(size: int, group: Sequence[_Facts], take_rank: int | None) -> RankFiles:

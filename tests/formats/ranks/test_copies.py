@@ -84,3 +84,12 @@ def test_a_missing_copy_is_not_made_up(tmp_path: Path) -> None:
     (folder / "rank1.pt").unlink()
     with pytest.raises(Unreadable):
         ckpttool.open(folder)
+
+
+def test_a_model_s_own_number_is_no_rank(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", "net_r50_rank{}.pt", [state(), state()])
+    assert ckpttool.open(folder).ranks.world_size == 2  # type: ignore[union-attr]
+    for number in (18, 50):
+        torch.save(state(), save(tmp_path / "other", "x", []) / f"net-r{number}.pth")
+    with pytest.raises(Unreadable, match="holds checkpoints, and is none itself"):
+        ckpttool.open(tmp_path / "other")
