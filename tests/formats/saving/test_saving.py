@@ -502,7 +502,7 @@ def test_the_format_can_be_named_where_the_ending_does_not_tell(tmp_path: Path) 
     assert ckpttool.save(checkpoint, tmp_path / "weights", to="safetensors").format == "safetensors"
     assert "module.w" in load_file(tmp_path / "weights")
     with pytest.raises(UsageFault, match="its ending does not say which format") as fault:
-        ckpttool.save(checkpoint, tmp_path / "out.onnx")
+        ckpttool.save(checkpoint, tmp_path / "out.weights")
     assert ".safetensors" in str(fault.value.hint)
     with pytest.raises(UsageFault, match="there is no format 'onnx'") as fault:
         ckpttool.save(checkpoint, tmp_path / "out.pt", to="onnx")
