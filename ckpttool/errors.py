@@ -29,6 +29,15 @@ class CkptToolError(Exception):
         self.hint = hint
 
     @property
+    def __notes__(self) -> list[str]:
+        """The hint, which a traceback shows below the message (PEP 678)."""
+        hint = [f"hint: {self.hint}"] if self.hint else []
+        return [*hint, *self.__dict__.get("added", ())]
+
+    def add_note(self, note: str) -> None:
+        self.__dict__.setdefault("added", []).append(note)  # the property's list is a new one each time
+
+    @property
     def message(self) -> str:
         """The message without the hint: `str(error)`."""
         return str(self)

@@ -125,7 +125,7 @@ def saved_arguments(path: str, given: Sequence[str]) -> list[str]:
         tree = checkpoint.tree
         settings = tree.get("config") if isinstance(tree, dict) else None
     if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
-        raise UsageFault(f"{path}: does not say its model", hint="give --model SPEC")
+        raise UsageFault(f"--model: not given, and {path} does not say it", hint="give --model SPEC")
     flags = {}
     for name in SAVED:
         flag, value = f"--{name.replace('_', '-')}", settings.get(name)
@@ -180,7 +180,7 @@ def evaluate(job: Job) -> Score:
 
     config, model = job.config, job.model
     same_settings.report(config)
-    data_set.compare(job.data, "before evaluating")
+    data_set.compare(job.data, "before evaluating", workers=config.workers)
     digest = collectives.from_rank_zero(lambda: load(job))
     model.to(job.place.device)
     collectives.broadcast_into(model.state_dict().values())

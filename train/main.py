@@ -113,7 +113,7 @@ def train(job: Job) -> int:
 
     same_settings.report(job.config)
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
-    data_set.compare(job.data, "before training")
+    data_set.compare(job.data, "before training", workers=job.config.workers)
     with contextlib.ExitStack() as stack:
         claimed = folders.claimed(job.config, time.strftime("%Y%m%d-%H%M%S"))
         run = Run(job, collectives.from_rank_zero(lambda: stack.enter_context(claimed)))

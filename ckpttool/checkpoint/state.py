@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -80,6 +80,31 @@ class State:
 
     def __repr__(self) -> str:
         return f"<State '{self.where}': {len(self.tensors)} tensors>"
+
+    def __getitem__(self, name: str) -> TensorRef:
+        """Return a tensor by its name; `.numpy()` has its values, without torch."""
+        return self.tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        """The number of tensors."""
+        return len(self.tensors)
+
+    def __bool__(self) -> bool:
+        return True  # an empty state is one, too
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the tensors."""
+        return self.tensors.keys()
+
+    def items(self) -> ItemsView[str, TensorRef]:
+        """Return names and tensors."""
+        return self.tensors.items()
 
     @property
     def where(self) -> str:

@@ -45,6 +45,7 @@ class Outcome:
     where: str | None = None  # dotted path of the state in the new checkpoint, if it moved
     casting: CastReport | None = None  # complete once the output is written
     notes: list[str] = field(default_factory=list)  # said when the output is written
+    settings: Mapping[str, object] = field(default_factory=dict)  # what a config.json copied along must say
     result: object = None  # the library's report; its fields go into the JSON, and into notes
     fields: Mapping[str, object] = field(default_factory=dict)  # more of the JSON
 
@@ -87,14 +88,16 @@ class Companions:
         """The names of what is copied, which may be in a folder that is replaced."""
         return [os.path.basename(place) for place in self.copied.values()]
 
-    def copy(self, console: Console, *, dry: bool) -> None:
+    def copy(
+        self, console: Console, settings: Mapping[str, object] | None = None, *, dry: bool = False
+    ) -> None:
         """Copy what is to be copied, and name everything."""
         from ..formats import companions
 
         console.note_names("not copied (--companions does)", self.left)
         console.note_names("other files of the folder, not copied", self.others)
         if self.copied and not dry:
-            companions.copy(list(self.copied), list(self.copied.values()))
+            companions.copy(list(self.copied), list(self.copied.values()), settings or {})
             console.note_names("copied along", list(self.copied.values()))
 
     def fields(self) -> dict[str, object]:
@@ -197,7 +200,7 @@ def _report(
     without_versions = [name for name in lost if not _is_versions(name)]
     console.note_names(f"left out, as {saved.format} {saved.why_left_out}", without_versions)
     note_fields(console, saved)
-    companions.copy(console, dry=dry)
+    companions.copy(console, outcome.settings, dry=dry)
     for note in _warnings(console, saved, [name for name in lost if _is_versions(name)]):
         console.note(note)
     data = {

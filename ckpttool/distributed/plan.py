@@ -1,9 +1,9 @@
 """The plan of a training run: which rank takes which sample, at which step.
 
-Pure arithmetic, so every rank knows the whole plan without communication. An epoch is an order of the sample
-indices that depends on (seed, epoch) alone. It is cut into global batches, and each of them is dealt to the
-ranks in proportion to their weights. So the steps of an epoch take the same samples on any number of ranks
-and whatever their weights, and a run can resume at any step on other ranks.
+Pure arithmetic, so every rank knows the plan without communication. An epoch is an order of the sample
+indices that depends on (seed, epoch) alone, cut into global batches, each dealt to the ranks by their
+weights. So the steps take the same samples on any number of ranks, and a run can resume at any step on other
+ranks.
 
 `DistributedSampler` repeats or drops samples to make all shares equal; `sampler="torch"` is its order, cut
 and dealt in the same way. torch is imported only for that.
@@ -43,45 +43,36 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """How an epoch of samples is ordered, cut into global batches, and dealt to ranks.
+    """How an epoch of samples is ordered, cut into global batches, and dealt to ranks."""
 
-    Attributes:
-        samples: size of the data set.
-        batch_size: samples per optimizer step over all ranks.
-        seed: with the epoch, determines the order.
-        drop_last: leave out the short batch that ends an epoch; with `sampler="torch"` also the samples that
-            do not divide by the ranks, as `drop_last` of the sampler and of the loader do together.
-        accumulate: forward passes of a rank per step; fewer if its share is smaller.
-        sampler: `exact`: each sample once, in an order by Python's generator. `torch`: rank r takes what
-            `DataLoader(data, batch_size // ranks, sampler=DistributedSampler(data, ranks, r, True, seed))`
-            takes: a random order by torch's generator, which repeats samples from its front until it divides
-            by the ranks. `none`: every rank takes all samples, as without a sampler.
-        set_epoch: give each epoch its own order; if not, all have that of epoch 0.
-        rank_batch: samples of each rank in a full batch; `batch_size` is their sum.
-        rank_share: weights of the ranks in every batch.
-    """
-
-    samples: int
-    batch_size: int
-    seed: int = 0
+    samples: int  # size of the data set
+    batch_size: int  # samples per optimizer step over all ranks
+    seed: int = 0  # with the epoch, determines the order
+    # leave out the short batch that ends an epoch; with `sampler="torch"` also the samples that do not
+    # divide by the ranks, as `drop_last` of the sampler and of the loader do together
     drop_last: bool = False
-    accumulate: int = 1
+    accumulate: int = 1  # forward passes of a rank per step; fewer if its share is smaller
+    # `exact`: each sample once, in an order by Python's generator. `torch`: rank r takes what
+    # `DataLoader(data, batch_size // ranks, sampler=DistributedSampler(data, ranks, r, True, seed))` takes:
+    # a random order by torch's generator, which repeats samples from its front until it divides by the
+    # ranks. `none`: every rank takes all samples, as without a sampler
     sampler: str = "exact"
-    set_epoch: bool = True
+    set_epoch: bool = True  # give each epoch its own order; if not, all have that of epoch 0
+    # samples of each rank in a full batch; `batch_size` is their sum
     rank_batch: tuple[int, ...] | None = None
-    rank_share: tuple[int, ...] | None = None
+    rank_share: tuple[int, ...] | None = None  # weights of the ranks in every batch
 
     def length(self, world_size: int) -> int:
         """Return the number of samples in an epoch's order over all ranks; repeats count."""
         if self.sampler == "torch":
-            each = self.samples // world_size if self.drop_last else -(-self.samples // world_size)
-            return each * world_size
+            per_rank = self.samples // world_size if self.drop_last else -(-self.samples // world_size)
+            return per_rank * world_size
         return self.samples * (world_size if self.sampler == "none" else 1)
 
     def steps_of(self, world_size: int) -> int:
         """Return the number of optimizer steps in an epoch, the same on every rank."""
-        whole, rest = divmod(self.length(world_size), self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        full, rest = divmod(self.length(world_size), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
 
     def order(self, epoch: int, world_size: int = 1) -> NDArray[Any]:
         """Return the sample indices of an epoch in their order, before they are cut into batches.

@@ -37,11 +37,19 @@ def state(pid: int, began_at: int) -> str:
 
 
 def work() -> tuple[float, int]:
-    """Return the seconds of processor time that this process has used, and the bytes it read and wrote."""
+    """Return the seconds that this process computed or waited for a processor, and the bytes it moved."""
+    # On a busy machine a rank may get next to no time: it does not hang, and what it waits is counted, too.
     moved = 0
     with contextlib.suppress(OSError), open("/proc/self/io") as file:
         moved = sum(int(count) for count in re.findall(r"^[rw]char: (\d+)", file.read(), re.MULTILINE))
-    return time.process_time(), moved
+    return time.process_time() + _waited(), moved
+
+
+def _waited() -> float:
+    """Return the seconds for which the main thread could have run and had no processor."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
+    return 0.0
 
 
 def children_seconds() -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import OutputExists, UsageFault
+from ..errors import Damaged, OutputExists, UsageFault
 from ..files.commit import replacing
 from . import folders
 from .shards import writing as sharding
@@ -94,8 +95,19 @@ def _is_same(path: str, other: str) -> bool:
     return os.path.isfile(other) and filecmp.cmp(path, other, shallow=False)
 
 
-def copy(paths: Sequence[str], places: Sequence[str]) -> None:
-    """Copy each companion to its place, whole or not at all."""
+def copy(paths: Sequence[str], places: Sequence[str], settings: Mapping[str, object] | None = None) -> None:
+    """Copy each companion to its place, whole or not at all; a config.json with these settings changed."""
     for path, place in zip(paths, places, strict=True):
         with open(path, "rb") as source, replacing(place) as file:
-            shutil.copyfileobj(source, file)
+            if settings and os.path.basename(path) == "config.json":
+                file.write(_with_settings(path, source.read(), settings))
+            else:
+                shutil.copyfileobj(source, file)
+
+
+def _with_settings(path: str, text: bytes, settings: Mapping[str, object]) -> bytes:
+    try:
+        old = json.loads(text)
+        return (json.dumps({**old, **settings}, indent=2) + "\n").encode()
+    except (ValueError, TypeError, RecursionError):
+        raise Damaged(path, "is no JSON object") from None

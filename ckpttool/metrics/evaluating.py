@@ -14,6 +14,7 @@ computed from results joined by sample.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +98,7 @@ def evaluate(
 
     Raises:
         TypeError: a metric is not one of `ckpttool.metrics`, or `loss` does not return (sum, count).
-        CheckFailed: a metric does not take the outputs; names it.
+        CheckFailed: a metric does not take the outputs, or a count is below 0 or not finite.
         RankFailed: another rank failed; all ranks end after the current batch.
     """
     evaluator = Evaluator(samples, batch_size=batch_size, device=device)
@@ -317,7 +318,10 @@ def _compared(outputs: Any, batch: Any) -> tuple[Any, Any]:
 def _pair(returned: Any) -> tuple[float, float]:
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise TypeError(f"loss returned a {type(returned).__name__}, not (sum, count)")
-    return float(returned[0]), float(returned[1])
+    count = float(returned[1])
+    if not 0 <= count < math.inf:  # else the sum of all counts would leave it out
+        raise CheckFailed(f"loss returned a count of {count:g}", hint="it is how many the sum is over")
+    return float(returned[0]), count
 
 
 def _loader(samples: Dataset[Any]) -> Load:

@@ -11,10 +11,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from ..errors import Damaged, Unreadable
+from ..errors import Damaged, Refused, Unreadable, Unsupported
 from .dtypes import SIGNED, DType
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAX_BYTES = 2**63 - 1
 DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
@@ -279,6 +282,47 @@ class TensorRef:
             return 0, 0
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+
+    def numpy(self) -> NDArray[Any]:
+        """Return the values as a new numpy array, without torch.
+
+        bfloat16 and the 8-bit floats get the types of ml_dtypes.
+
+        Raises:
+            Unsupported: numpy has no such element type: complex32, quantised and bit types.
+            Refused: a view that repeats its storage by more than 1 GiB.
+            Damaged: the file ends early. Unreadable: the checkpoint was closed.
+        """
+        import numpy as np
+
+        if self.nbytes > self.storage.nbytes + (1 << 30):
+            raise Refused(self.storage.data.path, f"a view that expands its storage to {self.nbytes} bytes")
+        kind = self._numpy_type()
+        begin, end = self.span
+        array = np.frombuffer(bytearray(self.storage.data.part(begin, end - begin).read()), np.uint8)
+        if self.is_swapped:
+            array = array.view(f"u{self.dtype.part}" if self.dtype.part < 16 else "u8").byteswap()
+        steps = [step * self.dtype.itemsize for step in self.stride]
+        # As unsigned numbers: numpy can't make views of the types of ml_dtypes.
+        carrier = f"u{self.dtype.itemsize}" if self.dtype.itemsize < 16 else kind
+        elements = np.lib.stride_tricks.as_strided(array.view(carrier), self.shape, steps)
+        values: NDArray[Any] = np.array(elements, order="C").view(kind)
+        values = np.conj(values) if self.conj else values
+        return -values if self.neg else values
+
+    def _numpy_type(self) -> Any:
+        import numpy as np
+
+        name = self.dtype.name
+        known = getattr(np, "bool_" if name == "bool" else name, None)
+        if known is None and name.startswith(("bfloat16", "float8")):
+            import ml_dtypes
+
+            known = getattr(ml_dtypes, name, None)
+        if known is None:
+            hint = "load it with torch: state.load(), or cast it first: ckpttool.cast"
+            raise Unsupported(self.storage.data.path, f"numpy has no type {name}", hint=hint)
+        return np.dtype(known)
 
     @classmethod
     def contiguous(cls, storage: Storage, dtype: DType, shape: tuple[int, ...]) -> TensorRef:

@@ -70,7 +70,7 @@ def test_a_command_with_nothing_to_do_says_so_and_calls_it_no_error(cli: Any) ->
 
 def test_a_missing_choice_is_listed_on_the_line(cli: Any) -> None:
     assert cli("optimizer", "a.pt", "b.pt").err.splitlines()[0] == (
-        "error: Missing option '--to'. Choose from: names, indices"
+        "error: Missing option '--to'. Choose from: names, indices, flat"
     )
 
 

@@ -197,9 +197,13 @@ def holds_the_interpreter(rank: int, folder: Path) -> None:
 
 
 def is_slow(rank: int, folder: Path) -> None:
-    # Between half of the timeout, when it is slow, and all of it is room for a busy machine.
-    late = only(rank, folder, "data", 3, lambda: time.sleep(1.9 * TIMEOUT))
-    train(rank, folder, steps=80, at=late, timeout=3 * TIMEOUT)
+    def come_late() -> None:
+        """Wait for the warning, which comes after half of the timeout, or later on a busy machine."""
+        end = time.monotonic() + 2.7 * TIMEOUT
+        while "is slow" not in (folder / "0.log").read_text() and time.monotonic() < end:
+            time.sleep(0.1)
+
+    train(rank, folder, steps=80, at=only(rank, folder, "data", 3, come_late), timeout=3 * TIMEOUT)
 
 
 def computes_long(rank: int, folder: Path) -> None:
@@ -400,6 +404,27 @@ def test_a_slow_loader_is_named_in_a_warning_and_its_end_too(cases: Cases) -> No
     assert re.search(r"^warning: rank 0: rank 1 is slow: in 'data' of step 3 for \d+ s", said), said
     assert "counts as hung once it has done nothing for 12 s" in said
     assert said.endswith("warning: rank 0: rank 1 has continued\n")
+
+
+STARVED = """
+import os, subprocess, sys, time
+from ckpttool.distributed import processes
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+before, end = processes.work()[0], time.monotonic() + 1
+while time.monotonic() < end:
+    pass
+print(processes.work()[0] - before)
+rival.kill()
+rival.wait()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count that")
+def test_a_rank_that_waits_for_a_processor_works() -> None:
+    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 0.8
 
 
 def test_one_rank_is_not_watched_and_no_thread_is_left() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.fuzz.judge import Outcome
 from tests.fuzz.mutations import change_one
-from tests.fuzz.seeds import Files, put, seeds
+from tests.fuzz.seeds import Files, Odd, put, seeds
 from tests.fuzz.worker import Worker
 from tests.support.attacks import ATTACKS
 from tests.support.running import ROOT
@@ -214,8 +214,8 @@ CORPUS = ROOT / "tests" / "corpus"
 def keep(found: Found) -> Path:
     """Write a file, or a folder, into the corpus; return where."""
     path = CORPUS / found.name
-    if not path.exists():
-        put(found.files, path)
+    if not path.exists():  # git keeps no pipes, so what is no regular file is told by a text
+        put({f"{name}{'.odd' * isinstance(raw, Odd)}": bytes(raw) for name, raw in found.files.items()}, path)
     return path
 
 
@@ -225,5 +225,8 @@ def kept() -> dict[str, Files]:
     for path in sorted(CORPUS.iterdir()):
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         if path.suffix != ".md":
-            found[path.name] = {"" if file == path else file.name: file.read_bytes() for file in files}
+            named = ((("" if file == path else file.name), file.read_bytes()) for file in files)
+            found[path.name] = {
+                name.removesuffix(".odd"): Odd(raw) if name.endswith(".odd") else raw for name, raw in named
+            }
     return found

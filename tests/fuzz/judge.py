@@ -24,11 +24,15 @@ from ckpttool.analysis.verify import verify
 from ckpttool.checkpoint import full_encoding
 from ckpttool.errors import CkptToolError
 from ckpttool.files.digest import digest
+from ckpttool.formats import companions
 from ckpttool.formats.zip.reader import read_directory
 from ckpttool.inert_pickle.values import TooDeep
 from ckpttool.inert_pickle.weights_only import TAKEN
+from ckpttool.metrics import predictions
+from ckpttool.metrics.certificate import recompute
 from ckpttool.tensors.ref import ByteRange, Source, TensorRef
 from ckpttool.tensors.values import stream
+from tests.fuzz.seeds import SECRET
 from tests.support.comparing import assert_same, values
 
 # Bytes of a tensor's values that are compared at most: a view may repeat one byte without end
@@ -94,10 +98,16 @@ def _place_of(error: BaseException) -> str:
 
 
 def _use(path: Path, out: Path, outcome: Outcome) -> bool:
+    if os.path.lexists(path / "adapter_config.json"):
+        return _use_adapter(path, out)
     with ckpttool.open(path) as checkpoint:
         summarize(checkpoint)
         meant = _contents(checkpoint)
         is_whole = verify(checkpoint).ok
+        _copy_companions(checkpoint, path, out, outcome)
+        if {"index", "label", "prediction", "loss"} <= {*dict(checkpoint.tensors())}:
+            file = predictions.read(path)
+            recompute([file], len(file.predictions))
         try:
             ckpttool.save(checkpoint, out / "out.pt", force=True)
             ckpttool.save(checkpoint, out / "out.safetensors", force=True, full=True)
@@ -112,6 +122,29 @@ def _use(path: Path, out: Path, outcome: Outcome) -> bool:
             elif _contents(again)[1] != meant[1]:
                 outcome.fail(f"{name} has another tree", f"{meant[1][:1500]}\n{_contents(again)[1][:1500]}")
     return is_whole
+
+
+def _use_adapter(path: Path, out: Path) -> bool:
+    with ckpttool.open(path / "base.safetensors") as base:
+        adapter = ckpttool.open_adapter(path)
+        with adapter.checkpoint:
+            merged, _ = ckpttool.merge_lora(base, adapter)
+            ckpttool.save(merged, out / "out.safetensors", force=True)
+            ckpttool.save(merged, out / "out.pt", force=True)
+    return True
+
+
+def _copy_companions(checkpoint: ckpttool.Checkpoint, path: Path, out: Path, outcome: Outcome) -> None:
+    """Copy what lies next to the files of a folder, which must come from the folder itself."""
+    if not path.is_dir():
+        return
+    paths, _ = companions.listed(checkpoint, str(path), str(path))
+    (out / "copied").mkdir()
+    places = [str(out / "copied" / os.path.basename(name)) for name in paths]
+    companions.copy(paths, places)
+    for place in places:
+        if SECRET in Path(place).read_bytes():
+            outcome.fail("copies a file from outside the folder", place)
 
 
 def _contents(checkpoint: ckpttool.Checkpoint) -> tuple[str, str]:
@@ -129,7 +162,7 @@ def compare(path: Path, out: Path, outcome: Outcome) -> None:
         warnings.simplefilter("ignore")
         if outcome.accepted:
             _require_loadable(out / "out.pt", outcome)
-        if path.is_dir():
+        if path.is_symlink() or not path.is_file():  # a pipe would wait, and a device never end
             return
         head = path.read_bytes()[:16]
         if head[:2] == b"PK":

@@ -11,6 +11,7 @@ import io
 import json
 import pickle
 import pickletools
+import re
 import struct
 import tarfile
 import warnings
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from tests.fuzz.seeds import Files
+from tests.fuzz.seeds import ODD, Files, Odd
 
 Change = Callable[[bytes, Random], bytes]
 
@@ -196,9 +197,23 @@ def _opcode(random: Random) -> bytes:
     return random.choice(OPCODES + MORE_OPCODES)
 
 
+def multiply_pickle(ops: list[bytes], random: Random) -> bytes:
+    """Make several numbers large, none of them so large that it is refused: what counts is their product."""
+    places = [place for place, op in enumerate(ops) if op[:1] in b"KMJ\x8a"]
+    if not places:
+        return b"".join(ops)
+    first, power = random.randrange(len(places)), random.randrange(6, 24)
+    together = places[first : first + random.choice((2, 3, 4, 8))]
+    for place in random.sample(together, random.randrange(1, len(together) + 1)):
+        ops[place] = _integer(random.choice((1 << power, 1 << power, 0, 1)))
+    return b"".join(ops)
+
+
 def change_pickle(raw: bytes, random: Random) -> bytes:
     """Change one opcode of a pickle, or move, repeat or insert some."""
     ops = opcodes_of(raw)
+    if ops and random.random() < 0.25:
+        return multiply_pickle(ops, random)
     if not ops or random.random() < 0.1:
         return any_bytes(raw, random)
     at, what = random.randrange(len(ops)), random.randrange(8)
@@ -241,6 +256,8 @@ def change_json(raw: bytes, random: Random) -> bytes:
     places = [*_places(tree)]
     if not places:
         return any_bytes(raw, random)
+    if random.random() < 0.15:
+        return multiply_json(tree, places, random)
     holder, key = random.choice(places)
     value, what = holder[key], random.randrange(7)
     if what == 0:
@@ -267,6 +284,30 @@ def change_json(raw: bytes, random: Random) -> bytes:
         choices = (number(random), float(number(random)), None, True, "", [], {}, random.choice(WORDS), 0.5)
         holder[key] = random.choice((*choices, "F32", "I64", "BOOL", "F8_E4M3", [number(random)]))
     return json.dumps(tree).encode("utf-8", "surrogatepass")
+
+
+def multiply_json(tree: Any, places: list[tuple[Any, Any]], random: Random) -> bytes:
+    """Make several values large together: numbers, texts and lists by themselves, dicts by other keys."""
+    for holder, key in random.sample(places, min(len(places), random.choice((2, 3, 4)))):
+        value, times = holder[key], 1 << random.randrange(1, 12)
+        if isinstance(value, int) and not isinstance(value, bool):
+            holder[key] = 1 << random.randrange(4, 40)
+        elif isinstance(value, str | list):
+            holder[key] = value * times
+        elif isinstance(value, dict) and len(value) < 100:
+            longer = random.choice((1, 1, 20))
+            few = [*value.items()][:4]
+            value |= {f"{name}{number}" * longer: item for number in range(times) for name, item in few}
+        if len(json.dumps(tree)) > LARGEST:
+            break
+    return json.dumps(tree).encode("utf-8", "surrogatepass")
+
+
+def multiply_rows(raw: bytes, random: Random) -> bytes:
+    """Put large numbers into the values of a file, where they may be labels, indices or counts."""
+    at = random.randrange(max(1, len(raw) - 8))
+    large = (1 << random.randrange(16, 50)).to_bytes(8, "little")
+    return raw[:at] + large + raw[at + 8 :]
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
@@ -313,7 +354,7 @@ def change_zip(raw: bytes, random: Random) -> bytes:
             records = [[each.filename, archive.read(each), zipfile.ZIP_STORED] for each in archive.infolist()]
     except Exception:
         return any_bytes(raw, random)
-    what = random.randrange(10)
+    what = random.randrange(13)
     if what == 0 or not records:
         return change_zip_field(raw, random)
     if what == 1:
@@ -369,7 +410,8 @@ def change_safetensors(raw: bytes, random: Random) -> bytes:
     if what == 0:
         return struct.pack("<Q", number(random) & 2**64 - 1) + raw[8:]
     if what == 1:
-        return raw[: 8 + size] + any_bytes(data, random)
+        change = random.choice((any_bytes, multiply_rows))
+        return raw[: 8 + size] + change(data, random)
     if what == 2:
         return any_bytes(raw, random)
     header = change_json(header, random)
@@ -434,12 +476,18 @@ def change(raw: bytes, random: Random) -> bytes:
 
 def change_one(files: Files, random: Random) -> Files:
     """Change one file of a checkpoint; of a folder mostly its index, now and then the folder itself."""
-    names = sorted(files)
+    names = sorted(name for name in files if not isinstance(files[name], Odd))
     if not names:
         return files
+    if random.random() < 0.04:  # a pipe waits, a device never ends, and a link leads elsewhere
+        return {**files, random.choice(names): random.choice(ODD)}
     telling = [name for name in names if name.endswith((".json", ".metadata"))]
     name = random.choice(telling if telling and random.random() < 0.5 else names)
     if name and random.random() < 0.1:
         rest = {other: raw for other, raw in files.items() if other != name}
         return random.choice((rest, {**rest, f"x{name}": files[name]}, {**files, name: files[names[0]]}))
+    if random.random() < 0.5:  # the files of all ranks the same, or they contradict each other
+        seed, kind = random.random(), re.sub(r"\d+", "", name)
+        same = [other for other in names if re.sub(r"\d+", "", other) == kind]
+        return {**files, **{other: change(files[other], Random(seed)) for other in same}}
     return {**files, name: change(files[name], random)}

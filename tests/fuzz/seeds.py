@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,6 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+import ckpttool
+from ckpttool.inert_pickle.values import Global, Record, rebuild
+from ckpttool.metrics import predictions
 from tests.support.every_format import as_dcp, as_script, as_tar, converted, with_objects
 
 # The files of a checkpoint by name; that of a single file is empty
@@ -62,6 +68,76 @@ def _safetensors(path: Path) -> None:
     )
 
 
+def _ranks(path: Path, rows: int = 4) -> None:
+    """Write what two ranks hold: DTensors with their mesh and placements."""
+    model = {"a": torch.arange(3.0 * rows).reshape(rows, 3), "b": torch.ones(rows), "n": torch.tensor(3)}
+    momentum = {name: {"step": 1.0, "exp_avg": model[name] / 2} for name in ("a", "b")}
+    optimizer = {"state": momentum, "param_groups": [{"params": ["a", "b"], "lr": 0.1}]}
+    torch.save({"model": model, "optimizer": optimizer, "epoch": 3}, path.with_name("whole.pt"))
+    with ckpttool.open(path.with_name("whole.pt")) as whole:
+        ckpttool.split(whole, path, 2, device="cpu")
+
+
+def _adapter(path: Path) -> None:
+    """Write an adapter of LoRA, with patterns for its ranks, and the model it belongs to."""
+    path.mkdir()
+    weights = {f"layers.{i}.proj.weight": torch.ones(4, 6) for i in range(3)}
+    save_file(weights, path / "base.safetensors")
+    factors = {}
+    for i in range(3):
+        factors[f"base_model.model.layers.{i}.proj.lora_A.weight"] = torch.ones(2, 6)
+        factors[f"base_model.model.layers.{i}.proj.lora_B.weight"] = torch.ones(4, 2)
+    save_file(factors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["proj"],
+        "fan_in_fan_out": False,
+    }
+    config |= {"rank_pattern": {"layers.0.proj": 2, r"layers\.[12]\.proj": 2}, "alpha_pattern": {"proj": 4}}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _with_companions(path: Path) -> None:
+    """Write a folder as the hub has it: shards, their index, and files that are no checkpoint's."""
+    converted(training, to="safetensors-sharded", shard_size=64)(path)
+    (path / "config.json").write_text('{"model_type": "x"}')
+    (path / "tokenizer.json").write_text("{}")
+
+
+def _predictions(path: Path) -> None:
+    import numpy as np
+
+    rows = np.arange(8)
+    columns = predictions.Predictions(rows, rows % 3, rows % 4, np.ones(8))
+    predictions.write(path, columns, predictions.Evaluation(1, 8), 0)
+
+
+def _rows(path: Path) -> None:
+    """Write the columns alone, as a script of the user's may: no digest says that they were changed."""
+    rows = torch.arange(8)
+    labels = {"index": rows, "prediction": rows % 3, "label": rows % 4}
+    save_file({**labels, "loss": torch.ones(8, dtype=torch.float64)}, path)
+
+
+def strided(path: Path, rows: int = 4) -> None:
+    """Write what two ranks hold, each every other row, as FSDP2 over tensor parallelism may place them."""
+    _ranks(path, rows)
+    state = {"dim": 0, "split_factor": rows // 2}
+
+    def change(value: object) -> object:
+        if isinstance(value, Record) and value.type_name.endswith(".Shard"):
+            name = Global("torch.distributed.tensor.placement_types", "_StridedShard")
+            return Record("newobj", name, (), state=state, has_state=True)
+        return value
+
+    for file in sorted(path.iterdir()):
+        with ckpttool.open(file) as piece:
+            new = dataclasses.replace(piece, tree=rebuild(piece.tree, change))
+            ckpttool.save(new, file, force=True)
+
+
 # By format, what writes each seed
 SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "zip .pt": (
@@ -84,7 +160,12 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     ),
     "shards, torch": (converted(training, to="torch-sharded", shard_size=64),),
     "DCP": (as_dcp(training), converted(training, to="dcp", full=True)),
+    "files of ranks": (_ranks, strided),
+    "LoRA": (_adapter,),
+    "folder of the hub": (_with_companions,),
+    "predictions": (_predictions, _rows),
 }
+
 
 FOLDERS = ("shards, safetensors", "shards, torch", "DCP")
 
@@ -92,21 +173,37 @@ FOLDERS = ("shards, safetensors", "shards, torch", "DCP")
 @functools.cache
 def seeds(kind: str) -> tuple[Files, ...]:
     """Return the seeds of a format."""
-    made = []
-    for write in SEEDS[kind]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "in"
-            write(path)
-            files = sorted(path.iterdir()) if path.is_dir() else [path]
-            made.append({"" if file == path else file.name: file.read_bytes() for file in files})
-    return tuple(made)
+    return tuple(map(written_by, SEEDS[kind]))
+
+
+def written_by(write: Callable[[Path], object]) -> Files:
+    """Return the files that a function writes to a path."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "in"
+        write(path)
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        return {"" if file == path else file.name: file.read_bytes() for file in files}
+
+
+class Odd(bytes):
+    """What stands in a file's place and is no regular file: `fifo`, `folder`, or where a link leads."""
+
+
+ODD = (Odd(b"fifo"), Odd(b"folder"), Odd(b"/dev/zero"), Odd(b"../secret"), Odd(b"."), Odd(b"nothing"))
+SECRET = b"the user's own, next to the checkpoint"
 
 
 def put(files: Files, path: Path) -> None:
     """Write files to a path: a file, or a folder of them."""
-    if "" in files:
-        path.write_bytes(files[""])
-        return
-    path.mkdir()
+    if "" not in files:
+        path.mkdir()
     for name, raw in files.items():
-        (path / name).write_bytes(raw)
+        place = path / name if name else path
+        if not isinstance(raw, Odd):
+            place.write_bytes(raw)
+        elif raw == b"fifo":
+            os.mkfifo(place)
+        elif raw == b"folder":
+            place.mkdir()
+        else:
+            place.symlink_to(raw.decode())

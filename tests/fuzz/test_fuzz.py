@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ckpttool.checkpoint import checksums
+from ckpttool.formats import companions
+from ckpttool.formats.ranks import device_meshes, sharded_values
 from ckpttool.formats.safetensors import format as safetensors_format
+from ckpttool.metrics import certificate
 from ckpttool.tensors import ref
+from ckpttool.transforms.lora import adapter
 from tests.fuzz.campaign import files_of, judged, kept, minimised
-from tests.fuzz.seeds import SEEDS, Files, seeds
+from tests.fuzz.seeds import SEEDS, Files, Odd, seeds, strided, written_by
 from tests.fuzz.worker import Worker
 
 
@@ -119,6 +125,31 @@ def waste() -> None:
     checksums.Checksums.finish = take  # type: ignore[method-assign]
 
 
+def follow_links() -> None:
+    """Copy along what links lead to, wherever it lies."""
+    companions._is_inside = lambda *_: True
+
+
+def open_anything() -> None:
+    """Open pipes and devices too, and read whatever they have."""
+    adapter.json_object = lambda path: json.loads(Path(path).read_text())
+
+
+def count_all_classes() -> None:
+    """Take every number up to the largest label for a class."""
+    certificate._numbered = lambda labels, predictions: (
+        tuple(map(str, range(int(labels.max()) + 1))),
+        labels,
+        predictions,
+    )
+
+
+def place_without_bounds() -> None:
+    """Follow placements for as many pieces as they say."""
+    sharded_values.MAX_CHUNKS = 1 << 60
+    device_meshes.Work.spend = lambda *_: None  # type: ignore[method-assign]
+
+
 def wrong_of(kind: str, hole: Callable[[], None], files: Files | None = None) -> str:
     """Return what the fuzzer says of an honest file, or another, with something broken."""
     with Worker(hole) as worker:
@@ -148,6 +179,69 @@ def test_an_error_that_is_none_of_the_packages_is_found() -> None:
 
 def test_memory_beyond_the_bound_is_found() -> None:
     assert wrong_of("zip .pt", waste) == "takes too much memory"
+
+
+def with_odd(kind: str, name: str, odd: bytes) -> Files:
+    return {**seeds(kind)[0], name: Odd(odd)}
+
+
+# Files that are no regular files, and fields that multiply: without the hole each is refused or costs little.
+SHAPES: dict[str, tuple[str, Callable[[], None], Callable[[], Files], str]] = {
+    "a link out of the folder": (
+        "folder of the hub",
+        follow_links,
+        lambda: with_odd("folder of the hub", "config.json", b"../secret"),
+        "copies a file from outside the folder",
+    ),
+    "a pipe": (
+        "LoRA",
+        open_anything,
+        lambda: with_odd("LoRA", "adapter_config.json", b"fifo"),
+        "the package hangs",
+    ),
+    "a device without an end": (
+        "LoRA",
+        open_anything,
+        lambda: with_odd("LoRA", "adapter_config.json", b"/dev/zero"),
+        "",
+    ),
+    "a label of 2^26": (
+        "predictions",
+        count_all_classes,
+        lambda: {"": with_large_label(seeds("predictions")[1][""])},
+        "",
+    ),
+    "a placement of 2^18 pieces": (
+        "files of ranks",
+        place_without_bounds,
+        lambda: written_by(functools.partial(strided, rows=1 << 18)),
+        "",
+    ),
+}
+
+
+def with_large_label(raw: bytes) -> bytes:
+    """Return columns in which the last 3, a label, is 2^26."""
+    before, _, after = raw.rpartition(b"\x03" + bytes(7))
+    return before + (1 << 26).to_bytes(8, "little") + after
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_that_costs_without_end_is_found(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fuzz.worker.HANGS", 3.0)
+    monkeypatch.setattr("tests.fuzz.worker.WAITS", 2)
+    kind, hole, make, wrong = SHAPES[shape]
+    files = make()
+    assert wrong_of(kind, lambda: None, files) == ""
+    found = wrong_of(kind, hole, files)
+    assert found and found.startswith(wrong)
+
+
+def test_a_link_out_of_the_folder_is_found_by_chance_too() -> None:
+    drawn = (files_of("folder of the hub", 0, number) for number in range(100))
+    with Worker(follow_links) as worker:
+        links = (files for files in drawn if any(isinstance(raw, Odd) for raw in files.values()))
+        assert any(judged(worker, files).wrong for files in links)
 
 
 def test_a_hang_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

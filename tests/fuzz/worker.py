@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.judge import Outcome, compare, use
-from tests.fuzz.seeds import Files, put
+from tests.fuzz.seeds import SECRET, Files, put
 
 # Seconds of CPU time after which a file counts as one that hangs
 HANGS = 20.0
 
 # The same for the comparison with other libraries, which are not waited for longer
 OTHERS_HANG = 4.0
+
+# Seconds of sleep without any work after which it hangs too: it waits for a pipe that nobody writes to
+WAITS = 15
 
 # Bytes of address space beyond those of the start: other libraries allocate what a file claims
 ROOM = 4 << 30
@@ -37,6 +40,7 @@ class Worker:
 
     def __enter__(self) -> Worker:
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        (self.folder / "secret").write_bytes(SECRET)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,7 +52,7 @@ class Worker:
         if self.process is None:
             self._start()
         path = self.folder / "in"
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         put(files, path)
         self.pipe.send(str(path))
         outcome = self._answer(HANGS)
@@ -62,11 +66,15 @@ class Worker:
 
     def _answer(self, seconds: float) -> Outcome | None:
         """Wait for the worker; return None when it has died, or has worked for longer than `seconds`."""
-        started = self._cpu()
+        started = last = self._cpu()
+        idle = 0
         with contextlib.suppress(EOFError, ConnectionError):
             while not self.pipe.poll(1.0):
-                if self._cpu() - started > seconds or not self.process.is_alive():
+                now, sleeps = self._cpu(), self._sleeps()
+                idle = idle + 1 if sleeps and now == last else 0
+                if now - started > seconds or idle >= WAITS or not self.process.is_alive():
                     return None
+                last = now
             found: Outcome = self.pipe.recv()
             return found
         return None
@@ -78,6 +86,13 @@ class Worker:
         except OSError:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _sleeps(self) -> bool:
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] == "S"
+        except OSError:
+            return False
 
     def _died(self, whose: str) -> Outcome:
         is_alive = self.process.is_alive()
@@ -121,7 +136,7 @@ def _serve(pipe: Connection, folder: Path, hole: Any) -> None:
                 gc.collect()
             path = Path(pipe.recv())
             for left in out.iterdir():
-                left.unlink()
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
             outcome = use(path, out)
             pipe.send(outcome)
             try:

@@ -128,6 +128,20 @@ class Named(Dataset[Any]):
         return {"pair": (torch.full((2,), float(index)), index), "name": f"sample {index}"}
 
 
+def test_a_count_may_be_a_sum_of_weights() -> None:
+    """64 samples in batches of 32: 3 / 5 is no mean of the batches' means, and 2.5 is not cut to 2."""
+    counts = iter([2.5, torch.tensor(0.5)])
+    sums = iter([1.0, 0.8])
+    result = metrics.evaluate(linear(), numbers(64), lambda *_: (next(sums), next(counts)), batch_size=32)
+    assert (result.count, result.loss) == (3, pytest.approx(0.6, rel=1e-15))
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -1, -0.5])
+def test_a_count_that_is_none_is_refused(count: float) -> None:
+    with pytest.raises(CheckFailed, match=f"loss returned a count of {count:g}"):
+        metrics.evaluate(linear(), numbers(), lambda *_: (1.0, count))
+
+
 def test_samples_may_be_nested():
     seen: list[str] = []
 

@@ -288,8 +288,8 @@ def test_a_runs_checkpoint_needs_no_flags(run: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "code", "said"),
     [
-        (None, 2, "does not say its model (give --model SPEC)"),
-        ({"model": 3}, 2, "does not say its model"),
+        (None, 2, "does not say it (give --model SPEC)"),
+        ({"model": 3}, 2, "does not say it"),
         (
             {"model": "own.py:net"},
             2,

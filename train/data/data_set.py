@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +139,7 @@ def _data(config: DataConfig, parts: Parts, sizes: str) -> Data:
     return Data(config.data, parts.train, parts.test, parts.classes, shape, source, contents, config.task)
 
 
-def compare(data: Data, when: str) -> None:
+def compare(data: Data, when: str, *, workers: int = 0) -> None:
     """Raise RanksDiffer, whose message ends in `when`, unless all ranks have the same data. A collective."""
     hint = "the files of --data must be the same on every machine, and a factory must seed its own generators"
     known = {"--data": (data.fingerprint, data.classes)}
@@ -154,25 +153,27 @@ def compare(data: Data, when: str) -> None:
         if not redrawn:
             raise
         collectives.compare({**known, **fingerprint.flat(data.contents, redrawn)}, when, hint=hint)
-    _compare_samples(data, redrawn, when, hint)
+    _compare_samples(data, redrawn, when, hint, workers)
 
 
-def _compare_samples(data: Data, redrawn: set[str], when: str, hint: str) -> None:
-    """Compare as many more samples as rank 0 reads in a second or so: of a small data set, all."""
+def _compare_samples(data: Data, redrawn: set[str], when: str, hint: str, workers: int) -> None:
+    """Compare as many more samples as all ranks can read in a second or so: of a small data set, all."""
     if collectives.world_size() == 1:
         return
     parts = {"training": data.train, "test": data.test}
-    numbers: dict[str, int | None] = dict.fromkeys(parts)
-    digests: dict[str, str] = {}
-    for turn in (True, False):  # rank 0 says how many there are
-        with collectives.fail_together():
-            if (collectives.rank() == 0) == turn:
-                for part, samples in parts.items():
-                    found, numbers[part] = fingerprint.sampled(
-                        part, samples, data.name, data.task, number=numbers[part], leave_out=redrawn
-                    )
-                    digests |= found
-        numbers = collectives.from_rank_zero(partial(dict, numbers))
+    read = {
+        part: fingerprint.sampled(part, samples, data.name, data.task)
+        for part, samples in parts.items()
+        if not workers or fingerprint.is_in_memory(samples)  # reading in this process may be slow
+    }
+    counts = collectives.gather({part: len(samples) for part, samples in read.items()})
+    digests = {
+        name: digest
+        for part in read
+        for sample in read[part][: min(of_rank.get(part, 0) for of_rank in counts)]
+        for name, digest in sample.items()
+        if name.rpartition(" ")[0] not in redrawn
+    }
     try:
         collectives.compare(digests, when, hint=hint)
     except RanksDiffer:

@@ -13,7 +13,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ckpttool.errors import UsageFault
 from train.data.samples import Samples, checked, count, leaves
 
 DRAWN = 4  # samples read besides the first and the last, at places that depend only on their number
-SECONDS = 0.5  # in which rank 0 reads more samples of each part, to be compared between ranks only
+SECONDS = 0.5  # in which a rank reads more samples of each part, to be compared between ranks only
 FEW = 8  # differing samples that are read again
 BLOCKS = 16  # pieces into which the labels are cut, so that a difference can be located
 REDRAWS = 8  # how often a sample is read again to find out whether it differs each time
@@ -80,29 +80,28 @@ def redrawn(part: str, samples: Samples, before: Contents, name: str, task: str 
     return changed
 
 
-def sampled(
-    part: str,
-    samples: Samples,
-    name: str,
-    task: str,
-    *,
-    number: int | None,
-    leave_out: Collection[str],
-) -> tuple[dict[str, str], int]:
-    """Return digests of `number` samples by full name, and the number; None: as many as SECONDS allow."""
-    digests: dict[str, str] = {}
+def sampled(part: str, samples: Samples, name: str, task: str) -> list[dict[str, str]]:
+    """Return digests by full name of as many samples as SECONDS allow, always in the same order."""
+    read: list[dict[str, str]] = []
     if isinstance(getattr(_source(samples), "fingerprint", None), str):
-        return digests, 0
-    ends, done = time.monotonic() + SECONDS, 0
+        return read
+    ends = time.monotonic() + SECONDS
     for index in _scattered(count(samples)):
-        if done == number or (number is None and time.monotonic() >= ends):
+        if time.monotonic() >= ends:
             break
+        read.append({})
         with contextlib.suppress(Exception, SystemExit):  # training says so when it comes to that sample
             for kind, leaf in _read(part, samples, index, name, task).items():
-                if (title := _title(part, kind)) not in leave_out:
-                    digests[f"{title} {index}"] = _digest(leaf)
-        done += 1
-    return digests, done
+                read[-1][f"{_title(part, kind)} {index}"] = _digest(leaf)
+    return read
+
+
+def is_in_memory(samples: Any) -> bool:
+    """Return whether samples are rows of tensors."""
+    source = _source(samples)
+    while isinstance(source, Subset):
+        source = _source(source.dataset)
+    return isinstance(source, TensorDataset)
 
 
 def drawn_again(parts: Mapping[str, Samples], names: Sequence[str], name: str, task: str) -> bool:

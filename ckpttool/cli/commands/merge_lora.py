@@ -41,6 +41,7 @@ def command(adapter: str, **given: Any) -> None:
         def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
             new, merged = merge_lora(checkpoint, opened, state=target.state)
             done = f"added {counted(len(merged.updated), 'update', 'updates')} of {adapter}"
-            return new, Outcome(done, casting=merged.casting, result=merged)
+            settings = {"tie_word_embeddings": False} if merged.untied else {}
+            return new, Outcome(done, casting=merged.casting, settings=settings, result=merged)
 
         rewrite(given, transform)

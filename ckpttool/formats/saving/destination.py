@@ -138,7 +138,8 @@ def require_place(
     """Check that nothing is in the output's place, or that it may be replaced."""
     if path == "-" or not _is_there(path):
         return
-    if kind in folders.NAMES and os.path.isdir(path) and not os.listdir(path):
+    is_named_as_folder = path.endswith("/") or os.path.splitext(path)[1].lower() not in ENDINGS
+    if kind in folders.NAMES and is_named_as_folder and os.path.isdir(path) and not os.listdir(path):
         return  # an empty folder has nothing to lose
     found = _conflict(checkpoint, path, kind, kept)
     if found is not None:

@@ -1,8 +1,7 @@
-"""Files that hold a part of a model alone: one rank's pieces, one shard, one slice of a parallel run."""
+"""Files that hold a part of a model alone: one rank's pieces, one shard, or slices of tensors."""
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Iterator
@@ -11,18 +10,13 @@ from dataclasses import dataclass
 
 from ...checkpoint.checkpoint import SHARDING, Checkpoint
 from ...errors import CkptToolError
+from ...formats.one_of_several import piece_of
 from ...formats.reading import open as open_checkpoint
 from .fit import Fit
 from .lines import command_line
 from .report import Diagnosis, Problem, free_output
 
-SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
 ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:optim|model)_states\.pt")
-# Slices of tensor parallel runs, and what lies next to them: nothing here knows how they were cut.
-SLICES = (
-    (re.compile(r"consolidated\.\d+\.pth"), "consolidated.*.pth", "a Meta checkpoint"),
-    (re.compile(r"model_(?:optim_)?rng\.pt"), "../mp_rank_*/model*_rng.pt", "a Megatron checkpoint"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +26,7 @@ class Part:
     kind: str
     message: str
     folder: str  # of the whole; "" where no command joins its parts
+    way: str = ""  # to the whole, if the folder isn't one
 
     @contextmanager
     def opened(self) -> Iterator[Checkpoint | None]:
@@ -51,9 +46,8 @@ class Part:
         message, folder = self.message, self.folder
         problems: tuple[Problem, ...]
         if below is None:
-            if folder:
-                message += f"; copy all of them into {folder}, then: "
-                message += command_line(["ckpttool", "merge", folder, "OUT.pt"])
+            merge = command_line(["ckpttool", "merge", folder, "OUT.pt"])
+            message += f"; {self.way or f'copy all of them into {folder}, then: {merge}'}"
             problems, then = (Problem(self.kind, message),), None
         elif any(not problem.is_remark for problem in below.problems):
             message += "; what follows is of the whole folder"
@@ -70,17 +64,14 @@ class Part:
 def named_part(path: str) -> Part | None:
     """Return what a file that does not fit is a part of, by its name and what lies next to it."""
     folder, name = os.path.dirname(path) or ".", os.path.basename(path)
-    if shard := SHARD.fullmatch(name):
-        number, count = int(shard[1]), int(shard[2])
-        return Part("one-shard", f"the file is shard {number} of {count}", folder) if count > 1 else None
     if rank := ZERO.fullmatch(name):
         return Part("one-rank", f"the file is what rank {int(rank[1])} of a DeepSpeed run wrote", folder)
-    for pattern, others, whose in SLICES:
-        count = len(glob.glob(os.path.join(glob.escape(folder), others)))
-        if count > 1 and pattern.fullmatch(name):
-            message = f"the file is one of {count} slices of {whose}, which no command here joins: export it "
-            return Part("one-slice", message + "to Hugging Face's format with the framework's own script", "")
-    return None
+    piece = piece_of(path)
+    if piece is None:
+        return None
+    is_shard = piece.what.startswith("shard")
+    kind, message = "one-shard" if is_shard else "one-slice", f"the file is {piece.what}"
+    return Part(kind, message, folder if is_shard else "", piece.way)
 
 
 def rank_s_pieces(checkpoint: Checkpoint, where: str | None) -> Part | None:

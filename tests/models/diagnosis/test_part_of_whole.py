@@ -104,7 +104,8 @@ def test_a_part_without_the_rest_names_what_is_missing(file: str, words: str, cl
         save_file(state, path, metadata={SHARDING: "{}"} if file.startswith("pieces") else None)
     said = diagnosed(cli, path).replace("\n#  ", "")
     assert words in said
-    assert "copy all of them into run, then: ckpttool merge run OUT.pt" in said
+    assert "copy" in said
+    assert "ckpttool merge" in said
 
 
 @pytest.mark.parametrize("name", ["consolidated.00.pth", "model_optim_rng.pt"])
@@ -116,5 +117,5 @@ def test_a_slice_of_a_tensor_parallel_run_is_said_to_be_one(name: str, cli: Any,
         Path(part).parent.mkdir(exist_ok=True)
         torch.save({"0.weight": torch.ones(2, 4)}, part)
     said = diagnosed(cli, parts[0]).replace("\n#  ", "")
-    assert "one-slice: the file is one of 2 slices of" in said
-    assert "with the framework's own script" in said
+    assert "one-slice: the file is one of 2 files that ranks wrote" in said
+    assert "ckpttool can't join them" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
@@ -21,6 +23,7 @@ class Listed(Dataset[Any]):
     """Samples that no list of tensors shows; `differs` is one that is another on this rank."""
 
     broken: tuple[int, ...] = ()
+    pause = 0.0
 
     def __init__(self, differs: int | None, draws: str = "") -> None:
         self.differs, self.draws = differs, draws
@@ -31,6 +34,7 @@ class Listed(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(self.pause)
         if index in self.broken:
             raise OSError("can't be read") if index % 2 else SystemExit("left")
         sample = torch.full((8,), float(index + (index == self.differs) * 0.5))
@@ -46,6 +50,10 @@ def made(kind: str, differs: int | None) -> Any:
         return Keyed(Listed(differs, "torch"), 0)
     if kind in ("own", "seldom"):
         return Keyed(Listed(differs, kind), 0)
+    if kind == "slow on rank 1":
+        slow = Listed(differs)
+        slow.pause = 0.05 * collectives.rank()
+        return slow
     if kind == "broken":
         Listed.broken = (200, 201)
         return Listed(differs)
@@ -56,14 +64,16 @@ def made(kind: str, differs: int | None) -> Any:
     return Subset(tensors, range(SAMPLES))
 
 
-def compared(rank: int, size: int, kind: str, part: str, differs: int | None, on: int, seconds: float) -> str:
+def compared(
+    rank: int, size: int, kind: str, part: str, differs: int | None, on: int, seconds: float, workers: int = 0
+) -> str:
     fingerprint.SECONDS = seconds
     data = trainings.tensors((8,), SAMPLES, tests=SAMPLES)
     samples = made(kind, differs if rank == on else None)
     contents: dict[str, Any] = fingerprint.describe(part, samples, "own.py:data")
     data = replace(data, contents=contents, **{"train" if part == "training" else "test": samples})
     try:
-        data_set.compare(data, "before training")
+        data_set.compare(data, "before training", workers=workers)
     except CkptToolError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -75,13 +85,25 @@ def compared(rank: int, size: int, kind: str, part: str, differs: int | None, on
 def test_a_sample_anywhere_that_differs_on_one_rank_is_found_before_training(
     run_ranks: Any, kind: str, part: str, on: int
 ) -> None:
-    for said in run_ranks(3, compared, kind, part, 137, on, 1.0):
+    for said in run_ranks(3, compared, kind, part, 137, on, 20.0):
         assert said.startswith(f"RanksDiffer: rank {on} has a different {part} sample 137 than rank ")
 
 
 @pytest.mark.parametrize("kind", ["listed", "keyed", "tensors", "own", "seldom", "broken"])
 def test_the_same_samples_are_no_difference(run_ranks: Any, kind: str) -> None:
-    assert run_ranks(2, compared, kind, "training", None, 0, 1.0) == ["", ""]
+    assert run_ranks(2, compared, kind, "training", None, 0, 20.0) == ["", ""]
+
+
+@pytest.mark.parametrize(("kind", "found"), [("listed", False), ("tensors", True)])
+def test_with_loading_processes_a_rank_itself_reads_more_only_from_memory(
+    run_ranks: Any, kind: str, found: bool
+) -> None:
+    for said in run_ranks(2, compared, kind, "training", 137, 1, 20.0, 2):
+        assert ("training sample 137" in said) == found
+
+
+def test_a_slow_rank_reads_for_as_long_as_the_others(run_ranks: Any) -> None:
+    assert run_ranks(2, compared, "slow on rank 1", "training", None, 0, 0.3, timeout=20) == ["", ""]
 
 
 def test_reading_ends_after_a_while_at_the_same_sample_on_all_ranks(run_ranks: Any) -> None:

@@ -14,6 +14,7 @@ from ckpttool.errors import CkptToolError
 from tests.ranks.programs import ROOT, environment
 from train.config.shared import Every
 from train.config.training import TrainConfig
+from train.evaluate import EvaluateConfig
 from train.launch import same_settings
 
 OTHER: dict[str, tuple[Any, str]] = {
@@ -70,6 +71,13 @@ def test_what_is_a_nodes_own_may_differ(run_ranks: Any, name: str) -> None:
     here: dict[str, Any] = {"data": "folder:pictures", "model": "own.py:model", "resume": "auto"}
     configs = [TrainConfig(**here), TrainConfig(**{**here, name: OWN[name]})]
     assert run_ranks(2, compared, configs) == ["", ""]
+
+
+def test_ranks_of_an_evaluation_are_compared_too(run_ranks: Any) -> None:
+    configs: list[Any] = [EvaluateConfig(checkpoint="a.pt"), EvaluateConfig(checkpoint="/b/a.pt", resize=8)]
+    said = run_ranks(2, compared, configs)
+    assert "--resize 8 on rank 1, and no --resize on rank 0 (give the same on every node; only" in said[0]
+    assert run_ranks(2, compared, [configs[0], configs[0]]) == ["", ""]
 
 
 def test_another_factory_of_a_file_is_another_setting(run_ranks: Any) -> None:

@@ -363,7 +363,7 @@ def test_two_ranks_train_with_loading_processes_and_say_how_to_go_on(tmp_path: P
 @pytest.mark.long
 @pytest.mark.timeout(420)
 def test_a_published_network_does_not_get_worse_in_an_epoch(resnet20: Path, tmp_path: Path) -> None:
-    """Run the command of docs/fine-tuning.md: 776 of 846 test images are right before it."""
+    """776 of 846 test images are right before it."""
     pictures = SHARED / "data" / "cifar10-mini"
     command = [sys.executable, "train/main.py", "--model", "resnet20", "--data", f"folder:{pictures}"]
     command += ["--init", str(resnet20), "--augment", "crop-flip", "--epochs", "1", "--batch-size", "128"]

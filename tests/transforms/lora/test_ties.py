@@ -262,3 +262,13 @@ def test_many_saved_modules_and_many_tensors_take_no_time(tmp_path: Path) -> Non
         _, report = ckpttool.merge_lora(checkpoint, opened)
     assert len(report.replaced) == 4000
     assert time.process_time() - begun < 10
+
+
+def test_settings_that_are_copied_along_say_that_the_model_is_not_tied(cli: Any, tmp_path: Path) -> None:
+    base = shards(tmp_path)
+    adapter(tmp_path, {EMBEDDING: NEW}, modules_to_save=["embed_tokens"])
+    words = ("merge-lora", tmp_path / base, tmp_path / "adapter", f"{tmp_path / 'out'}/", "--companions")
+    assert cli(*words).code == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+    assert json.loads((tmp_path / base / "config.json").read_text())["tie_word_embeddings"] is True
