@@ -28,7 +28,7 @@ from train.config import command_line
     ],
 )
 def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant(typed: str, meant: str) -> None:
-    with pytest.raises(UsageFault, match=f"^{typed.partition('=')[0]}: no such flag$") as refused:
+    with pytest.raises(UsageFault, match=rf"^{typed.partition('=')[0]}: no such flag\b") as refused:
         command_line.parse([typed, "64"])
     assert refused.value.hint == f"did you mean {meant}?"
 
@@ -39,13 +39,13 @@ def test_nothing_is_suggested_for_what_resembles_no_flag(typed: str) -> None:
 
 
 def test_a_value_too_many_is_named() -> None:
-    with pytest.raises(UsageFault, match=r"^3: belongs to no flag$") as refused:
+    with pytest.raises(UsageFault, match=r"^3: belongs to no flag\b") as refused:
         command_line.parse(["--drop-last", "3"])
     assert refused.value.hint == "train/main.py --help lists the flags"
 
 
 def test_the_flag_is_named_where_a_value_stands_before_it() -> None:
-    with pytest.raises(UsageFault, match=r"^--batchsize: no such flag$"):
+    with pytest.raises(UsageFault, match=r"^--batchsize: no such flag\b"):
         command_line.parse(["3", "--batchsize", "64"])
 
 
