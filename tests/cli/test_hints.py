@@ -86,14 +86,6 @@ def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Cli, t
     for name in ("best.pt", "last.pt"):
         saved(tmp_path / name, {"w": TWO})
     (tmp_path / "log.jsonl").write_text("{}\n")
-<<<<<<< HEAD
-    ran = cli("merge", tmp_path, tmp_path / "o.pt")
-    assert ran.code == 3
-    assert f"{tmp_path}/last.pt: torch-zip" in pasted(cli, ran.err).out
-    listed = cli("inspect", tmp_path)
-    assert listed.code == 0
-    assert "last.pt" in listed.out and "best.pt" in listed.out
-=======
     os.utime(tmp_path / "last.pt", (1, 1))  # copied, say
     ran = cli("merge", tmp_path, tmp_path / "o.pt")
     assert ran.code == 3
@@ -103,7 +95,6 @@ def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Cli, t
         f"{tmp_path}/last.pt",
         f"{tmp_path}/best.pt",
     ]
->>>>>>> main
 
 
 def test_metrics_of_a_folder_name_its_files(cli: Cli, tmp_path: Path) -> None:
