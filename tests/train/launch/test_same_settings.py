@@ -43,12 +43,14 @@ OWN = {
 
 
 def compared(rank: int, size: int, configs: list[TrainConfig], torch: list[str] | None = None) -> str:
-    if torch:
-        same_settings.versions = lambda: {"torch": torch[rank], "ckpttool": "1", "python": "3"}
-    try:
-        warnings = same_settings.compare(configs[rank])
-    except CkptToolError as error:
-        return f"{type(error).__name__}: {error} ({error.hint})"
+    with pytest.MonkeyPatch.context() as patch:  # the process goes on to other tests
+        if torch:
+            versions = {"torch": torch[rank], "ckpttool": "1", "python": "3"}
+            patch.setattr(same_settings, "versions", lambda: versions)
+        try:
+            warnings = same_settings.compare(configs[rank])
+        except CkptToolError as error:
+            return f"{type(error).__name__}: {error} ({error.hint})"
     return "; ".join(warnings)
 
 
