@@ -1,7 +1,7 @@
 """The errors that the package raises on purpose: what is wrong, in which file, and what to do next.
 
-A training script can catch `CkptToolError` and show `str(error)` and `error.hint`. The command line maps
-each class to an exit code by `exit_code`.
+A training script can catch `CkptToolError` and print it: the message, and the hint below it. The command line
+maps each class to an exit code by `exit_code`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ class CkptToolError(Exception):
     """Base of all errors raised on purpose.
 
     Attributes:
+        message: what is wrong, without the hint.
         hint: the next thing to do, as a sentence or a command; None when there is none.
         kind: a stable word for scripts, e.g. `damaged`.
         exit_code: 1 a check failed or there was nothing to do, 2 usage, 3 unreadable or refused input.
@@ -29,18 +30,11 @@ class CkptToolError(Exception):
         self.hint = hint
 
     @property
-    def __notes__(self) -> list[str]:
-        """The hint, which a traceback shows below the message (PEP 678)."""
-        hint = [f"hint: {self.hint}"] if self.hint else []
-        return [*hint, *self.__dict__.get("added", ())]
-
-    def add_note(self, note: str) -> None:
-        self.__dict__.setdefault("added", []).append(note)  # the property's list is a new one each time
-
-    @property
     def message(self) -> str:
-        """The message without the hint: `str(error)`."""
-        return str(self)
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the message and the attributes, whatever a class's `__init__` takes."""

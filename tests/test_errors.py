@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import traceback
 
 import pytest
 
@@ -50,6 +51,14 @@ def test_an_error_is_whole_after_a_pickle_and_a_copy(error, send):
     assert str(sent) == str(error)
     assert vars(sent) == vars(error)
     assert sent.exit_code == 7
+
+
+def test_an_error_in_text_says_what_to_do_next() -> None:
+    error = errors.Refused("a.pt", "would be lost", hint="name another output")
+    assert str(error) == "a.pt: would be lost\n  hint: name another output"
+    assert traceback.format_exception_only(error) == [f"ckpttool.errors.Refused: {error}\n"]
+    assert error.message == "a.pt: would be lost"
+    assert str(errors.Refused("a.pt", "would be lost")) == "a.pt: would be lost"
 
 
 def test_nothing_is_to_be_installed_from_a_registry_that_does_not_have_it() -> None:

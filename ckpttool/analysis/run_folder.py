@@ -45,7 +45,7 @@ def _entry(folder: str, path: str) -> Entry:
             stated = ranks.step if ranks and step is None else step
             return Entry(path, stated, checkpoint.format, checkpoint.nbytes, problem)
     except CkptToolError as error:
-        reason = error.reason if isinstance(error, FileError) else str(error)
+        reason = error.reason if isinstance(error, FileError) else error.message
         return Entry(path, step, None, _size(path), reason)
 
 

@@ -196,7 +196,7 @@ def _together(size: int = 0) -> Iterator[_Notes]:
 def _described(error: Exception, source: int) -> tuple[str, str | None, int]:
     """Return the message, hint and exit code with which other ranks report an error of rank `source`."""
     if isinstance(error, CkptToolError):
-        return f"rank {source} failed: {error}", error.hint, error.exit_code
+        return f"rank {source} failed: {error.message}", error.hint, error.exit_code
     return f"rank {source} failed: {type(error).__name__}: {error}", None, 1
 
 

@@ -22,7 +22,7 @@ def caught(call: Any) -> tuple[str, str, str | None, int] | None:
     except Exception as error:
         return (
             type(error).__name__,
-            str(error),
+            getattr(error, "message", str(error)),
             getattr(error, "hint", None),
             getattr(error, "exit_code", -1),
         )

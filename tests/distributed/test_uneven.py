@@ -184,7 +184,7 @@ def caught(rank: int, world_size: int, make: Callable[[int], Any]) -> tuple[str,
                 uneven.global_mean(summed(model, batch)).backward()
                 steps += 1
     except (OSError, RankFailed, UsageFault, CheckFailed) as error:
-        return type(error).__name__, str(error), steps
+        return type(error).__name__, getattr(error, "message", str(error)), steps
     return "", "", steps
 
 

@@ -188,7 +188,7 @@ def compared(found: Path, whole: Path, trial: Trial) -> list[str]:
         try:
             both = [checkpoints.read(str(folder / name)) for folder in (whole, found)]
         except CkptToolError as error:
-            return [str(error)]
+            return [error.message]
         differing += [f"{name}{entry}" for entry in different(*both)]
     logs = [_log(folder) for folder in (found, whole)]
     if trial.kind.back == "fewer":  # per rank, as of fewer ranks

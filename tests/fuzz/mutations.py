@@ -110,6 +110,7 @@ WORDS = (
     "\ud800",
     "data/0",
     "state_dict",
+    "a" * 40 + "!",
 )
 NAMES = (
     *("cos\nsystem\n", "cbuiltins\neval\n", "ctorch\nFloatStorage\n", "ctorch\nBoolStorage\n"),

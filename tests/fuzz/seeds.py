@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.inert_pickle.values import Global, Record, rebuild
 from ckpttool.metrics import predictions
+from tests.proving.test_record import BEGIN, STEP, record
 from tests.support.every_format import as_dcp, as_script, as_tar, converted, with_objects
 
 # The files of a checkpoint by name; that of a single file is empty
@@ -121,6 +122,19 @@ def _rows(path: Path) -> None:
     save_file({**labels, "loss": torch.ones(8, dtype=torch.float64)}, path)
 
 
+def _run(path: Path) -> None:
+    """Write what a run keeps in its folder besides checkpoints: its failures, its log, and its record."""
+    path.mkdir()
+    failures = {"flags": "0" * 16, "step": 3, "failed": [2, 3]}
+    (path / "attempts.json").write_text(json.dumps(failures))
+    log: list[dict[str, Any]] = [
+        {"step": step, "epochs": step / 4, "loss": 3.0 / step, "lr": 0.2} for step in (2, 4)
+    ]
+    log.append({"epoch": 1, "loss": 2.0, "train_loss": 1.5, "accuracy": 0.5, "metrics": {"mae": 0.5}})
+    (path / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
+    record(path, BEGIN, STEP)
+
+
 def strided(path: Path, rows: int = 4) -> None:
     """Write what two ranks hold, each every other row, as FSDP2 over tensor parallelism may place them."""
     _ranks(path, rows)
@@ -164,6 +178,7 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "LoRA": (_adapter,),
     "folder of the hub": (_with_companions,),
     "predictions": (_predictions, _rows),
+    "folder of a run": (_run,),
 }
 
 

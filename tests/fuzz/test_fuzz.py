@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save as saved
 
 from ckpttool.checkpoint import checksums
 from ckpttool.formats import companions
@@ -19,10 +21,13 @@ from ckpttool.formats.ranks import device_meshes, sharded_values
 from ckpttool.formats.safetensors import format as safetensors_format
 from ckpttool.metrics import certificate
 from ckpttool.tensors import ref
+from ckpttool.transforms import renaming
 from ckpttool.transforms.lora import adapter
 from tests.fuzz.campaign import files_of, judged, kept, minimised
 from tests.fuzz.seeds import SEEDS, Files, Odd, seeds, strided, written_by
 from tests.fuzz.worker import Worker
+from train.log import log_file
+from train.run import folder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +54,7 @@ def test_an_honest_file_is_read_and_equal_in_other_libraries(kind: str, worker: 
 
 @pytest.mark.parametrize("kind", SEEDS)
 def test_a_changed_file_is_refused_or_read_as_others_read_it(kind: str, worker: Worker) -> None:
-    for number in range(40):
+    for number in range(12 if kind == "folder of a run" else 40):  # a picture takes a third of a second
         outcome = judged(worker, files_of(kind, 0, number))
         assert not outcome.wrong, f"number {number}: {outcome.wrong}: {outcome.details}"
 
@@ -135,6 +140,21 @@ def open_anything() -> None:
     adapter.json_object = lambda path: json.loads(Path(path).read_text())
 
 
+def match_without_end() -> None:
+    """Give an expression all the time it takes."""
+    renaming.KEY_SECONDS = 1 << 30
+
+
+def read_pipes() -> None:
+    """Read a log from whatever is in its place."""
+    log_file._without_waiting = os.open
+
+
+def count_failures_in_anything() -> None:
+    """Read the count of failures as if it were always well formed."""
+    folder._failed = lambda path, _: json.loads(Path(path).read_text())["failed"]
+
+
 def count_all_classes() -> None:
     """Take every number up to the largest label for a class."""
     certificate._numbered = lambda labels, predictions: (
@@ -204,6 +224,24 @@ SHAPES: dict[str, tuple[str, Callable[[], None], Callable[[], Files], str]] = {
         open_anything,
         lambda: with_odd("LoRA", "adapter_config.json", b"/dev/zero"),
         "",
+    ),
+    "an expression that backtracks": (
+        "safetensors",
+        match_without_end,
+        lambda: {"": saved({"a" * 40 + "!": torch.ones(1)})},
+        "the package hangs",
+    ),
+    "a log that is a pipe": (
+        "folder of a run",
+        read_pipes,
+        lambda: with_odd("folder of a run", "log.jsonl", b"fifo"),
+        "the package hangs",
+    ),
+    "failures nested deeply": (
+        "folder of a run",
+        count_failures_in_anything,
+        lambda: {**seeds("folder of a run")[0], "attempts.json": b"[" * 100_000},
+        "RecursionError in ",
     ),
     "a label of 2^26": (
         "predictions",

@@ -43,7 +43,7 @@ for call in (
     try:
         call()
     except ImportError as error:
-        errors.append([type(error).__name__, str(error), error.hint, error.exit_code])
+        errors.append([type(error).__name__, error.message, error.hint, error.exit_code])
 print(json.dumps([found, errors]))
 """
 

@@ -155,7 +155,7 @@ def test_defaults_go_to_factories_that_take_them_and_the_spec_wins(tmp_path: Pat
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     refusal = fault(f"{tmp_path}/missing.py:make")
-    assert str(refusal) == f"{tmp_path}/missing.py: no such file"
+    assert refusal.message == f"{tmp_path}/missing.py: no such file"
 
 
 def test_a_missing_module_is_named_with_the_forms_of_a_spec() -> None:
@@ -193,7 +193,7 @@ def test_an_error_in_the_user_s_file_is_reported_with_its_line(
     source: str, words: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "net.py", source.replace("{{", "{"))
-    message = str(fault(f"{path}:make"))
+    message = fault(f"{path}:make").message
     assert message.startswith(f"{path}:make: ")
     assert words.format(path=path) in message
     assert "\n" not in message
@@ -201,7 +201,7 @@ def test_an_error_in_the_user_s_file_is_reported_with_its_line(
 
 def test_a_factory_that_raises_is_reported_with_its_line(tmp_path: Path) -> None:
     path = written(tmp_path / "net.py", "def make():\n    n = 1\n    return n / 0")
-    assert str(fault(f"{path}:make")) == f"{path}:make: ZeroDivisionError: division by zero (at {path}:3)"
+    assert fault(f"{path}:make").message == f"{path}:make: ZeroDivisionError: division by zero (at {path}:3)"
 
 
 def test_an_exception_that_has_no_words_is_named(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_an_exception_that_has_no_words_is_named(tmp_path: Path) -> None:
         def make(): raise Odd
     """
     path = written(tmp_path / "net.py", source)
-    assert str(fault(f"{path}:make")) == f"{path}:make: Odd (at {path}:4)"
+    assert fault(f"{path}:make").message == f"{path}:make: Odd (at {path}:4)"
 
 
 def test_a_file_that_a_factory_misses_is_looked_for_from_the_current_folder(tmp_path: Path) -> None:

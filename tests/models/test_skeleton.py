@@ -145,7 +145,7 @@ def test_a_factory_that_returns_no_module_is_told_what_to_return(what: str, tmp_
     (tmp_path / "m.py").write_text(f"import torch\ndef net():\n    {body}\n")
     with pytest.raises(UsageFault) as raised:
         skeleton(f"{tmp_path}/m.py:net")
-    assert str(raised.value) == f"{tmp_path}/m.py:net: returned {returned}, not a torch.nn.Module"
+    assert raised.value.message == f"{tmp_path}/m.py:net: returned {returned}, not a torch.nn.Module"
     assert (raised.value.hint is None) if hint is None else hint in str(raised.value.hint)
     gc.collect()
 

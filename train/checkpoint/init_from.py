@@ -61,7 +61,7 @@ def load(model: nn.Module, path: str, allow_missing: Sequence[str] = ()) -> list
         try:
             loaded = reload(checkpoint, model, allow_missing=allow_missing)
         except NothingToDo as fault:
-            raise UsageFault(f"--init-allow-missing: {fault}", hint=fault.hint) from None
+            raise UsageFault(f"--init-allow-missing: {fault.message}", hint=fault.hint) from None
         except Mismatch as fault:
             raise _misfit(checkpoint, model, fault, tuple(allow_missing)) from None
         checks.digest(checkpoint)  # compares checksums
@@ -165,7 +165,7 @@ def _misfit(
     kinds = {"missing": fault.missing, "unexpected": fault.unexpected, "of another shape": shapes}
     said = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items() if names)
     if not said:  # a module of the model refused its part
-        return UsageFault(f"--init {fault}", hint=fault.hint)
+        return UsageFault(f"--init {fault.message}", hint=fault.hint)
     advice, is_fixed = _advice(checkpoint, model, patterns)
     lists = [
         line

@@ -139,9 +139,9 @@ class Saver:
         if BEST in missing and self.trainer.progress.best == save.best:
             self.trainer.progress.best = self._best_on_disk  # so that the next better one is written
         if LAST in placed and missing == {numbered(save.step)}:
-            text = f"step {save.step} has no numbered checkpoint: {failure}"
+            text = f"step {save.step} has no numbered checkpoint: {failure.message}"
         else:
-            text = f"the save of step {save.step} failed: {failure}; the next save tries again"
+            text = f"the save of step {save.step} failed: {failure.message}; the next save tries again"
         self._say("save failed", text, error=str(failure))
 
     def _agree(self, save: Save) -> None:

@@ -177,12 +177,12 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
     if os.environ.get("CKPTTOOL_DEBUG") == "1":
         traceback.print_exception(error)
     if as_json:
-        body = {"kind": error.kind, "message": str(error), "hint": error.hint}
+        body = {"kind": error.kind, "message": error.message, "hint": error.hint}
         with contextlib.suppress(CheckFailed):  # it goes to stderr too
             console.say(json.dumps({"error": body}, indent=2))
     if error.kind == "rank-lost":
         return error.exit_code  # the watch has written it
-    message, hint = str(error).replace("\n", " "), error.hint or ""
+    message, hint = error.message.replace("\n", " "), error.hint or ""
     below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
     console.note(f"error: {message}{below}")
     return error.exit_code

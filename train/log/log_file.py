@@ -133,7 +133,7 @@ class HeldLines(Generic[Line]):
             self.flush()
         except FileError as error:
             if len(self._waiting) == 1:
-                console.warn(f"{error}; training goes on, and tries again")
+                console.warn(f"{error.message}; training goes on, and tries again")
 
     def flush(self) -> None:
         """Write what is waiting. Raise FileError if the disk still refuses it."""

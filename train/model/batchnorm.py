@@ -26,7 +26,9 @@ def as_trained(config: TrainConfig, model: nn.Module) -> nn.Module:
     try:
         return batchnorm.to_sync(copy.deepcopy(model))
     except UsageFault as fault:
-        raise UsageFault(f"--batchnorm sync: {config.model}: {fault}", hint="give plain or pooled") from None
+        raise UsageFault(
+            f"--batchnorm sync: {config.model}: {fault.message}", hint="give plain or pooled"
+        ) from None
 
 
 def has_torchs_sync(model: nn.Module) -> bool:

@@ -133,7 +133,7 @@ class Report:
         try:
             console.say(line)
         except CheckFailed as error:
-            console.warn(f"{error}; training goes on")
+            console.warn(f"{error.message}; training goes on")
         if self._bar is not None and self._bar.n < self._bar.total:
             self._bar.refresh()
 

@@ -126,7 +126,7 @@ class Trial:
             for name, measure in measures(self.task.metrics).items():
                 update(name, measure.make(), measure.arguments, outputs, batch)
         except CkptToolError as fault:
-            raise UsageFault(f"--task {self.task.name}: {fault}", hint=fault.hint) from fault
+            raise UsageFault(f"--task {self.task.name}: {fault.message}", hint=fault.hint) from fault
 
     def unfit(self, error: Exception) -> CkptToolError:
         """Return the error for a model that failed."""

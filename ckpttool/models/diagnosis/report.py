@@ -178,7 +178,9 @@ class Report:
         except NothingToDo:
             return  # the optimizer keeps nothing per parameter
         except CkptToolError as error:
-            self.problems.append(Problem("optimizer-order", f"{message}; no command can fix it: {error}"))
+            self.problems.append(
+                Problem("optimizer-order", f"{message}; no command can fix it: {error.message}")
+            )
         else:
             self._add("optimizer-order", message, "optimizer", *flags)
 

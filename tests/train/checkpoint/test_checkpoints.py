@@ -135,7 +135,7 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
     try:
         save_last(trainer, folder)
     except CkptToolError as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, error.message
     return None
 
 
@@ -166,7 +166,7 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
         saver.save(last=True, best=True)
         saver.finish()
     except CkptToolError as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, error.message
     return None
 
 
@@ -190,7 +190,7 @@ def save_on_a_full_disk(rank: int, world_size: int, folder: str) -> Any:
     try:
         save_last(trainer, folder)
     except CkptToolError as error:
-        return type(error).__name__, str(error), error.exit_code
+        return type(error).__name__, error.message, error.exit_code
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     return None

@@ -143,7 +143,7 @@ def test_a_head_of_other_classes_is_refused_with_the_flag_that_allows_it(
 ) -> None:
     path = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt")
     fault = refusal(fresh(classes=5), path)
-    assert str(fault) == f"--init {path}: does not fit the model: 2 of another shape"
+    assert fault.message == f"--init {path}: does not fit the model: 2 of another shape"
     assert "head.weight ([3, 4] in the file, [5, 4] in the model)" in str(fault.hint)
     assert str(fault.hint).endswith(f"  --init {path} --init-allow-missing 'head.*'")
 
@@ -165,7 +165,7 @@ def test_a_pattern_for_what_the_file_has_loads_it_and_says_so(net: SmallNet, tmp
 
 def test_a_pattern_that_matches_no_name_of_the_model_is_refused(net: SmallNet, tmp_path: Path) -> None:
     fault = refusal(fresh(), saved(net.state_dict(), tmp_path / "f.pt"), "fc.*")
-    assert str(fault) == "--init-allow-missing: no name of the model matches 'fc.*'"
+    assert fault.message == "--init-allow-missing: no name of the model matches 'fc.*'"
     assert fault.hint == "its last name is 'head.bias'"
 
 
@@ -173,7 +173,7 @@ def test_a_pattern_does_not_allow_what_it_does_not_match(net: SmallNet, tmp_path
     state = net.state_dict()
     del state["conv.bias"]
     fault = refusal(fresh(classes=5), saved(state, tmp_path / "f.pt"), "head.*")
-    assert str(fault).endswith("does not fit the model: 1 missing")
+    assert fault.message.endswith("does not fit the model: 1 missing")
     assert "--init-allow-missing 'head.*' --init-allow-missing conv.bias" in str(fault.hint)
 
 

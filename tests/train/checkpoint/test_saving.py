@@ -245,7 +245,7 @@ def save_on_a_full_disk(rank: int, size: int, folder: str, mended: bool) -> Any:
             saver.finish_save()
         saver.finish()
     except CkptToolError as error:
-        return told, type(error).__name__, str(error), error.exit_code
+        return told, type(error).__name__, error.message, error.exit_code
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     return told, trainer.progress.global_step

@@ -324,7 +324,7 @@ def compare_on_ranks(rank: int, world_size: int, of_rank_1: int) -> Any:
     try:
         data.compare(whole, "before training")
     except CkptToolError as error:
-        return str(error), error.hint
+        return error.message, error.hint
     return None
 
 

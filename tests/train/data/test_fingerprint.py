@@ -147,7 +147,7 @@ def compare_on_ranks(rank: int, world_size: int, name: str) -> Any:
         try:
             data.compare(data.load(DataConfig(data=name)), "before training")
         except CkptToolError as error:
-            return str(error), error.hint, error.exit_code
+            return error.message, error.hint, error.exit_code
     return None
 
 

@@ -38,7 +38,7 @@ def refused(folder: Path, config: TrainConfig = CONFIG) -> str:
             return ""
     except CheckFailed as error:
         assert f"rm {folder}/{FILE}" in str(error.hint)
-        return str(error)
+        return error.message
 
 
 def test_the_third_failure_of_a_step_in_a_row_is_the_last(tmp_path: Path) -> None:

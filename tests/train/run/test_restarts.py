@@ -64,7 +64,7 @@ def agree(store: Any, ranks: list[int], world_size: int, timeout: float = 20.0) 
         try:
             found[place] = agree_on_attempt(own, rank, world_size, timeout)
         except CheckFailed as error:
-            found[place] = str(error)
+            found[place] = error.message
 
     threads = [threading.Thread(target=one, args=given) for given in enumerate(ranks)]
     for thread in threads:

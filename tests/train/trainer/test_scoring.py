@@ -42,7 +42,7 @@ def train_on_ranks(rank: int, world_size: int, arguments: list[str]) -> tuple[st
     try:
         main.train(main.prepare(command_line.parse(arguments)))
     except Exception as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, getattr(error, "message", str(error))
     return "", ""
 
 
@@ -108,7 +108,7 @@ def evaluate_some(rank: int, world_size: int, samples: int, last_label: int | No
     try:
         found = scorer.classes(trainings.seeded(lambda: nn.Linear(10, 10)))
     except Exception as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, getattr(error, "message", str(error))
     return found.certificate.rank_samples, len(found.own), found.certificate.score() | {"ranks": 0}
 
 

@@ -225,7 +225,7 @@ def train_with_a_label(rank: int, world_size: int, label: int) -> str:
     trainer = trainings.trainer(rank, world_size, data, nn.Linear(10, 10), batch_size=8)
     with pytest.raises(CheckFailed) as fault:
         trainings.finish_epoch(trainer)
-    return str(fault.value)
+    return fault.value.message
 
 
 @pytest.mark.parametrize("label", [10, -1, -100])
