@@ -15,7 +15,7 @@ from math import inf
 
 from ..errors import Collision, UsageFault
 
-KEY_SECONDS = 2  # of one expression on one key
+KEY_SECONDS: float = 2  # of one expression on one key
 TICK = 0.25
 MAX_LEVELS = 200  # modules in each other that are followed: no model has more, a name of many dots may
 

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.inert_pickle.values import Global, Record, rebuild
 from ckpttool.metrics import predictions
-from tests.proving.test_record import BEGIN, STEP, record
 from tests.support.every_format import as_dcp, as_script, as_tar, converted, with_objects
+from tests.support.run_log import BEGIN, STEP, record
 
 # The files of a checkpoint by name; that of a single file is empty
 Files = dict[str, bytes]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,31 +10,7 @@ import pytest
 
 import ckpttool
 from ckpttool.proving import replay
-
-BEGIN: dict[str, Any] = {
-    "kind": "begin",
-    "step": 0,
-    "source": None,
-    "arguments": ["--model", "simple-cnn"],
-    "init": None,
-    "code": {"model": "simple-cnn", "data": "digits", "task": "classification"},
-    "every": 2,
-    "ranks": 1,
-    "virtual_ranks": None,
-    "versions": {"threads": 1},
-    "weights": "0",
-}
-STEP: dict[str, Any] = {"kind": "step", "step": 2, "weights": "1", "samples": {"2": [[0], "ab"]}}
-
-
-def record(folder: Path, *entries: dict[str, Any]) -> Path:
-    """Write a chain of these entries, whose hashes are right."""
-    before, lines = "0" * 64, []
-    for number, entry in enumerate(entries, start=1):
-        lines.append(json.dumps({**entry, "n": number, "prev": before}).encode())
-        before = hashlib.sha256(lines[-1]).hexdigest()
-    (folder / "run.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
-    return folder
+from tests.support.run_log import BEGIN, STEP, record
 
 
 def without(entry: dict[str, Any], name: str) -> dict[str, Any]:
@@ -126,7 +100,7 @@ def test_a_replay_that_is_interrupted_leaves_no_trainer_behind(
     )
 
     def interrupt(done: int, of: int) -> None:
-        if (tmp_path / "pid").exists():
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

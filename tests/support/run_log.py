@@ -1,7 +1,8 @@
-"""The log of a training, read back."""
+"""The log of a training, read back; and a record of one, made up."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,3 +12,29 @@ def epochs_of(folder: Path) -> list[dict[str, Any]]:
     """Return the entries of a run's log that are about whole epochs, and not about steps."""
     entries = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [entry for entry in entries if "epoch" in entry]
+
+
+BEGIN: dict[str, Any] = {
+    "kind": "begin",
+    "step": 0,
+    "source": None,
+    "arguments": ["--model", "simple-cnn"],
+    "init": None,
+    "code": {"model": "simple-cnn", "data": "digits", "task": "classification"},
+    "every": 2,
+    "ranks": 1,
+    "virtual_ranks": None,
+    "versions": {"threads": 1},
+    "weights": "0",
+}
+STEP: dict[str, Any] = {"kind": "step", "step": 2, "weights": "1", "samples": {"2": [[0], "ab"]}}
+
+
+def record(folder: Path, *entries: dict[str, Any]) -> Path:
+    """Write a chain of these entries, whose hashes are right."""
+    before, lines = "0" * 64, []
+    for number, entry in enumerate(entries, start=1):
+        lines.append(json.dumps({**entry, "n": number, "prev": before}).encode())
+        before = hashlib.sha256(lines[-1]).hexdigest()
+    (folder / "run.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    return folder
