@@ -570,8 +570,8 @@ def test_a_killed_split_leaves_the_old_folder(tmp_path: Path) -> None:
     before = sorted(os.listdir(out))
     code = (
         "import os, signal, ckpttool, sys\n"
-        "from ckpttool.formats.splitting import plan\n"
-        "plan.SplitPlan.compare = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from ckpttool.formats import splitting\n"
+        "splitting.SplitPlan.compare = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
         "ckpttool.split(ckpttool.open(sys.argv[1]), sys.argv[2], 3, force=True)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code, path, out], check=False)
