@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.errors import Damaged, UsageFault
 from tests.support import deepspeed_runs, framework_runs
+from tests.support.refused import refused
 from tests.support.running import Ran
 
 Cli = Callable[..., Ran]
@@ -229,11 +230,11 @@ def test_there_is_no_rank_to_take_where_what_ranks_share_is_stored_once(tmp_path
     folder.mkdir()
     as_hugging_face(folder, {"w": torch.ones(6, 3)})
     for paths in (folder, sorted(folder.iterdir())):
-        with pytest.raises(UsageFault, match="so there is no rank to take"):
-            ckpttool.open_ranks(paths, take_rank=0)
+        refused(paths, "so there is no rank to take", UsageFault, ckpttool.open_ranks, take_rank=0)
     torch.save({"w": torch.ones(2)}, folder / "other.pt")
-    with pytest.raises(Damaged, match=r"other\.pt: holds no pieces as safetensors"):
-        ckpttool.open_ranks(sorted(folder.iterdir()))
+    refused(
+        sorted(folder.iterdir()), r"other\.pt: holds no pieces as safetensors", opened=ckpttool.open_ranks
+    )
 
 
 def test_a_rank_beyond_all_measure_is_refused(tmp_path: Path) -> None:
@@ -241,5 +242,4 @@ def test_a_rank_beyond_all_measure_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").rename(
         tmp_path / "shard-9999999-model-00001-of-00001.safetensors"
     )
-    with pytest.raises(Damaged, match=r"shard-9999999.*says that rank 9999998 wrote it"):
-        ckpttool.open(tmp_path)
+    refused(tmp_path, r"shard-9999999.*says that rank 9999998 wrote it")

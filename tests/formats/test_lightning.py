@@ -6,7 +6,6 @@ Needs the extra `interop`; the tests skip where it is not installed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ def test_the_state_is_found(trained: Path) -> None:
     }
 
 
-def test_hyper_parameters_are_shown_and_stay_inert(trained: Path, cli: Callable[..., Any]) -> None:
+def test_hyper_parameters_are_shown_and_stay_inert(trained: Path, cli: Any) -> None:
     found = cli("inspect", trained, "--json").json
     other = {row["name"]: row for row in found["other"]}
     assert other["hyper_parameters.width"]["value"] == 4
@@ -108,7 +107,7 @@ def test_lightning_goes_on_from_what_was_written(trained: Path, tmp_path: Path) 
     assert_same(dict(model.state_dict()), dict(wanted))
 
 
-def test_a_part_of_the_model_is_taken_out(trained: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_a_part_of_the_model_is_taken_out(trained: Path, tmp_path: Path, cli: Any) -> None:
     ran = cli("strip-prefix", trained, tmp_path / "net.safetensors", "--prefix", "net.", "--json")
     assert ran.code == 0 and ran.json["renamed"] == 7
     assert "hyper_parameters" in ran.json["left_out"] and "optimizer_states" in ran.json["left_out"]

@@ -687,7 +687,7 @@ def unnamed(folder: Path) -> Path:
 
 
 def test_a_buffer_that_is_named_stays_whole_though_the_optimizer_names_nothing(
-    tmp_path: Path, cli: Callable[..., Any]
+    tmp_path: Path, cli: Any
 ) -> None:
     flags = ["--ranks", "2", "--as", "dtensor", "--whole", "table"]
     ran = cli("split", path := unnamed(tmp_path), tmp_path / "out", *flags)
@@ -700,9 +700,7 @@ def test_a_buffer_that_is_named_stays_whole_though_the_optimizer_names_nothing(
     assert (ran.code, "--to names --order state" in ran.err) == (3, True)
 
 
-def test_notes_on_an_optimizer_in_dcp_do_not_contradict_each_other(
-    tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_notes_on_an_optimizer_in_dcp_do_not_contradict_each_other(tmp_path: Path, cli: Any) -> None:
     ran = cli("split", unnamed(tmp_path), tmp_path / "out", "--ranks", "2", "--as", "dcp")
     assert (ran.code, "stays keyed by numbers" in ran.err) == (0, False)
     assert "DCP keeps its numbers as text" in ran.err
