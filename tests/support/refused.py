@@ -14,7 +14,7 @@ from ckpttool.errors import CkptToolError, Damaged
 
 def refused(
     path: Path | list[Path],
-    words: str = "",
+    words: str | None = None,
     kind: type[CkptToolError] = Damaged,
     opened: Callable[..., Any] = ckpttool.open,
     **given: Any,

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import ckpttool
-from ckpttool.errors import CkptToolError, Refused, Unreadable, Unsupported
+from ckpttool.errors import CkptToolError, Refused, Unsupported
 from ckpttool.formats.dcp import reading as reading_dcp
-from ckpttool.formats.dcp import tree
-from ckpttool.formats.dcp import writing as ours
+from ckpttool.formats.dcp import tree as dcp_tree
+from ckpttool.formats.dcp import writing
 from ckpttool.tensors import values as values_of_tensors
 from ckpttool.tensors.to_torch import live_tensors
 from ckpttool.tensors.values import stream
@@ -71,6 +71,13 @@ def saved(tree: dict[Any, Any], folder: Path, **given: Any) -> Path:
     return folder
 
 
+def written(tree: dict[Any, Any], folder: Path, **given: Any) -> Path:
+    """Save a tree as `in.pt`, and write that as `d`."""
+    torch.save(tree, folder / "in.pt", **given)
+    writing.write(ckpttool.open(folder / "in.pt"), str(folder / "d"))
+    return folder / "d"
+
+
 def changed(folder: Path, change: Callable[[Metadata], object]) -> Path:
     """The folder with other metadata."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -90,10 +97,8 @@ def test_a_folder_is_read_as_torch_reads_it(what: str, tmp_path: Path) -> None:
     checkpoint = ckpttool.open(folder)
     assert checkpoint.format == "dcp"
     ckpttool.save(checkpoint, tmp_path / "ours.pt")
-    assert_same(
-        torch.load(tmp_path / "ours.pt", weights_only=False),
-        torch.load(tmp_path / "theirs.pt", weights_only=False),
-    )
+    mine, theirs = (torch.load(tmp_path / name, weights_only=False) for name in ("ours.pt", "theirs.pt"))
+    assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("given", [{"thread_count": 3}, {"single_file_per_rank": False}])
@@ -133,12 +138,10 @@ def test_an_fsdp_checkpoint_is_whole(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(2, shardings.save_fsdp, str(tmp_path / "d"), timeout=60)
     ckpttool.save(ckpttool.open(tmp_path / "d"), tmp_path / "out.pt")
     wanted, found = torch.load(tmp_path / "d.pt"), torch.load(tmp_path / "out.pt")
-    assert {k: values(v) for k, v in found["model"].items()} == {
-        k: values(v) for k, v in wanted["model"].items()
-    }
-    for name, moments in wanted["optimizer"]["state"].items():
-        kept = found["optimizer"]["state"][name]
-        assert {k: values(v) for k, v in kept.items()} == {k: values(v) for k, v in moments.items()}
+    pairs = [(found["model"], wanted["model"])]
+    moments = wanted["optimizer"]["state"].items()
+    for mine, theirs in [*pairs, *((found["optimizer"]["state"][name], kept) for name, kept in moments)]:
+        assert {k: values(v) for k, v in mine.items()} == {k: values(v) for k, v in theirs.items()}
 
 
 def test_no_values_are_read_to_look_at_a_folder(cli: Any, tmp_path: Path) -> None:
@@ -213,9 +216,7 @@ def test_chunks_that_are_not_the_whole_are_damage(what: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bits8", "bits16"])
-def test_a_type_that_torch_can_not_write_as_dcp_is_refused_by_name(
-    dtype: str, cli: Any, tmp_path: Path
-) -> None:
+def test_a_type_that_torch_can_t_write_is_refused_by_name(dtype: str, cli: Any, tmp_path: Path) -> None:
     torch.save({"odd": torch.empty(3, dtype=getattr(torch, dtype))}, tmp_path / "in.pt")
     for more in ([], ["--dry-run"]):
         ran = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", *more)
@@ -285,9 +286,8 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
     folder = saved(training(), tmp_path / "d")
     code = "import sys; sys.modules['torch'] = None; from ckpttool import *; save(open(sys.argv[1]), 'o.pt')"
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(ckpttool.__file__))}
-    subprocess.run(
-        [sys.executable, "-c", code, folder], check=True, timeout=60, cwd=tmp_path, env=environment
-    )
+    words = [sys.executable, "-c", code, folder]
+    subprocess.run(words, check=True, timeout=60, cwd=tmp_path, env=environment)
     assert len(ckpttool.open(tmp_path / "o.pt").state().tensors) == 7
 
 
@@ -360,47 +360,26 @@ def test_an_incomplete_folder_can_be_looked_at(tmp_path: Path, cli: Any, run_ran
         assert ran.code in (1, 3)
         assert "the file of rank 1 is missing: __1_0.distcp" in ran.err + ran.out
     (folder / "__0_0.distcp").unlink()
-    refused(folder, "can't be opened: no such file")
+    assert "all ranks" in str(refused(folder, r"'__\d_0\.distcp' can't be opened: no such file").hint)
 
 
-def test_the_file_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
-    folder = saved(training(), tmp_path / "d")
-    (folder / "__0_0.distcp").unlink()
-    assert "all ranks" in str(refused(folder, r"'__0_0\.distcp' can't be opened: no such file").hint)
-
-
-def test_a_folder_that_was_never_finished_is_named(tmp_path: Path) -> None:
-    folder = saved(training(), tmp_path / "d")
-    (folder / ".metadata").unlink()
-    refused(folder, r"without their \.metadata", Unreadable)
-
-
-def test_ranks_that_saved_each_for_itself_are_named(tmp_path: Path) -> None:
-    folder = saved(training(), tmp_path / "d")
-    (folder / ".metadata").rename(folder / "__0.metadata")
-    refused(folder, "each rank saved for itself", Unsupported)
-
-
-def test_a_part_of_a_folder_is_named_as_such(cli: Any, tmp_path: Path) -> None:
-    folder = saved(training(), tmp_path / "d")
-    for name in ("__0_0.distcp", "renamed"):
+@pytest.mark.parametrize("make", [training, lambda: {"w": torch.zeros(3)}], ids=["many zips", "one zip"])
+def test_a_part_of_a_folder_is_named_as_such(make: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    folder = saved(make(), tmp_path / "d")
+    for name in ("__0_0.distcp", "renamed")[: 1 + (make is training)]:
         if name == "renamed":
             (folder / "__0_0.distcp").rename(folder / name)
-        assert (
-            refused(folder / name, "is a part of a DCP folder", Unsupported).hint
-            == f"name the folder: {folder}"
-        )
-    (tmp_path / "other.pt").write_bytes((folder / "renamed").read_bytes())
-    refused(tmp_path / "other.pt")
+        refusal = refused(folder / name, "is a part of a DCP folder", Unsupported)
+        assert refusal.hint == f"name the folder: {folder}"
+    if make is training:
+        (tmp_path / "other.pt").write_bytes((folder / "renamed").read_bytes())
+        refused(tmp_path / "other.pt")
 
 
 def test_an_extension_is_named(tmp_path: Path) -> None:
     folder = saved({"a": torch.ones(2)}, tmp_path / "d")
-    refused(
-        changed(folder, lambda m: setattr(info(m), "transform_descriptors", ["stream.zstd"])),
-        r"extension.*stream\.zstd",
-        Unsupported,
-    )
+    changed(folder, lambda m: setattr(info(m), "transform_descriptors", ["stream.zstd"]))
+    refused(folder, r"extension.*stream\.zstd", Unsupported)
 
 
 def test_old_metadata_without_paths_gives_the_flat_names(tmp_path: Path) -> None:
@@ -439,9 +418,7 @@ def test_metadata_cut_short_or_changed_anywhere_is_read_or_refused(tmp_path: Pat
 @pytest.mark.parametrize("what", ["training", "flat", "lists", "dots in keys", "types"])
 def test_what_is_written_is_what_torch_would_have_saved(what: str, tmp_path: Path) -> None:
     tree = TREES[what]()
-    torch.save(tree, tmp_path / "in.pt")
-    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "ours"))
-    dcp_to_torch_save(tmp_path / "ours", tmp_path / "ours.pt")
+    dcp_to_torch_save(written(tree, tmp_path), tmp_path / "ours.pt")
     dcp_to_torch_save(saved(tree, tmp_path / "theirs"), tmp_path / "theirs.pt")
     assert_same(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
 
@@ -476,9 +453,7 @@ def test_an_input_that_becomes_shorter_while_it_is_written_is_damaged(wrap: str,
 def test_tensors_in_tuples_share_what_they_shared(step: int, tmp_path: Path) -> None:
     whole = torch.arange(50_000.0)
     tree = {"l": [(whole, 1), (whole[::step], [whole[5:]])], "w": whole}
-    torch.save(tree, tmp_path / "in.pt")
-    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
-    dcp_to_torch_save(tmp_path / "d", tmp_path / "out.pt")
+    dcp_to_torch_save(written(tree, tmp_path), tmp_path / "out.pt")
     found = torch.load(tmp_path / "out.pt")
     assert_same(found["l"], tree["l"])
     assert torch.equal(found["w"], whole)
@@ -486,8 +461,7 @@ def test_tensors_in_tuples_share_what_they_shared(step: int, tmp_path: Path) -> 
 
 def test_a_user_loads_it_with_dcp(tmp_path: Path) -> None:
     tree = training()
-    torch.save(tree, tmp_path / "in.pt")
-    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+    written(tree, tmp_path)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model.state_dict(), "optimizer": training()["optimizer"]}
@@ -500,16 +474,15 @@ def test_a_user_loads_it_with_dcp(tmp_path: Path) -> None:
 
 def test_shards_and_dcp_go_from_one_to_the_other(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(2, shardings.save_sharded, str(tmp_path / "d"), timeout=60)
-    ours.write(ckpttool.open(tmp_path / "d"), str(tmp_path / "again"))
+    writing.write(ckpttool.open(tmp_path / "d"), str(tmp_path / "again"))
     state = {name: torch.zeros_like(tensor) for name, tensor in shardings.whole().items()}
     dcp.load({"model": state}, checkpoint_id=tmp_path / "again", no_dist=True)
     assert_same(state, shardings.whole())
 
 
 def test_an_object_is_named_and_not_made(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2), "args": {"n": argparse.Namespace(lr=1)}}, tmp_path / "in.pt")
     with pytest.raises(Refused, match=r"'args\.n' is an object \(argparse\.Namespace\)"):
-        ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+        written({"a": torch.ones(2), "args": {"n": argparse.Namespace(lr=1)}}, tmp_path)
 
 
 class Own:
@@ -554,9 +527,7 @@ def test_objects_are_dropped_by_the_words_of_the_hint(cli: Any, tmp_path: Path) 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_sets_sizes_and_types_are_data(protocol: int, tmp_path: Path) -> None:
     tree = {"s": {1, 2}, "f": ({torch.Size([2])}, {torch.float16}), "x": [torch.Size([1])]}
-    torch.save(tree, tmp_path / "in.pt", pickle_protocol=protocol)
-    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
-    dcp_to_torch_save(tmp_path / "d", tmp_path / "out.pt")
+    dcp_to_torch_save(written(tree, tmp_path, pickle_protocol=protocol), tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", weights_only=False) == tree
 
 
@@ -574,32 +545,27 @@ def test_what_dcp_can_t_name_is_refused_and_full_keeps_it(tree: object, tmp_path
 
 
 def test_two_paths_that_become_one_are_refused(tmp_path: Path) -> None:
-    torch.save({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, tmp_path / "in.pt")
     with pytest.raises(Refused, match=r"a\.b"):
-        ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+        written({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, tmp_path)
 
 
 def test_what_dcp_drops_is_known(tmp_path: Path) -> None:
     torch.save({**training(), "nothing": {}, "deep": {"l": [], "e": {}}}, tmp_path / "in.pt")
     checkpoint = ckpttool.open(tmp_path / "in.pt")
-    assert tree.lost(checkpoint) == ("model._metadata", "nothing", "deep.e")
-    assert tree.with_keys_made_text(checkpoint) == ("optimizer.state",)
+    assert dcp_tree.lost(checkpoint) == ("model._metadata", "nothing", "deep.e")
+    assert dcp_tree.with_keys_made_text(checkpoint) == ("optimizer.state",)
 
 
-def test_keys_that_become_text_are_told_and_a_command_makes_them_numbers_again(
-    cli: Any, tmp_path: Path
-) -> None:
+def test_keys_that_become_text_can_be_made_numbers_again(cli: Any, tmp_path: Path) -> None:
     torch.save(training(), tmp_path / "in.pt")
-    for words in (
-        ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp"],
-        ["convert", tmp_path / "d", tmp_path / "back.pt"],
-    ):
+    way = ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp"]
+    for words in (way, ["convert", tmp_path / "d", tmp_path / "back.pt"]):
         ran = cli(*words)
         assert ran.code == 0
         told = shlex.split(ran.err.rpartition("outside DCP: optimizer; numbers again: ckpttool ")[2])
         assert told[:2] == ["optimizer", str(words[2])]
         assert cli(*told).code == 0
-    into = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", "--force")
+    into = cli(*way, "--force")
     assert "keys became text" not in into.err  # it is said once
     found = torch.load(tmp_path / "back.pt")["optimizer"]
     assert_same(found["state"], training()["optimizer"]["state"])

@@ -105,9 +105,7 @@ def test_tensors_placed_in_any_way_are_whole(placed: Path) -> None:
     assert found["tied"].data_ptr() == found["rows"].data_ptr()
 
 
-def test_cuts_of_one_dimension_in_another_order_than_the_mesh_s_are_whole(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
+def test_cuts_in_another_order_than_the_mesh_s_are_whole(run_ranks: RunRanks, tmp_path: Path) -> None:
     specs = pytest.importorskip("torch.distributed.tensor._dtensor_spec")
     if not hasattr(specs, "ShardOrderEntry"):
         pytest.skip("this torch has no order of shards")
@@ -331,7 +329,7 @@ FORMS: dict[str, tuple[Callable[[int, Any], Any], str]] = {
 
 @pytest.mark.parametrize("output", ["o.pt", "o.safetensors"])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_only_some_ranks_hold_a_piece_of_is_named(
+def test_a_piece_of_some_ranks_alone_is_named(
     form: str, output: str, anew: Path, tmp_path: Path, cli: Cli
 ) -> None:
     held, message = FORMS[form]
@@ -482,9 +480,7 @@ def test_ranks_that_differ_are_named_with_every_tensor(differing: Path, tmp_path
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_all_names_of_a_tied_tensor_are_named_where_ranks_differ(
-    anew: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_all_names_of_a_tied_tensor_that_differs_are_told(anew: Path, tmp_path: Path, cli: Cli) -> None:
     def tie(tree: Any, rank: int) -> None:
         tensor, parameter = torch.ones(3) + rank, torch.nn.Parameter(torch.ones(2) * rank)
         tree.update(a=tensor, b=tensor, c=parameter, d=parameter)
