@@ -165,17 +165,13 @@ def _check_mapping(file: RankFile, *layouts: Layout) -> None:
     listed = of_optimizer(file).get("param_slice_mappings")
     if not isinstance(listed, list):
         return
-    stated = [{name: _address(place) for name, place in attributes(each).items()} for each in listed]
+    places = [{name: attributes(place) for name, place in attributes(each).items()} for each in listed]
+    stated = [{name: (at.get("start"), at.get("numel")) for name, at in each.items()} for each in places]
     if all(stated != layout.held_by(file.rank) for layout in layouts):
         raise file.damaged(
             f"holds other parameters than rank {file.rank}'s file should ('param_slice_mappings')",
             "the file is of another rank or run: copy the files of all ranks once more",
         )
-
-
-def _address(place: object) -> tuple[object, object]:
-    fields = attributes(place)
-    return fields.get("start"), fields.get("numel")
 
 
 # The model's state.

@@ -257,9 +257,7 @@ class _Joining:
 
 def _entry(file: RankFile, base: object, group: int) -> dict[str, Any]:
     """Return a rank's state of a group; {} when the optimizer never made a step."""
-    states = base.get("state") if isinstance(base, dict) else None
-    if isinstance(base, list):
-        states = dict(enumerate(base))
+    states = dict(enumerate(base)) if isinstance(base, list) else attributes(base).get("state")
     entry = states.get(group, {}) if isinstance(states, dict) else None
     if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
         raise file.damaged(f"has a malformed optimizer state of group {group}")
