@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .formats import open as open
     from .formats import open_ranks as open_ranks
     from .formats import save as save
-    from .formats.splitting.splitting import split as split
+    from .formats.splitting import split as split
     from .models.doctor import doctor as doctor
     from .models.reloading import reload as reload
     from .models.skeleton import skeletons as skeletons
@@ -79,7 +79,7 @@ else:
             "checkpoint.state": ("State",),
             "errors": ("CkptToolError",),
             "formats": ("open", "open_ranks", "save"),
-            "formats.splitting.splitting": ("split",),
+            "formats.splitting": ("split",),
             "models.doctor": ("doctor",),
             "models.reloading": ("reload",),
             "models.skeleton": ("skeletons",),

@@ -11,8 +11,8 @@ from ..errors import CkptToolError
 from ..files.commit_folder import Replaced, others_in
 from ..files.open_source import names_in, open_source_descriptor
 from ..tensors.ref import ByteRange, Source
-from .dcp import extras
 from .dcp import reading as dcp
+from .dcp.tree import not_read
 from .shards import reading as sharded
 from .shards import writing as sharding
 
@@ -134,7 +134,7 @@ def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) ->
     places = [path, *(shard.path for shard in checkpoint.shards)]  # in a folder below, as DeepSpeed has tags
     own = {os.path.relpath(os.path.realpath(place), top).split(os.sep)[0] for place in places}
     others = sorted(os.listdir(source))
-    told = {name for name in others if extras.not_read(name) in checkpoint.unread}
+    told = {name for name in others if not_read(name) in checkpoint.unread}
     found = [name for name in others if not name.startswith(".") and name not in own | told]
     return [name for name in found if _identity_of(os.path.join(source, name)) not in read]
 

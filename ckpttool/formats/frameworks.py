@@ -17,10 +17,9 @@ from ..errors import Damaged, UsageFault
 from ..files.open_source import names_in, open_source_descriptor
 from ..tensors.ref import Source
 from .dcp import reading as dcp
-from .dcp.extras import not_read
+from .dcp.tree import not_read
 from .deepspeed import reading as deepspeed
 from .deepspeed import universal
-from .ranks import copies
 from .ranks import dtensor_files as rank_files
 from .ranks import hugging_face as hf_pieces
 from .ranks.pieces import Framework, Take, is_known, opened
@@ -52,7 +51,9 @@ def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
     if not parts:
         paths = rank_files.candidates(folder).paths
         return (
-            copies.read(folder, opened(paths), take) if len(paths) > 1 and all(map(is_known, paths)) else None
+            rank_files.read_copies(folder, opened(paths), take)
+            if len(paths) > 1 and all(map(is_known, paths))
+            else None
         )
     _require_to_compare(folder, parts, take)
     return parts[0] if len(parts) == 1 else _as_one(folder, parts)
@@ -81,7 +82,7 @@ def read_files(paths: Sequence[str], take: Take = COMPARED) -> Checkpoint:
         if checkpoint is not None:
             _require_to_compare(name, [checkpoint], take)
             return checkpoint
-    if (one := copies.read(name, files, take)) is not None:
+    if (one := rank_files.read_copies(name, files, take)) is not None:
         return one
     if len({os.path.dirname(path) for path in paths}) == 1:
         names = [os.path.basename(path) for path in paths]

@@ -46,16 +46,35 @@ def folder_of(kind: str, path: Path) -> Path:
     return path
 
 
+@pytest.fixture(params=FOLDERS)
+def kind(request: Any) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def folder(kind: str, tmp_path: Path) -> Path:
+    return folder_of(kind, tmp_path / "d")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    return folder_of("safetensors-sharded", tmp_path / "d")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
 def names(checkpoint: ckpttool.Checkpoint) -> set[str]:
     return {name for name, _ in checkpoint.tensors()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_a_folder_that_is_changed_in_place_keeps_its_format(
-    kind: str, command: str, cli: Cli, tmp_path: Path
-) -> None:
-    folder = folder_of(kind, tmp_path / "d")
+def test_a_folder_changed_in_place_keeps_its_format(kind: str, folder: Path, command: str, cli: Cli) -> None:
     ran = cli(command, folder, folder, *COMMANDS[command], "--force", "--json")
     assert (ran.code, ran.json["format"]) == (0, kind)
     assert ckpttool.open(folder).format == kind
@@ -79,12 +98,10 @@ def test_a_full_dcp_folder_stays_full(cli: Cli, tmp_path: Path) -> None:
     assert isinstance(found.tree, dict) and found.tree[5] == ["five"]
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_an_output_that_is_a_folder_tells_the_format_unless_it_is_said(
-    kind: str, cli: Cli, tmp_path: Path
+def test_an_output_that_is_a_folder_tells_the_format(
+    kind: str, folder: Path, cli: Cli, tmp_path: Path
 ) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
-    folder = folder_of(kind, tmp_path / "d")
     words = ["convert", tmp_path / "m.safetensors", folder, "--force"]
     assert cli(*words).code == 0
     assert ckpttool.open(folder).format == kind
@@ -94,11 +111,9 @@ def test_an_output_that_is_a_folder_tells_the_format_unless_it_is_said(
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_a_new_folder_is_of_the_input_s_format_where_the_command_is_not_about_formats(
-    kind: str, is_there: bool, cli: Cli, tmp_path: Path
+def test_a_new_folder_has_the_input_s_format(
+    kind: str, folder: Path, is_there: bool, cli: Cli, tmp_path: Path
 ) -> None:
-    folder = folder_of(kind, tmp_path / "d")
     for command, found in (("strip-prefix", kind), ("convert", "safetensors-sharded")):
         if is_there:
             (tmp_path / command).mkdir()
@@ -107,21 +122,18 @@ def test_a_new_folder_is_of_the_input_s_format_where_the_command_is_not_about_fo
 
 
 @pytest.mark.parametrize("more", [[], ["--force"], ["--force", "--dry-run"]], ids=str)
-def test_other_files_in_a_folder_are_told_at_once(more: list[str], cli: Cli, tmp_path: Path) -> None:
-    folder = folder_of("safetensors-sharded", tmp_path / "d")
-    (folder / "config.json").write_text("{}")
-    ran = cli("convert", tmp_path / "in.pt", folder, *more)
+def test_other_files_are_told_at_once(more: list[str], shards: Path, cli: Cli, tmp_path: Path) -> None:
+    (shards / "config.json").write_text("{}")
+    ran = cli("convert", tmp_path / "in.pt", shards, *more)
     assert ran.code == 2
-    assert f"{folder}: already exists, and holds other files too (config.json)\n" in ran.err
+    assert f"{shards}: already exists, and holds other files too (config.json)\n" in ran.err
     assert ran.err.endswith("hint: name a new folder, or a file in it\n")
 
 
 @pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_other_files_that_a_new_folder_does_not_get_are_named(
-    kind: str, by_index: bool, cli: Cli, tmp_path: Path
+def test_files_that_a_new_folder_does_not_get_are_named(
+    folder: Path, by_index: bool, cli: Cli, tmp_path: Path
 ) -> None:
-    folder = folder_of(kind, tmp_path / "d")
     for name in ("config.json", "vocab.txt", ".gitattributes"):
         (folder / name).write_text("{}")
     source = index_of(folder) if by_index else folder
@@ -137,11 +149,9 @@ def test_other_files_that_a_new_folder_does_not_get_are_named(
 
 
 @pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_the_other_files_of_a_folder_that_is_changed_in_place_stay(
-    kind: str, by_index: bool, cli: Cli, tmp_path: Path
+def test_other_files_of_a_folder_changed_in_place_stay(
+    folder: Path, by_index: bool, cli: Cli, tmp_path: Path
 ) -> None:
-    folder = folder_of(kind, tmp_path / "d")
     (folder / "config.json").write_text("{}")
     (tmp_path / "vocabulary").write_text("a b")
     (folder / "vocab.txt").symlink_to("../vocabulary")
@@ -151,20 +161,17 @@ def test_the_other_files_of_a_folder_that_is_changed_in_place_stay(
     assert ran.code == 0
     new = ckpttool.open(folder)
     assert set(new.state().tensors) == {"a", "b"}
-    assert ran.json["bytes"] == sum(
-        path.stat().st_size for path in folder.iterdir() if path.name not in ("config.json", "vocab.txt")
-    )
+    written = [path for path in folder.iterdir() if path.name not in ("config.json", "vocab.txt")]
+    assert ran.json["bytes"] == sum(path.stat().st_size for path in written)
     assert (folder / "config.json").read_text() == "{}"
     assert os.readlink(folder / "vocab.txt") == "../vocabulary"
     assert sorted(os.listdir(tmp_path)) == ["d", "in.pt", "vocabulary"]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("kind", FOLDERS)
 def test_a_file_that_another_process_puts_there_while_the_folder_is_written_stays(
-    kind: str, in_place: bool, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, in_place: bool, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folder_of(kind, tmp_path / "d")
     sync_folder = commit_folder.sync_folder
 
     def meanwhile(path: str) -> None:
@@ -187,9 +194,7 @@ NOT_OURS = {
 
 
 @pytest.mark.parametrize("what", NOT_OURS)
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_what_no_index_names_is_never_deleted(kind: str, what: str, cli: Cli, tmp_path: Path) -> None:
-    folder = folder_of(kind, tmp_path / "d")
+def test_what_no_index_names_stays(kind: str, folder: Path, what: str, cli: Cli, tmp_path: Path) -> None:
     path = folder / NOT_OURS[what]
     path.parent.mkdir(exist_ok=True)
     path.write_text('{"weight_map": {"a": "notes.txt", "b": "../in.pt"}}')
@@ -205,10 +210,9 @@ def test_what_no_index_names_is_never_deleted(kind: str, what: str, cli: Cli, tm
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors-sharded"])
 @pytest.mark.parametrize("name", ["../in.pt", "{folder}/in.pt", "below/in.pt"])
-def test_a_file_outside_its_folder_is_not_deleted_whatever_names_it(
-    name: str, kind: str, cli: Cli, tmp_path: Path
+def test_a_file_outside_its_folder_is_never_deleted(
+    name: str, kind: str, folder: Path, cli: Cli, tmp_path: Path
 ) -> None:
-    folder = folder_of(kind, tmp_path / "d")
     (tmp_path / "below").mkdir()
     named = name.format(folder=tmp_path)
     if kind == "dcp":
@@ -225,18 +229,15 @@ def test_a_file_outside_its_folder_is_not_deleted_whatever_names_it(
     assert (tmp_path / "in.pt").exists()
 
 
-def test_a_checkpoint_of_more_shards_is_replaced_without_a_rest(cli: Cli, tmp_path: Path) -> None:
-    folder = folder_of("safetensors-sharded", tmp_path / "d")
-    words = ["convert", tmp_path / "in.pt", folder, "--force", "--shard-size"]
+def test_more_shards_are_replaced_without_a_rest(shards: Path, cli: Cli, tmp_path: Path) -> None:
+    words = ["convert", tmp_path / "in.pt", shards, "--force", "--shard-size"]
     for size, count in (("8B", 2), ("1G", 1)):
         assert cli(*words, size, "--json").json["shards"] == count
-        assert len(os.listdir(folder)) == count + 1
+        assert len(os.listdir(shards)) == count + 1
 
 
 @pytest.mark.parametrize("name", ["itself", "a hard link", "a link", "the index"])
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_a_part_of_the_input_is_no_output(kind: str, name: str, cli: Cli, tmp_path: Path) -> None:
-    folder = folder_of(kind, tmp_path / "d")
+def test_a_part_of_the_input_is_no_output(folder: Path, name: str, cli: Cli, tmp_path: Path) -> None:
     is_index = name == "the index"
     part = next(path for path in sorted(folder.iterdir()) if (path == index_of(folder)) == is_index)
     out = part if name in ("itself", "the index") else tmp_path / "out"
@@ -244,88 +245,72 @@ def test_a_part_of_the_input_is_no_output(kind: str, name: str, cli: Cli, tmp_pa
         os.link(part, out)
     elif name == "a link":
         out.symlink_to(part)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     for source in (folder, index_of(folder)):
         ran = cli("convert", source, out, "--to", "safetensors", "--force")
         assert ran.code == 2
         assert f"{out}: already exists, and is a part of the input {source}\n" in ran.err
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before
 
 
-def test_a_shard_is_not_replaced_by_the_folder_around_it(cli: Cli, tmp_path: Path) -> None:
-    folder = folder_of("safetensors-sharded", tmp_path / "d")
-    shard = next(path for path in folder.iterdir() if path != index_of(folder))
-    ran = cli("strip-prefix", shard, folder, "--force")
+def test_a_shard_is_not_replaced_by_the_folder_around_it(shards: Path, cli: Cli) -> None:
+    shard = next(path for path in shards.iterdir() if path != index_of(shards))
+    ran = cli("strip-prefix", shard, shards, "--force")
     assert ran.code == 2 and f"and is a part of the input {shard}\n" in ran.err
-    assert set(ckpttool.open(folder).state().tensors) == {"module.a", "module.b"}
+    assert set(ckpttool.open(shards).state().tensors) == {"module.a", "module.b"}
 
 
-def test_a_shard_of_another_input_is_no_output_either(cli: Cli, tmp_path: Path) -> None:
-    folder = folder_of("safetensors-sharded", tmp_path / "d")
-    shard = next(path for path in folder.iterdir() if path != index_of(folder))
-    ran = cli("average", folder, tmp_path / "in.pt", shard, "--force")
+def test_a_shard_of_another_input_is_no_output_either(shards: Path, cli: Cli, tmp_path: Path) -> None:
+    shard = next(path for path in shards.iterdir() if path != index_of(shards))
+    ran = cli("average", shards, tmp_path / "in.pt", shard, "--force")
     assert ran.code == 2 and "is a part of the input" in ran.err
-    assert cli("average", tmp_path / "in.pt", folder, tmp_path / "out.safetensors").code == 0
+    assert cli("average", tmp_path / "in.pt", shards, tmp_path / "out.safetensors").code == 0
 
 
 def test_what_can_not_be_removed_of_the_old_folder_is_named(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folder_of("safetensors-sharded", tmp_path / "d")
-
-    def refuses(*_: Any, **__: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "unlink", refuses)
-    ran = cli("strip-prefix", folder, folder, "--force")
+    monkeypatch.setattr(os, "unlink", refuse)
+    ran = cli("strip-prefix", shards, shards, "--force")
     assert ran.code == 0
     (left,) = (name for name in os.listdir(tmp_path) if name.startswith(".d."))
     assert f"could not be removed: {tmp_path}/{left} (operation not permitted)\n" in ran.err
-    ran = cli("add-prefix", folder, folder, "--force", "--json")
+    ran = cli("add-prefix", shards, shards, "--force", "--json")
     assert left in ran.json["not_removed"][-1] or left in ran.json["not_removed"][0]
 
 
 @pytest.mark.parametrize("what", ["a folder", "a link that leads nowhere"])
-def test_what_is_no_plain_file_keeps_a_folder_from_being_changed_in_place(
-    what: str, cli: Cli, tmp_path: Path
-) -> None:
-    folder = folder_of("safetensors-sharded", tmp_path / "d")
-    (folder / "onnx").mkdir() if what == "a folder" else (folder / "onnx").symlink_to("nowhere")
-    (folder / "config.json").write_text("{}")
-    ran = cli("strip-prefix", folder, folder, "--force")
+def test_what_is_no_plain_file_can_not_stay(what: str, shards: Path, cli: Cli) -> None:
+    (shards / "onnx").mkdir() if what == "a folder" else (shards / "onnx").symlink_to("nowhere")
+    (shards / "config.json").write_text("{}")
+    ran = cli("strip-prefix", shards, shards, "--force")
     assert ran.code == 2 and "holds other files too (onnx)" in ran.err
-    assert sorted(os.listdir(folder))[-2:] == ["model.safetensors.index.json", "onnx"]
+    assert sorted(os.listdir(shards))[-2:] == ["model.safetensors.index.json", "onnx"]
 
 
-def test_another_checkpoint_in_a_folder_that_is_changed_in_place_stays(cli: Cli, tmp_path: Path) -> None:
-    folder = folder_of("safetensors-sharded", tmp_path / "d")
+def test_another_checkpoint_in_a_folder_stays(shards: Path, cli: Cli, tmp_path: Path) -> None:
     for path in folder_of("torch-sharded", tmp_path / "other").iterdir():
-        path.rename(folder / path.name)
-    index = folder / "pytorch_model.bin.index.json"
-    assert cli("strip-prefix", folder, folder, "--force").code == 0
-    assert set(ckpttool.open(folder).state().tensors) == {"a", "b"}
+        path.rename(shards / path.name)
+    index = shards / "pytorch_model.bin.index.json"
+    assert cli("strip-prefix", shards, shards, "--force").code == 0
+    assert set(ckpttool.open(shards).state().tensors) == {"a", "b"}
     assert set(ckpttool.open(index).state().tensors) == {"module.a", "module.b"}
-    assert cli("add-prefix", index, folder, "--prefix", "x.", "--force").code == 0
-    assert set(ckpttool.open(folder).state().tensors) == {"a", "b"}
+    assert cli("add-prefix", index, shards, "--prefix", "x.", "--force").code == 0
+    assert set(ckpttool.open(shards).state().tensors) == {"a", "b"}
     assert set(ckpttool.open(index).state().tensors) == {"x.module.a", "x.module.b"}
-    ran = cli("convert", index, folder, "--to", "safetensors-sharded", "--force")
+    ran = cli("convert", index, shards, "--to", "safetensors-sharded", "--force")
     assert ran.code == 2 and "which can't be kept: file exists" in ran.err
 
 
-def test_files_that_can_t_be_kept_leave_all_as_it_was(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_that_can_t_be_kept_change_nothing(
+    shards: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folder_of("safetensors-sharded", tmp_path / "d")
-    (folder / "config.json").write_text("{}")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    def refuses(*_: Any, **__: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuses)
-    ran = cli("strip-prefix", folder, folder, "--force")
+    (shards / "config.json").write_text("{}")
+    before = contents(shards)
+    monkeypatch.setattr(os, "link", refuse)
+    ran = cli("strip-prefix", shards, shards, "--force")
     assert ran.code == 2 and "(config.json), which can't be kept: operation not permitted" in ran.err
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(shards) == before
     assert sorted(os.listdir(tmp_path)) == ["d", "in.pt"]
 
 
@@ -351,7 +336,6 @@ def test_a_dry_run_knows_about_the_size_of_a_dcp_folder(cli: Cli, tmp_path: Path
     assert "(about" not in cli(*words, "torch-sharded").out
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
 def test_an_empty_folder_is_written_into_without_force(kind: str, cli: Cli, tmp_path: Path) -> None:
     torch.save(TRAINING, tmp_path / "in.pt")
     (tmp_path / "d").mkdir()

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.errors import Damaged, UsageFault
 from tests.support import deepspeed_runs, framework_runs
+from tests.support.refused import refused
 from tests.support.running import Ran
 
 Cli = Callable[..., Ran]
@@ -112,9 +113,8 @@ def as_hugging_face(folder: Path, model: Any) -> None:
     """Write a model as two ranks' pieces, as HuggingFaceStorageWriter names and describes them."""
     for rank in range(2):
         pieces = {name: tensor.chunk(2)[rank].clone() for name, tensor in model.items()}
-        places = {
-            name: {"saved_offsets": [3 * rank, *[0] * (tensor.dim() - 1)]} for name, tensor in model.items()
-        }
+        begins = {name: [3 * rank, *[0] * (tensor.dim() - 1)] for name, tensor in model.items()}
+        places = {name: {"saved_offsets": begin} for name, begin in begins.items()}
         metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
         save_file(pieces, folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors", metadata=metadata)
 
@@ -215,10 +215,8 @@ def test_notes_named_after_a_rank_keep_nobody_from_a_dcp_folder(tmp_path: Path, 
     torch.save({"rng": torch.ones(3)}, folder / "rng_rank_0.pt")
     assert cli("digest", folder).out == alone
     ran = cli("merge", folder, tmp_path / "out.pt")
-    assert (ran.code, ran.err.splitlines()[-1]) == (
-        0,
-        "other files of the folder, not copied: loader_rank_0.bin, rng_rank_0.pt, rng_rank_1.pt",
-    )
+    notes = "other files of the folder, not copied: loader_rank_0.bin, rng_rank_0.pt, rng_rank_1.pt"
+    assert (ran.code, ran.err.splitlines()[-1]) == (0, notes)
     assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], torch.arange(4.0))
     (folder / "rng_rank_0.pt").write_bytes((folder / "rng_rank_0.pt").read_bytes()[:-40])
     assert "rng_rank_0.pt: " in cli("digest", folder).err
@@ -229,17 +227,15 @@ def test_there_is_no_rank_to_take_where_what_ranks_share_is_stored_once(tmp_path
     folder.mkdir()
     as_hugging_face(folder, {"w": torch.ones(6, 3)})
     for paths in (folder, sorted(folder.iterdir())):
-        with pytest.raises(UsageFault, match="so there is no rank to take"):
-            ckpttool.open_ranks(paths, take_rank=0)
+        refused(paths, "so there is no rank to take", UsageFault, ckpttool.open_ranks, take_rank=0)
     torch.save({"w": torch.ones(2)}, folder / "other.pt")
-    with pytest.raises(Damaged, match=r"other\.pt: holds no pieces as safetensors"):
-        ckpttool.open_ranks(sorted(folder.iterdir()))
+    refused(
+        sorted(folder.iterdir()), r"other\.pt: holds no pieces as safetensors", opened=ckpttool.open_ranks
+    )
 
 
 def test_a_rank_beyond_all_measure_is_refused(tmp_path: Path) -> None:
     as_hugging_face(tmp_path, {"w": torch.ones(6, 3)})
-    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").rename(
-        tmp_path / "shard-9999999-model-00001-of-00001.safetensors"
-    )
-    with pytest.raises(Damaged, match=r"shard-9999999.*says that rank 9999998 wrote it"):
-        ckpttool.open(tmp_path)
+    end = "model-00001-of-00001.safetensors"
+    (tmp_path / f"shard-00001-{end}").rename(tmp_path / f"shard-9999999-{end}")
+    refused(tmp_path, r"shard-9999999.*says that rank 9999998 wrote it")

@@ -6,7 +6,6 @@ Needs the extra `interop`; the tests skip where it is not installed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +68,11 @@ def test_the_state_is_found(trained: Path) -> None:
     state = checkpoint.state()
     wanted = torch.load(trained, weights_only=False)["state_dict"]
     assert (checkpoint.format, state.where) == ("torch-zip", "state_dict")
-    assert {k: values(v) for k, v in live_tensors(state.tensors).items()} == {
-        k: values(v) for k, v in wanted.items()
-    }
+    found = live_tensors(state.tensors)
+    assert {k: values(v) for k, v in found.items()} == {k: values(v) for k, v in wanted.items()}
 
 
-def test_hyper_parameters_are_shown_and_stay_inert(trained: Path, cli: Callable[..., Any]) -> None:
+def test_hyper_parameters_are_shown_and_stay_inert(trained: Path, cli: Any) -> None:
     found = cli("inspect", trained, "--json").json
     other = {row["name"]: row for row in found["other"]}
     assert other["hyper_parameters.width"]["value"] == 4
@@ -85,30 +83,26 @@ def test_hyper_parameters_are_shown_and_stay_inert(trained: Path, cli: Callable[
     assert "argparse.Namespace" in found["unknown"]
 
 
-def test_nothing_is_lost_from_ckpt_to_pt(trained: Path, tmp_path: Path) -> None:
-    ckpttool.save(ckpttool.open(trained), tmp_path / "again.ckpt")
-    assert_same(
-        torch.load(trained, weights_only=False), torch.load(tmp_path / "again.ckpt", weights_only=False)
-    )
+@pytest.fixture(params=[False, True], ids=["to .ckpt", "by way of safetensors"])
+def again(request: pytest.FixtureRequest, trained: Path, tmp_path: Path) -> Path:
+    """The checkpoint, written anew."""
+    checkpoint = ckpttool.open(trained)
+    if request.param:
+        ckpttool.save(checkpoint, tmp_path / "all.safetensors", full=True)
+        checkpoint = ckpttool.open(tmp_path / "all.safetensors")
+    ckpttool.save(checkpoint, tmp_path / "again.ckpt")
+    return tmp_path / "again.ckpt"
 
 
-def test_nothing_is_lost_by_way_of_safetensors(trained: Path, tmp_path: Path) -> None:
-    ckpttool.save(ckpttool.open(trained), tmp_path / "all.safetensors", full=True)
-    ckpttool.save(ckpttool.open(tmp_path / "all.safetensors"), tmp_path / "again.ckpt")
-    assert_same(
-        torch.load(trained, weights_only=False), torch.load(tmp_path / "again.ckpt", weights_only=False)
-    )
-
-
-def test_lightning_goes_on_from_what_was_written(trained: Path, tmp_path: Path) -> None:
-    ckpttool.save(ckpttool.open(trained), tmp_path / "again.ckpt")
-    model = Net.load_from_checkpoint(tmp_path / "again.ckpt", weights_only=False)
+def test_nothing_is_lost_and_lightning_goes_on(again: Path, trained: Path) -> None:
+    wanted = torch.load(trained, weights_only=False)
+    assert_same(torch.load(again, weights_only=False), wanted)
+    model = Net.load_from_checkpoint(again, weights_only=False)
     assert model.hparams.width == 4 and model.hparams.options.lr == 0.1
-    wanted = torch.load(trained, weights_only=False)["state_dict"]
-    assert_same(dict(model.state_dict()), dict(wanted))
+    assert_same(dict(model.state_dict()), dict(wanted["state_dict"]))
 
 
-def test_a_part_of_the_model_is_taken_out(trained: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_a_part_of_the_model_is_taken_out(trained: Path, tmp_path: Path, cli: Any) -> None:
     ran = cli("strip-prefix", trained, tmp_path / "net.safetensors", "--prefix", "net.", "--json")
     assert ran.code == 0 and ran.json["renamed"] == 7
     assert "hyper_parameters" in ran.json["left_out"] and "optimizer_states" in ran.json["left_out"]

@@ -123,7 +123,7 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
 
 def _as_dtensors(given: dict[str, Any], ranks: int, device: str | None, choices: dict[str, Any]) -> None:
     from ...formats.saving.destination import Destination
-    from ...formats.splitting.splitting import split
+    from ...formats.splitting import split
 
     console, started = options.console(given), time.perf_counter()
     choices |= {name: given[name] for name in ("state", "verify", "force", "dry_run")}

@@ -14,36 +14,24 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import detached
-from ...checkpoint.ranks import Ranks, require_all
+from ...checkpoint.ranks import HINT, Ranks
 from ...errors import Damaged, Unreadable, Unsupported
 from ...files.open_source import allow_open_files, open_source_descriptor
 from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DTYPES, DType
-from ...tensors.ref import (
-    MAX_AXES,
-    MAX_BYTES,
-    BadTensor,
-    ByteRange,
-    Computed,
-    Source,
-    Storage,
-    TensorRef,
-    extent,
-    is_count,
-)
+from ...tensors.ref import MAX_BYTES, BadTensor, ByteRange, Source, TensorRef, is_count
 from ..pytorch.archive import Archive
 from ..strangers import known as known_stranger
-from .extras import with_extras
+from .tree import nest, torch_size, with_extras
 
 NAME = "dcp"
 METADATA = ".metadata"
@@ -53,13 +41,9 @@ ENDING = ".distcp"
 FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
 
 MODULE = "torch.distributed.checkpoint"
-# Places of lists that may stay empty, besides 100 for each entry: DCP drops empty items.
-SPARE = 1000
 
 # The most bytes of `.metadata`; a million chunks take a third of it.
 MAX_METADATA = 1 << 30
-
-Path = tuple[str | int, ...]
 
 
 def sniff(head: bytes) -> bool:
@@ -74,31 +58,30 @@ def read(source: Source) -> Checkpoint:
         items = _Items(source, metadata.get("storage_data"))
         values = ((name, items.value(name, described)) for name, described in _names(metadata).items())
         flat = {name: value for name, value in values if value is not ABSENT}
-        tree = _nest(flat, metadata.get("planner_data"))
+        tree = nest(flat, metadata.get("planner_data"))
     except (PickleFault, BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
-    text = tree.get(full_json.ENTRY)
-    is_full = isinstance(text, str)
-    content, protocol = (
-        full_json.decode_entry(source.path, tree, text) if isinstance(text, str) else (tree, 2)
-    )
+    text, protocol = tree.get(full_json.ENTRY), 2
+    content: object = tree
+    if isinstance(text, str):
+        content, protocol = full_json.decode_entry(source.path, tree, text)
     shards = tuple(items.files.values())
-    checkpoint = Checkpoint(
-        source, NAME, content, protocol, shards=shards, full=is_full, names=names | items.names
-    )
-    return with_extras(replace(checkpoint, ranks=_ranks(shards, items.absent)), items.folder)
+    ranks, names = _ranks(shards, items.absent), names | items.names
+    full = isinstance(text, str)
+    checkpoint = Checkpoint(source, NAME, content, protocol, {}, shards, full=full, names=names, ranks=ranks)
+    return with_extras(checkpoint, items.folder)
 
 
 def _ranks(shards: Sequence[Source], absent: Collection[str]) -> Ranks | None:
     """Return the ranks that wrote the files, as their names `__{rank}_{n}.distcp` say; None if it was one."""
-    nbytes: dict[int, int] = {}
+    nbytes: Counter[int] = Counter()
     for source in shards:
-        if named := FILE.fullmatch(os.path.basename(source.path)):
-            nbytes[int(named[1])] = nbytes.get(int(named[1]), 0) + source.size
+        for rank in _ranks_of([os.path.basename(source.path)]):
+            nbytes[rank] += source.size
     if len(nbytes) < 2 and not absent:
         return None
-    missing = _ranks_of(absent)
-    return Ranks("DCP", held=dict(sorted(nbytes.items())), missing=missing, lacking=tuple(sorted(absent)[:8]))
+    held, lacking = dict(sorted(nbytes.items())), tuple(sorted(absent)[:8])
+    return Ranks("DCP", held=held, missing=_ranks_of(absent), lacking=lacking)
 
 
 def _ranks_of(names: Iterable[str]) -> tuple[int, ...]:
@@ -132,10 +115,10 @@ def _metadata(source: Source) -> tuple[dict[Any, Any], frozenset[Global]]:
 
 def _fields(value: object, name: str) -> dict[Any, Any]:
     """Return the attributes of one of DCP's dataclasses."""
-    if isinstance(value, Record) and isinstance(value.callable, Global):
-        cls = value.callable
-        if cls.name == name and cls.module.startswith(MODULE) and isinstance(value.state, dict):
-            return value.state
+    match value:
+        case Record(callable=Global(module, cls), state=dict() as state):
+            if cls == name and module.startswith(MODULE):
+                return state
     raise PickleFault(f"its metadata is malformed: it lacks a {name} where one should be")
 
 
@@ -146,24 +129,15 @@ def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
     return names
 
 
-def torch_size(value: object) -> tuple[int, ...]:
-    """Return what a `torch.Size` holds."""
-    if isinstance(value, Record) and value.callable == Global("torch", "Size"):
-        value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
-    if not isinstance(value, tuple) or not all(map(is_count, value)):
-        raise PickleFault("its metadata is malformed: it has an invalid size")
-    if len(value) > MAX_AXES:
-        raise PickleFault(f"has a tensor of {len(value)} axes, and at most {MAX_AXES} are supported")
-    return value
-
-
 def _dtype(properties: object) -> DType:
     """Return the element type, which `TensorProperties` keeps as the first item of a tuple."""
-    state = properties.state if isinstance(properties, Record) else None
-    named = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(named, Global) or named.module != "torch" or named.name not in DTYPES:
-        raise PickleFault(f"its metadata has a tensor of unknown type {in_brief(named)[:40]}")
-    return DTYPES[named.name]
+    named = None
+    match properties:
+        case Record(state=(Global("torch", name), *_)) if name in DTYPES:
+            return DTYPES[name]
+        case Record(state=(first, *_)):
+            named = first
+    raise PickleFault(f"its metadata has a tensor of unknown type {in_brief(named)[:40]}")
 
 
 class _Items:
@@ -180,13 +154,12 @@ class _Items:
             raise PickleFault("its metadata does not say where anything is stored")
         names = _file_names(storage_data)
         # What other ranks wrote can be looked at without these.
-        absent = {name for name in names if FILE.fullmatch(name) and not self._is_there(name)}
+        absent = {name for name in names if FILE.fullmatch(name) and not os.path.lexists(self.path_of(name))}
         self.absent = absent if len(absent) < len(names) else set[str]()
         allow_open_files(len(names), source.path)
         for index, info in storage_data.items():
             fields = _fields(index, "MetadataIndex")
-            offset = fields.get("offset")
-            name = fields.get("fqn")
+            name, offset = fields.get("fqn"), fields.get("offset")
             if not isinstance(name, str):
                 raise PickleFault("its metadata is malformed: it has a name that is not text")
             key = name, None if offset is None else torch_size(offset)
@@ -195,18 +168,16 @@ class _Items:
             self.places[key] = self.place(name, _fields(info, "_StorageInfo"))
         self.check_overlaps()
 
-    def _is_there(self, name: str) -> bool:
-        return os.path.lexists(os.path.join(self.folder, name))
+    def path_of(self, name: str) -> str:
+        return os.path.join(self.folder, name)
 
     def place(self, name: str, info: Mapping[str, Any]) -> ByteRange | None:
         extensions = info.get("transform_descriptors")
         if extensions:
-            known = extensions if isinstance(extensions, list) else [extensions]
-            raise Unsupported(
-                self.source.path,
-                f"'{name}' was written through the extension {', '.join(map(in_brief, known[:3]))[:60]}",
-                hint="load it with torch.distributed.checkpoint and save it without extensions",
-            )
+            listed = extensions if isinstance(extensions, list) else [extensions]
+            what = f"was written through the extension {', '.join(map(in_brief, listed[:3]))[:60]}"
+            hint = "load it with torch.distributed.checkpoint and save it without extensions"
+            raise Unsupported(self.source.path, f"'{name}' {what}", hint=hint)
         file, offset, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not is_count(offset) or not is_count(nbytes):
             raise PickleFault(f"its metadata is malformed where it says where '{name}' is stored")
@@ -223,15 +194,12 @@ class _Items:
         if name not in self.files:
             if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
                 raise Damaged(self.source.path, f"names a file outside its folder: {name[:80]!r}")
-            path = os.path.join(self.folder, name)
+            path = self.path_of(name)
             try:
                 self.files[name] = Source(path, open_source_descriptor(path))
             except Unreadable as fault:
-                raise Damaged(
-                    self.source.path,
-                    f"its file '{name}' can't be opened: {fault.reason}",
-                    hint="each rank wrote its own: copy the files of all ranks into one folder",
-                ) from None
+                what = f"its file '{name}' can't be opened: {fault.reason}"
+                raise Damaged(self.source.path, what, hint=HINT) from None
         return self.files[name]
 
     def check_overlaps(self) -> None:
@@ -265,15 +233,12 @@ class _Items:
 
     def with_gaps(self, name: str, dtype: DType, size: tuple[int, ...]) -> TensorRef:
         """Return a tensor of which values are not there; reading them raises Damaged."""
-        nbytes = 0 if 0 in size else extent(size) * dtype.itemsize
-        if nbytes > MAX_BYTES:
+        from ..ranks.pieces import with_gaps  # what a whole folder needs not import
+
+        tensor = with_gaps(self.source.path, dtype, size, _ranks_of(self.absent), None, *sorted(self.absent))
+        if tensor.nbytes > MAX_BYTES:
             raise PickleFault(f"its metadata gives '{name[:80]}' a shape larger than any file")
-
-        def fill(start: int, out: memoryview) -> None:
-            require_all(self.source.path, _ranks_of(self.absent), None, sorted(self.absent))
-
-        data = Computed.filling(self.source.path, nbytes, fill)
-        return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, size)
+        return tensor
 
     def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> Part:
         """Return a chunk and its place in the tensor."""
@@ -300,59 +265,3 @@ class _Items:
 ABSENT = object()
 
 BYTES = {Global(f"{MODULE}.metadata", "BytesStorageMetadata")}
-
-
-# The tree, built from the paths that the writer kept for each flat name.
-
-
-def _nest(flat: Mapping[str, object], paths: object) -> dict[str, object]:
-    """Build the tree of the flat names, as torch's `set_element` does."""
-    known = paths if isinstance(paths, dict) else {}
-    nest = _Nest(SPARE + 100 * len(flat))
-    for name, value in flat.items():
-        nest.set(_path(known.get(name, (name,)), name), value)
-    return nest.root
-
-
-def _path(value: object, name: str) -> Path:
-    if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
-        raise PickleFault(f"its metadata has a malformed path for '{name}'")
-    if not all(type(step) is str or is_count(step) for step in value):
-        raise PickleFault(f"its metadata has a malformed path for '{name}'")
-    return value
-
-
-class _Nest:
-    """Nested dicts and lists, built item by item; at most `spare` places of lists may stay empty."""
-
-    def __init__(self, spare: int) -> None:
-        self.root: dict[str, object] = {}
-        self.spare = spare
-
-    def set(self, path: Path, value: object) -> None:
-        holder: Any = self.root
-        for step, next_step in pairwise(path):
-            inner = self.get(holder, step)
-            if inner is None:
-                inner = {} if isinstance(next_step, str) else []
-                self.put(holder, step, inner)
-            holder = inner
-        if self.get(holder, path[-1]) is not None:
-            raise PickleFault(f"its metadata has two values for '{'.'.join(map(str, path))[:80]}'")
-        self.put(holder, path[-1], value)
-
-    def get(self, holder: Any, step: str | int) -> Any:
-        if isinstance(holder, dict) and isinstance(step, str):
-            return holder.get(step)
-        if isinstance(holder, list) and isinstance(step, int):
-            return holder[step] if step < len(holder) else None
-        raise PickleFault("its metadata has paths that contradict each other")
-
-    def put(self, holder: Any, step: Any, value: object) -> None:
-        if isinstance(holder, list):
-            missing = step + 1 - len(holder)
-            self.spare -= max(0, missing - 1)
-            if self.spare < 0:
-                raise PickleFault("its metadata has a list with few items and a giant index")
-            holder.extend([None] * missing)
-        holder[step] = value

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT
+from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged, Unreadable, Unsupported, UsageFault
 from ...files.open_source import names_in, open_source_descriptor
 from ...inert_pickle.values import Record
@@ -36,7 +37,12 @@ MAX_RANKS = 1 << 16
 OF_PIPELINE = re.compile(r"layer_(\d{1,7})-model_(\d{1,7})")
 
 # DeepSpeed's own program, which knows the rules of the model.
-TO_UNIVERSAL = "ds_to_universal.py --input_folder FOLDER --output_folder UNIVERSAL"
+TO_UNIVERSAL = (
+    "make a universal folder of it, which is read here: "
+    "ds_to_universal.py --input_folder FOLDER --output_folder UNIVERSAL"
+)
+
+NO_MODELS = "has no file *_model_states.pt, which names the parameters"
 
 OF_STAGE_3, OF_STAGES_1_AND_2 = "fp32_flat_groups", "single_partition_of_fp32_groups"
 
@@ -51,13 +57,18 @@ class Files:
     # rank -> its file with model states, and with optimizer states, in the order of the ranks.
     models: Mapping[int, RankFile]
     optims: Mapping[int, RankFile]
-    missing: tuple[int, ...]  # ranks of which a file is not there
-    lacking: tuple[str, ...]  # the names of these files, where those of the others tell them
+    missing: tuple[int, ...] = ()  # ranks of which a file is not there
+    lacking: tuple[str, ...] = ()  # the names of these files, where those of the others tell them
 
     @property
     def first(self) -> RankFile:
         """The model states of the first rank whose file is there."""
         return next(iter(self.models.values()))
+
+    @property
+    def facts(self) -> dict[Any, Any]:
+        """What that file holds: the counters, the configuration and the client's state."""
+        return contents(self.first)
 
 
 def candidates(folder: str) -> Candidates:
@@ -65,11 +76,8 @@ def candidates(folder: str) -> Candidates:
     here = states_in(folder)
     if here:
         return Candidates(here)
-    tags = {
-        name: states
-        for name in _folders(folder)
-        if (states := states_in(os.path.join(folder, name))) and not is_universal(os.path.join(folder, name))
-    }
+    below = [name for name in _folders(folder) if not is_universal(os.path.join(folder, name))]
+    tags = {name: states for name in below if (states := states_in(os.path.join(folder, name)))}
     if not tags:
         return Candidates([])
     hint = f"name one: {', '.join(shlex.quote(os.path.join(folder, tag)) for tag in [*tags][:4])}"
@@ -129,34 +137,28 @@ def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
     for file in files:
         named, is_model = _named(file)
         tree = contents(file)
-        (models if is_model else optims).append(
-            RankFile(file.source, tree, int(named["rank"] or 0), _world_size(file.path, tree, is_model))
-        )
+        world = _world_size(file.path, tree, is_model)
+        (models if is_model else optims).append(RankFile(file.source, tree, int(named["rank"] or 0), world))
         if is_model:
             ranked.add(named["rank"] is not None)
     if not models:
-        raise Damaged(path, "has no file *_model_states.pt, which names the parameters", hint=HINT)
+        raise Damaged(path, NO_MODELS, hint=HINT)
     of_models, of_optims = in_order(models), in_order(optims) if optims else None
     first = of_models.files[0]
     for other in optims:
-        _check_world(first, other)
+        other.require_world_of(first)
     world_size = first.world_size or 1
     stage = _stage(first, optims)
     if ranked != {stage == 3}:
-        raise Damaged(
-            first.source.path, f"does not belong to the other files here, of ZeRO stage {stage}", hint=HINT
-        )
-    without = set(of_models.missing) if stage == 3 else set()
-    without |= set(() if not stage else range(world_size) if of_optims is None else of_optims.missing)
-    return Files(
-        path,
-        stage,
-        world_size,
-        {file.rank: file for file in of_models.files},
-        {file.rank: file for file in of_optims.files} if of_optims else {},
-        tuple(sorted(without)),
-        (*(of_models.lacking if stage == 3 else ()), *(of_optims.lacking if stage and of_optims else ())),
-    )
+        raise first.damaged(f"does not belong to the other files here, of ZeRO stage {stage}")
+    of_ranks = [*([of_models] if stage == 3 else []), *([of_optims] if stage and of_optims else [])]
+    missing = {rank for kind in of_ranks for rank in kind.missing}
+    if stage and of_optims is None:
+        missing = {*range(world_size)}
+    by_rank = {file.rank: file for file in of_models.files}
+    optims_by_rank = {file.rank: file for file in of_optims.files} if of_optims else {}
+    lacking = tuple(name for kind in of_ranks for name in kind.lacking)
+    return Files(path, stage, world_size, by_rank, optims_by_rank, tuple(sorted(missing)), lacking)
 
 
 def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
@@ -165,20 +167,14 @@ def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
         raise Damaged(file.path, "is no file of DeepSpeed's ranks, as the others are", hint="leave it out")
     name = os.path.basename(file.path).removesuffix(".pt")
     if layer := OF_PIPELINE.match(name):
-        raise Unsupported(
-            file.path,
-            f"is layer {int(layer[1])} of a pipeline, part {int(layer[2])} of it: no file says what the "
-            "model calls its layers",
-            hint=f"make a universal folder of it, which is read here: {TO_UNIVERSAL}",
-        )
+        what = f"is layer {int(layer[1])} of a pipeline, part {int(layer[2])} of it"
+        what += ": no file says what the model calls its layers"
+        raise Unsupported(file.path, what, hint=TO_UNIVERSAL)
     of_model = OF_MODEL.fullmatch(name)
     named = of_model or OF_OPTIMIZER.fullmatch(name)
     if named is None or int(named["mp"]) or contents(file).get("mp_world_size") not in (None, 1):
-        raise Unsupported(
-            file.path,
-            "is of a run that cut the model itself (tensor or pipeline parallel, experts): no file says how",
-            hint=f"make a universal folder of it, which is read here: {TO_UNIVERSAL}",
-        )
+        cut = "is of a run that cut the model itself (tensor or pipeline parallel, experts): no file says how"
+        raise Unsupported(file.path, cut, hint=TO_UNIVERSAL)
     _check_not_renamed(file, name)
     return named, of_model is not None
 
@@ -189,37 +185,35 @@ def _check_not_renamed(file: Checkpoint, name: str) -> None:
     if file.format == torch_zip.NAME:
         written = Archive(file.source).root
         if written != name and (OF_MODEL.fullmatch(written) or OF_OPTIMIZER.fullmatch(written)):
-            raise Damaged(
-                file.path,
-                f"was saved as '{written[:80]}.pt', so it is another rank's file under this name",
-                hint="give it its own name again, or copy the files of all ranks once more",
-            )
+            what = f"was saved as '{written[:80]}.pt', so it is another rank's file under this name"
+            hint = "give it its own name again, or copy the files of all ranks once more"
+            raise Damaged(file.path, what, hint=hint)
 
 
 def contents(file: Checkpoint | RankFile) -> dict[Any, Any]:
     """Return the dict in a file. Raises Damaged when there is something else in it."""
     if not isinstance(file.tree, dict):
-        raise Damaged(file.source.path, "holds no dict, as the files of DeepSpeed's ranks do")
+        raise Damaged(file.path, "holds no dict, as the files of DeepSpeed's ranks do")
     return file.tree
 
 
 def of_optimizer(file: RankFile) -> dict[Any, Any]:
     """Return the optimizer's states in a rank's file. Raises Damaged when they are not there."""
-    return entry(file, contents(file), "optimizer_state_dict")
+    return entry(file, "optimizer_state_dict")
 
 
-def entry(file: RankFile, holder: Mapping[Any, Any], name: str) -> dict[Any, Any]:
-    """Return a dict inside a file's contents. Raises Damaged when there is none of this name."""
-    inner = holder.get(name)
+def entry(file: RankFile, name: str) -> dict[Any, Any]:
+    """Return a dict in a file. Raises Damaged when there is none of this name."""
+    inner = file.tree.get(name)
     if not isinstance(inner, dict):
-        raise Damaged(file.source.path, f"has no dict '{name}'", hint=HINT)
+        raise file.damaged(f"has no dict '{name}'")
     return inner
 
 
 def _world_size(path: str, tree: Mapping[Any, Any], is_model: bool) -> int:
-    states = tree if is_model else tree.get("optimizer_state_dict")
+    states = tree if is_model else attributes(tree.get("optimizer_state_dict"))
     name = "dp_world_size" if is_model else "partition_count"
-    stated = states.get(name) if isinstance(states, dict) else None
+    stated = states.get(name)
     counts: list[Any] = stated if isinstance(stated, list) and stated else [stated]
     if any(type(count) is not int or not 0 < count <= MAX_RANKS for count in counts):
         raise Damaged(path, f"does not say how many ranks there were ('{name}')")
@@ -228,35 +222,21 @@ def _world_size(path: str, tree: Mapping[Any, Any], is_model: bool) -> int:
     return int(counts[0])
 
 
-def _check_world(first: RankFile, other: RankFile) -> None:
-    """Check that two files are of as many ranks."""
-    if other.world_size != first.world_size:
-        raise Damaged(
-            other.source.path,
-            f"was written by one of {other.world_size} ranks, and {first.source.path} by one of "
-            f"{first.world_size}",
-            hint=HINT,
-        )
+def zero_settings(file: RankFile) -> Mapping[str, Any]:
+    """Return the settings of ZeRO that a file with model states has."""
+    return attributes(attributes(file.tree.get("ds_config")).get("zero_optimization"))
 
 
 def _stage(first: RankFile, optims: Sequence[RankFile]) -> int:
     """Return the stage of ZeRO; each file of an optimizer must say the same."""
     if not optims:
-        tree = contents(first)
-        config = tree.get("ds_config")
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        stage = zero.get("stage") if isinstance(zero, dict) else None
-        return 0 if not tree.get("param_shapes") else stage if stage in (1, 2, 3) else 1
-    stages = {file.rank: _stage_of(file) for file in optims}
-    one, *others = optims
-    for file in others:
-        if stages[file.rank] != stages[one.rank]:
-            raise Damaged(
-                file.source.path,
-                f"is of ZeRO stage {stages[file.rank]}, and {one.source.path} of stage {stages[one.rank]}",
-                hint=HINT,
-            )
-    return stages[one.rank]
+        stage = zero_settings(first).get("stage")
+        return 0 if not first.tree.get("param_shapes") else stage if stage in (1, 2, 3) else 1
+    stages = [_stage_of(file) for file in optims]
+    for file, stage in zip(optims, stages, strict=True):
+        if stage != stages[0]:
+            raise file.damaged(f"is of ZeRO stage {stage}, and {optims[0].path} of stage {stages[0]}")
+    return stages[0]
 
 
 def _stage_of(file: RankFile) -> int:
@@ -267,7 +247,7 @@ def _stage_of(file: RankFile) -> int:
     if stage is None and OF_STAGES_1_AND_2 in states:
         return 1  # BF16_Optimizer does not say it
     if type(stage) is not int or stage not in (1, 2, 3):
-        raise Damaged(file.source.path, "does not say its stage of ZeRO ('zero_stage')")
+        raise Damaged(file.path, "does not say its stage of ZeRO ('zero_stage')")
     return stage
 
 
@@ -283,28 +263,25 @@ def one_step(files: Files, optimizer: object, take_step: int | None) -> int | No
         known = ", ".join(f"{step} ({where})" for where, step in stated.items()) or "none"
         raise UsageFault(f"{files.path}: is of no step {take_step}; its files state {known}")
     if take_step is None and len({*stated.values()}) > 1:
-        path = files.first.source.path
         told = ", ".join(f"{where} states {step}" for where, step in stated.items())
-        folder, newest = shlex.quote(files.path), max(stated.values())
-        raise Damaged(
-            path,
+        command = f"ckpttool merge {shlex.quote(files.path)} OUTPUT --take-step {max(stated.values())}"
+        raise files.first.damaged(
             f"is of another step than what it lies with: {told}",
-            hint=f"copy the files of one step; if you know that they belong together, as after a restart of "
-            f"the optimizer: ckpttool merge {folder} OUTPUT --take-step {newest}",
+            "copy the files of one step; if you know that they belong together, as after a restart of the "
+            f"optimizer: {command}",
         )
     return take_step if take_step is not None else next(iter(stated.values()), None)
 
 
 def _steps(files: Files, optimizer: object) -> Iterator[tuple[str, int]]:
     """Yield each place that states the step, with it."""
-    facts = contents(files.first)
-    step, skipped = facts.get("global_steps"), facts.get("skipped_steps")
+    step, skipped = files.facts.get("global_steps"), files.facts.get("skipped_steps")
     skipped = skipped if type(skipped) is int else 0
     if type(step) is int:
         yield "'global_steps'", step
-    numbers, state = Numbers(), optimizer.get("state") if isinstance(optimizer, dict) else None
-    counts = [numbers.of(entry.get("step")) for entry in state.values()] if isinstance(state, dict) else []
+    numbers, state = Numbers(), attributes(attributes(optimizer).get("state"))
+    counts = [numbers.of(kept.get("step")) for kept in state.values()]
     if made := [count for count in counts if count is not None and count == count]:
         yield "the optimizer", int(max(made)) + skipped  # it counts no step whose gradients overflowed
-    if tag := TAG.fullmatch(os.path.basename(os.path.dirname(files.first.source.path))):
+    if tag := TAG.fullmatch(os.path.basename(os.path.dirname(files.first.path))):
         yield "the folder's name", int(tag[1])

@@ -16,30 +16,20 @@ from dataclasses import replace
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.ranks import HINT, Ranks
-from ...checkpoint.special_tensors import shape_of
-from ...errors import Damaged, UsageFault
-from ...inert_pickle.values import Record, remade, tensor_of, walk
+from ...checkpoint.ranks import Ranks
+from ...checkpoint.special_tensors import attributes, shape_of
+from ...errors import UsageFault
+from ...inert_pickle.values import remade, tensor_of, walk
 from ...tensors.cast import Caster
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from ..ranks.agreement import same
-from ..ranks.merge_trees import SideBySide
+from ..ranks.merge_trees import merged
 from ..ranks.pieces import RankFile, Take, Wholes, require_rank, whole_of
-from .files import (
-    OF_STAGE_3,
-    OF_STAGES_1_AND_2,
-    Files,
-    contents,
-    entry,
-    is_ours,
-    of_optimizer,
-    one_step,
-    sorted_out,
-)
+from . import zero
+from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, entry, is_ours, of_optimizer, one_step, sorted_out
 from .files import candidates as candidates
-from .optimizer import dealt_out, merged
-from .zero import Group, Layout, alone, given_order, joined, parameters_cut, vectors_cut
+from .zero import Group, Layout, alone, joined
 
 NAME = "deepspeed-zero"
 
@@ -53,24 +43,18 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
         return None
     run = sorted_out(path, files)
     _require_states_of(path, take.rank, run)
-    tree, left, replicated = _joined(run, take.rank) if run.stage else (contents(run.first), (), ())
+    wholes = Wholes(path, run.missing, run.world_size, take.rank)
+    tree = _joined(run, wholes) if run.stage else run.facts
     step = one_step(run, tree.get("optimizer"), take.step)
     if take.step is not None and "global_steps" in tree:
         tree = tree | {"global_steps": step}
-    ranks = Ranks(
-        f"{framework(run)} ZeRO-{run.stage}",
-        run.world_size,
-        step=step,
-        held=_held(files, run),
-        replicated=replicated,
-        missing=run.missing,
-        lacking=run.lacking,
-    )
-    return whole_of(path, NAME, tree, files, ranks, left)
+    ranks = Ranks(f"{framework(run)} ZeRO-{run.stage}", run.world_size, step=step, held=_held(files, run))
+    ranks = replace(ranks, replicated=tuple(wholes.replicated), missing=run.missing, lacking=run.lacking)
+    return whole_of(path, NAME, tree, files, ranks, wholes.left)
 
 
 def framework(files: Files) -> str:
-    version = contents(files.first).get("ds_version")
+    version = files.facts.get("ds_version")
     return f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
 
 
@@ -79,17 +63,14 @@ def _require_states_of(path: str, take_rank: int | None, files: Files) -> None:
     require_rank(path, take_rank, {*files.models, *files.optims})
     if take_rank is not None and take_rank not in files.models:
         there = ", ".join(map(str, files.models))
-        raise UsageFault(
-            f"{path}: only rank {there} holds model states, and rank {take_rank} parts of the optimizer",
-            hint=f"leave out --take-rank, or take rank {min(files.models)}",
-        )
+        what = f"only rank {there} holds model states, and rank {take_rank} parts of the optimizer"
+        hint = f"leave out --take-rank, or take rank {min(files.models)}"
+        raise UsageFault(f"{path}: {what}", hint=hint)
 
 
-def _held(files: Sequence[Checkpoint], found: Files) -> dict[int, int]:
+def _held(files: Sequence[Checkpoint], run: Files) -> dict[int, int]:
     """Return how many bytes of tensors each rank's files have."""
-    ranks = {
-        id(file.source): rank for files_of in (found.models, found.optims) for rank, file in files_of.items()
-    }
+    ranks = {id(file.source): rank for kind in (run.models, run.optims) for rank, file in kind.items()}
     nbytes = dict.fromkeys(sorted(set(ranks.values())), 0)
     for file in files:
         tensors = (value for value in walk(file.tree) if isinstance(value, TensorRef))
@@ -98,18 +79,14 @@ def _held(files: Sequence[Checkpoint], found: Files) -> dict[int, int]:
     return nbytes
 
 
-def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[str, ...], tuple[str, ...]]:
-    """Return a run's contents in stages 1 to 3, in words what they lack, and the names of replicas."""
-    wholes = Wholes(files.path, files.missing, files.world_size, take_rank)
+def _joined(files: Files, wholes: Wholes) -> dict[Any, Any]:
+    """Return a run's contents in stages 1 to 3."""
     groups = _groups(files)
     layout = _layout(files, groups)
     cut = _trained(files, layout, wholes) | frozen_of(files, wholes)
-    merging = SideBySide(wholes, [without_pieces(file, files, cut) for file in files.models.values()])
-    tree = merging.merge()
-    assert isinstance(tree, dict)
-    optimizer, left = merged(files, layout, [[*group] for group in groups], wholes)
-    tree |= {"module": module_of(files, tree["module"], cut), "optimizer": optimizer}
-    return tree, (*left, *merging.left), tuple(wholes.replicated)
+    optimizer = zero.optimizer_of(files, layout, [[*group] for group in groups], wholes)
+    tree = merged(wholes, [without_pieces(file, files, cut) for file in files.models.values()])
+    return {**tree, "module": module_of(files, tree["module"], cut), "optimizer": optimizer}
 
 
 # Where the parameters lie.
@@ -117,44 +94,40 @@ def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[
 
 def _groups(files: Files) -> list[Group]:
     """Return the shapes of the trained parameters, by group."""
-    listed = contents(files.first).get("param_shapes")
     for file in files.models.values():
-        if not same(contents(file).get("param_shapes"), listed):
-            reason = f"is of another model than {files.first.source.path}: their 'param_shapes' differ"
-            raise Damaged(file.source.path, reason, hint=HINT)
+        if not same(file.tree.get("param_shapes"), files.facts.get("param_shapes")):
+            raise file.damaged(f"is of another model than {files.first.path}: their 'param_shapes' differ")
     return shapes_of_groups(files.first)
 
 
 def shapes_of_groups(file: RankFile) -> list[Group]:
-    listed = contents(file).get("param_shapes")
+    listed = file.tree.get("param_shapes")
     return [_shapes(file, group) for group in (listed if isinstance(listed, list) else [listed])]
 
 
 def _shapes(file: RankFile, listed: object) -> Group:
-    shapes = (
-        {name: shape_of(size) for name, size in listed.items()} if isinstance(listed, dict) else {"": None}
-    )
-    found = {name: shape for name, shape in shapes.items() if isinstance(name, str) and shape is not None}
-    if len(found) < len(shapes):
-        raise Damaged(file.source.path, "has malformed shapes of parameters", hint=HINT)
-    return found
+    sizes = listed if isinstance(listed, dict) else {"": None}
+    shapes = {name: shape for name, size in sizes.items() if (shape := shape_of(size)) is not None}
+    if len(shapes) < len(sizes) or not all(isinstance(name, str) for name in shapes):
+        raise file.damaged("has malformed shapes of parameters")
+    return shapes
 
 
 def _layout(files: Files, groups: Sequence[Group]) -> Layout:
     """Return the places of the parameters, after checking each rank's part of the weights."""
     if files.stage == 3:
-        layout = parameters_cut(groups, files.world_size, [*files.optims])
+        layout = zero.parameters_cut(groups, files.world_size, [*files.optims])
     else:
-        layout = vectors_cut(groups, _paddings(files, groups), files.world_size, files.optims)
+        layout = zero.vectors_cut(groups, _paddings(files, groups), files.world_size, files.optims)
     stated = layout
-    if dealt_out(files):  # DeepSpeed 0.19.8 states the places that the parameters would have otherwise
-        given = [{name: group[name] for name in given_order([*group], files.world_size)} for group in groups]
-        stated = vectors_cut(given, [], files.world_size, files.optims)
+    if zero.dealt_out(files):  # DeepSpeed 0.19.8 states the places that the parameters would have otherwise
+        orders = [zero.given_order([*group], files.world_size) for group in groups]
+        given = [{name: group[name] for name in order} for order, group in zip(orders, groups, strict=True)]
+        stated = zero.vectors_cut(given, [], files.world_size, files.optims)
     for rank, file in files.optims.items():
         parts = _parts(files.stage, file)
         if len(parts) != len(groups):
-            reason = f"has {len(parts)} parameter groups, and {files.first.source.path} {len(groups)}"
-            raise Damaged(file.source.path, reason, hint=HINT)
+            raise file.damaged(f"has {len(parts)} parameter groups, and {files.first.path} {len(groups)}")
         for group, part in enumerate(parts):
             layout.check(rank, group, part, "part of the weights")
         _check_mapping(file, layout, stated)
@@ -165,11 +138,10 @@ def _parts(stage: int, file: RankFile) -> list[TensorRef]:
     """Return a rank's part of the weights of each group."""
     name = OF_STAGE_3 if stage == 3 else OF_STAGES_1_AND_2
     listed = of_optimizer(file).get(name)
-    parts = [tensor_of(each) for each in listed] if isinstance(listed, list) else [None]
-    tensors = [part for part in parts if part is not None]
-    if len(tensors) < len(parts):
-        raise Damaged(file.source.path, f"has no list of tensors '{name}'", hint=HINT)
-    return tensors
+    parts = [part for each in listed if (part := tensor_of(each))] if isinstance(listed, list) else []
+    if not isinstance(listed, list) or len(parts) < len(listed):
+        raise file.damaged(f"has no list of tensors '{name}'")
+    return parts
 
 
 def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
@@ -179,11 +151,11 @@ def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
         if listed is None:
             return []
         lengths = [len(each) for each in listed if isinstance(each, list)] if isinstance(listed, list) else []
-        fits = lengths == [len(group) for group in groups] and len(listed) == len(groups)
+        fits = lengths == [*map(len, groups)] and len(listed) == len(groups)
         paddings: list[list[int]] = listed if fits else [[-1]]
         if any(type(fill) is not int or fill < 0 for each in paddings for fill in each):
-            reason = "has paddings ('param_alignment_paddings') that do not fit its model's parameters"
-            raise Damaged(file.source.path, reason, hint=HINT)
+            what = "has paddings ('param_alignment_paddings') that do not fit its model's parameters"
+            raise file.damaged(what)
         return paddings
     return []
 
@@ -193,21 +165,13 @@ def _check_mapping(file: RankFile, *layouts: Layout) -> None:
     listed = of_optimizer(file).get("param_slice_mappings")
     if not isinstance(listed, list):
         return
-    stated = [
-        {name: _address(place) for name, place in each.items()} if isinstance(each, dict) else {}
-        for each in listed
-    ]
+    places = [{name: attributes(place) for name, place in attributes(each).items()} for each in listed]
+    stated = [{name: (at.get("start"), at.get("numel")) for name, at in each.items()} for each in places]
     if all(stated != layout.held_by(file.rank) for layout in layouts):
-        raise Damaged(
-            file.source.path,
+        raise file.damaged(
             f"holds other parameters than rank {file.rank}'s file should ('param_slice_mappings')",
-            hint="the file is of another rank or run: copy the files of all ranks once more",
+            "the file is of another rank or run: copy the files of all ranks once more",
         )
-
-
-def _address(place: object) -> tuple[object, object]:
-    fields = place.state if isinstance(place, Record) and isinstance(place.state, dict) else {}
-    return fields.get("start"), fields.get("numel")
 
 
 # The model's state.
@@ -223,77 +187,65 @@ def _trained(files: Files, layout: Layout, wholes: Wholes) -> dict[str, TensorRe
 
 def frozen_of(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
     """Return the parameters that are not trained, where the files list them; stage 1 does not."""
-    listed = contents(files.first).get("frozen_param_shapes")
-    shapes = _shapes(files.first, listed) if listed else {}
+    listed = files.facts.get("frozen_param_shapes")
     frozen: dict[str, TensorRef] = {}
-    for name, shape in shapes.items():
+    for name, shape in (_shapes(files.first, listed) if listed else {}).items():
         parts: dict[int, TensorRef] = {}
         for rank, file in files.models.items():
-            part = tensor_of(entry(file, contents(file), "frozen_param_fragments").get(name))
+            part = tensor_of(entry(file, "frozen_param_fragments").get(name))
             if part is None:
-                raise Damaged(file.source.path, f"lacks the frozen parameter '{name[:80]}'", hint=HINT)
+                raise file.damaged(f"lacks the frozen parameter '{name[:80]}'")
             parts[rank] = part
-        if files.stage < 3 and parts[0].shape != shape:
-            reason = f"holds '{name[:80]}' in another shape than {list(shape)}, which it states"
-            raise Damaged(files.first.source.path, reason, hint=HINT)
         if files.stage == 3:
-            (slot,) = parameters_cut([{name: shape}], files.world_size, [*parts]).slots
+            (slot,) = zero.parameters_cut([{name: shape}], files.world_size, [*parts]).slots
             frozen[name] = joined(wholes, slot, parts)
-        else:
+        elif parts[0].shape == shape:
             frozen[name] = alone(parts[0])
+        else:
+            what = f"holds '{name[:80]}' in another shape than {list(shape)}, which it states"
+            raise files.first.damaged(what)
     return frozen
 
 
 def without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -> RankFile:
     """Return a file with model states without what describes pieces, or stands in the place of them."""
-    tree = contents(file)
-    module = entry(file, tree, "module")
     buffers = buffers_of(files)
-    names = [
-        name
-        for name, value in module.items()
-        if name not in cut and (name in buffers or not _is_placeholder(files, value))
-    ]
-    kept = remade(module, ((name, module[name]) for name in names))
-    return replace(file, tree={k: v for k, v in tree.items() if k not in OF_PIECES} | {"module": kept})
 
+    def stays(name: str, value: object) -> bool:
+        tensor = tensor_of(value)
+        is_placeholder = files.stage == 3 and tensor is not None and tensor.shape == (0,)
+        return name not in cut and (name in buffers or not is_placeholder)
 
-def _is_placeholder(files: Files, value: object) -> bool:
-    """Return whether a value is empty, as those are that stage 3 writes in the place of parameters."""
-    tensor = tensor_of(value)
-    return files.stage == 3 and tensor is not None and tensor.shape == (0,)
+    module = entry(file, "module")
+    kept = remade(module, ((name, value) for name, value in module.items() if stays(name, value)))
+    return replace(file, tree={k: v for k, v in file.tree.items() if k not in OF_PIECES} | {"module": kept})
 
 
 def buffers_of(files: Files) -> set[str]:
-    listed = contents(files.first).get("buffer_names")
+    listed = files.facts.get("buffer_names")
     return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
 
 
 def module_of(files: Files, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
     """Return the model's state under the model's names, in the model's order."""
-    facts = contents(files.first)
-    module, ties, buffers = facts["module"], facts.get("shared_params"), buffers_of(files)
+    module, buffers = files.facts["module"], buffers_of(files)
+    ties = attributes(files.facts.get("shared_params"))
     names = {t.view: n for n, value in module.items() if n in cut and (t := tensor_of(value)) and t.numel}
     caster, copies = Caster(DTYPES["float32"]), dict[object, TensorRef]()
     stands_for = (0,) if files.stage == 3 else None
     state = remade(module, ())
     for name, value in module.items():
         tensor = tensor_of(value)
-        tie = ties.get(name) if isinstance(ties, dict) else None
-        sources = [name, tie, names.get(tensor.view) if tensor is not None else None]
+        sources = [name, ties.get(name), names.get(tensor.view) if tensor is not None else None]
         whole = next((cut[source] for source in sources if isinstance(source, str) and source in cut), None)
         if whole is not None and (tensor is None or tensor.shape in (whole.shape, stands_for)):
             state[name] = whole
-        elif isinstance(untouched.get(name), TensorRef):
-            tensor_kept = untouched[name]
-            half = name in buffers and tensor_kept.dtype.name in ("float16", "bfloat16")
-            state[name] = copies.setdefault(
-                tensor_kept.view, caster.cast(tensor_kept) if half else alone(tensor_kept)
-            )
+        elif isinstance(plain := untouched.get(name), TensorRef):
+            half = name in buffers and plain.dtype.name in ("float16", "bfloat16")
+            state[name] = copies.setdefault(plain.view, caster.cast(plain) if half else alone(plain))
         elif name in untouched:
             state[name] = untouched[name]
         elif not files.missing:
-            reason = f"has no values of '{name[:80]}' in the shape that it states"
-            raise Damaged(files.first.source.path, reason, hint=HINT)
+            raise files.first.damaged(f"has no values of '{name[:80]}' in the shape that it states")
     state.update((name, tensor) for name, tensor in cut.items() if name not in state)
     return state

@@ -13,32 +13,22 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT, Ranks
+from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
+from ...files.open_source import names_in
 from ...inert_pickle.values import in_brief, tensor_of
-from ...tensors.ref import TensorRef, contiguous_stride, extent
-from ..ranks.merge_trees import SideBySide
+from ...tensors.ref import TensorRef, contiguous_stride
+from ..ranks.merge_trees import merged
 from ..ranks.pieces import Candidates, RankFile, Take, Wholes, require_rank, whole_of
-from .files import (
-    LATEST,
-    OF_MODEL,
-    SETTINGS,
-    ZERO,
-    Files,
-    contents,
-    entry,
-    is_ours,
-    is_universal,
-    named_by,
-    one_step,
-    states_in,
-)
-from .optimizer import IN_USE, param_groups
+from . import files as run_files
+from .files import LATEST, SETTINGS, ZERO, Files, contents, is_universal, named_by, one_step, states_in
 from .reading import NAME, buffers_of, framework, frozen_of, module_of, shapes_of_groups, without_pieces
-from .zero import alone
+from .zero import IN_USE, alone, numel, param_groups
 
 LATEST_UNIVERSAL = "latest_universal"
 
@@ -72,13 +62,10 @@ def candidates(folder: str) -> Candidates:
 
 def _files_in(folder: str) -> list[str]:
     zero = os.path.join(folder, ZERO)
-    states = [
-        os.path.join(zero, name, file)
-        for name in sorted(os.listdir(zero))
-        if os.path.isdir(os.path.join(zero, name))
-        for file in sorted(os.listdir(os.path.join(zero, name)))
-        if file.endswith(".pt")
+    names = [
+        os.path.join(name, file) for name in names_in(zero) for file in names_in(os.path.join(zero, name))
     ]
+    states = [os.path.join(zero, name) for name in names if name.endswith(".pt")]
     settings = os.path.join(zero, SETTINGS)
     return [*states_in(folder), *states, *([settings] if os.path.exists(settings) else [])]
 
@@ -89,21 +76,23 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     if not parts.states:
         return None
     if not parts.models:
-        raise Damaged(path, "has no file *_model_states.pt, which names the parameters", hint=HINT)
+        raise Damaged(path, run_files.NO_MODELS, hint=HINT)
     of_first = {rank: file for (part, rank), file in sorted(parts.models.items()) if not part}
     run = _run(path, parts, of_first or dict(enumerate(parts.models.values())))
     require_rank(path, take.rank, run.models)
-    wholes = Wholes(path, world_size=run.world_size, take_rank=take.rank)
+    wholes = Wholes(path, world_size=run.world_size, take_rank=take.rank, left=parts.left)
     groups = _groups(parts, run)
-    _require_all(path, parts, groups)
-    tree, merge_left = _tree(run, parts, groups, wholes)
+    for name in chain.from_iterable(groups):
+        if WEIGHTS not in parts.states.get(name, ()):
+            missing = os.path.join(ZERO, name, f"{WEIGHTS}.pt")
+            raise Damaged(path, f"has no {missing}", hint="copy the folder again, with all that is below it")
+    tree = _tree(run, parts, groups, wholes)
     tree["optimizer"] = optimizer = _optimizer(run, parts, groups)
     step = one_step(run, optimizer, take.step)
     nbytes = sum(tensor.nbytes for file in files for _, tensor in file.tensors())
-    ranks = Ranks(
-        f"{framework(run)} universal", None, step=step, held={0: nbytes}, replicated=tuple(wholes.replicated)
-    )
-    return whole_of(path, NAME, tree, files, ranks, (*parts.left, *merge_left, *_settings_left(parts)))
+    kind, replicated = f"{framework(run)} universal", tuple(wholes.replicated)
+    ranks = Ranks(kind, None, step=step, held={0: nbytes}, replicated=replicated)
+    return whole_of(path, NAME, tree, files, ranks, (*wholes.left, *_settings_left(parts)))
 
 
 def _sorted_out(files: Sequence[Checkpoint]) -> _Parts:
@@ -115,24 +104,24 @@ def _sorted_out(files: Sequence[Checkpoint]) -> _Parts:
             parts.states.setdefault(os.path.basename(folder), {})[stem] = file
         elif os.path.basename(folder) == ZERO and name == SETTINGS:
             parts.settings = file
-        elif named := OF_MODEL.fullmatch(stem):
+        elif named := run_files.OF_MODEL.fullmatch(stem):
             rank = int(named["rank"] or 0)
-            parts.models[int(named["mp"]), rank] = RankFile(file.source, file.tree, rank, None)
-        elif is_ours(file.path):  # layers of a pipeline, experts: copies of the run's, in its own precision
+            parts.models[int(named["mp"]), rank] = RankFile(file.source, contents(file), rank, None)
+        elif run_files.is_ours(
+            file.path
+        ):  # layers of a pipeline, experts: copies of the run's, in its own precision
             parts.left.append(f"{name} (its parameters are in {ZERO}/)")
     return parts
 
 
 def _run(path: str, parts: _Parts, models: Mapping[int, RankFile]) -> Files:
     """Return the run that the folder was made of, as if `optimizer_state.pt` were the file of rank 0."""
-    first = contents(next(iter(models.values())))
-    world = first.get("dp_world_size")
-    is_stage_3 = any(
-        os.path.basename(file.source.path).startswith("zero_pp_rank_") for file in models.values()
-    )
+    world = next(iter(models.values())).tree.get("dp_world_size")
+    names = [os.path.basename(file.path) for file in models.values()]
+    is_stage_3 = any(name.startswith("zero_pp_rank_") for name in names)
     settings = parts.settings
     optims = {0: RankFile(settings.source, settings.tree, 0, None)} if settings else {}
-    return Files(path, 3 if is_stage_3 else 1, world if type(world) is int else 1, models, optims, (), ())
+    return Files(path, 3 if is_stage_3 else 1, world if type(world) is int else 1, models, optims)
 
 
 def _groups(parts: _Parts, run: Files) -> list[dict[str, tuple[int, ...]]]:
@@ -142,65 +131,43 @@ def _groups(parts: _Parts, run: Files) -> list[dict[str, tuple[int, ...]]]:
         if rank == min(run.models):
             for number, group in enumerate(shapes_of_groups(file)):
                 groups += [{} for _ in range(number + 1 - len(groups))]
-                groups[number].update(
-                    {name: shape for name, shape in group.items() if name not in groups[number]}
-                )
+                groups[number] |= {name: shape for name, shape in group.items() if name not in groups[number]}
     return groups
 
 
-def _require_all(path: str, parts: _Parts, groups: Sequence[Shapes]) -> None:
-    for name in (name for group in groups for name in group):
-        if WEIGHTS not in parts.states.get(name, ()):
-            missing = os.path.join(ZERO, name, f"{WEIGHTS}.pt")
-            raise Damaged(path, f"has no {missing}", hint="copy the folder again, with all that is below it")
-
-
-def _tree(
-    run: Files, parts: _Parts, groups: Sequence[Shapes], wholes: Wholes
-) -> tuple[dict[Any, Any], list[str]]:
-    """Return the model states with the fp32 weights in the place of the run's own, and what they lack."""
+def _tree(run: Files, parts: _Parts, groups: Sequence[Shapes], wholes: Wholes) -> dict[Any, Any]:
+    """Return the model states with the fp32 weights in the place of the run's own."""
     flat = {name: shape for group in groups for name, shape in group.items()} if run.stage == 3 else {}
     weights = {
         name: _tensor(states[WEIGHTS], flat.get(name))
         for name, states in parts.states.items()
         if WEIGHTS in states and states.keys() > {WEIGHTS}
     }
-    facts = contents(run.first)
-    if len({part for part, _ in parts.models}) > 1 or not isinstance(facts.get("module"), dict):
+    if len({part for part, _ in parts.models}) > 1 or not isinstance(run.facts.get("module"), dict):
         return _of_cut_model(run, parts, weights)
-    module = entry(run.first, facts, "module")
-    if foreign := [name for name in parts.states if name not in module]:
-        raise Damaged(
-            run.path, f"has '{foreign[0][:80]}' in {ZERO}/, which its model states do not name", hint=HINT
-        )
+    if foreign := [name for name in parts.states if name not in run.facts["module"]]:
+        what = f"has '{foreign[0][:80]}' in {ZERO}/, which its model states do not name"
+        raise Damaged(run.path, what, hint=HINT)
     weights |= frozen_of(run, wholes) if run.stage == 3 else {}
-    merging = SideBySide(wholes, [without_pieces(file, run, weights) for file in run.models.values()])
-    tree = merging.merge()
-    assert isinstance(tree, dict)
-    return tree | {"module": module_of(run, tree["module"], weights)}, merging.left
+    tree = merged(wholes, [without_pieces(file, run, weights) for file in run.models.values()])
+    return {**tree, "module": module_of(run, tree["module"], weights)}
 
 
-def _of_cut_model(
-    run: Files, parts: _Parts, weights: Mapping[str, TensorRef]
-) -> tuple[dict[Any, Any], list[str]]:
+def _of_cut_model(run: Files, parts: _Parts, weights: Mapping[str, TensorRef]) -> dict[Any, Any]:
     """Return the tree of a model that ranks had parts of: only `zero/` has its parameters whole."""
-    facts, kept = contents(run.first), buffers_of(run)
-    module = facts.get("module")
-    own = module if isinstance(module, dict) else {}
-    names = [
-        *(name for name in own if name in parts.states),
-        *sorted(parts.states.keys() - own.keys(), key=_natural),
-    ]
+    own, buffers = attributes(run.facts.get("module")), buffers_of(run)
+    known = [name for name in own if name in parts.states]
+    names = [*known, *sorted(parts.states.keys() - own.keys(), key=_natural)]
     state: dict[str, object] = {}
     for name in names:
         if name in weights:
             state[name] = weights[name]
-        elif name in kept and tensor_of(own.get(name)) is not None:
+        elif name in buffers and tensor_of(own.get(name)) is not None:
             state[name] = own[name]  # cast to fp32 in `zero/`, integers too
         elif WEIGHTS in parts.states[name]:
             state[name] = _tensor(parts.states[name][WEIGHTS], None)
-    left = [f"'module.{name}' of a model that was cut" for name in own if name not in state]
-    return {key: value for key, value in facts.items() if key != "param_shapes"} | {"module": state}, left
+    parts.left += [f"'module.{name}' of a model that was cut" for name in own if name not in state]
+    return {key: value for key, value in run.facts.items() if key != "param_shapes"} | {"module": state}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -215,14 +182,9 @@ def _tensor(file: Checkpoint, shape: tuple[int, ...] | None) -> TensorRef:
         raise Damaged(file.path, "has no tensor, as the files of a universal checkpoint do", hint=HINT)
     if shape is None or tensor.shape == shape:
         return alone(tensor)
-    if (
-        len(tensor.shape) != 1
-        or tensor.numel != (0 if 0 in shape else extent(shape))
-        or not tensor.is_stretch
-    ):
-        raise Damaged(
-            file.path, f"has shape {list(tensor.shape)}, and the parameter {list(shape)}", hint=HINT
-        )
+    if len(tensor.shape) != 1 or tensor.numel != numel(shape) or not tensor.is_stretch:
+        what = f"has shape {list(tensor.shape)}, and the parameter {list(shape)}"
+        raise Damaged(file.path, what, hint=HINT)
     return replace(alone(tensor), shape=shape, stride=contiguous_stride(shape))
 
 
@@ -250,12 +212,11 @@ def _optimizer(run: Files, parts: _Parts, groups: Sequence[Shapes]) -> dict[str,
 def _step_of_group(settings: Checkpoint, number: int) -> object:
     inner: Any = settings.tree
     for key in ("optimizer_state_dict", "state", number, STEP):
-        inner = inner.get(key) if isinstance(inner, dict) else None
+        inner = attributes(inner).get(key)
     return inner
 
 
 def _settings_left(parts: _Parts) -> Iterator[str]:
-    tree = parts.settings.tree if parts.settings else None
-    for name in tree if isinstance(tree, dict) else ():
+    for name in attributes(parts.settings.tree if parts.settings else None):
         if name not in IN_USE and name not in ("param_groups", "optimizer_state_dict"):
             yield f"'{in_brief(name)[:80]}' of {SETTINGS}"

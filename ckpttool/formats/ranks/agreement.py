@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from ...checkpoint.flat_optimizers import as_nested
 from ...checkpoint.ranks import HINT
 from ...checkpoint.states import is_optimizer
-from ...errors import Damaged
 from ...inert_pickle.values import Record, in_brief, tensor_of
 from ...tensors.ref import TensorRef
 from ...tensors.values import MAX_EXPANSION, in_pieces, stream
@@ -18,6 +17,9 @@ from .sharded_values import Sharded
 
 # The most bytes of a tensor that `same` reads although its checksum is known.
 SMALL = 1 << 16
+
+# The fields by which records are compared.
+FIELDS = ("how", "callable", "args", "kwargs", "state", "elements", "items")
 
 # Elements of two tensors that `same` compares at a time.
 BLOCK = 1 << 18
@@ -28,7 +30,8 @@ def same(first: object, second: object) -> bool:
     # Tensors are by dtype, shape and bytes, on whatever device they were. Of those of more than 64 KiB the
     # checksums are compared instead where both files state them. Those that repeat their elements very often
     # count as different.
-    stack, seen = [(first, second)], set[tuple[int, int]]()
+    stack: list[tuple[Any, Any]] = [(first, second)]
+    seen: set[tuple[int, int]] = set()
     while stack:
         a, b = stack.pop()
         if a is b or (id(a), id(b)) in seen:
@@ -36,21 +39,20 @@ def same(first: object, second: object) -> bool:
         seen.add((id(a), id(b)))
         if type(a) is not type(b):
             return False
-        if isinstance(a, dict) and isinstance(b, dict):
-            if list(a) != list(b):
-                return False
-            stack.extend(zip(a.values(), b.values(), strict=True))
-        elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
-            if len(a) != len(b):
-                return False
-            stack.extend(zip(a, b, strict=True))
-        elif isinstance(a, Record) and isinstance(b, Record):
-            fields = ("how", "callable", "args", "kwargs", "state", "elements", "items")
-            stack.extend((getattr(a, name), getattr(b, name)) for name in fields)
-        elif isinstance(a, TensorRef) and isinstance(b, TensorRef):
-            if not _same_tensor(a, b):
-                return False
-        elif not (a == b or (a != a and b != b)):
+        if isinstance(a, dict):
+            is_same = list(a) == list(b)
+            stack.extend(zip(a.values(), b.values(), strict=False))
+        elif isinstance(a, list | tuple):
+            is_same = len(a) == len(b)
+            stack.extend(zip(a, b, strict=False))
+        elif isinstance(a, Record):
+            is_same = True
+            stack.extend((getattr(a, name), getattr(b, name)) for name in FIELDS)
+        elif isinstance(a, TensorRef):
+            is_same = _same_tensor(a, b)
+        else:
+            is_same = a == b or (a != a and b != b)
+        if not is_same:
             return False
     return True
 
@@ -60,14 +62,12 @@ def _same_tensor(one: TensorRef, other: TensorRef) -> bool:
         return False
     both = one, other
     sums = {tensor.storage.crc32 for tensor in both}
-    if one.nbytes > SMALL and None not in sums and all(is_whole(tensor) for tensor in both):
+    if one.nbytes > SMALL and None not in sums and all(map(is_whole, both)):
         return len(sums) == 1
     if any(tensor.nbytes > tensor.storage.nbytes + MAX_EXPANSION for tensor in both):
         return False
-    pieces = zip(
-        in_pieces(one, BLOCK * one.dtype.part), in_pieces(other, BLOCK * one.dtype.part), strict=True
-    )
-    return all(a == b for a, b in pieces)
+    pieces = (in_pieces(tensor, BLOCK * tensor.dtype.part) for tensor in both)
+    return all(a == b for a, b in zip(*pieces, strict=True))
 
 
 def is_whole(tensor: TensorRef) -> bool:
@@ -89,7 +89,7 @@ class Held(NamedTuple):
     """What one rank's file has in a place."""
 
     file: RankFile
-    value: object
+    value: Any
 
 
 class Numbers:
@@ -132,17 +132,18 @@ def require_one(what: str, held: Sequence[Held], numbers: Numbers, *, hint: str 
     first, *others = held
     wanted = numbers.of(first.value)
     for other in others:
-        found = numbers.of(other.value)
-        if wanted is None or found is None:
-            if same(first.value, other.value):
-                continue
-        elif found == wanted or (found != found and wanted != wanted):
+        number = numbers.of(other.value)
+        if wanted is None or number is None:
+            agrees = same(first.value, other.value)
+        else:
+            agrees = number == wanted or (number != number and wanted != wanted)
+        if agrees:
             continue
-        there = first.file.source.path
-        said = f"holds other values as {what} than {there}"
-        if not any(_is_unshown(place.value, number) for place, number in ((first, wanted), (other, found))):
-            said = f"{what} is {_shown(other.value, found)}, and {_shown(first.value, wanted)} in {there}"
-        raise Damaged(other.file.source.path, f"is of another save: {said}", hint=hint)
+        there = f"{_shown(first.value, wanted)} in {first.file.path}"
+        said = f"{what} is {_shown(other.value, number)}, and {there}"
+        if _is_unshown(first.value, wanted) or _is_unshown(other.value, number):
+            said = f"holds other values as {what} than {first.file.path}"
+        raise other.file.damaged(f"is of another save: {said}", hint)
 
 
 def _is_unshown(value: object, number: Number | None) -> bool:
@@ -160,9 +161,10 @@ def step_of(files: Sequence[RankFile]) -> int | None:
     # Parameters that were left out of some steps have made fewer: a file's step is the largest in it.
     numbers = Numbers()
     stated = [Held(file, max(steps)) for file in files if (steps := [*_steps(file.tree, numbers)])]
-    if stated:
-        require_one("its optimizer's step", stated, numbers)
-    return int(stated[0].value) if stated else None  # type: ignore[call-overload]
+    if not stated:
+        return None
+    require_one("its optimizer's step", stated, numbers)
+    return int(stated[0].value)
 
 
 def _steps(tree: Any, numbers: Numbers) -> Iterator[int]:

@@ -84,10 +84,13 @@ def read_mesh(value: object, work: Work) -> Mesh:
     count = math.prod(sizes)  # each rank is listed, so that the list bounds every loop
     if count > min(MAX_CHUNKS, len(listed)) or (count < len(listed) and not is_view):
         raise BadMesh(f"has {count} places for {len(listed)} ranks")
+    ranks = listed
     if is_view:
         rank, ranks = _viewed(axes, coordinate, listed, fields.get("_rank"))
+    elif (index := sum(map(_step, axes, coordinate))) < len(listed):
+        rank = listed[index]
     else:
-        rank, ranks = listed[_index(axes, coordinate, len(listed))], listed
+        raise BadMesh("has a coordinate outside its ranks")
     device = fields.get("_device_type", fields.get("device_type"))
     device = device if isinstance(device, str) and DEVICE.fullmatch(device) else ""
     world = max((*listed, *(outer if _is_counts(outer) else ()))) + 1
@@ -109,14 +112,17 @@ Axis = tuple[tuple[int, ...], tuple[int, ...]]
 def _axes(fields: Mapping[Any, Any]) -> list[Axis]:
     layout = attributes(fields.get("_layout"))
     listed = layout.get("axes")
+    pairs: list[tuple[object, object]]
     if isinstance(listed, tuple | list):  # since torch 2.10
         pairs = [(axis.get("shape"), axis.get("stride")) for axis in map(attributes, listed)]
     elif isinstance(mesh := fields.get("mesh"), TensorRef):  # before 2.9
-        pairs = list(zip(mesh.shape, contiguous_stride(mesh.shape), strict=True))
-    elif isinstance(layout.get("shape"), tuple) and isinstance(layout.get("stride"), tuple):
-        pairs = list(zip(layout["shape"], layout["stride"], strict=False))
+        pairs = [*zip(mesh.shape, contiguous_stride(mesh.shape), strict=True)]
     else:
-        raise BadMesh("has no axes")
+        match layout:
+            case {"shape": tuple() as shapes, "stride": tuple() as strides}:
+                pairs = [*zip(shapes, strides, strict=False)]
+            case _:
+                raise BadMesh("has no axes")
     if len(pairs) > MAX_AXES:
         raise BadMesh(f"has {len(pairs)} axes")
     if any(len(part) > MAX_AXES for pair in pairs for part in pair if isinstance(part, tuple | list)):
@@ -139,13 +145,6 @@ def _viewed(
     if min(places) < 0 or max(places) >= len(listed) or len({*places}) < len(places):
         raise BadMesh("has strides that lead outside its ranks, or to one of them twice")
     return rank, tuple(listed[place] for place in places)
-
-
-def _index(axes: Sequence[Axis], coordinate: tuple[int, ...], count: int) -> int:
-    index = sum(map(_step, axes, coordinate))
-    if index >= count:
-        raise BadMesh("has a coordinate outside its ranks")
-    return index
 
 
 def _step(axis: Axis, index: int) -> int:
@@ -175,19 +174,16 @@ Intervals = list[tuple[int, int]]
 
 def share(intervals: Intervals, ranks: int, at: int, chunks: int, work: Work) -> Intervals:
     """Return the share of one rank of an index set, as `torch.chunk` cuts it."""
-    taken: Intervals = []
     size = sum(stop - start for start, stop in intervals)
     work.spend(min(size, chunks) * len(intervals))
-    for first, last in _chunks(size, chunks):
+    taken: Intervals = []
+    length = -(-size // chunks)
+    for first in range(0, size, length or 1):
+        last = min(first + length, size)
         step = -(-(last - first) // ranks)
         start = min(first + at * step, last)
         taken += _between(intervals, start, min(start + step, last))
     return taken or [(0, 0)]
-
-
-def _chunks(size: int, count: int) -> Iterator[tuple[int, int]]:
-    step = -(-size // count)
-    return ((start, min(start + step, size)) for start in range(0, size, step or 1))
 
 
 def _between(intervals: Intervals, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -210,11 +206,10 @@ def boxes(
         return
     places = [list(zip(_starts(intervals), intervals, strict=True)) for intervals in index_sets]
     for box in itertools.product(*places):
-        offset = local.offset + sum(
-            local_start * step for (local_start, _), step in zip(box, local.stride, strict=True)
-        )
+        at = sum(start * step for (start, _), step in zip(box, local.stride, strict=True))
         shape = tuple(stop - start for _, (start, stop) in box)
-        yield tuple(start for _, (start, _) in box), replace(local, shape=shape, offset=offset)
+        begin = tuple(start for _, (start, _) in box)
+        yield begin, replace(local, shape=shape, offset=local.offset + at)
 
 
 def _starts(intervals: Intervals) -> Iterator[int]:

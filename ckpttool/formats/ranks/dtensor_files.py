@@ -4,6 +4,10 @@ FSDP2, tensor parallelism, HSDP and FSDP1 save so, and what is built on them (ve
 order of ranks is in the pickles: each sharded tensor says who wrote it. File names only tell which files
 belong together: `model_world_size_4_rank_0.pt` and `optim_world_size_4_rank_0.pt`, or
 `pytorch_model_fsdp_0_rank0.bin` and `optimizer_0_rank0.bin`.
+
+Files without sharded tensors may each hold the whole, as those of DDP do, and nothing in them says so: they
+are named after the ranks from 0 on, their tensors have the same names and shapes, and the values are compared
+when they are read.
 """
 
 from __future__ import annotations
@@ -11,26 +15,26 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import dotted
 from ...checkpoint.flat_optimizers import as_nested
-from ...checkpoint.ranks import HINT, Ranks
+from ...checkpoint.ranks import Ranks
 from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
 from ...files.open_source import CHECKPOINT_ENDINGS, names_in
 from ...inert_pickle.values import tensor_of
 from .agreement import step_of
 from .device_meshes import Mesh
-from .merge_trees import SideBySide
+from .merge_trees import merged
 from .pieces import Candidates, RankFile, RankFiles, Take, Wholes, in_order, require_rank, whole_of
-from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
+from .sharded_values import DTENSOR, Sharded, unless_sharded
 
-FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
+DTENSORS, FSDP, COPIES = "dtensor-ranks", "fsdp-ranks", "rank-copies"
 
 # How names of files say which rank wrote them.
 RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
@@ -70,7 +74,7 @@ class _Facts:
     """What one file says of its rank."""
 
     file: Checkpoint  # the file
-    sharded: Sharded | None  # one of its sharded tensors; None when it has none
+    first: Sharded | None  # the first of its sharded tensors; None when it has none
     mesh: Mesh | None  # the largest device mesh in it
     # how many ranks there were: a tensor may lie on a part of them, whose mesh says no more, so it is the
     # most that a tensor or the file's name says; None when nothing says it.
@@ -80,8 +84,8 @@ class _Facts:
     @property
     def rank(self) -> int | None:
         """Who wrote it: as its tensors say, else as its name does."""
-        if self.sharded is not None:
-            return self.sharded.rank
+        if self.first is not None:
+            return self.first.rank
         named = rank_in(os.path.basename(self.file.path))
         return int(named[1]) if named else None
 
@@ -93,31 +97,34 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     # `extra_state_…` join the model. The rest is left out, by name, as are files that are not those of all
     # ranks of the run.
     facts = [_facts(file) for file in files]
-    first = next((each.sharded for each in facts if each.sharded), None)
+    first = next((each.first for each in facts if each.first), None)
     if first is None:
         return None
-    runs, others, left = _kinds(facts)
-    _require_one_run(runs)
+    wholes = Wholes(path, take_rank=take.rank)
+    runs, others = _kinds(facts, wholes.left)
+    telling, *rest = (replace(run.files[0], world_size=run.world_size) for run in runs.values())
+    for file in rest:
+        file.require_world_of(telling)
     require_rank(path, take.rank, (file.rank for run in runs.values() for file in run.files))
-    tree, replicated, apart = _joined(path, runs, others, take.rank)
+    tree = _joined(wholes, runs, others)
     kind = DTENSORS if first.kind == DTENSOR else FSDP
-    ranks = _ranks(kind, facts, runs, replicated)
-    return whole_of(path, kind, tree, files, ranks, (*left, *apart))
+    return whole_of(path, kind, tree, files, _ranks(kind, facts, runs, wholes.replicated), wholes.left)
 
 
 # The files of each kind that hold pieces.
 Runs = dict[str, RankFiles]
 
 
-def _kinds(facts: Sequence[_Facts]) -> tuple[Runs, dict[str, Sequence[_Facts]], list[str]]:
-    """Return files by kind: those that hold pieces, others of as many ranks, and the names of the rest."""
+def _kinds(facts: Sequence[_Facts], left: list[str]) -> tuple[Runs, dict[str, Sequence[_Facts]]]:
+    """Return the files that hold pieces by kind, and others of as many ranks; add the names of the rest."""
     runs: Runs = {}
     rest: dict[str, Sequence[_Facts]] = {}
-    left: list[str] = []
     for stem, group in _groups(facts).items():
-        if any(each.sharded for each in group) or _is_mergeable_optimizer(group):
+        is_optimizers = all(is_optimizer(each.file.tree) for each in group)
+        has_rows = is_optimizers and any(_has_rows(each.file.tree) for each in group)
+        if any(each.first for each in group) or (is_optimizers and not has_rows):
             runs[stem] = in_order(map(_rank_file, group))
-        elif all(is_optimizer(each.file.tree) for each in group):
+        elif is_optimizers:  # as FSDP1's own `optimizer.state_dict()` is
             left.append(f"{_named(group)} (flat pieces without names and places)")
         else:
             rest[stem] = group
@@ -127,7 +134,7 @@ def _kinds(facts: Sequence[_Facts]) -> tuple[Runs, dict[str, Sequence[_Facts]], 
         for stated in sorted({each.world_size or size for each in files} - {size}):
             foreign = [each for each in files if each.world_size == stated]
             left.append(f"{_named(foreign)} (of {stated} ranks, and the pieces are of {size})")
-    return runs, others, left
+    return runs, others
 
 
 def _size(runs: Mapping[str, RankFiles]) -> int:
@@ -137,11 +144,11 @@ def _size(runs: Mapping[str, RankFiles]) -> int:
 
 def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[str]) -> Ranks:
     """Return what is known of the run."""
-    size, nbytes = _size(runs), dict[int, int]()
+    size, nbytes = _size(runs), Counter[int]()
     for each in facts:
         if each.rank is not None and each.world_size in (None, size):
-            nbytes[each.rank] = nbytes.get(each.rank, 0) + each.nbytes
-    mesh = reduce(_larger, (each.mesh for each in facts))
+            nbytes[each.rank] += each.nbytes
+    mesh = _largest(each.mesh for each in facts)
     return Ranks(
         "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)",
         size,
@@ -155,84 +162,63 @@ def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[
     )
 
 
-def _joined(
-    path: str, runs: Runs, others: Mapping[str, Sequence[_Facts]], take_rank: int | None
-) -> tuple[object, list[str], list[str]]:
-    """Return the whole, the names of replicas, and what it lacks in words."""
-    names = names_of_kinds({stem: run.files[0].tree for stem, run in runs.items()})
-    replicated, left = list[str](), list[str]()
-
-    def merged(wholes: Wholes, files: Sequence[RankFile], where: tuple[str, ...], common: bool) -> Any:
-        merging = SideBySide(wholes, files, where, common=common)
-        tree = merging.merge()
-        replicated.extend(wholes.replicated)
-        left.extend(merging.left)
-        return tree
-
+def _joined(wholes: Wholes, runs: Runs, others: Mapping[str, Sequence[_Facts]]) -> object:
+    names = _names_of_kinds({stem: run.files[0].tree for stem, run in runs.items()})
     beside: dict[object, object] = {}
     for stem, group in others.items():
         if not group:
             continue
         try:
-            run = _complete(_size(runs), group, take_rank)
+            run = _complete(_size(runs), group, wholes.take_rank)
         except Damaged as fault:  # of what may be done without
-            left.append(f"{_named(group)} ({os.path.basename(fault.path)} {fault.reason})")
+            wholes.left.append(f"{_named(group)} ({os.path.basename(fault.path)} {fault.reason})")
             continue
-        files = _beside({*names.values(), *beside}, stem, run, take_rank)
-        beside |= merged(Wholes(path, take_rank=take_rank), files, (), True)
+        files = _beside({*names.values(), *beside}, stem, run, wholes.take_rank)
+        beside |= merged(wholes, files, common=True)
     trees: dict[object, object] = {}
     for stem, run in runs.items():
         where = (names[stem],) if len(runs) > 1 or others else ()
-        wholes = Wholes(path, run.missing, run.world_size, take_rank)
-        trees[names[stem]] = merged(wholes, run.files, where, False)
-    return (trees | beside if len(trees) > 1 or others else trees.popitem()[1]), replicated, left
+        of_run = replace(wholes, missing=run.missing, world_size=run.world_size)
+        trees[names[stem]] = merged(of_run, run.files, where)
+    return trees | beside if len(trees) > 1 or others else trees.popitem()[1]
 
 
 def _facts(file: Checkpoint) -> _Facts:
-    reader = ShardedValues(file.source)
-    first: Sharded | None = None
-    mesh: Mesh | None = None
+    sharded: list[Sharded] = []
     nbytes = 0
-    stated = WORLD.search(os.path.basename(file.path))
-    world = int(stated[1]) if stated else None
     for path, value in file.named(unless_sharded):
-        tensor = tensor_of(value)
-        if tensor is not None:
+        if (tensor := tensor_of(value)) is not None:
             nbytes += tensor.nbytes
-        elif found := reader.read(dotted(path), value):
+        elif isinstance(value, Sharded):
             if path and path[-1].endswith(FLAT):
-                raise Unsupported(
-                    file.path,
-                    f"is FSDP's LOCAL_STATE_DICT: '{dotted(path)[:80]}' is a run of flattened parameters, "
-                    "without their names and shapes",
-                    hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, which have them",
-                )
-            nbytes += sum(piece.nbytes for _, piece in found.pieces)
-            first = first or found
-            world = max(world or 0, found.world_size)
-            mesh = _larger(mesh, found.mesh)
-    return _Facts(file, first, mesh, world, nbytes)
+                what = f"is FSDP's LOCAL_STATE_DICT: '{dotted(path)[:80]}' is a run of flattened parameters"
+                hint = "save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, which have them"
+                raise Unsupported(file.path, f"{what}, without their names and shapes", hint=hint)
+            nbytes += sum(piece.nbytes for _, piece in value.pieces)
+            sharded.append(value)
+    named = WORLD.search(os.path.basename(file.path))
+    sizes = [*([int(named[1])] if named else []), *(value.world_size for value in sharded)]
+    mesh = _largest(value.mesh for value in sharded)
+    return _Facts(file, sharded[0] if sharded else None, mesh, max(sizes, default=None), nbytes)
 
 
-def _larger(one: Mesh | None, other: Mesh | None) -> Mesh | None:
-    """Return the mesh with more axes, or with as many and more ranks; the first of equals."""
-    if one is None or other is None:
-        return one or other
-    return max(one, other, key=lambda mesh: (len(mesh.sizes), len(mesh.ranks)))
+def _largest(meshes: Iterable[Mesh | None]) -> Mesh | None:
+    """Return the mesh with the most axes, of those the one with the most ranks; the first of equals."""
+    return max(filter(None, meshes), key=lambda mesh: (len(mesh.sizes), len(mesh.ranks)), default=None)
 
 
 def _groups(facts: Sequence[_Facts]) -> dict[str, list[_Facts]]:
     """Return the files by kind: those whose names differ in numbers alone; else those of like contents."""
     # One rank's files of several kinds have names unlike each other too, and their names say a rank.
     groups: dict[str, list[_Facts]] = {}
-    for facts_of in facts:
-        groups.setdefault(re.sub(r"\d+", "#", os.path.basename(facts_of.file.path)), []).append(facts_of)
+    alike: dict[str, list[_Facts]] = {}
+    for each in facts:
+        stem = re.sub(r"\d+", "#", os.path.basename(each.file.path))
+        kind = "optimizer" if is_optimizer(each.file.tree) else "model" if each.first else stem
+        groups.setdefault(stem, []).append(each)
+        alike.setdefault(kind, []).append(each)
     if len(groups) == len(facts) > 1:
-        alike: dict[str, list[_Facts]] = {}
-        for stem, (facts_of,) in groups.items():
-            kind = "optimizer" if is_optimizer(facts_of.file.tree) else "model" if facts_of.sharded else stem
-            alike.setdefault(kind, []).append(facts_of)
-        once = all(len({facts_of.rank for facts_of in group}) == len(group) for group in alike.values())
+        once = all(len({each.rank for each in group}) == len(group) for group in alike.values())
         if once or not all(rank_in(stem.replace("#", "0")) for stem in groups):
             return alike
     return groups
@@ -248,21 +234,14 @@ def _named(group: Sequence[_Facts]) -> str:
 def _complete(size: int, group: Sequence[_Facts], take_rank: int | None) -> RankFiles:
     """Return the files of one kind, checked to be all ranks of the run or `take_rank`."""
     run = in_order(map(_rank_file, group))
-    ranks, last = {file.rank for file in run.files}, run.files[-1]
+    first, last = run.files[0], run.files[-1]
     if last.rank >= size:
-        raise Damaged(last.source.path, f"was written by rank {last.rank}, and there were {size} ranks")
-    for rank in range(size) if take_rank is None else [take_rank]:
-        if rank not in ranks:
-            way = "" if take_rank is not None else "; merge --take-rank R takes one rank's"
-            raise Damaged(run.files[0].source.path, f"lies here without that of rank {rank}{way}")
+        raise Damaged(last.path, f"was written by rank {last.rank}, and there were {size} ranks")
+    needed = {*range(size)} if take_rank is None else {take_rank}
+    if lacking := needed - {file.rank for file in run.files}:
+        way = "" if take_rank is not None else "; merge --take-rank R takes one rank's"
+        raise Damaged(first.path, f"lies here without that of rank {min(lacking)}{way}")
     return run
-
-
-def _is_mergeable_optimizer(group: Sequence[_Facts]) -> bool:
-    """Return whether files without sharded tensors are an optimizer's, the same on all ranks."""
-    # FSDP1's own `optimizer.state_dict()` has flat pieces of momentum without names, shapes or places.
-    trees = [facts.file.tree for facts in group]
-    return all(map(is_optimizer, trees)) and not any(map(_has_rows, trees))
 
 
 def _has_rows(optimizer: Any) -> bool:
@@ -284,30 +263,14 @@ def _beside(taken: set[object], stem: str, run: RankFiles, take_rank: int | None
 
 
 def _rank_file(facts: _Facts) -> RankFile:
-    rank = facts.rank
-    if rank is None:
-        raise Damaged(
-            facts.file.path,
-            "has no sharded tensor, and its name does not say which rank wrote it",
-            hint="give it a name that ends in rank_0.pt, with its rank, or leave it out",
-        )
-    return RankFile(facts.file.source, facts.file.tree, rank, facts.world_size)
+    if facts.rank is None:
+        what = "has no sharded tensor, and its name does not say which rank wrote it"
+        hint = "give it a name that ends in rank_0.pt, with its rank, or leave it out"
+        raise Damaged(facts.file.path, what, hint=hint)
+    return RankFile(facts.file.source, facts.file.tree, facts.rank, facts.world_size)
 
 
-def _require_one_run(runs: Runs) -> None:
-    """Check that files of all kinds are of as many ranks."""
-    first, *others = runs.values()
-    for run in others:
-        if None not in (run.world_size, first.world_size) and run.world_size != first.world_size:
-            raise Damaged(
-                run.files[0].source.path,
-                f"was written by one of {run.world_size} ranks, and {first.files[0].source.path} by one of "
-                f"{first.world_size}",
-                hint=HINT,
-            )
-
-
-def names_of_kinds(trees: Mapping[str, object]) -> dict[str, str]:
+def _names_of_kinds(trees: Mapping[str, object]) -> dict[str, str]:
     """Return the name of each kind of files in the whole: `model`, `optimizer`, or how their names begin."""
     names = {stem: _begin(stem) for stem in trees}
     optimizers = [stem for stem, tree in trees.items() if is_optimizer(tree)]
@@ -320,3 +283,47 @@ def names_of_kinds(trees: Mapping[str, object]) -> dict[str, str]:
 
 def _begin(stem: str) -> str:
     return re.split(r"_?(?:world_size|rank)", stem)[0].strip("_-.#") or stem
+
+
+# Files that each hold the whole.
+
+
+def read_copies(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
+    """Return the files of all ranks as one checkpoint; None if they are no copies of one."""
+    kinds = _kinds_of_copies(files)
+    if kinds is None:
+        return None
+    size = len(next(iter(kinds.values())))
+    require_rank(path, take.rank, range(size))
+    names = _names_of_kinds({stem: copies[0].tree for stem, copies in kinds.items()})
+    wholes = Wholes(path, world_size=size, take_rank=take.rank)
+    trees, held = dict[object, object](), dict.fromkeys(range(size), 0)
+    for stem, copies in kinds.items():
+        where = (names[stem],) if len(kinds) > 1 else ()
+        of_ranks = [RankFile(copy.source, copy.tree, rank, size) for rank, copy in enumerate(copies)]
+        trees[names[stem]] = merged(wholes, of_ranks, where)
+        for rank, copy in enumerate(copies):
+            held[rank] += sum(tensor.nbytes for _, tensor in copy.tensors())
+    ranks = Ranks("whole copies", size, held=held, replicated=tuple(wholes.replicated))
+    tree = trees if len(trees) > 1 else trees.popitem()[1]
+    return whole_of(path, COPIES, tree, files, ranks, wholes.left)
+
+
+def _kinds_of_copies(files: Sequence[Checkpoint]) -> dict[str, list[Checkpoint]] | None:
+    """Return the copies by the rest of their names, in the order of the ranks; None if they are none."""
+    kinds: dict[str, dict[int, Checkpoint]] = {}
+    for file in files:
+        name = os.path.basename(file.path)
+        # FSDP1 keeps files that are an optimizer's alone as flat pieces of each rank.
+        if (named := rank_in(name)) is None or is_optimizer(file.tree):
+            return None
+        kind = kinds.setdefault(f"{name[: named.start()]}rank{name[named.end() :]}", {})
+        if kind.setdefault(int(named[1]), file) is not file:
+            return None
+    if len({len(kind) for kind in kinds.values()}) != 1:
+        return None
+    for kind in kinds.values():
+        forms = {tuple((name, t.dtype.name, t.shape) for name, t in file.tensors()) for file in kind.values()}
+        if len(kind) < 2 or len(forms) > 1 or {*kind} != {*range(len(kind))}:
+            return None
+    return {stem: [kind[rank] for rank in sorted(kind)] for stem, kind in kinds.items()}

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from ...checkpoint.checkpoint import SHARDING, Checkpoint
 from ...checkpoint.ranks import HINT, Ranks
-from ...checkpoint.special_tensors import shape_of
+from ...checkpoint.special_tensors import attributes, shape_of
 from ...errors import Damaged
 from ...files.open_source import names_in
 from ...inert_pickle.values import OrderedDict_
@@ -47,14 +48,15 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     placed = {_place(file): file for file in files}
     if len(placed) < len(files):
         raise Damaged(path, "has two files of one rank and number")
-    missing = _missing({rank for rank, _, _ in placed})
     _require_all_files(path, placed)
+    there = {rank for rank, _, _ in placed}
+    missing = tuple(rank for rank in range(max(there)) if rank not in there)
     pieces: dict[str, list[Piece]] = {}
-    nbytes: dict[int, int] = {}
+    nbytes: Counter[int] = Counter()
     for (rank, _, _), file in sorted(placed.items()):
         for name, tensor, begin in _pieces(file):
             pieces.setdefault(name, []).append(Piece(rank, begin, tensor))
-            nbytes[rank] = nbytes.get(rank, 0) + tensor.nbytes
+            nbytes[rank] += tensor.nbytes
     wholes = Wholes(path, missing)
     tree = OrderedDict_((name, _whole(path, wholes, name, found)) for name, found in pieces.items())
     ranks = Ranks("DCP as safetensors", None, "", None, nbytes, tuple(wholes.replicated), missing)
@@ -65,29 +67,23 @@ def _place(file: Checkpoint) -> tuple[int, int, int]:
     """Return the rank, number and count of files that a file's name states."""
     named = FILE.fullmatch(os.path.basename(file.path))
     if named is None or not int(named[1]) or not 0 < int(named[2]) <= int(named[3]):
-        raise Damaged(
-            file.path,
-            f"holds one rank's pieces of tensors ({SHARDING}), and its name does not say which rank's",
-            hint="give it the name it was written under: shard-RANK-model-FILE-of-FILES.safetensors",
-        )
+        what = f"holds one rank's pieces of tensors ({SHARDING}), and its name does not say which rank's"
+        hint = "give it the name it was written under: shard-RANK-model-FILE-of-FILES.safetensors"
+        raise Damaged(file.path, what, hint=hint)
     if int(named[1]) > MAX_RANKS:
         raise Damaged(file.path, f"says that rank {int(named[1]) - 1} wrote it", hint=HINT)
     return int(named[1]) - 1, int(named[2]), int(named[3])
-
-
-def _missing(ranks: set[int]) -> tuple[int, ...]:
-    return tuple(rank for rank in range(max(ranks)) if rank not in ranks)
 
 
 def _require_all_files(path: str, placed: dict[tuple[int, int, int], Checkpoint]) -> None:
     counts = {count for _, _, count in placed}
     if len(counts) > 1:
         raise Damaged(path, f"has files of saves in {' and in '.join(map(str, sorted(counts)))} files")
+    numbers = {number for _, number, _ in placed}
     for number in range(1, counts.pop() + 1):
-        if all(file != number for _, file, _ in placed):
-            raise Damaged(
-                path, f"has no file number {number}", hint="copy the files of all ranks into one folder"
-            )
+        if number not in numbers:
+            hint = "copy the files of all ranks into one folder"
+            raise Damaged(path, f"has no file number {number}", hint=hint)
 
 
 def _pieces(file: Checkpoint) -> list[tuple[str, TensorRef, tuple[int, ...]]]:
@@ -98,8 +94,7 @@ def _pieces(file: Checkpoint) -> list[tuple[str, TensorRef, tuple[int, ...]]]:
         raise Damaged(file.path, f"its {SHARDING} does not list the tensors that it has")
     pieces = []
     for name, tensor in tree.items():
-        entry = listed[name]
-        begin = shape_of(entry.get("saved_offsets")) if isinstance(entry, dict) else None
+        begin = shape_of(attributes(listed[name]).get("saved_offsets"))
         if begin is None or not isinstance(tensor, TensorRef) or len(begin) != len(tensor.shape):
             raise Damaged(file.path, f"its {SHARDING} does not say where '{name[:80]}' begins")
         pieces.append((name, tensor, begin))
@@ -110,9 +105,8 @@ def _whole(path: str, wholes: Wholes, name: str, pieces: list[Piece]) -> TensorR
     first = pieces[0].tensor
     for piece in pieces:
         if len(piece.begin) != len(first.shape):
-            raise Damaged(
-                piece.tensor.storage.data.path, f"has '{name[:80]}' with other dimensions than others"
-            )
+            where = piece.tensor.storage.data.path
+            raise Damaged(where, f"has '{name[:80]}' with other dimensions than others")
     ends = [tuple(b + n for b, n in zip(p.begin, p.tensor.shape, strict=True)) for p in pieces]
     return wholes.tensor(name, first.dtype, tuple(map(max, zip(*ends, strict=True))), pieces)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 from ...checkpoint.dotted_names import MAX_NAMES, dotted, named_values
@@ -13,36 +14,32 @@ from ...inert_pickle.values import LEAVES, MAX_DEPTH, Record, in_brief, remade, 
 from ...tensors.ref import TensorRef
 from .agreement import STEPS, Held, Numbers, require_one, same
 from .pieces import Piece, RankFile, Wholes
-from .sharded_values import Sharded, ShardedValues, is_sharded, unless_sharded
+from .sharded_values import Sharded, unless_sharded
 
 Path = tuple[object, ...]
 
 
-class SideBySide:
-    """Merges the trees of ranks: pieces become whole tensors, and what all hold becomes one value."""
+def merged(wholes: Wholes, files: Sequence[RankFile], path: Path = (), *, common: bool = False) -> Any:
+    """Return the trees of ranks as one; `wholes.left` gets what it lacks of them.
 
-    # left: what the result lacks of the ranks' files, in words.
+    Pieces become whole tensors, and what all ranks hold becomes one value. With `common`, entries of dicts
+    that differ between ranks are left out.
+    """
+    return _SideBySide(wholes, common).merge(path, [Held(file, file.tree) for file in files])
 
-    def __init__(
-        self, wholes: Wholes, files: Sequence[RankFile], path: Path = (), *, common: bool = False
-    ) -> None:
-        """Prepare merging."""
-        self._common = common
-        self._path = path
-        self._wholes = wholes
-        self._files = files
-        self._readers = {file.rank: ShardedValues(file.source) for file in files}
+
+class _SideBySide:
+    """Merges the values that ranks have in one place."""
+
+    def __init__(self, wholes: Wholes, common: bool) -> None:
+        self._wholes, self._common = wholes, common
         self._numbers = Numbers()
         self._made: dict[tuple[int, ...], object] = {}
-        self.left: list[str] = []
 
-    def merge(self) -> object:
-        """Return the merged tree."""
-        return self._merge(self._path, [Held(file, file.tree) for file in self._files])
-
-    def _merge(self, path: Path, places: list[Held]) -> object:
+    def merge(self, path: Path, places: list[Held]) -> object:
+        """Return the merged value."""
         if len(path) > MAX_DEPTH:
-            raise Refused(places[0].file.source.path, "its contents are nested too deeply to be merged")
+            raise Refused(places[0].file.path, "its contents are nested too deeply to be merged")
         key = tuple(id(place.value) for place in places)
         if isinstance(places[0].value, LEAVES):  # equal numbers are one object, at different places
             return self._merged(path, places)
@@ -56,20 +53,20 @@ class SideBySide:
         values: list[Any] = [item.value for item in places]
         if path and path[-1] in STEPS:
             self._require_one_number(path, places)
-        if any(map(is_sharded, values)):
+        if any(isinstance(value, Sharded) for value in values):
             return self._whole(path, places)
         if any(tensor_of(value) is not None for value in values):
             return self._replicated(path, places)
-        kinds = {dict if isinstance(value, dict) else type(value) for value in values}
         first: Any = self._first(places).value
-        if kinds == {dict}:
+        if all(isinstance(value, dict) for value in values):
             return remade(first, self._entries(path, places))
-        if kinds <= {list, tuple} and len(kinds) == 1 and len({len(v) for v in values}) == 1:
-            pairs = enumerate(zip(*values, strict=True))
-            items = [self._merge((*path, i), self._with(places, item)) for i, item in pairs]
-            return items if isinstance(first, list) else tuple(items)
-        if kinds == {Record} and isinstance(first, Record) and _alike(values):
-            return self._record(path, places, first)
+        if len({*map(type, values)}) == 1:
+            if isinstance(first, list | tuple) and len({*map(len, values)}) == 1:
+                rows = zip(*values, strict=True)
+                items = [self.merge((*path, i), _with(places, row)) for i, row in enumerate(rows)]
+                return items if isinstance(first, list) else tuple(items)
+            if isinstance(first, Record) and _alike(values):
+                return self._record(path, places, first)
         self._require_no_pieces(path, places)
         self._compare(path, places)
         return first
@@ -78,13 +75,9 @@ class SideBySide:
         """Return what is held by the rank whose values are taken, else by the first."""
         return next((place for place in places if place.file.rank == self._wholes.take_rank), places[0])
 
-    def _with(self, places: list[Held], values: Iterable[object]) -> list[Held]:
-        return [Held(place.file, value) for place, value in zip(places, values, strict=True)]
-
     def _entries(self, path: Path, places: list[Held]) -> Iterable[tuple[object, object]]:
         by_key: dict[object, list[Held]] = {}
         for place in places:
-            assert isinstance(place.value, dict)
             for key, value in place.value.items():
                 by_key.setdefault(key, []).append(Held(place.file, value))
         for key, holders in by_key.items():
@@ -93,34 +86,24 @@ class SideBySide:
             if self._common and not _agree(places, holders):
                 if key in STEPS:
                     self._require_one(inner, holders)
-                self.left.append(
-                    f"'{_name(inner)[:80]}' (differs between ranks; merge --take-rank R takes one's)"
-                )
+                what = "(differs between ranks; merge --take-rank R takes one's)"
+                self._wholes.left.append(f"{_quoted(inner)} {what}")
                 continue
-            merged = self._merge(inner, holders)
-            if not self._common or merged != {} or not holders[0].value:
-                yield key, merged
+            value = self.merge(inner, holders)
+            if not self._common or value != {} or not holders[0].value:
+                yield key, value
 
-    def _require_holders(self, path: Path, places: list[Held], having: list[Held]) -> None:
+    def _require_holders(self, path: Path, places: list[Held], holders: list[Held]) -> None:
         """Check that no rank lacks a tensor of which it has a part; stages of a pipeline have their own."""
-        if len(having) == len(places):
-            return
-        sharded = self._sharded(path, having[0]) if is_sharded(having[0].value) else None
-        holders = {place.file.rank for place in having}
-        for place in places:
-            if sharded and place.file.rank in sharded.ranks and place.file.rank not in holders:
-                other = having[0].file.source.path
-                raise Damaged(
-                    place.file.source.path, f"lacks '{_name(path)[:80]}', of which {other} has a piece"
-                )
+        first = holders[0]
+        if len(holders) < len(places) and isinstance(first.value, Sharded):
+            ranks = first.value.ranks - {place.file.rank for place in holders}
+            for file in (place.file for place in places if place.file.rank in ranks):
+                raise Damaged(file.path, f"lacks {_quoted(path)}, of which {first.file.path} has a piece")
 
     def _record(self, path: Path, places: list[Held], first: Record) -> Record:
-        records = [place.value for place in places]
-
         def field(name: str) -> Any:
-            return self._merge(
-                (*path, name), self._with(places, (getattr(record, name) for record in records))
-            )
+            return self.merge((*path, name), _with(places, (getattr(place.value, name) for place in places)))
 
         made = replace(first, args=field("args"), kwargs=field("kwargs"), state=field("state"))
         if first.elements or first.items:
@@ -129,79 +112,52 @@ class SideBySide:
 
     # Tensors
 
-    def _sharded(self, path: Path, place: Held) -> Sharded | None:
-        return self._readers[place.file.rank].read(_name(path), place.value)
-
     def _whole(self, path: Path, places: list[Held]) -> TensorRef:
         """Join a sharded tensor."""
-        name, pieces = _name(path), []
-        first: Sharded | None = None
-        for place in places:
-            piece = self._sharded(path, place)
-            where = place.file.source.path
-            if piece is None:
-                raise Damaged(where, f"has no piece of '{name[:80]}', and other ranks have")
-            first = first or piece
+        quoted, pieces = _quoted(path), []
+        first = next(place.value for place in places if isinstance(place.value, Sharded))
+        for file, piece in places:
+            if not isinstance(piece, Sharded):
+                raise Damaged(file.path, f"has no piece of {quoted}, and other ranks have")
             if (piece.shape, piece.dtype) != (first.shape, first.dtype):
-                raise Damaged(
-                    where,
-                    f"has a piece of '{name[:80]}' as {piece.dtype.name} {list(piece.shape)}, and rank "
-                    f"{first.rank} as {first.dtype.name} {list(first.shape)}",
-                )
-            if piece.rank != place.file.rank:
-                raise Damaged(
-                    where, f"has pieces of rank {place.file.rank} and of rank {piece.rank}: '{name[:80]}'"
-                )
+                forms = f"as {_form(piece)}, and rank {first.rank} as {_form(first)}"
+                raise Damaged(file.path, f"has a piece of {quoted} {forms}")
+            if piece.rank != file.rank:
+                raise Damaged(file.path, f"has pieces of rank {file.rank} and of rank {piece.rank}: {quoted}")
             pieces += [Piece(piece.rank, begin, tensor) for begin, tensor in piece.pieces]
-        assert first is not None
-        return self._wholes.tensor(name, first.dtype, first.shape, pieces)
+        return self._wholes.tensor(_name(path), first.dtype, first.shape, pieces)
 
     def _replicated(self, path: Path, places: list[Held]) -> object:
         """Return a plain tensor, which should be the same on all ranks."""
-        name, pieces = _name(path), []
+        quoted, pieces = _quoted(path), []
         first = tensor_of(places[0].value)
-        for place in places:
-            tensor = tensor_of(place.value)
+        for file, value in places:
+            tensor = tensor_of(value)
             if tensor is None or first is None:
-                raise Damaged(place.file.source.path, f"'{name[:80]}' is no tensor, and other ranks have one")
+                raise Damaged(file.path, f"{quoted} is no tensor, and other ranks have one")
             if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
-                here, there = place.file.source.path, places[0].file.source.path
-                raise Damaged(here, f"'{name[:80]}' is {_form(tensor)}, and {_form(first)} in {there}")
-            pieces.append(Piece(place.file.rank, (0,) * len(tensor.shape), tensor))
-        assert first is not None
-        if len(pieces) == 1:
+                there = places[0].file.path
+                raise Damaged(file.path, f"{quoted} is {_form(tensor)}, and {_form(first)} in {there}")
+            pieces.append(Piece(file.rank, (0,) * len(tensor.shape), tensor))
+        if first is None or len(pieces) == 1:
             return places[0].value
-        whole = self._wholes.tensor(name, first.dtype, first.shape, pieces)
+        whole = self._wholes.tensor(_name(path), first.dtype, first.shape, pieces)
         return with_tensor(self._first(places).value, whole)
 
     def _require_no_pieces(self, path: Path, places: list[Held]) -> None:
         """Check that values of several forms hold no piece, as no whole would be made of it."""
         if all(isinstance(place.value, LEAVES) for place in places):
             return
-        pieces = {place.file.rank: self._sharded_in(path, place) for place in places}
-        for place in places:
-            for other in places:
-                lacking = pieces[other.file.rank].keys() - pieces[place.file.rank].keys()
-                if lacking:
-                    name = next(name for name in pieces[other.file.rank] if name in lacking)
-                    raise Damaged(
-                        place.file.source.path,
-                        f"lacks '{name[:80]}', of which {other.file.source.path} has a piece",
-                        hint="save it on all ranks, or whole on one of them",
-                    )
+        pieces = {place.file.rank: _sharded_in(path, place) for place in places}
+        for here, there in permutations((place.file for place in places), 2):
+            if lacking := [name for name in pieces[there.rank] if name not in pieces[here.rank]]:
+                what = f"lacks '{lacking[0][:80]}', of which {there.path} has a piece"
+                raise here.damaged(what, "save it on all ranks, or whole on one of them")
         first, *others = places
         if pieces[first.file.rank]:
             other = next((other for other in others if type(other.value) is not type(first.value)), others[0])
-            raise Damaged(
-                other.file.source.path,
-                f"holds '{_name(path)[:80]}' in another form than {first.file.source.path}, and pieces of "
-                "tensors are in it",
-            )
-
-    def _sharded_in(self, path: Path, place: Held) -> dict[str, object]:
-        """Return the sharded tensors within a value by their names."""
-        named = named_values(place.value, unless_sharded, MAX_NAMES + 64 * place.file.source.size)
-        return {dotted((*map(in_brief, path), *at)): value for at, value in named if is_sharded(value)}
+            what = f"holds {_quoted(path)} in another form than {first.file.path}"
+            raise Damaged(other.file.path, f"{what}, and pieces of tensors are in it")
 
     # Everything else
 
@@ -214,38 +170,48 @@ class SideBySide:
         if path and path[-1] in STEPS:
             self._require_one(path, [taken, *others])
         ranks = ", ".join(str(other.file.rank) for other in others[:8]) + (" …" if others[8:] else "")
-        self.left.append(f"'{_name(path)[:80]}' of rank {ranks}, which differs from rank {taken.file.rank}'s")
+        what = f"of rank {ranks}, which differs from rank {taken.file.rank}'s"
+        self._wholes.left.append(f"{_quoted(path)} {what}")
 
     def _require_one(self, path: Path, places: Sequence[Held]) -> None:
         hint = "take the files of one save, or merge --take-rank R" if self._common else HINT
-        require_one(f"'{_name(path)[:80]}'", places, self._numbers, hint=hint)
+        require_one(_quoted(path), places, self._numbers, hint=hint)
 
     def _require_one_number(self, path: Path, places: list[Held]) -> None:
         """Check those of the values that are numbers."""
         taken = self._first(places)
-        numbers = [
-            Held(place.file, number)
-            for place in (taken, *(place for place in places if place is not taken))
-            if (number := self._numbers.of(self._sharded(path, place) or place.value)) is not None
-        ]
-        if numbers:
-            self._require_one(path, numbers)
+        in_turn = [taken, *(place for place in places if place is not taken)]
+        numbers = [Held(place.file, self._numbers.of(place.value)) for place in in_turn]
+        if stated := [place for place in numbers if place.value is not None]:
+            self._require_one(path, stated)
+
+
+def _with(places: list[Held], values: Iterable[object]) -> list[Held]:
+    return [Held(place.file, value) for place, value in zip(places, values, strict=True)]
+
+
+def _sharded_in(path: Path, place: Held) -> list[str]:
+    """Return the names of the sharded tensors within a value."""
+    named = named_values(place.value, unless_sharded, MAX_NAMES + 64 * place.file.source.size)
+    return [dotted((*map(in_brief, path), *at)) for at, value in named if isinstance(value, Sharded)]
 
 
 def _name(path: Path) -> str:
     return dotted(tuple(map(in_brief, path)))
 
 
-def _form(tensor: TensorRef) -> str:
+def _quoted(path: Path) -> str:
+    return f"'{_name(path)[:80]}'"
+
+
+def _form(tensor: TensorRef | Sharded) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"
 
 
-def _alike(records: Sequence[Any]) -> bool:
+def _alike(records: Sequence[Record]) -> bool:
     """Return whether records were made in the same way, from as many values."""
-    shapes = {
-        (record.how, str(record.callable), len(record.elements), len(record.items)) for record in records
-    }
-    return len(shapes) == 1
+    ways = {(each.how, str(each.callable), len(each.elements), len(each.items)) for each in records}
+    return len(ways) == 1
 
 
 def _agree(places: Sequence[Held], having: Sequence[Held]) -> bool:
@@ -253,6 +219,5 @@ def _agree(places: Sequence[Held], having: Sequence[Held]) -> bool:
     first, *others = (place.value for place in having)
     if len(having) < len(places):
         return False
-    return all(isinstance(place.value, dict) for place in having) or all(
-        same(first, other) for other in others
-    )
+    are_dicts = all(isinstance(place.value, dict) for place in having)
+    return are_dicts or all(same(first, other) for other in others)

@@ -21,7 +21,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT, Ranks, require_all
@@ -46,9 +46,25 @@ class RankFile:
     """A file that one rank wrote."""
 
     source: Source  # the open file
-    tree: object  # its contents
+    tree: Any  # its contents
     rank: int  # who wrote it
     world_size: int | None  # how many ranks there were, as the file says; None when it does not
+
+    @property
+    def path(self) -> str:
+        """The file's name, for messages."""
+        return self.source.path
+
+    def damaged(self, reason: str, hint: str = HINT) -> Damaged:
+        """Return the error that says what is wrong with this file."""
+        return Damaged(self.source.path, reason, hint=hint)
+
+    def require_world_of(self, first: RankFile, hint: str = HINT) -> None:
+        """Check that two files are of as many ranks, where both say it."""
+        size, known = self.world_size, first.world_size
+        if None not in (size, known) and size != known:
+            what = f"was written by one of {size} ranks, and {first.path} by one of {known}"
+            raise self.damaged(what, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,48 +88,41 @@ class RankFiles:
     @property
     def lacking(self) -> tuple[str, ...]:
         """The names of the files that are not there, if those of the others differ in the rank alone."""
-        names = [re.split(r"(\d+)", os.path.basename(file.source.path)) for file in self.files]
-        first, ranks = names[0], [file.rank for file in self.files]
-        if any(len(name) != len(first) for name in names):
+        names = [re.split(r"(\d+)", os.path.basename(file.path)) for file in self.files]
+        if len({*map(len, names)}) > 1:
             return ()
-        numbers = {i: [int(name[i]) for name in names] for i in range(1, len(first), 2)}
-        places = [i for i, found in numbers.items() if found == ranks]
-        if len(places) != 1 or any(
-            name[:i] + name[i + 1 :] != first[:i] + first[i + 1 :] for i in places for name in names
-        ):
+        first, columns, ranks = names[0], [*zip(*names, strict=True)], [file.rank for file in self.files]
+        places = [i for i in range(1, len(columns), 2) if [*map(int, columns[i])] == ranks]
+        if len(places) != 1 or any(len({*column}) > 1 for i, column in enumerate(columns) if i not in places):
             return ()
-        before, old, after = first[: places[0]], first[places[0]], first[places[0] + 1 :]
-        width = len(old) if old.startswith("0") else 1
-        return tuple("".join((*before, f"{rank:0{width}}", *after)) for rank in self.missing[:8])
+        (place,) = places
+        width = len(first[place]) if first[place].startswith("0") else 1
+        before, after = "".join(first[:place]), "".join(first[place + 1 :])
+        return tuple(f"{before}{rank:0{width}}{after}" for rank in self.missing[:8])
 
 
 def in_order(files: Iterable[RankFile]) -> RankFiles:
     """Return the files of one run in the order of its ranks."""
     by_rank: dict[int, RankFile] = {}
-    world: tuple[int, RankFile] | None = None
+    telling: RankFile | None = None  # the first that says how many ranks there were
     for file in files:
-        path = file.source.path
         if max(file.rank, (file.world_size or 1) - 1) >= MAX_RANKS:
-            raise Damaged(path, f"says that rank {file.rank} of {file.world_size or 'many'} ranks wrote it")
+            ranks = file.world_size or "many"
+            raise Damaged(file.path, f"says that rank {file.rank} of {ranks} ranks wrote it")
         if file.world_size is not None:
-            world = world or (file.world_size, file)
-            if world[0] != file.world_size:
-                raise Damaged(
-                    path,
-                    f"was written by one of {file.world_size} ranks, and {world[1].source.path} by one of "
-                    f"{world[0]}",
-                    hint="take the files of the other run out of the folder, or name the files to merge",
-                )
+            telling = telling or file
+            hint = "take the files of the other run out of the folder, or name the files to merge"
+            file.require_world_of(telling, hint)
         other = by_rank.setdefault(file.rank, file)
         if other is not file:
-            raise Damaged(path, f"was written by rank {file.rank}, and so was {other.source.path}", hint=HINT)
-    size = world[0] if world else None
-    for rank, file in sorted(by_rank.items()):
-        if size is not None and rank >= size:
-            raise Damaged(file.source.path, f"says that rank {rank} of {size} ranks wrote it")
-    ranks = range(size if size is not None else max(by_rank) + 1)
-    missing = tuple(rank for rank in ranks if rank not in by_rank)
-    return RankFiles(tuple(file for _, file in sorted(by_rank.items())), size, missing)
+            raise file.damaged(f"was written by rank {file.rank}, and so was {other.path}")
+    in_ranks = tuple(file for _, file in sorted(by_rank.items()))
+    size = telling.world_size if telling else None
+    for file in in_ranks:
+        if size is not None and file.rank >= size:
+            raise Damaged(file.path, f"says that rank {file.rank} of {size} ranks wrote it")
+    missing = {*range(in_ranks[-1].rank + 1 if size is None else size)} - by_rank.keys()
+    return RankFiles(in_ranks, size, tuple(sorted(missing)))
 
 
 @dataclass(slots=True)
@@ -129,6 +138,7 @@ class Wholes:
     take_rank: int | None = None
     # all names of the tensors of which several ranks hold the same piece.
     replicated: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # what the whole lacks of the ranks' files, in words
     _made: dict[object, TensorRef] = field(default_factory=dict)
     _of_several: set[int] = field(default_factory=set)
 
@@ -138,15 +148,17 @@ class Wholes:
         """Return a whole tensor; nothing is read yet."""
         key = dtype.name, shape, flat, tuple((piece.rank, piece.begin, piece.tensor.view) for piece in pieces)
         if key not in self._made:
-            grid = (extent(shape) if 0 not in shape else 0,) if flat else shape
+            grid = (0 if 0 in shape else extent(shape),) if flat else shape
+            boxes: dict[tuple[Index, Index], list[Piece]] = {}
             for piece in pieces:
                 _check(name, dtype, grid, piece)
-            whole = self._joined(name, dtype, grid, pieces)
+                if piece.tensor.numel:
+                    boxes.setdefault((piece.begin, piece.tensor.shape), []).append(piece)
+            whole = self._joined(name, dtype, grid, [self._part(replicas) for replicas in boxes.values()])
             if flat:
                 whole = replace(whole, shape=shape, stride=contiguous_stride(shape))
             self._made[key] = whole
-            boxes = [(piece.begin, piece.tensor.shape) for piece in pieces if piece.tensor.numel]
-            if len({*boxes}) < len(boxes):
+            if any(len(replicas) > 1 for replicas in boxes.values()):
                 self._of_several.add(id(whole))
         self.note(name, self._made[key])
         return self._made[key]
@@ -156,12 +168,7 @@ class Wholes:
         if id(tensor) in self._of_several:
             self.replicated.append(name)
 
-    def _joined(self, name: str, dtype: DType, grid: Index, pieces: Sequence[Piece]) -> TensorRef:
-        boxes: dict[tuple[Index, Index], list[Piece]] = {}
-        for piece in pieces:
-            if piece.tensor.numel:
-                boxes.setdefault((piece.begin, piece.tensor.shape), []).append(piece)
-        parts = [self._part(replicas) for replicas in boxes.values()]
+    def _joined(self, name: str, dtype: DType, grid: Index, parts: Sequence[Part]) -> TensorRef:
         if len(parts) == 1 and parts[0].tensor.shape == grid and not parts[0].copies:
             return replace(parts[0].tensor, requires_grad=False)
         try:
@@ -169,24 +176,25 @@ class Wholes:
         except BadTensor as fault:
             if not self.missing:
                 raise Damaged(self.path, str(fault)) from None
-            return self._with_gaps(dtype, grid)
+            return with_gaps(self.path, dtype, grid, self.missing, self.world_size)
 
     def _part(self, replicas: list[Piece]) -> Part:
         replicas = sorted(replicas, key=lambda piece: (piece.rank != self.take_rank, piece.rank))
-        first, *others = replicas
-        if self.take_rank is not None:
-            others = []
-        ranks = tuple(each.rank for each in (first, *others))
+        first, *others = replicas if self.take_rank is None else replicas[:1]
+        ranks = first.rank, *(other.rank for other in others)
         return Part(first.begin, first.tensor, tuple(other.tensor for other in others), ranks)
 
-    def _with_gaps(self, dtype: DType, shape: Index) -> TensorRef:
-        """Return a tensor of which some values are not there; reading them raises Damaged."""
 
-        def fill(start: int, out: memoryview) -> None:
-            require_all(self.path, self.missing, self.world_size)
+def with_gaps(
+    path: str, dtype: DType, shape: Index, missing: Sequence[int], world_size: int | None, *lacking: str
+) -> TensorRef:
+    """Return a tensor of which some values are in the files of missing ranks; reading it raises Damaged."""
 
-        data = Computed.filling(self.path, extent(shape) * dtype.itemsize if 0 not in shape else 0, fill)
-        return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, shape)
+    def fill(start: int, out: memoryview) -> None:
+        require_all(path, missing, world_size, lacking)
+
+    data = Computed.filling(path, extent(shape) * dtype.itemsize if 0 not in shape else 0, fill)
+    return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, shape)
 
 
 def _check(name: str, dtype: DType, grid: Index, piece: Piece) -> None:
@@ -201,18 +209,15 @@ def _check(name: str, dtype: DType, grid: Index, piece: Piece) -> None:
         what = f"{list(tensor.shape)} at {list(piece.begin)}"
         raise Damaged(path, f"{here}, {what}, does not fit into the tensor, {list(grid)}")
     if tensor.nbytes > tensor.storage.nbytes + MAX_EXPANSION:
-        raise Damaged(
-            path, f"{here} repeats its elements {tensor.nbytes // max(tensor.storage.nbytes, 1)} times"
-        )
+        times = tensor.nbytes // max(tensor.storage.nbytes, 1)
+        raise Damaged(path, f"{here} repeats its elements {times} times")
 
 
 def require_rank(path: str, take_rank: int | None, ranks: Iterable[int]) -> None:
     """Check that the rank whose values are to be taken is one of those there are."""
     if take_rank is not None and take_rank not in set(ranks):
-        raise UsageFault(
-            f"{path}: no file of it was written by rank {take_rank}",
-            hint=f"see which ranks there are: ckpttool inspect {shlex.quote(path)}",
-        )
+        hint = f"see which ranks there are: ckpttool inspect {shlex.quote(path)}"
+        raise UsageFault(f"{path}: no file of it was written by rank {take_rank}", hint=hint)
 
 
 READERS = (torch_zip, torch_legacy, safetensors)
@@ -251,13 +256,9 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
         source = Source(path, open_source_descriptor(path))
         reader = _reader_of(source)
         if reader is None:
-            if fault := known(path, source.read(0, min(source.size, 512))):
-                raise fault
-            raise Unreadable(
-                path,
-                "is not a file that torch or safetensors wrote",
-                hint="copy it again, or name the files to merge",
-            )
+            hint = "copy it again, or name the files to merge"
+            fault = known(path, source.read(0, min(source.size, 512)))
+            raise fault or Unreadable(path, "is not a file that torch or safetensors wrote", hint=hint)
         files.append(with_pieces(reader.read(source)))
     return files
 
@@ -273,7 +274,7 @@ def _reader_of(source: Source) -> ModuleType | None:
 
 
 def whole_of(
-    path: str, kind: str, tree: object, files: Sequence[Checkpoint], ranks: Ranks, unread: tuple[str, ...]
+    path: str, kind: str, tree: object, files: Sequence[Checkpoint], ranks: Ranks, unread: Iterable[str]
 ) -> Checkpoint:
     """Return the files of ranks as one checkpoint."""
     telling = Source(path, os.dup(files[0].source.fd))
@@ -284,7 +285,7 @@ def whole_of(
         tree,
         max(file.protocol for file in files),
         shards=tuple(file.source for file in files),
-        unread=unread,
+        unread=tuple(unread),
         names=frozenset().union(*(file.names for file in files)),
         remarks=tuple(remark for file in files for remark in file.remarks),
         device="cpu",  # each rank's storages are tagged with its own device

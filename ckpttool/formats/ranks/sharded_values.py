@@ -51,17 +51,12 @@ class ShardedValues:
         self._numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def read(self, name: str, value: object) -> Sharded | None:
-        """Return what a value has of a sharded tensor, or is; None when it is anything else."""
-        if isinstance(value, Sharded):
-            return value
+        """Return what a value has of a sharded tensor; None when it is anything else."""
         subclass = _subclass(value)
         if subclass is None:
             return None
         kind, args, state = subclass
-        shape, dtype = (
-            shape_of(args[2]) if len(args) > 2 else None,
-            torch_dtype(args[1]) if len(args) > 1 else None,
-        )
+        dtype, shape = (torch_dtype(args[1]), shape_of(args[2])) if len(args) > 2 else (None, None)
         if shape is None or dtype is None:
             raise self._malformed(name)
         shape = self._once(shape)
@@ -91,9 +86,8 @@ class ShardedValues:
         index_sets: list[Intervals] = [[(0, size)] for size in shape]
         for dim, cuts in self._cuts(name, placements, len(shape), spec.get("shard_order")):
             for axis, chunks in cuts.items():
-                index_sets[dim] = share(
-                    index_sets[dim], mesh.sizes[axis], mesh.coordinate[axis], chunks, self._work
-                )
+                ranks, at = mesh.sizes[axis], mesh.coordinate[axis]
+                index_sets[dim] = share(index_sets[dim], ranks, at, chunks, self._work)
         sizes = tuple(sum(stop - start for start, stop in intervals) for intervals in index_sets)
         if local.shape != sizes:
             what = f"has shape {list(local.shape)}, and its placement says {list(sizes)}"
@@ -130,11 +124,9 @@ class ShardedValues:
             return None
         if kind not in ("Shard", "_StridedShard"):
             shown = kind or in_brief(placement)[:40]
-            raise Unsupported(
-                self.path,
-                f"'{name[:80]}' is a DTensor placed as {shown}, which does not say where values belong",
-                hint="before saving: tensor.redistribute(placements=[Replicate()] * mesh.ndim)",
-            )
+            what = f"is a DTensor placed as {shown}, which does not say where values belong"
+            hint = "before saving: tensor.redistribute(placements=[Replicate()] * mesh.ndim)"
+            raise Unsupported(self.path, f"'{name[:80]}' {what}", hint=hint)
         dim, chunks = settings.get("dim"), settings.get("split_factor", 1)
         if not is_count(dim) or dim >= dims or not is_count(chunks) or not 0 < chunks <= MAX_CHUNKS:
             raise self._malformed(name)
@@ -151,20 +143,27 @@ class ShardedValues:
     # ShardedTensor
 
     def _sharded_tensor(self, name: str, dtype: DType, shape: tuple[int, ...], state: object) -> Sharded:
-        if not isinstance(state, tuple) or len(state) < 3 or not isinstance(state[0], list):
-            raise self._malformed(name)
-        group = attributes(state[2])
+        match state:
+            case (list() as shards, metadata, process_group, *_):
+                group = attributes(process_group)
+                listed = attributes(metadata).get("shards_metadata")
+            case _:
+                raise self._malformed(name)
         rank, world = group.get("global_rank"), group.get("global_world_size")
-        listed = attributes(state[1]).get("shards_metadata")
         if not is_count(rank) or not is_count(world) or not isinstance(listed, list):
             raise self._malformed(name)
-        self._work.spend(len(state[0]))
-        pieces = tuple(self._shard(name, attributes(shard)) for shard in state[0])
-        return Sharded(SHARDED_TENSOR, dtype, shape, rank, world, self._owners(name, listed), pieces)
+        self._work.spend(len(shards) + len(listed))
+        pieces = tuple(self._shard(name, attributes(shard)) for shard in shards)
+        placements = (attributes(attributes(shard).get("placement")) for shard in listed)
+        owners = [owner for placement in placements if is_count(owner := placement.get("_rank"))]
+        if len(owners) < len(listed):
+            raise self._malformed(name)
+        return Sharded(SHARDED_TENSOR, dtype, shape, rank, world, frozenset(owners), pieces)
 
     def _shard(self, name: str, shard: Mapping[object, object]) -> tuple[tuple[int, ...], TensorRef]:
         place = attributes(shard.get("metadata"))
-        tensor, begin, size = tensor_of(shard.get("tensor")), *map(shape_of, map(place.get, PLACE))
+        tensor, begin = tensor_of(shard.get("tensor")), shape_of(place.get("shard_offsets"))
+        size = shape_of(place.get("shard_sizes"))
         if tensor is None or begin is None or size is None:
             raise self._malformed(name)
         if tensor.shape != size:
@@ -172,75 +171,37 @@ class ShardedValues:
             raise Damaged(self.path, f"its piece of '{name[:80]}' {what}")
         return begin, tensor
 
-    def _owners(self, name: str, listed: Sequence[object]) -> frozenset[int]:
-        self._work.spend(len(listed))
-        ranks = set()
-        for shard in map(attributes, listed):
-            device = attributes(shard.get("placement"))
-            if not is_count(rank := device.get("_rank")):
-                raise self._malformed(name)
-            ranks.add(rank)
-        return frozenset(ranks)
-
-
-PLACE = ("shard_offsets", "shard_sizes")
-
 
 def _order_of(entry: object) -> tuple[int | None, list[int]]:
     """Return a dimension, and the axes of the mesh that cut it in their order, of a `ShardOrderEntry`."""
-    args = entry.args if isinstance(entry, Record) else None
-    if not isinstance(args, tuple) or len(args) != 2 or not isinstance(args[1], tuple):
-        return None, []
-    if len(args[1]) > MAX_AXES:
-        return None, []
-    return (args[0] if is_count(args[0]) else None), [axis if is_count(axis) else -1 for axis in args[1]]
-
-
-def is_sharded(value: object) -> bool:
-    """Return whether a value is a DTensor or ShardedTensor, of which a file has one rank's piece."""
-    return isinstance(value, Sharded) or _subclass(value) is not None
+    match entry.args if isinstance(entry, Record) else None:
+        case (dim, tuple() as axes) if len(axes) <= MAX_AXES:
+            return (dim if is_count(dim) else None), [axis if is_count(axis) else -1 for axis in axes]
+    return None, []
 
 
 def unless_sharded(value: object) -> Iterable[Entry] | None:
     """Return the entries of a container as `contents`; None for a sharded tensor."""
-    return None if is_sharded(value) else contents(value)
+    return None if isinstance(value, Sharded) or _subclass(value) else contents(value)
 
 
 def with_pieces(file: Checkpoint) -> Checkpoint:
     """Put what a file has of each sharded tensor, a `Sharded`, in the place of the tensor."""
-    reader, made = ShardedValues(file.source), dict[int, Sharded | None]()
+    reader, names = ShardedValues(file.source), dict[int, str]()
     for path, value in file.named(unless_sharded):
-        for key, item in _places(value):
-            if isinstance(item, Record) and is_sharded(item):
-                if id(item) not in made:  # tied names are one object, and stay one
-                    made[id(item)] = reader.read(dotted((*path, in_brief(key))), item)
-                value[key] = made[id(item)]  # type: ignore[index]
-    return file
-
-
-def _places(value: object) -> list[tuple[object, object]]:
-    """Return the keys of a container, by which its values can be replaced, and the values."""
-    return list(
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    )
+        if _subclass(value):
+            names.setdefault(id(value), dotted(path))
+    if not names:
+        return file
+    return file.rebuilt(lambda value: reader.read(names.get(id(value), ""), value) or value)
 
 
 def _subclass(value: object) -> tuple[str, Sequence[object], object] | None:
     """Return the kind of a sharded tensor, the arguments that made it, its state; None for other values."""
-    if (
-        isinstance(value, Record)
-        and value.callable in PARAMETER
-        and isinstance(value.args, tuple)
-        and value.args
-    ):
-        value = value.args[0]
-    if not isinstance(value, Record) or value.callable not in FROM_TYPE or not isinstance(value.args, tuple):
-        return None
-    if len(value.args) != 4:
-        return None
-    _, kind, args, state = value.args
-    if not isinstance(kind, Global) or not kind.module.startswith("torch.distributed"):
-        return None
-    if kind.name not in (DTENSOR, SHARDED_TENSOR) or not isinstance(args, tuple):
-        return None
-    return kind.name, args, state
+    if isinstance(value, Record) and value.callable in PARAMETER and isinstance(value.args, tuple):
+        value = value.args[0] if value.args else None
+    if isinstance(value, Record) and value.callable in FROM_TYPE:
+        match value.args:
+            case (_, Global(module, "DTensor" | "ShardedTensor" as kind), tuple() as args, state):
+                return (kind, args, state) if module.startswith("torch.distributed") else None
+    return None

@@ -19,7 +19,7 @@ from ...files.copying import DryOutput, Output
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import TensorRef
 from ..dcp import reading as dcp
-from ..dcp import writing as dcp_writing
+from ..dcp import tree as dcp_tree
 from ..folders import companions, replaced_by
 from ..pytorch import zip as torch_zip
 from ..safetensors import format as safetensors
@@ -63,7 +63,9 @@ class FolderPlan:
 
     def _write_into(self, folder: str, opened: sharding.Opened) -> None:
         if self.kind == dcp.NAME:
-            dcp_writing.write(self._for_dcp(), folder)
+            from ..dcp.writing import write as write_dcp  # imports torch
+
+            write_dcp(self._for_dcp(), folder)
         else:
             shards, text = self._shards()
             sharding.write(folder, self.kind, shards, text, self._write_shard, opened)
@@ -72,7 +74,7 @@ class FolderPlan:
         """Return what `write` would, of DCP the bytes of the values alone, and raise what it would."""
         if self.kind == dcp.NAME:
             whole = self._for_dcp()
-            dcp_writing.check(whole)
+            dcp_tree.check(whole)
             return Written(sum(tensor.nbytes for _, tensor in whole.tensors()), 0)
         shards, text = self._shards()
         total = len(text.encode())
@@ -88,7 +90,7 @@ class FolderPlan:
 
     def _for_dcp(self) -> Checkpoint:
         if not self.full:
-            return dcp_writing.without_models(self.checkpoint)
+            return dcp_tree.without_models(self.checkpoint)
         flat = self._flat()
         return replace(self.checkpoint, tree={**flat.tensors, full_json.ENTRY: flat.text})
 

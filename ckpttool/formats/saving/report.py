@@ -14,7 +14,7 @@ from ...inert_pickle.known_names import names_in, names_that_run
 from ...inert_pickle.values import walk
 from ...tensors.ref import Storage, TensorRef
 from ..dcp import reading as dcp
-from ..dcp import writing as dcp_writing
+from ..dcp import tree as dcp_tree
 from ..pytorch import zip as torch_zip
 from ..pytorch.tensor_pickle import written_device
 from ..safetensors import format as safetensors
@@ -83,7 +83,7 @@ def saved_whole(
         lost += _lost_metadata(checkpoint)
     apart = kind == dcp.NAME and not full
     if apart:
-        lost = (*dcp_writing.lost(checkpoint), *lost)
+        lost = (*dcp_tree.lost(checkpoint), *lost)
     return Saved(
         path,
         kind,
@@ -93,7 +93,7 @@ def saved_whole(
         copied=copied(state) if state and apart else (),
         mentions=_mentions(checkpoint, kind),
         devices=_devices(checkpoint, walk(checkpoint.tree)) if kind in PICKLES else (),
-        text_keys=dcp_writing.with_keys_made_text(checkpoint) if apart else (),
+        text_keys=dcp_tree.with_keys_made_text(checkpoint) if apart else (),
         keyed_by_text=_keyed_by_text(checkpoint, kind, full),
     )
 
@@ -132,9 +132,7 @@ def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, 
     if into == out_of:
         return ()
     named = ((dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value))
-    return tuple(
-        name or dcp_writing.TOP for name, value in named if _keeps_numbers(value, int if into else str)
-    )
+    return tuple(name or dcp_tree.TOP for name, value in named if _keeps_numbers(value, int if into else str))
 
 
 def _keeps_numbers(optimizer: Any, kind: type) -> bool:

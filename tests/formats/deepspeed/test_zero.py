@@ -44,9 +44,7 @@ def numbered(listed: list[dict[str, Shape]]) -> dict[str, list[int]]:
 
 
 @given(groups, ranks, st.integers(0, 2))
-def test_a_vector_that_is_cut_over_ranks_is_put_together(
-    listed: list[list[Shape]], world_size: int, fill: int
-) -> None:
+def test_a_vector_is_put_together(listed: list[list[Shape]], world_size: int, fill: int) -> None:
     named_groups = named(listed)
     wanted = numbered(named_groups)
     fills = [[fill] * len(each) for each in listed]

@@ -44,6 +44,14 @@ def spec(value: Any) -> Any:
     return value.args[3][1]["_spec"].state
 
 
+def enlarged(value: Any, local: tuple[int, ...], stride: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    """Give a piece and its tensor other shapes, of as many bytes as before."""
+    function, kind, args, state = value.args
+    old = state[1]["_local_tensor"]
+    state[1]["_local_tensor"] = TensorRef(old.storage, old.dtype, local, stride, 0)
+    value.args = (function, kind, (*args[:2], whole, *args[3:]), state)
+
+
 def strided(dim: int, factor: int) -> Record:
     return Record("newobj", STRIDED, (), state={"dim": dim, "split_factor": factor}, has_state=True)
 
@@ -61,11 +69,7 @@ def test_many_tensors_in_many_chunks_are_refused(tmp_path: Path) -> None:
 
     def cut(tree: Any) -> None:
         for i, value in enumerate(tree.values()):
-            local = value.args[3][1]["_local_tensor"]
-            value.args[3][1]["_local_tensor"] = TensorRef(local.storage, local.dtype, (MANY - i,), (0,), 0)
-            args = list(value.args[2])
-            args[2] = (2 * MANY - 2 * i,)
-            object.__setattr__(value, "args", (*value.args[:2], tuple(args), value.args[3]))
+            enlarged(value, (MANY - i,), (0,), (2 * MANY - 2 * i,))
             spec(value)["placements"] = (strided(0, MANY),)
 
     refuses(changed(split(tmp_path, state), cut), "more pieces than its bytes")
@@ -76,16 +80,11 @@ def test_a_piece_of_many_boxes_is_refused(tmp_path: Path) -> None:
 
     def cut(tree: Any) -> None:
         value = tree["w"]
-        local = value.args[3][1]["_local_tensor"]
-        value.args[3][1]["_local_tensor"] = TensorRef(local.storage, local.dtype, (side, side), (0, 0), 0)
-        args = list(value.args[2])
-        args[2] = (2 * side, 2 * side)
-        object.__setattr__(value, "args", (*value.args[:2], tuple(args), value.args[3]))
+        enlarged(value, (side, side), (0, 0), (2 * side, 2 * side))
         spec(value)["placements"] = (strided(0, side), strided(1, side))
         mesh = spec(value)["mesh"].state
-        axis = mesh["_layout"].state["axes"][0]
-        mesh["_layout"].state["axes"] = (axis, axis)
-        mesh["_layout"].state["axes"][0].state.update(shape=(2,), stride=(1,))
+        (axis,) = mesh["_layout"].state["axes"]
+        axis.state.update(shape=(2,), stride=(1,))
         mesh.update(_coordinate_on_dim=(0, 0), _mesh_dim_names=None, _flatten_rank_map=(0, 1, 2, 3))
         second = Record("newobj", axis.callable, (), state={"shape": (2,), "stride": (2,)}, has_state=True)
         mesh["_layout"].state["axes"] = (axis, second)

@@ -12,6 +12,7 @@ import torch
 import ckpttool
 from ckpttool.errors import Unreadable
 from tests.support.comparing import assert_same
+from tests.support.refused import refused
 from tests.support.running import Ran
 
 Cli = Callable[..., Ran]
@@ -75,15 +76,13 @@ def test_files_of_two_kinds_become_one_dict(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_copy_is_left_alone(trees: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(Unreadable):
-        ckpttool.open(save(tmp_path / "run", "rank{}.pt", trees))
+    refused(save(tmp_path / "run", "rank{}.pt", trees), kind=Unreadable)
 
 
 def test_a_missing_copy_is_not_made_up(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", "rank{}.pt", [state(), state(), state()])
     (folder / "rank1.pt").unlink()
-    with pytest.raises(Unreadable):
-        ckpttool.open(folder)
+    refused(folder, kind=Unreadable)
 
 
 def test_a_model_s_own_number_is_no_rank(tmp_path: Path) -> None:
@@ -91,5 +90,4 @@ def test_a_model_s_own_number_is_no_rank(tmp_path: Path) -> None:
     assert ckpttool.open(folder).ranks.world_size == 2  # type: ignore[union-attr]
     for number in (18, 50):
         torch.save(state(), save(tmp_path / "other", "x", []) / f"net-r{number}.pth")
-    with pytest.raises(Unreadable, match="holds checkpoints, and is none itself"):
-        ckpttool.open(tmp_path / "other")
+    refused(tmp_path / "other", "holds checkpoints, and is none itself", Unreadable)

@@ -10,6 +10,7 @@ import shlex
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...checkpoint.dotted_names import Path, dotted
@@ -44,15 +45,8 @@ class Shards:
         rows = -(-whole.shape[0] // self.ranks)
         begin = min(self.rank * rows, whole.shape[0])
         shape = (min(rows, whole.shape[0] - begin), *whole.shape[1:])
-        view = TensorRef(
-            whole.storage,
-            whole.dtype,
-            shape,
-            whole.stride,
-            whole.offset + (begin * whole.stride[0] if 0 not in shape else 0),
-            conj=whole.conj,
-            neg=whole.neg,
-        )
+        offset = whole.offset + (begin * whole.stride[0] if 0 not in shape else 0)
+        view = replace(whole, shape=shape, offset=offset, requires_grad=False)
         if not view.is_stretch:
             return assembled(name, self.path, view.dtype, shape, [Part((0,) * len(shape), view)])
         kind, old = view.dtype.storage or "UntypedStorage", whole.storage
@@ -84,12 +78,9 @@ class Shards:
         raw = struct.pack(f"<{self.ranks}i", *range(self.ranks))
         data = Computed(self.path, len(raw), lambda start, n: iter((memoryview(raw)[start : start + n],)))
         ranks = TensorRef.contiguous(Storage(data, "IntStorage"), DTYPES["int32"], (self.ranks,))
-        several = self.ranks > 1  # torch drops axes of one
-        sizes: dict[str, object] = {
-            "shape": (self.ranks,) if several else (),
-            "stride": (1,) if several else (),
-        }
-        line = _object(LAYOUT, "_FlatLayout", sizes)
+        # torch drops axes of one.
+        sizes: dict[str, object] = {"shape": (self.ranks,), "stride": (1,)}
+        line = _object(LAYOUT, "_FlatLayout", sizes if self.ranks > 1 else {"shape": (), "stride": ()})
         state = {
             "_device_type": device,
             "_layout": _object(LAYOUT, "_MeshLayout", {"axes": (line,)}),
@@ -149,13 +140,13 @@ class SplitOptimizer:
                 spare[tensors[name].shape] -= 1
         # As many parameters as are cut, of the same shapes: what stays whole is none of the optimizer's.
         parameters = {tensors[name].view for name in sharded}
-        if asked and unnamed and len(parameters) != _count(value):
-            raise Refused(
-                file,
-                f"the optimizer does not say whether its parameter {unnamed[0]!s:.80} stays whole",
-                hint="name its parameters first: ckpttool optimizer IN OUT --to names --order state, if it "
-                "lists them in the state's order, else with --model SPEC",
+        listed = [keys for group in _groups(value) if isinstance(keys := group.get("params"), list)]
+        if asked and unnamed and len(parameters) != sum(map(len, listed)):
+            what = f"the optimizer does not say whether its parameter {unnamed[0]!s:.80} stays whole"
+            hint = (
+                "name its parameters first: ckpttool optimizer IN OUT --to names --order state, if it lists"
             )
+            raise Refused(file, what, hint=f"{hint} them in the state's order, else with --model SPEC")
         for key in unnamed:
             self._require_one_of(key, spare)
         known = set() if unnamed else {*names.values(), *map(str, value["state"])}
@@ -196,9 +187,8 @@ class SplitOptimizer:
         for kept, value in entry.items() if isinstance(entry, dict) else [("all", entry)]:
             tensor = plain_tensor(value)
             if tensor is None or not isinstance(entry, dict):
-                found = next(filter(None, map(_uncut, walk(value))), "")
-                if found:
-                    what = f"keeps {found} in '{kept!s:.80}' of parameter {key!s:.80}"
+                if uncut := next(filter(None, map(_uncut, walk(value))), ""):
+                    what = f"keeps {uncut} in '{kept!s:.80}' of parameter {key!s:.80}"
                     raise self._refused(f"{what}: how ranks cut it is unknown")
             elif tensor.shape:
                 yield kept, tensor
@@ -212,42 +202,35 @@ class SplitOptimizer:
     def of_rank(self, shards: Shards) -> dict[Any, Any]:
         """Return one rank's optimizer, keyed as this one."""
 
-        def kept(key: object, entry: Any) -> object:
-            if not isinstance(entry, dict) or key in self.whole:
-                return entry
-            pairs = ((name, moment(f"{key!s:.80}.{name}", value)) for name, value in entry.items())
-            return remade(entry, pairs)
-
-        def moment(name: str, value: object) -> object:
+        def piece(name: str, value: object) -> object:
             tensor = plain_tensor(value)
             return shards.record(name, tensor) if tensor is not None and tensor.shape else value
 
+        def of_parameter(key: object, entry: Any) -> object:
+            if not isinstance(entry, dict) or key in self.whole:
+                return entry
+            pieces = ((kept, piece(f"{key!s:.80}.{kept}", value)) for kept, value in entry.items())
+            return remade(entry, pieces)
+
         state = self.value["state"]
-        new = remade(state, ((key, kept(key, entry)) for key, entry in state.items()))
+        new = remade(state, ((key, of_parameter(key, entry)) for key, entry in state.items()))
         return remade(self.value, (self.value | {"state": new}).items())
 
 
 def _names(optimizer: Mapping[Any, Any]) -> dict[str, str]:
     """Return the names of parameters by their keys, as the groups list them."""
     names: dict[str, str] = {}
-    groups = optimizer["param_groups"]
-    for group in groups if isinstance(groups, list) else ():
-        keys, told = (group.get("params"), group.get("param_names")) if isinstance(group, dict) else (0, 0)
+    for group in _groups(optimizer):
+        keys, told = group.get("params"), group.get("param_names")
         told = keys if told is None else told  # where the state is keyed by names, so are the groups
         if isinstance(keys, list) and isinstance(told, list) and len(keys) == len(told):
             names |= zip(map(str, keys), map(str, told), strict=True)
     return names
 
 
-def _count(optimizer: Mapping[Any, Any]) -> int:
-    """Return how many parameters an optimizer's groups list."""
+def _groups(optimizer: Mapping[Any, Any]) -> list[dict[Any, Any]]:
     groups = optimizer["param_groups"]
-    listed = (
-        [group.get("params") for group in groups if isinstance(group, dict)]
-        if isinstance(groups, list)
-        else []
-    )
-    return sum(len(keys) for keys in listed if isinstance(keys, list))
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 
 def _uncut(value: object) -> str:

@@ -49,6 +49,12 @@ def plain(value: Any) -> Any:
     return value
 
 
+def cut(value: Any, folder: Path, ranks: int, **given: Any) -> Any:
+    """Save a value as `in.pt`, and split it into `out`."""
+    with ckpttool.open(saved(value, folder / "in.pt")) as checkpoint:
+        return ckpttool.split(checkpoint, folder / "out", ranks, **given)
+
+
 def merged(folder: Path) -> Path:
     """Return a file that holds what ranks wrote into a folder."""
     out = folder.with_suffix(".pt")
@@ -77,7 +83,7 @@ def test_what_was_merged_splits_into_the_files_that_the_ranks_wrote(run: Path) -
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_training_goes_on_on_other_ranks_as_after_the_framework_s_own_resharding(
+def test_training_goes_on_as_after_the_framework_s_own_resharding(
     ranks: int, run: Path, run_ranks: RunRanks
 ) -> None:
     folder = run.with_name(f"for-{ranks}")
@@ -87,9 +93,7 @@ def test_training_goes_on_on_other_ranks_as_after_the_framework_s_own_resharding
     assert found[0] == [36, 36]
 
 
-def test_an_optimizer_by_names_and_a_dcp_folder_go_on_alike(
-    run_ranks: RunRanks, cli: Any, tmp_path: Path
-) -> None:
+def test_an_optimizer_by_names_and_dcp_go_on_alike(run_ranks: RunRanks, cli: Any, tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
     folder.mkdir()
     run_ranks(2, splits.save, str(folder), timeout=90)
@@ -111,8 +115,7 @@ def _from_dcp(rank: int, world_size: int, folder: str, files: str) -> None:
 
 
 def test_a_mesh_with_a_name_takes_files_for_that_name(run_ranks: RunRanks, tmp_path: Path) -> None:
-    with ckpttool.open(saved(splits.Tied().state_dict(), tmp_path / "in.pt")) as checkpoint:
-        ckpttool.split(checkpoint, tmp_path / "out", 2, device="cpu", axis="fsdp")
+    cut(splits.Tied().state_dict(), tmp_path, 2, device="cpu", axis="fsdp")
     run_ranks(2, splits.load_named, f"{tmp_path}/out", "fsdp", timeout=60)
 
 
@@ -135,6 +138,12 @@ def follow(cli: Any, commands: list[str]) -> None:
         assert ran.code == 0, ran.err
 
 
+def saved_by_accelerate(run_ranks: RunRanks, folder: Path, real: bool) -> None:
+    for name in ("checkpoint-100", "new"):
+        (folder / name).mkdir()
+    run_ranks(2, partial(splits.save_as_accelerate, real=real), f"{folder}/checkpoint-100", timeout=60)
+
+
 def test_the_page_s_commands_for_verl_write_what_verl_loads(
     run_ranks: RunRanks, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,9 +162,7 @@ def test_the_page_s_commands_for_accelerate_write_what_accelerate_loads(
     if real:
         pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
-    for name in ("checkpoint-100", "new"):
-        (tmp_path / name).mkdir()
-    run_ranks(2, partial(splits.save_as_accelerate, real=real), f"{tmp_path}/checkpoint-100", timeout=60)
+    saved_by_accelerate(run_ranks, tmp_path, real)
     follow(cli, commands_of("accelerate and"))
     assert cli("convert", "run.safetensors", "run.pt").code == 0
     load = partial(splits.load_as_accelerate, real=real)
@@ -166,9 +173,7 @@ def test_the_page_s_commands_for_accelerate_write_weights_alone_too(
     run_ranks: RunRanks, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("checkpoint-100", "new"):
-        (tmp_path / name).mkdir()
-    run_ranks(2, partial(splits.save_as_accelerate, real=False), f"{tmp_path}/checkpoint-100", timeout=60)
+    saved_by_accelerate(run_ranks, tmp_path, False)
     commands = re.findall(r"^    ckpttool ((?:add-prefix|convert) .*)$", PAGE, re.MULTILINE)
     follow(cli, ["merge checkpoint-100 model.safetensors", *commands])
     weights = f"{tmp_path}/model.safetensors"
@@ -195,20 +200,15 @@ def test_any_type_and_layout_is_cut_and_merges_into_the_same(dtype: str, ranks: 
         "count": torch.tensor([1, 2]),
         "tied": base.reshape(7, 11),
     }
-    path = saved(state, tmp_path / "in.pt")
-    with ckpttool.open(path) as checkpoint:
-        found = ckpttool.split(checkpoint, tmp_path / "out", ranks, verify=True)
-    assert found.whole == ("scalar", "count")
-    assert ckpttool.digest(tmp_path / "out") == ckpttool.digest(path)
-    assert ckpttool.verify(tmp_path / "out", against=path).ok
+    assert cut(state, tmp_path, ranks, verify=True).whole == ("scalar", "count")
+    assert ckpttool.digest(tmp_path / "out") == ckpttool.digest(tmp_path / "in.pt")
+    assert ckpttool.verify(tmp_path / "out", against=tmp_path / "in.pt").ok
 
 
 def test_a_rank_s_file_holds_only_its_own_bytes(tmp_path: Path) -> None:
-    path = saved({"w": torch.zeros(1 << 12, 64)}, tmp_path / "in.pt")
-    with ckpttool.open(path) as checkpoint:
-        ckpttool.split(checkpoint, tmp_path / "out", 4)
+    cut({"w": torch.zeros(1 << 12, 64)}, tmp_path, 4)
     sizes = [entry.stat().st_size for entry in os.scandir(tmp_path / "out")]
-    assert max(sizes) < path.stat().st_size / 4 + 8192
+    assert max(sizes) < (tmp_path / "in.pt").stat().st_size / 4 + 8192
 
 
 def test_everything_beside_model_and_optimizer_is_kept_whole(tmp_path: Path) -> None:
@@ -220,8 +220,7 @@ def test_everything_beside_model_and_optimizer_is_kept_whole(tmp_path: Path) -> 
         "epoch": 3,
         "rng": torch.get_rng_state(),
     }
-    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
-        found = ckpttool.split(checkpoint, tmp_path / "out", 2)
+    found = cut(value, tmp_path, 2)
     assert (found.optimizer, found.repeated) == ("optimizer", ("run", "epoch", "rng"))
     extra = torch.load(tmp_path / "out" / "extra_state_world_size_2_rank_1.pt", weights_only=True)
     assert extra["run"] == {"name": "x"}
@@ -231,38 +230,30 @@ def test_everything_beside_model_and_optimizer_is_kept_whole(tmp_path: Path) -> 
     assert_same(again, parts | value)
 
 
-def test_what_differs_between_ranks_is_left_out_by_name_unless_a_rank_is_taken(
-    tmp_path: Path, cli: Any
-) -> None:
+def test_what_differs_is_left_out_by_name_unless_a_rank_is_taken(tmp_path: Path, cli: Any) -> None:
     value = {"model": torch.nn.Linear(3, 2).state_dict(), "rng": {"cpu": torch.ones(20_000)}, "epoch": 3}
-    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
-        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    cut(value, tmp_path, 2)
     second = tmp_path / "out" / "extra_state_world_size_2_rank_1.pt"
     saved({"rng": {"cpu": torch.zeros(20_000)}, "epoch": 3, "host": "b"}, second)
     ran = cli("merge", tmp_path / "out", tmp_path / "merged.pt")
     words = "(differs between ranks; merge --take-rank R takes one's)"
     assert f"left out: 'rng.cpu' {words}, 'host' {words}\n" in ran.err
     assert torch.load(tmp_path / "merged.pt").keys() == {"model", "epoch"}
-    for words in (
-        ["diff", second.parent, tmp_path / "merged.pt"],
-        ["verify", tmp_path / "merged.pt", "--against", second.parent],
-    ):
+    whole = tmp_path / "merged.pt"
+    for words in (["diff", second.parent, whole], ["verify", whole, "--against", second.parent]):
         ran = cli(*words)
         assert (ran.code, f"not compared, of {second.parent}: 'rng.cpu'" in ran.err) == (0, True)
     assert cli("merge", tmp_path / "out", tmp_path / "taken.pt", "--take-rank", 1).code == 0
     assert torch.load(tmp_path / "taken.pt")["host"] == "b"
     second.rename(tmp_path / "out" / "extra_state_world_size_3_rank_1.pt")
-    assert (
-        "(of 3 ranks, and the pieces are of 2)"
-        in cli("merge", tmp_path / "out", tmp_path / "merged.pt", "--force").err
-    )
+    ran = cli("merge", tmp_path / "out", whole, "--force")
+    assert "(of 3 ranks, and the pieces are of 2)" in ran.err
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
     """Return a folder with what two ranks hold of a model alone."""
-    with ckpttool.open(saved({"model": {"w": torch.ones(4, 2)}}, tmp_path / "in.pt")) as checkpoint:
-        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    cut({"model": {"w": torch.ones(4, 2)}}, tmp_path, 2)
     return tmp_path / "out"
 
 
@@ -294,9 +285,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("case", BESIDE)
-def test_files_beside_the_model_never_stop_its_merging_nor_change_where_it_lies(
-    case: str, two: Path, cli: Any
-) -> None:
+def test_files_beside_the_model_never_stop_its_merging(case: str, two: Path, cli: Any) -> None:
     files, message = BESIDE[case]
     paths = [*two.iterdir(), *(saved(value, two / f"{name}.pt") for name, value in files.items())]
     ran = cli("merge", *paths, two.parent / "merged.pt")
@@ -351,8 +340,7 @@ def test_one_rank_s_files_of_several_kinds_are_merged(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     value = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
-        ckpttool.split(checkpoint, tmp_path / "out", 1)
+    cut(value, tmp_path, 1)
     assert_same(torch.load(merged(tmp_path / "out"), weights_only=True), value)
     end = "world_size_1_rank_0.pt"
     shutil.copy(tmp_path / "out" / f"model_{end}", tmp_path / "out" / f"shadow_{end}")
@@ -381,7 +369,7 @@ def test_keys_that_whole_names_are_not_cut(tmp_path: Path) -> None:
         ([{"params": [0, 1]}], ()),  # it names nothing
     ],
 )
-def test_tensors_that_a_naming_optimizer_does_not_know_are_named_as_perhaps_buffers(
+def test_what_the_optimizer_does_not_name_is_perhaps_a_buffer(
     groups: Any, expected: tuple[str, ...], tmp_path: Path
 ) -> None:
     """A buffer of floats looks like a parameter; fully_shard leaves it whole. A tie is no other tensor."""
@@ -389,10 +377,8 @@ def test_tensors_that_a_naming_optimizer_does_not_know_are_named_as_perhaps_buff
     model = {"a": weight, "tied": weight, "b": torch.ones(3, 3), "inv_freq": torch.ones(6)}
     key = "a" if groups[0]["params"][0] == "a" else 0
     optimizer = {"state": {key: {"exp_avg": torch.zeros(4, 2)}}, "param_groups": groups}
-    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "in.pt")
-    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
-        found = ckpttool.split(checkpoint, tmp_path / "out", 2, device="cpu", state="model")
-    assert found.perhaps_buffers == expected
+    value = {"model": model, "optimizer": optimizer}
+    assert cut(value, tmp_path, 2, device="cpu", state="model").perhaps_buffers == expected
 
 
 def test_the_optimizer_keeps_whole_what_it_keeps_of_parameters_that_stay_whole(tmp_path: Path) -> None:
@@ -400,12 +386,10 @@ def test_the_optimizer_keeps_whole_what_it_keeps_of_parameters_that_stay_whole(t
     groups = [{"lr": 0.1, "params": [0, 1]}]
     state = {0: {"exp_avg": torch.ones(4, 2)}, 1: {"exp_avg": torch.arange(4.0)}}
     value = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
-    numbers = ckpttool.open(saved(value, tmp_path / "in.pt"))
     with pytest.raises(Refused, match="does not say whether its parameter 0 stays whole"):
-        ckpttool.split(numbers, tmp_path / "out", 2, whole=["*.inv_freq"])
+        cut(value, tmp_path, 2, whole=["*.inv_freq"])
     groups[0]["param_names"] = [*model]
-    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
-        ckpttool.split(checkpoint, tmp_path / "out", 2, whole=["*.inv_freq"])
+    cut(value, tmp_path, 2, whole=["*.inv_freq"])
     loaded = torch.load(tmp_path / "out" / "optim_world_size_2_rank_1.pt", weights_only=False)["state"]
     assert torch.equal(loaded[1]["exp_avg"], torch.arange(4.0))
     assert loaded[0]["exp_avg"].to_local().shape == (2, 2)
@@ -473,15 +457,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_be_cut_is_refused_by_name(case: str, tmp_path: Path) -> None:
     value, message = REFUSED[case]
-    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint, pytest.raises(Refused, match=message):
-        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    with pytest.raises(Refused, match=message):
+        cut(value, tmp_path, 2)
     assert not (tmp_path / "out").exists()
 
 
 def test_numbers_beside_the_moments_stay_whole(tmp_path: Path) -> None:
     value = with_optimizer(step=torch.tensor(3.0), exp_avg=W, settings={"scale": torch.tensor(2.0)}, at=[1])
-    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
-        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    cut(value, tmp_path, 2)
     assert_same(torch.load(merged(tmp_path / "out"), weights_only=True), value)
 
 
@@ -490,9 +473,7 @@ def test_numbers_beside_the_moments_stay_whole(tmp_path: Path) -> None:
 )
 def test_the_other_part_of_a_dict_is_named_as_left_out(part: str, left: list[str], tmp_path: Path) -> None:
     state = {"net.w": torch.ones(4), "ema.w": torch.ones(4), "ema.b": torch.ones(2), "count": 1}
-    path = saved({"state_dict": state, "epoch": 3}, tmp_path / "in.pt")
-    with ckpttool.open(path) as checkpoint:
-        found = ckpttool.split(checkpoint, tmp_path / "out", 2, state=part)
+    found = cut({"state_dict": state, "epoch": 3}, tmp_path, 2, state=part)
     assert found.left_out == tuple(f"state_dict.{name}" for name in left)
     assert found.repeated == ("epoch",)
 
@@ -559,19 +540,18 @@ def test_the_input_is_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [{}, {"count": torch.tensor(3), "ids": torch.arange(4)}])
 def test_a_state_of_which_nothing_is_cut_is_nothing_to_do(state: Any, tmp_path: Path) -> None:
-    with ckpttool.open(saved(state, tmp_path / "in.pt")) as checkpoint, pytest.raises(NothingToDo):
-        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    with pytest.raises(NothingToDo):
+        cut(state, tmp_path, 2)
 
 
 def test_a_killed_split_leaves_the_old_folder(tmp_path: Path) -> None:
-    path, out = saved({"w": torch.zeros(1 << 20, 8)}, tmp_path / "in.pt"), tmp_path / "out"
-    with ckpttool.open(path) as checkpoint:
-        ckpttool.split(checkpoint, out, 2)
+    cut({"w": torch.zeros(1 << 16, 8)}, tmp_path, 2)
+    path, out = tmp_path / "in.pt", tmp_path / "out"
     before = sorted(os.listdir(out))
     code = (
         "import os, signal, ckpttool, sys\n"
-        "from ckpttool.formats.splitting import plan\n"
-        "plan.SplitPlan.compare = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from ckpttool.formats import splitting\n"
+        "splitting.SplitPlan.compare = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
         "ckpttool.split(ckpttool.open(sys.argv[1]), sys.argv[2], 3, force=True)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code, path, out], check=False)
@@ -632,18 +612,14 @@ def test_safetensors_and_folders_split_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["dtensor", "dcp"])
-def test_a_wrapper_s_prefix_is_noted_with_the_command_that_strips_it(
-    form: str, cli: Any, tmp_path: Path
-) -> None:
+def test_a_wrapper_s_prefix_is_noted_with_the_command(form: str, cli: Any, tmp_path: Path) -> None:
     path = saved({"model": {"module.w": torch.ones(4), "module.b": torch.ones(2)}}, tmp_path / "in.pt")
     words = ["--ranks", 2, "--as", form]
     ran = cli("split", path, tmp_path / "a", *words)
     assert ran.code == 0
     command = f"ckpttool strip-prefix {path} OUT --prefix module., then split OUT"
-    assert (
-        f"2 of 2 keys begin with 'module.', and those of a model under fully_shard do not: {command}"
-        in ran.err
-    )
+    said = "2 of 2 keys begin with 'module.', and those of a model under fully_shard do not"
+    assert f"{said}: {command}" in ran.err
     assert cli("strip-prefix", path, tmp_path / "out.pt").code == 0
     assert "strip-prefix" not in cli("split", tmp_path / "out.pt", tmp_path / "b", *words).err
 
@@ -686,9 +662,7 @@ def unnamed(folder: Path) -> Path:
     return saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "in.pt")
 
 
-def test_a_buffer_that_is_named_stays_whole_though_the_optimizer_names_nothing(
-    tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_a_named_buffer_stays_whole_though_the_optimizer_names_nothing(tmp_path: Path, cli: Any) -> None:
     flags = ["--ranks", "2", "--as", "dtensor", "--whole", "table"]
     ran = cli("split", path := unnamed(tmp_path), tmp_path / "out", *flags)
     assert (ran.code, "table" in ran.err) == (0, True), ran.err
@@ -700,9 +674,7 @@ def test_a_buffer_that_is_named_stays_whole_though_the_optimizer_names_nothing(
     assert (ran.code, "--to names --order state" in ran.err) == (3, True)
 
 
-def test_notes_on_an_optimizer_in_dcp_do_not_contradict_each_other(
-    tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_notes_on_an_optimizer_in_dcp_do_not_contradict_each_other(tmp_path: Path, cli: Any) -> None:
     ran = cli("split", unnamed(tmp_path), tmp_path / "out", "--ranks", "2", "--as", "dcp")
     assert (ran.code, "stays keyed by numbers" in ran.err) == (0, False)
     assert "DCP keeps its numbers as text" in ran.err

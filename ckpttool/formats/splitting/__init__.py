@@ -1,1 +1,0 @@
-"""A whole checkpoint cut into the files of ranks."""
