@@ -16,8 +16,7 @@ from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted, follow
 from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, special_tensor
-from .sparse_tensors import index_fault
-from .special_tensors import SpecialTensor
+from .special_tensors import SpecialTensor, index_fault
 from .state import State, StateSearch, in_part
 from .states import is_offered
 
@@ -296,7 +295,7 @@ def takes_checkpoint(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = args[:1] or [kwargs[name] for name in ("checkpoint",) if name in kwargs]
+        given = args[:1] or ([kwargs["checkpoint"]] if "checkpoint" in kwargs else [])
         if given and not isinstance(given[0], Checkpoint):
             raise TypeError(_what_to_pass(function.__name__, given[0]))
         return function(*args, **kwargs)

@@ -25,8 +25,7 @@ from ..inert_pickle.values import (
 )
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
 from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, extent, has_gradients, is_count
-from .sparse_tensors import read_sparse
-from .special_tensors import SpecialTensor, attributes, shape_of, torch_dtype
+from .special_tensors import SpecialTensor, attributes, read_sparse, shape_of, torch_dtype
 
 # The ends of the names of classes that are taken for tensors, though they are not known here.
 ENDINGS = ("Tensor", "Parameter", "Buffer")

@@ -30,15 +30,7 @@ from .dotted_names import (
 from .pickled_modules import BadModules, is_module, named
 from .rebuilt_tensors import plain_tensor, special_tensor
 from .special_tensors import Shape, SpecialTensor, placeholder, placeholders, require_plain
-from .states import (
-    Likelihood,
-    candidates,
-    equally_likely,
-    is_nested,
-    is_state,
-    likelihood,
-    path_of,
-)
+from .states import Likelihood, candidates, equally_likely, is_nested, is_state, likelihood, path_of
 
 if TYPE_CHECKING:
     import torch
@@ -124,11 +116,9 @@ class State:
         """
         from ..tensors.to_torch import live_tensors
 
-        if self.likes:
-            parts = (part for like in self.likes.values() for part in like.parts.values())
-            first = next(chain(self.tensors.values(), parts), None)
-            path = self.where if first is None else first.storage.data.path
-            require_plain(path, self.likes, "can't be loaded as plain tensors")
+        parts = (part for like in self.likes.values() for part in like.parts.values())
+        paths = (tensor.storage.data.path for tensor in chain(self.tensors.values(), parts))
+        require_plain(next(paths, self.where), self.likes, "can't be loaded as plain tensors")
         return live_tensors(self.tensors)
 
     @property
@@ -145,7 +135,8 @@ class State:
         if self.part_of is not None:
             outer = self.part_of
             rest = {key: value for key, value in outer.container.items() if not in_part(key, self.prefix)}
-            changed = {_outer(key, self.prefix): value for key, value in container.items()}
+            begin = "" if self.prefix.startswith("!") else self.prefix
+            changed = {f"{begin}{key}": value for key, value in container.items()}
             return outer.restored(remade(outer.container, (rest | changed).items()))
         return container if self.nested is None else regrouped(self.nested, self.places, container)
 
@@ -154,11 +145,6 @@ def in_part(key: object, prefix: str) -> bool:
     """Return whether a key belongs to a part: `ema.` has the keys that begin with it, `!ema.` all others."""
     begins = isinstance(key, str) and key.startswith(prefix.removeprefix("!"))
     return begins != prefix.startswith("!")
-
-
-def _outer(key: object, prefix: str) -> object:
-    """Return the key in the whole state of a key in a part."""
-    return key if prefix.startswith("!") else f"{prefix}{key}"
 
 
 def part(state: State, prefix: str) -> State | None:
@@ -196,13 +182,11 @@ def make_state(
                 tensors[name] = tensor
                 continue
             others[name] = value
-            like = empty.get(name) or special_tensor(value)
-            if like is not None:
+            if like := empty.get(name) or special_tensor(value):
                 likes[name] = like
-    versions = None
-    if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
-        metadata = container.attributes.get("_metadata")
-        versions = metadata if isinstance(metadata, dict) else None
+    attributes = container.attributes if isinstance(container, OrderedDict_) else None
+    metadata = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    versions = metadata if isinstance(metadata, dict) else None
     return State(path, container, tensors, others, versions, likes, module, nested, places or {})
 
 
@@ -295,17 +279,13 @@ class StateSearch:
         first, *rivals = equally_likely(self.tree, ranked)
         if rivals:
             names = [dotted(path) for path in (first, *rivals)]
-            shown = ", ".join(f"'{name[:80]}'" for name in names[:8])
-            more = f" and {len(names) - 8} more" if names[8:] else ""
-            raise NoState(
-                self.path,
-                f"holds {len(names)} states, and nothing says which is the model's: {shown}{more}",
-                hint=f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''",
-            )
+            listed = _listed([f"'{name[:80]}'" for name in names])
+            reason = f"holds {len(names)} states, and nothing says which is the model's: {listed}"
+            hint = f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''"
+            raise NoState(self.path, reason, hint=hint)
         return first
 
     def _named(self, where: str) -> Path | None:
-        """Return the path behind a dotted name; of several that fit it, the likeliest state's."""
         # Keys may contain dots, so one dotted name may fit several paths.
         fitting = (path for path in self.states() if where == dotted(path))
         return next(fitting, None) or path_of(self.tree, where)
@@ -355,7 +335,11 @@ class StateSearch:
             return f"see what is in it: ckpttool inspect {shlex.quote(self.path)}"
         if names == ["''"]:
             return "the file itself is the state: leave out --state"
-        return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
+        return f"there are: {_listed(names)}"
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def _key_that_is_no_name(value: object) -> str | None:

@@ -8,7 +8,6 @@ import struct
 from bisect import bisect_left
 from collections import OrderedDict
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.analysis import compare_values
-from ckpttool.analysis.compare import Change, compare
+from ckpttool.analysis.compare import Change, diff
 from ckpttool.analysis.distances import Distance, measurer
 from ckpttool.analysis.equality import Tolerance
 from ckpttool.files import threads
@@ -40,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def distance(folder: Path, a: torch.Tensor, b: torch.Tensor, *tolerance: float) -> Distance | None:
     """Return the distance of two tensors; None when they are the same."""
-    found = compared(folder, {"w": a}, {"w": b}, tolerance=Tolerance(*tolerance) if tolerance else None)
+    found = compared(folder, {"w": a}, {"w": b}, **dict(zip(("rtol", "atol"), tolerance, strict=False)))
     assert found.same == (not found.changed)
     assert not found.changed or found.changed[0].why == "values"
     return found.changed[0].distance if found.changed else None
@@ -58,9 +57,8 @@ def measured(a: torch.Tensor, b: torch.Tensor, *tolerance: float) -> Distance | 
 
 
 def test_names_in_only_one_file_are_listed(folder: Path) -> None:
-    found = compared(
-        folder, {"a": torch.ones(2), "b": torch.ones(2)}, {"b": torch.ones(2), "c": torch.ones(2)}
-    )
+    one = torch.ones(2)
+    found = compared(folder, {"a": one, "b": one}, {"b": one, "c": one})
     assert (found.only_a, found.only_b, found.changed, found.same) == (("a",), ("c",), (), False)
 
 
@@ -351,29 +349,19 @@ def test_a_tolerance_is_relative_to_the_second_file_and_covers_plain_numbers(fol
     assert distance(folder, ten, nine, 0.1) is not None
     a, b = {"w": ten, "best": 0.5, "n": 3}, {"w": ten, "best": 0.5000001, "n": 3.0}
     assert [change.name for change in compared(folder, a, b).changed] == ["best", "n"]
-    assert compared(folder, a, b, tolerance=Tolerance(1e-5)).same
+    assert compared(folder, a, b, rtol=1e-5).same
 
 
 # Values beside the model's state.
 
 
 def test_everything_beside_the_state_is_compared_by_its_dotted_name(folder: Path) -> None:
-    a = {
-        "model": {"w": torch.ones(2)},
-        "epoch": 3,
-        "optimizer": {"state": {0: {"m": torch.ones(2)}}, "lr": 0.1},
-    }
-    b = {
-        "state_dict": {"w": torch.ones(2)},
-        "epoch": 4,
-        "optimizer": {"state": {0: {"m": torch.zeros(2)}}},
-        "x": "",
-    }
+    w = {"w": torch.ones(2)}
+    a = {"model": w, "epoch": 3, "optimizer": {"state": {0: {"m": torch.ones(2)}}, "lr": 0.1}}
+    b = {"state_dict": w, "epoch": 4, "optimizer": {"state": {0: {"m": torch.zeros(2)}}}, "x": ""}
     found = compared(folder, a, b)
     assert (found.only_a, found.only_b) == (("optimizer.lr",), ("x",))
-    assert found.changed[0].name == "optimizer.state.0.m" or found.changed[0] == Change(
-        "epoch", "value", "3", "4"
-    )
+    assert found.changed[0] == Change("epoch", "value", "3", "4")
     assert {change.name for change in found.changed} == {"epoch", "optimizer.state.0.m"}
     assert compared(folder, a, b, model_only=True).same
     assert compared(folder, a, b, state="model").same
@@ -424,9 +412,9 @@ def test_contents_that_a_tensor_format_cannot_hold_are_set_aside(tmp_path: Path)
     save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
     torch.save({"w": torch.ones(2)}, tmp_path / "c.pt")
     a, b, c = (ckpttool.open(tmp_path / name) for name in ("a.pt", "b.safetensors", "c.pt"))
-    assert compare(a, b).same and compare(a, b).aside_a == ("epoch",)
-    assert compare(b, a).same and compare(b, a).aside_b == ("epoch",)
-    assert compare(a, c).only_a == ("epoch",)  # a .pt could hold it
+    assert diff(a, b).same and diff(a, b).aside_a == ("epoch",)
+    assert diff(b, a).same and diff(b, a).aside_b == ("epoch",)
+    assert diff(a, c).only_a == ("epoch",)  # a .pt could hold it
 
 
 def test_files_without_a_state_are_compared_whole(folder: Path) -> None:
@@ -462,15 +450,9 @@ def test_prefixes_are_ignored_when_asked(prefix: str, swapped: bool, folder: Pat
 
 def test_prefixes_inside_names_and_in_the_optimizer_are_ignored_too(folder: Path) -> None:
     plain = {"model": {"0.w": torch.ones(2), "1.w": torch.ones(2)}, "names": ["0.w", "1.w"], "by": {"0.w": 1}}
-    wrapped = {
-        "model": {
-            "module.0._orig_mod.w": torch.ones(2),
-            "module.1.w": torch.ones(2),
-            "module.n": torch.ones(1),
-        },
-        "names": ["module.0._orig_mod.w", "module.1.w"],
-        "by": {"module.0._orig_mod.w": 1},
-    }
+    names = ["module.0._orig_mod.w", "module.1.w"]
+    model = {**dict.fromkeys(names, torch.ones(2)), "module.n": torch.ones(1)}
+    wrapped = {"model": model, "names": names, "by": {names[0]: 1}}
     found = compared(folder, wrapped, plain, ignore_prefix=True)
     assert (found.only_a, found.only_b, found.changed) == (("module.n",), (), ())
 
@@ -534,7 +516,7 @@ FORMATS = ["as torch saves it", "legacy", *WAYS]
 @pytest.mark.parametrize("other", FORMATS)
 def test_a_file_is_the_same_in_every_format(one: str, other: str, in_every_format: dict[str, Path]) -> None:
     with ckpttool.open(in_every_format[one]) as a, ckpttool.open(in_every_format[other]) as b:
-        found = compare(a, b)
+        found = diff(a, b)
     assert (found.only_a, found.only_b, found.changed) == ((), (), ())
     assert found.tensors >= 9
 
@@ -545,8 +527,8 @@ def test_rarer_formats_hold_the_same_state(name: str, tmp_path: Path) -> None:
     expected = table.state() if "tar" in name else table.model().state_dict()
     torch.save(expected, tmp_path / "plain.pt")
     with ckpttool.open(tmp_path / "in") as a, ckpttool.open(tmp_path / "plain.pt") as b:
-        assert compare(a, b, model_only=True).same
-        assert compare(b, a, model_only=True).same
+        assert diff(a, b, model_only=True).same
+        assert diff(b, a, model_only=True).same
 
 
 def test_one_bit_in_one_of_20_000_tensors_is_found_and_named(tmp_path: Path) -> None:
@@ -556,7 +538,7 @@ def test_one_bit_in_one_of_20_000_tensors_is_found_and_named(tmp_path: Path) -> 
         raw[checkpoint.state().tensors["layer.17777"].data.offset + 4] ^= 1  # type: ignore[union-attr]
     (tmp_path / "b.pt").write_bytes(raw)
     with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
-        (change,) = compare(a, b, verify=False).changed
+        (change,) = diff(a, b, verify=False).changed
     assert (change.name, change.index) == ("layer.17777", (1,))
     assert change.distance is not None and (change.distance.differ, change.distance.max_ulp) == (1, 1)
 
@@ -569,7 +551,6 @@ def test_progress_counts_every_byte_of_the_first_file(folder: Path) -> None:
 
 
 def test_numpy_arrays_in_a_file_are_compared_by_their_bytes(folder: Path) -> None:
-    assert import_module("ckpttool.analysis.compare") is not None
     model = {"w": torch.ones(1)}
     a, b = ({"model": model, "x": np.arange(4) + i} for i in (0, 1))
     assert compared(folder, a, a).same

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.analysis.other_contents import OtherRow
-from ckpttool.analysis.summary import Summary, TensorRow, summarize, tensor_rows
+from ckpttool.analysis.summary import Summary, summarize
+from ckpttool.analysis.tables import TensorRow, tensor_rows
 from ckpttool.errors import NoState
 from tests.support.crafting import call, dict_of, list_of, name, number, storage, tensor, text, torch_zip
 

@@ -69,7 +69,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def arguments(command: str) -> list[str]:
-    return [{"IN": "in.pt"}.get(word, word) for word in COMMANDS[command]]
+    return ["in.pt" if word == "IN" else word for word in COMMANDS[command]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -82,10 +82,6 @@ def test_damage_is_refused_by_every_command_that_passes_it_on(command: str, file
     assert "do not match their checksum" in ran.err
     assert "ckpttool verify in.pt" in ran.err
     assert sorted(os.listdir(files)) == before
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_verify_passes_damage_on(command: str, files: Path, cli: Cli) -> None:
     assert cli(*arguments(command), "--no-verify").code == 0
 
 
@@ -193,12 +189,8 @@ def test_shards_and_dcp_folders_are_held_to_the_checksums_of_their_files(files: 
         assert cli("convert", "whole.pt", f"{kind}/", "--to", kind).code == 0
         (file,) = (files / kind).glob(part)
         damage(file, WEIGHT)
-        ran = cli(
-            "convert",
-            f"{kind}/",
-            f"from-{kind}.safetensors",
-            *(["--state", "model"] if kind == "dcp" else []),
-        )
+        which = ["--state", "model"] if kind == "dcp" else []
+        ran = cli("convert", f"{kind}/", f"from-{kind}.safetensors", *which)
         assert ran.code == 3, ran.err
         assert f"{file.relative_to(files)}: the bytes of" in ran.err
         assert not (files / f"from-{kind}.safetensors").exists()

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.analysis.compare import compare
-from ckpttool.analysis.summary import summarize, tensor_rows
+from ckpttool.analysis.compare import diff
+from ckpttool.analysis.summary import summarize
+from ckpttool.analysis.tables import tensor_rows
 from ckpttool.analysis.verify import verify
 from ckpttool.checkpoint.rebuilt_tensors import special_tensor
 from ckpttool.errors import Refused
@@ -77,7 +78,7 @@ def test_pt_and_full_keep_each_kind_as_it_is(kind: str, through: str, tmp_path: 
     ckpttool.save(ckpttool.open(tmp_path / through), tmp_path / "back.pt", full=False)
     back = ckpttool.open(tmp_path / "back.pt")
     assert str(back.state().likes["x"]) == IN_WORDS[kind]
-    assert compare(checkpoint, back).same
+    assert diff(checkpoint, back).same
     found, meant = (torch.load(tmp_path / name, weights_only=False)["x"] for name in ("back.pt", "in.pt"))
     assert (type(found), found.layout) == (type(meant), meant.layout)
 
@@ -184,7 +185,7 @@ def test_a_rank_s_file_is_not_converted_as_if_it_were_whole(
     assert "join the files of all ranks: ckpttool merge FOLDER" in ran.err
     assert not (tmp_path / "out.safetensors").exists()
     assert cli("convert", pieces / name, tmp_path / "out.pt").code == 0
-    assert compare(ckpttool.open(pieces / name), ckpttool.open(tmp_path / "out.pt")).same
+    assert diff(ckpttool.open(pieces / name), ckpttool.open(tmp_path / "out.pt")).same
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "placed", "sharded"])

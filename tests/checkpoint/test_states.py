@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.analysis.compare import compare
+from ckpttool.analysis.compare import diff
 from ckpttool.analysis.verify import verify
 from ckpttool.errors import NoState, Refused, Unsupported
 from ckpttool.tensors.dtypes import DTYPES
@@ -234,10 +234,10 @@ def test_several_states_are_kept_and_compared_whole(opened: Any, tmp_path: Path)
     saved = ckpttool.save(opened(GAN), tmp_path / "copy.pt")
     assert saved.left_out == ()
     copy = ckpttool.open(tmp_path / "copy.pt")
-    assert compare(opened(GAN), copy).same
+    assert diff(opened(GAN), copy).same
     assert verify(opened(GAN), against=copy).compared == "everything"
     other = opened({**GAN, "discriminator": weights(4)})
-    assert [change.name for change in compare(other, copy).changed] == [
+    assert [change.name for change in diff(other, copy).changed] == [
         "discriminator.weight",
         "discriminator.bias",
     ]

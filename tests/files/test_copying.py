@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -230,7 +229,7 @@ def reason(path: str) -> str:
 
 
 def test_a_path_that_can_not_be_opened_is_refused_with_the_reason(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe")  # that nobody writes to: waiting for it would never end
     assert reason(str(tmp_path / "missing")) == "no such file"
     assert reason(str(tmp_path)) == "is a folder"
     assert reason(str(tmp_path / "pipe")) == "is not a regular file"
@@ -242,13 +241,6 @@ def test_an_empty_name_and_one_with_a_zero_are_errors_of_this_library() -> None:
     for path in ("", "a\0b"):
         with pytest.raises(CkptToolError):
             open_source_descriptor(path)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    started = time.monotonic()
-    reason(str(tmp_path / "pipe"))
-    assert time.monotonic() - started < 5
 
 
 READ = """

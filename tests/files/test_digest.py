@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.files import threads
+from ckpttool.files import copying, threads
 from ckpttool.files.digest import digest, tensor_digests
 from ckpttool.files.threads import NAME
 from ckpttool.tensors import values as tensor_values
@@ -95,8 +95,8 @@ def test_a_tensor_of_several_pieces_has_the_digest_of_the_page(tmp_path: Path) -
 def test_the_digest_does_not_depend_on_how_threads_share_the_work(
     workers: int, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "cores", lambda most: workers)
-    monkeypatch.setattr(module, "READ", read)
+    monkeypatch.setattr(copying, "cores", lambda most: workers)
+    monkeypatch.setattr(copying, "BUFFER", read)
     monkeypatch.setattr(threads, "MANY", 3)
     monkeypatch.setattr(threads, "GROUP", 200)
     monkeypatch.setattr(module, "PIECE", 50)
