@@ -128,9 +128,8 @@ def _in_step(pair: Pair, measure: Measure) -> Distance:
 
 def repeated_once(a: TensorRef, b: TensorRef) -> tuple[TensorRef, TensorRef]:
     """Return two tensors of one shape with what both repeat by a stride of 0 there once."""
-    shape = tuple(
-        n if one or other else min(n, 1) for n, one, other in zip(a.shape, a.stride, b.stride, strict=True)
-    )
+    steps = zip(a.shape, a.stride, b.stride, strict=True)
+    shape = tuple(size if one or other else min(size, 1) for size, one, other in steps)
     return replace(a, shape=shape), replace(b, shape=shape)
 
 

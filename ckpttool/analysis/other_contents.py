@@ -206,10 +206,8 @@ def describe_optimizer(name: str, value: dict[Any, Any]) -> OptimizerRow:
             tensor = tensor_of(item)
             entries[str(key)] = None
             nbytes += tensor.nbytes if tensor is not None else 0
-    settings = tuple(
-        {str(key): item for key, item in group.items() if key not in PARAMETERS and _is_plain(item)}
-        for group in groups
-    )
+    pairs = ([pair for pair in group.items() if pair[0] not in PARAMETERS] for group in groups)
+    settings = tuple({str(key): item for key, item in rest if _is_plain(item)} for rest in pairs)
     listed = sum(len(_values(group.get("params"))) for group in groups)
     kind = _optimizer(entries, groups)
     return OptimizerRow(name, kind, listed, len(state), tuple(entries), nbytes, settings)

@@ -167,10 +167,7 @@ def _call(value: Record, levels: int = 3) -> str:
     called = value.callable
     name = _call(called, levels - 1) if isinstance(called, Record) and levels else in_brief(called)
     arguments = value.args if isinstance(value.args, tuple) else (value.args,)
-    shown = (
-        repr(each[:LONG]) if isinstance(each, str | bytes) else in_brief(each)[:LONG]
-        for each in arguments[:4]
-    )
+    shown = (repr(x[:LONG]) if isinstance(x, str | bytes) else in_brief(x)[:LONG] for x in arguments[:4])
     return f"{name}({', '.join(shown)})"
 
 

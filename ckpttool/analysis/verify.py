@@ -31,10 +31,8 @@ from .zip_structure import zip_frame
 ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)  # The formats that are zips, or folders of zips
 
 # The records that torch.save writes in addition to storages.
-OWN_RECORDS = {
-    *("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"),
-    *(".data/version", ".data/serialization_id"),
-}
+OWN_RECORDS = {"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"}
+OWN_RECORDS |= {".data/version", ".data/serialization_id"}
 
 # The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it
 PROTO, NEWEST = b"\x80", b"\x05"

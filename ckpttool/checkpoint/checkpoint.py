@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import NoState, Refused
@@ -91,9 +90,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -236,9 +233,8 @@ class Checkpoint:
             names.extend(f"{path}{in_brief(key)}" for key in value if key != step)
             value, path = value[step], f"{path}{step}."
         if state.part_of is not None:
-            names += (
-                f"{path}{in_brief(key)}" for key in state.part_of.container if not in_part(key, state.prefix)
-            )
+            part = state.part_of.container
+            names += (f"{path}{in_brief(key)}" for key in part if not in_part(key, state.prefix))
         of_model = [f"{path}{name}" for name, _ in own_attributes(state.module)]
         return (*of_model, *names)
 

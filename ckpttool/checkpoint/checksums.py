@@ -52,10 +52,9 @@ class Checksums:
         for sums in self._sums:
             if isinstance(data := sums.storage.data, ByteRange):
                 of_source[data.source].append((data.offset, data.offset + data.nbytes, sums))
-        self._observers = {
-            source: partial(_see, sorted(places, key=itemgetter(0, 1)))
-            for source, places in of_source.items()
-        }
+        for places in of_source.values():
+            places.sort(key=itemgetter(0, 1))
+        self._observers = {source: partial(_see, places) for source, places in of_source.items()}
 
     def __enter__(self) -> Checksums:
         for source, see in self._observers.items():

@@ -37,9 +37,8 @@ def encode_entry(path: str, tree: object, protocol: int) -> Flat:
     except TooManyNames:
         raise Refused(path, "its dotted names need too much memory") from None
     except Unholdable as fault:
-        raise Refused(
-            path, f"JSON can't hold {fault}", hint=f"leave it out, or what it is in: --drop {fault.name}"
-        ) from None
+        hint = f"leave it out, or what it is in: --drop {fault.name}"
+        raise Refused(path, f"JSON can't hold {fault}", hint=hint) from None
 
 
 def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[object, int]:

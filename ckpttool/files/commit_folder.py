@@ -94,9 +94,8 @@ def _check_folder(path: str, target: str, replaced: Replaced, kept: Collection[s
     if not os.path.isdir(target):
         raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
     if others := others_in(target, {*replaced(target), *kept}):
-        raise UsageFault(
-            f"{path}: holds other files too ({', '.join(others[:3])})", hint="choose a new folder as output"
-        )
+        listed = ", ".join(others[:3])
+        raise UsageFault(f"{path}: holds other files too ({listed})", hint="choose a new folder as output")
     return True
 
 

@@ -21,10 +21,8 @@ def digest(tensors: Mapping[str, TensorRef], progress: Progress | None = None) -
     contents = hashlib.sha256(VERSION)
     for name, value in tensor_digests(tensors, progress):
         tensor, raw = tensors[name], name.encode("utf-8", "surrogatepass")
-        shape = ",".join(map(str, tensor.shape))
-        contents.update(
-            b"%d:%s %s [%s] %s\n" % (len(raw), raw, tensor.dtype.name.encode(), shape.encode(), value)
-        )
+        kind = f" {tensor.dtype.name} [{','.join(map(str, tensor.shape))}] ".encode()
+        contents.update(b"%d:%s%s%s\n" % (len(raw), raw, kind, value))
     return contents.hexdigest()
 
 

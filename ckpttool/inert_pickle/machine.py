@@ -93,6 +93,13 @@ class CutShort(PickleFault):
     """The data ends inside the pickle, so far as can be told."""
 
 
+class Stop(Exception):
+    """The pickle ends at byte `end`."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+
 def fault(what: str) -> NoReturn:
     """Raise PickleFault."""
     raise PickleFault(what)

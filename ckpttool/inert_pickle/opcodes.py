@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .machine import SET, Machine, fault
+from .machine import SET, Machine, Stop, fault
 from .values import Set_
 
 MAX_DIGITS = 4300  # of an integer written as text: Python's own limit
@@ -75,13 +75,6 @@ def integer(raw: bytes) -> int:
 def integer_or_bool(raw: bytes) -> int:
     """An integer in decimal digits, with Python 2's `L` or not; `00` and `01` are False and True."""
     return {b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else integer(raw.removesuffix(b"L"))
-
-
-class Stop(Exception):
-    """The pickle ends at byte `end`."""
-
-    def __init__(self, end: int) -> None:
-        self.end = end
 
 
 # Functions that make operations: these differ only in a width, a constant or an action.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from .machine import RECORD, SET, BadKey, Call, CutShort, Machine, PersistentLoad, Reducers, Shortcut
+from .machine import RECORD, SET, BadKey, Call, CutShort, Machine, PersistentLoad, Reducers, Shortcut, Stop
 from .machine import PickleFault as PickleFault
-from .opcodes import OPCODES, Stop, uint4, unknown
+from .opcodes import OPCODES, uint4, unknown
 from .values import ORDERED_DICT, FrozenSet_, Global, OrderedDict_, Record, Set_
 
 # Calls that a pickle makes for plain values that its protocol has no opcode for (Python's `pickle` module,

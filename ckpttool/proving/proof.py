@@ -21,10 +21,20 @@ from ..files.chain import Link
 from ..formats.reading import opened
 from ..tensors.ref import TensorRef
 from ..tensors.values import stream
-from .replay import Replay, RunRecord, differing, planned, require_entries
+from .replay import Replay, RunRecord, differing, planned
 
 # The names that the trainer gives, and no others: `step-7.pt` is a user's.
 CHECKPOINT = re.compile(r"(last|best|step-(\d{6}|[1-9]\d{6,}))\.pt")
+
+# What each kind of entry has at least, for the checks here
+BEGIN = {"step": int, "ranks": int, "every": int, "virtual_ranks": int | None, "weights": str, "code": dict}
+FIELDS: dict[str, dict[str, Any]] = {
+    "begin": BEGIN | {"source": dict | None, "versions": dict, "arguments": list, "init": list | None},
+    "step": {"step": int, "weights": str, "samples": dict},
+    "epoch": {"step": int, "epoch": int, "plan": str},
+    "evaluation": {"step": int, "score": object},
+    "checkpoint": {"step": int, "digests": dict},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,7 @@ def prove(
     links, breaks = chain.read(path)
     if not any(link.entry.get("kind") == "begin" for link in links):
         raise Damaged(path, "is no record of a run")
-    require_entries(path, links)
+    _require_entries(path, links)
     findings = [Finding("chain", f"line {fault.number}", fault.message) for fault in breaks]
     plan = None
     try:
@@ -134,6 +144,21 @@ def prove(
         tuple(notes),
         plan.command if plan else (),
     )
+
+
+def _require_entries(path: str, links: list[Link]) -> None:
+    """Refuse a record in which an entry lacks a field, or has one of another type."""
+    for link in links:
+        kind = link.entry.get("kind")
+        for name, kinds in FIELDS.get(str(kind), {}).items():
+            what = f"line {link.number} is no entry of a run"
+            if name not in link.entry:
+                raise Damaged(path, f"{what}: '{kind}' lacks '{name}'")
+            value = link.entry[name]
+            if not isinstance(value, kinds) or isinstance(value, bool):  # which Python takes for a number
+                raise Damaged(path, f"{what}: '{name}' of '{kind}' is a {type(value).__name__}")
+            if name == "source" and value is not None and "digests" not in value:
+                raise Damaged(path, f"{what}: 'source' of 'begin' lacks 'digests'")
 
 
 def _begun_elsewhere(links: list[Link]) -> Iterator[Finding]:

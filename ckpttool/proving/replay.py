@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..errors import Damaged, UsageFault
+from ..errors import UsageFault
 from ..files import chain
 from ..files.chain import Link
 
@@ -37,31 +37,6 @@ POLL = 0.5  # seconds after which a replay's record is looked at again
 TAIL = 1 << 16  # bytes at the end of a record in which its last step is looked for
 
 Entry = Mapping[str, Any]
-
-# What each kind of entry has at least, for the checks here
-BEGIN = {"step": int, "ranks": int, "every": int, "virtual_ranks": int | None, "weights": str, "code": dict}
-FIELDS: dict[str, dict[str, Any]] = {
-    "begin": BEGIN | {"source": dict | None, "versions": dict, "arguments": list, "init": list | None},
-    "step": {"step": int, "weights": str, "samples": dict},
-    "epoch": {"step": int, "epoch": int, "plan": str},
-    "evaluation": {"step": int, "score": object},
-    "checkpoint": {"step": int, "digests": dict},
-}
-
-
-def require_entries(path: str, links: list[Link]) -> None:
-    """Refuse a record in which an entry lacks a field, or has one of another type."""
-    for link in links:
-        kind = link.entry.get("kind")
-        for name, kinds in FIELDS.get(str(kind), {}).items():
-            what = f"line {link.number} is no entry of a run"
-            if name not in link.entry:
-                raise Damaged(path, f"{what}: '{kind}' lacks '{name}'")
-            value = link.entry[name]
-            if not isinstance(value, kinds) or isinstance(value, bool):  # which Python takes for a number
-                raise Damaged(path, f"{what}: '{name}' of '{kind}' is a {type(value).__name__}")
-            if name == "source" and value is not None and "digests" not in value:
-                raise Damaged(path, f"{what}: 'source' of 'begin' lacks 'digests'")
 
 
 @dataclass(frozen=True)
@@ -174,10 +149,8 @@ def _segment(path: str, record: RunRecord, whole: Iterable[int], replay: Replay)
         raise UsageFault(f"{path}: records no steps, so there is nothing to replay", hint=alone)
     wanted = ends[-1] if replay.end is None else replay.end
     if wanted > ends[-1]:
-        raise UsageFault(
-            f"--to {wanted}: the last step in the record is {ends[-1]}",
-            hint="leave out --to to replay up to there",
-        )
+        hint = "leave out --to to replay up to there"
+        raise UsageFault(f"--to {wanted}: the last step in the record is {ends[-1]}", hint=hint)
     asked = path if replay.end is None else f"--to {wanted}"
     possible = [step for step in starts if step < wanted]
     if replay.start is not None:

@@ -77,9 +77,8 @@ def torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
 
     dtype = getattr(torch, tensor.dtype.name, None)
     if not isinstance(dtype, torch.dtype) or tensor.dtype.name not in DTYPES:
-        raise Unsupported(
-            tensor.storage.data.path, f"this torch has no type {tensor.dtype.name}, which '{name}' has"
-        )
+        reason = f"this torch has no type {tensor.dtype.name}, which '{name}' has"
+        raise Unsupported(tensor.storage.data.path, reason)
     return dtype
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
@@ -221,9 +222,7 @@ KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.floa
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_non_finite_values_are_counted_and_are_no_problem_unless_asked(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_non_finite_values_are_counted_and_a_problem_if_asked(dtype: torch.dtype, tmp_path: Path) -> None:
     checkpoint = opened({"w": ODD.to(dtype), "fine": torch.ones(2), "n": torch.tensor(3)}, tmp_path)
     found = verify(checkpoint)
     assert found.ok
@@ -266,9 +265,7 @@ def test_a_tensor_of_two_names_is_read_once_and_named_twice(tmp_path: Path) -> N
     assert sum(read) == ODD.nbytes
 
 
-def test_an_overlapping_view_beyond_the_limit_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overlapping_view_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     checkpoint = opened({"w": torch.as_strided(ODD, (3, 3), (1, 1))}, tmp_path)
     assert verify(checkpoint).non_finite.keys() == {"w"}
     monkeypatch.setattr(importlib.import_module("ckpttool.analysis.verify"), "MAX_REPEATED", 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 import ckpttool
 from ckpttool.checkpoint.checksums import Checksums
@@ -60,7 +61,7 @@ COMMANDS: dict[str, list[str]] = {
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """A folder with a whole and a damaged file, which the commands run in."""
     saved(RUN, tmp_path / "whole.pt")
     damage(saved(RUN, tmp_path / "in.pt"), WEIGHT)
@@ -169,7 +170,7 @@ def test_every_byte_of_a_large_tensor_counts(place: str, tmp_path: Path) -> None
             ckpttool.save(checkpoint, tmp_path / f"out{ending}")
 
 
-def test_bytes_of_a_checksummed_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_a_checksummed_file_are_read_once(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     path = saved({"long": LONG, "w": WEIGHT}, tmp_path / "in.pt")
     moved: list[int] = []
     preadv = os.preadv

@@ -9,13 +9,14 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
+from pytest import MonkeyPatch
 
 from ckpttool.files import threads as threads_module
 from ckpttool.files.threads import NAME, Workers, cut, in_order, map_pieces
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def threads(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> int:
     count: int = request.param
     monkeypatch.setattr(threads_module, "cores", lambda most: min(count, most))
     return count
@@ -127,7 +128,7 @@ def test_an_error_or_interrupt_within_a_job_ends_the_work(error: type[BaseExcept
 
 
 @pytest.fixture(params=[0, 1, 2])
-def startable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def startable(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> int:
     """Only so many threads can be started, as under a limit on processes."""
     count: int = request.param
     rest, start = [None] * count, threading.Thread.start

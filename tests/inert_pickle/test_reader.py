@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest import MonkeyPatch
 
 from ckpttool.inert_pickle import values as inert
 from ckpttool.inert_pickle.reader import PickleFault, read_pickle
@@ -391,7 +392,7 @@ def _depth(root: object) -> int:
     ids=lambda item: item[0],
 )
 def test_opcodes_that_run_code_make_inert_records(
-    body: tuple[str, bytes], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    body: tuple[str, bytes], tmp_path: Any, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     read = read_pickle(program(body[1], protocol=4)).value
@@ -399,7 +400,7 @@ def test_opcodes_that_run_code_make_inert_records(
     assert not list(tmp_path.iterdir())
 
 
-def test_no_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_module_is_imported(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.__import__", no_tensor)
     assert read_pickle(program(name("no_such_module", "Thing"))).value == Global("no_such_module", "Thing")
 
