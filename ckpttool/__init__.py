@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from . import batchnorm as batchnorm
     from . import errors as errors
     from . import metrics as metrics
-    from .analysis.checks import diff as diff
     from .analysis.checks import digest as digest
+    from .analysis.compare import diff as diff
     from .analysis.summary import inspect as inspect
     from .analysis.verify import verify as verify
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
@@ -70,7 +70,8 @@ else:
         __name__,
         {
             "": ("batchnorm", "errors", "metrics"),
-            "analysis.checks": ("diff", "digest"),
+            "analysis.checks": ("digest",),
+            "analysis.compare": ("diff",),
             "proving.proof": ("prove",),
             "analysis.summary": ("inspect",),
             "analysis.verify": ("verify",),

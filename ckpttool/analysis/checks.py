@@ -1,4 +1,4 @@
-"""The digest of a model (docs/digest.md), and the differences between two files."""
+"""The digest of a model: docs/digest.md defines it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..checkpoint.state import State
-from ..errors import Refused, UsageFault
+from ..errors import Refused
 from ..files import digest as hashing
 from ..files.copying import Progress
 from ..formats.reading import File, opened
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Computed, Storage, TensorRef
-from . import compare as comparing
-from .compare import Comparison
-from .equality import Tolerance
 
 
 def digest(
@@ -49,57 +46,6 @@ def digest(
             value = state_digest(checkpoint, chosen, progress)
             checksums.finish()
         return value
-
-
-def diff(
-    a: File,
-    b: File,
-    *,
-    rtol: float | None = None,
-    atol: float | None = None,
-    state: str | None = None,
-    model_only: bool = False,
-    ignore_prefix: bool = False,
-    verify: bool = True,
-    progress: Progress | None = None,
-) -> Comparison:
-    """Compare two checkpoints by contents, whatever their formats.
-
-    Args:
-        a, b: paths, or open checkpoints.
-        rtol, atol: values are the same if |a - b| <= atol + rtol * |b|, as in `torch.allclose`; if both are
-            None, if their bits are.
-        state: dotted path of the model's state in both files, or in one of them; found when None. When it is
-            given, only the states are compared.
-        model_only: compare only the models' states.
-        ignore_prefix: match names that differ only in wrappers' prefixes.
-        verify: compare what is read with the checksums that the files state.
-        progress: called with numbers of bytes, those of `a`.
-
-    Returns:
-        Names that only one file has, and what differs under a name of both: `.same`, `.only_a`, `.only_b`,
-        `.changed` with distances, norms and cosines.
-
-    Raises:
-        UsageFault: a tolerance is negative or NaN.
-        NoState: there is no model's state at `state`, or with `model_only` none at all.
-        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
-            or if `verify` and a checksum is wrong.
-    """
-    if not all(limit is None or limit >= 0 for limit in (rtol, atol)):
-        raise UsageFault(f"a tolerance is a number from 0 on, not rtol={rtol}, atol={atol}")
-    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
-    with opened(a) as mine, opened(b) as theirs:
-        return comparing.compare(
-            mine,
-            theirs,
-            tolerance=tolerance,
-            state=state,
-            model_only=model_only,
-            ignore_prefix=ignore_prefix,
-            verify=verify,
-            progress=progress,
-        )
 
 
 def state_digest(checkpoint: Checkpoint, state: State, progress: Progress | None = None) -> str:

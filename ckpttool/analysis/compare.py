@@ -7,9 +7,8 @@ numeric keys that became text, and the order of names make no difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
@@ -17,8 +16,9 @@ from ..checkpoint.dotted_names import MAX_NAMES, contents
 from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
-from ..errors import NoState, Unsupported
+from ..errors import NoState, Unsupported, UsageFault
 from ..files.copying import Progress
+from ..formats.reading import File, opened
 from ..inert_pickle.values import Record, tensor_of
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Storage, TensorRef
@@ -86,65 +86,73 @@ class Comparison:
         return self.same and not self.tolerated
 
 
-def compare(
-    a: Checkpoint,
-    b: Checkpoint,
+def diff(
+    a: File,
+    b: File,
     *,
-    tolerance: Tolerance | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
     state: str | None = None,
     model_only: bool = False,
     ignore_prefix: bool = False,
-    progress: Progress | None = None,
     verify: bool = True,
+    progress: Progress | None = None,
 ) -> Comparison:
-    """Compare two checkpoints by contents, in constant memory."""
-    states = both_states(a, b, state, needed=model_only)
-    work = _Comparing(tolerance)
-    aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
-    gained = 0
-    if states is None:
-        work.trees(a.tree, b.tree, _Sides(a.path))
-    else:
-        mine, theirs = states
-        bare = bare_names(mine.tensors, theirs.tensors)
-        if not ignore_prefix:
-            gained = _gained(mine, theirs, bare)
-            bare = unchanged, unchanged
-        work.tensors(mine.tensors, theirs.tensors, bare)
-        sides = _Sides(a.path, bare=bare)
-        work.trees(_likes(mine), _likes(theirs), sides)
-        if state is None and not model_only:
-            if _compares_all(a, mine) and _compares_all(b, theirs):
-                work.trees(_plain_values(mine), _plain_values(theirs), sides)
-                sides = _Sides(a.path, (mine.anchor, theirs.anchor), bare)
-                work.trees(a.tree if mine.path else {}, b.tree if theirs.path else {}, sides)
-            else:
-                aside = _outside_of(a, mine), _outside_of(b, theirs)
-    used = (work.storages(0), work.storages(1)) if verify else ((), ())
-    with Checksums(a, used[0]) as sums_of_a, Checksums(b, used[1]) as sums_of_b:
-        found = work.result(progress, aside, gained)
-        sums_of_a.finish()
-        sums_of_b.finish()
-    return found
+    """Compare two checkpoints by contents, whatever their formats.
 
+    Args:
+        a, b: paths, or open checkpoints.
+        rtol, atol: values are the same if |a - b| <= atol + rtol * |b|, as in `torch.allclose`; if both are
+            None, if their bits are.
+        state: dotted path of the model's state in both files, or in one of them; found when None. When it is
+            given, only the states are compared.
+        model_only: compare only the models' states.
+        ignore_prefix: match names that differ only in wrappers' prefixes.
+        verify: compare what is read with the checksums that the files state.
+        progress: called with numbers of bytes, those of `a`.
 
-def _gained(mine: State, theirs: State, bare: tuple[Bare, Bare]) -> int:
-    """Return how many more names both states share without wrappers' prefixes."""
-    return shared(mine.tensors, theirs.tensors, bare) - len(mine.tensors.keys() & theirs.tensors.keys())
+    Returns:
+        Names that only one file has, and what differs under a name of both: `.same`, `.only_a`, `.only_b`,
+        `.changed` with distances, norms and cosines.
+
+    Raises:
+        UsageFault: a tolerance is negative or NaN.
+        NoState: there is no model's state at `state`, or with `model_only` none at all.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
+            or if `verify` and a checksum is wrong.
+    """
+    if not all(limit is None or limit >= 0 for limit in (rtol, atol)):
+        raise UsageFault(f"a tolerance is a number from 0 on, not rtol={rtol}, atol={atol}")
+    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
+    with opened(a) as mine, opened(b) as theirs:
+        work = _Comparing(mine, theirs, tolerance)
+        states = both_states(mine, theirs, state, needed=model_only)
+        if states is None:
+            work.trees(mine.tree, theirs.tree)
+        else:
+            work.states(*states, ignore_prefix)
+            if state is None and not model_only:
+                work.others(*states)
+        used = [work.storages(side) if verify else () for side in (0, 1)]
+        with Checksums(mine, used[0]) as sums_of_a, Checksums(theirs, used[1]) as sums_of_b:
+            comparison = work.result(progress)
+            sums_of_a.finish()
+            sums_of_b.finish()
+        return comparison
 
 
 def both_states(
     a: Checkpoint, b: Checkpoint, where: str | None, *, needed: bool = False
 ) -> tuple[State, State] | None:
     """Return both models' states; None when a file has none, and none is needed."""
-    found = _state(a, where), _state(b, where)
-    if where is not None and not any(found):
+    named = _state(a, where), _state(b, where)
+    if where is not None and not any(named):
         a.state(where)
-    mine, theirs = (one or _state(each, None) for one, each in zip(found, (a, b), strict=True))
+    mine, theirs = named[0] or _state(a, None), named[1] or _state(b, None)
     if mine and theirs:
         return mine, theirs
     if needed or where is not None:
-        return a.state() if mine is None else mine, b.state() if theirs is None else theirs
+        return mine or a.state(), theirs or b.state()
     return None
 
 
@@ -155,18 +163,13 @@ def _state(checkpoint: Checkpoint, where: str | None) -> State | None:
         return None
 
 
-def _likes(state: State) -> dict[object, object]:
-    """Return the tensors of a state that are not plain ones."""
-    return {name: value for name, value in state.others.items() if name in state.likes}
-
-
-def _plain_values(state: State) -> dict[object, object]:
-    """Return the entries of a state that are no tensors."""
-    return {name: value for name, value in state.others.items() if name not in state.likes}
+def _entries(state: State, *, likes: bool) -> dict[object, object]:
+    """Return the entries of a state that are no plain tensors: those that are tensors, or all others."""
+    return {name: value for name, value in state.others.items() if (name in state.likes) is likes}
 
 
 def _outside_of(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
-    return (*(str(name) for name in _plain_values(state)), *checkpoint.outside(state))
+    return (*map(str, _entries(state, likes=False)), *checkpoint.outside(state))
 
 
 def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
@@ -174,38 +177,46 @@ def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
     return checkpoint.format in HOLD_ALL or bool(_outside_of(checkpoint, state))
 
 
-class _Sides(NamedTuple):
-    """The way two trees are walked."""
-
-    path: str  # the first file, for messages
-    # the object that holds the model's state in each tree, which is compared separately
-    states: tuple[object, object] = (None, None)
-    bare: tuple[Bare, Bare] = (unchanged, unchanged)  # the rules under which names are the same
-
-
 class _Comparing:
     """One comparison: the differences found, and the pairs of tensors whose values are still to be read."""
 
-    def __init__(self, tolerance: Tolerance | None) -> None:
-        self.tolerance = tolerance
+    def __init__(self, a: Checkpoint, b: Checkpoint, tolerance: Tolerance | None) -> None:
+        self.a, self.b, self.tolerance = a, b, tolerance
+        self.bare: tuple[Bare, Bare] = unchanged, unchanged  # the rules under which names are the same
+        self.gained = 0
         self.only: tuple[list[str], list[str]] = [], []
+        self.aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self.changes: list[Change] = []
         self.pairs: list[tuple[int, Pair]] = []
         self.tensors_seen = 0
         self.tolerated: list[str] = []  # values that are no tensors
 
-    def tensors(
-        self, a: Mapping[str, TensorRef], b: Mapping[str, TensorRef], bare: tuple[Bare, Bare]
-    ) -> None:
-        """Compare two states by name."""
-        theirs = {bare[1](name): name for name in b}
+    def states(self, mine: State, theirs: State, ignore_prefix: bool) -> None:
+        """Compare two models' states by name."""
+        a, b = mine.tensors, theirs.tensors
+        bare = bare_names(a, b)
+        if ignore_prefix:
+            self.bare = bare
+        else:
+            self.gained = shared(a, b, bare) - len(a.keys() & b.keys())
+        left = {self.bare[1](name): name for name in b}
         for name, tensor in a.items():
-            other = theirs.pop(bare[0](name), None)
+            other = left.pop(self.bare[0](name), None)
             if other is None:
                 self.only[0].append(name)
             else:
                 self.tensor(name, tensor, b[other])
-        self.only[1].extend(theirs.values())
+        self.only[1].extend(left.values())
+        self.trees(_entries(mine, likes=True), _entries(theirs, likes=True))
+
+    def others(self, mine: State, theirs: State) -> None:
+        """Compare everything but the models, or note its names where a format could not hold it."""
+        if _compares_all(self.a, mine) and _compares_all(self.b, theirs):
+            self.trees(_entries(mine, likes=False), _entries(theirs, likes=False))
+            a, b = self.a.tree if mine.path else {}, self.b.tree if theirs.path else {}
+            self.trees(a, b, (mine.anchor, theirs.anchor))
+        else:
+            self.aside = _outside_of(self.a, mine), _outside_of(self.b, theirs)
 
     def tensor(self, name: str, a: TensorRef, b: TensorRef) -> None:
         self.tensors_seen += 1
@@ -222,8 +233,8 @@ class _Comparing:
         """Yield what is read of one of the files, by the names of the tensors that use it."""
         return ((pair.name, (pair.a, pair.b)[side].storage) for _, pair in self.pairs)
 
-    def trees(self, a: object, b: object, sides: _Sides) -> None:
-        """Compare two trees by dotted names, each pair of containers once."""
+    def trees(self, a: object, b: object, apart: tuple[object, object] = (None, None)) -> None:
+        """Compare two trees by dotted names, each pair of containers once, and not the values `apart`."""
         seen: set[tuple[int, int]] = set()
         left = MAX_NAMES
         stack: list[tuple[str, object, object]] = [("", a, b)]
@@ -235,23 +246,23 @@ class _Comparing:
                 continue
             inside = contents(x), contents(y)
             if None in inside or _type_of_record(x) != _type_of_record(y):
-                self.value(name, x, y, sides)
+                self.value(name, x, y)
             elif (id(x), id(y)) not in seen:
                 seen.add((id(x), id(y)))
-                pair = both_by_name(x, y, sides.bare)
-                below = list(self._below(f"{name}." if name else "", *pair, sides))
+                pair = both_by_name(x, y, self.bare)
+                below = list(self._below(f"{name}." if name else "", *pair, apart))
                 left -= sum(len(path) for path, _, _ in below)
                 if left < 0:
-                    raise Unsupported(sides.path, "its dotted names need too much memory")
+                    raise Unsupported(self.a.path, "its dotted names need too much memory")
                 stack.extend(reversed(below))
 
     def _below(
-        self, path: str, mine: dict[str, object], theirs: dict[str, object], sides: _Sides
+        self, path: str, mine: dict[str, object], theirs: dict[str, object], apart: tuple[object, object]
     ) -> Iterator[tuple[str, object, object]]:
         """Yield the names that both containers have; record those that only one has."""
-        for each, state in ((mine, sides.states[0]), (theirs, sides.states[1])):
-            for name in [name for name, value in each.items() if state is not None and value is state]:
-                del each[name]
+        if apart != (None, None):
+            mine = {name: value for name, value in mine.items() if value is not apart[0]}
+            theirs = {name: value for name, value in theirs.items() if value is not apart[1]}
         for name, value in mine.items():
             if name in theirs:
                 yield path + name, value, theirs[name]
@@ -268,35 +279,40 @@ class _Comparing:
         for part, tensor in a.parts.items():
             self.tensor(f"{name}.{part}", tensor, b.parts[part])
 
-    def value(self, name: str, x: object, y: object, sides: _Sides) -> None:
+    def value(self, name: str, x: object, y: object) -> None:
         """Compare two values of which at least one is not a container."""
         a, b = _as_tensor(x), _as_tensor(y)
         if a is not None and b is not None:
             self.tensor(name, a, b)
-        elif not same_value(x, y, self.tolerance, sides.bare):
+        elif not same_value(x, y, self.tolerance, self.bare):
             why = "value" if type(x) is type(y) else "type"
             self.changes.append(Change(name, why, in_words(x), in_words(y)))
-        elif self.tolerance and not same_value(x, y, None, sides.bare):
+        elif self.tolerance and not same_value(x, y, None, self.bare):
             self.tolerated.append(name)
 
-    def result(
-        self, progress: Progress | None, aside: tuple[tuple[str, ...], tuple[str, ...]], gained: int
-    ) -> Comparison:
+    def result(self, progress: Progress | None) -> Comparison:
         """Read the values, and put the differences in the order of the first file."""
         place = {id(pair): before for before, pair in self.pairs}
         changes = [(before, 1, change) for before, change in enumerate(self.changes)]
         apart = list(distances((pair for _, pair in self.pairs), self.tolerance, progress))
         differ = [(pair, distance) for pair, distance in apart if distance.differ]
         tolerated = [pair.name for pair, distance in apart if not distance.differ]
-        measured = norms([(pair.a, pair.b) for pair, _ in differ])
+        measured = norms(pair for pair, _ in differ)
         for (pair, found), lengths in zip(differ, measured, strict=True):
             index = None if found.where is None else unravelled(found.where, pair.a.shape)
             change = Change(pair.name, "values", in_words(pair.a), in_words(pair.b), found, index, lengths)
             changes.append((place[id(pair)], 0, change))
         changes.sort(key=lambda change: change[:2])
-        only = tuple(self.only[0]), tuple(self.only[1])
-        names = (*tolerated, *self.tolerated)
-        return Comparison(*only, tuple(c for _, _, c in changes), self.tensors_seen, *aside, gained, names)
+        return Comparison(
+            only_a=tuple(self.only[0]),
+            only_b=tuple(self.only[1]),
+            changed=tuple(change for _, _, change in changes),
+            tensors=self.tensors_seen,
+            aside_a=self.aside[0],
+            aside_b=self.aside[1],
+            matched_without_prefix=self.gained,
+            tolerated=(*tolerated, *self.tolerated),
+        )
 
 
 def _type_of_record(value: object) -> str:

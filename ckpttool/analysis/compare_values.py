@@ -9,13 +9,12 @@ pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files.copying import Progress
-from ..files.threads import cores, cut, in_order, map_pieces
+from ..files.threads import cores, cut, map_pieces
 from ..tensors.dtypes import REAL_TYPES, DType
 from ..tensors.ref import ByteRange, TensorRef
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
@@ -36,15 +35,17 @@ PIECE = 16 << 20
 WORKERS = 4
 
 
-BATCH = 4 << 20  # Bytes of small tensors measured as one job
-
-
 class Pair(NamedTuple):
     """A tensor of each file, of one shape; types may differ only when there is a tolerance."""
 
     name: str
     a: TensorRef
     b: TensorRef
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the first tensor's values."""
+        return self.a.nbytes
 
 
 def distances(
@@ -91,10 +92,10 @@ def _pieces(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[_Pie
             yield _Piece(pair, measure, both, first, size, start + size == a.nbytes)
 
 
-def _compare(piece: _Piece) -> tuple[_Piece, Distance]:
+def _compare(piece: _Piece) -> Distance:
     """Compare a piece."""
     if piece.plain is None:
-        return piece, _in_step(piece.pair, piece.measure)
+        return _in_step(piece.pair, piece.measure)
     found, first = Distance(0), piece.first
     size = min(READ, piece.nbytes)
     mine, theirs = bytearray(size), bytearray(size)
@@ -105,7 +106,7 @@ def _compare(piece: _Piece) -> tuple[_Piece, Distance]:
         if not same:
             found += piece.measure(a, b, first)
         first += len(a) // piece.pair.a.dtype.itemsize
-    return piece, found
+    return found
 
 
 def _in_step(pair: Pair, measure: Measure) -> Distance:
@@ -127,9 +128,8 @@ def _in_step(pair: Pair, measure: Measure) -> Distance:
 
 def repeated_once(a: TensorRef, b: TensorRef) -> tuple[TensorRef, TensorRef]:
     """Return two tensors of one shape with what both repeat by a stride of 0 there once."""
-    shape = tuple(
-        n if one or other else min(n, 1) for n, one, other in zip(a.shape, a.stride, b.stride, strict=True)
-    )
+    steps = zip(a.shape, a.stride, b.stride, strict=True)
+    shape = tuple(size if one or other else min(size, 1) for size, one, other in steps)
     return replace(a, shape=shape), replace(b, shape=shape)
 
 
@@ -201,36 +201,17 @@ class Norms:
         return max(-1.0, min(1.0, self.ab / lengths))
 
 
-def norms(pairs: Sequence[tuple[TensorRef, TensorRef]]) -> Iterator[Norms | None]:
+def norms(pairs: Iterable[Pair]) -> Iterator[Norms | None]:
     """Yield the norms of pairs of tensors, in their order; memory holds a few pieces of 64 Ki elements."""
-    for done in in_order(_jobs(pairs), cores(WORKERS)):
-        yield from done
+    return (found for _, found in map_pieces(_norms, pairs, cores(WORKERS)))
 
 
-def _jobs(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> Iterator[Callable[[], list[Norms | None]]]:
-    small: list[tuple[TensorRef, TensorRef]] = []
-    held = 0
-    for a, b in pairs:
-        small.append((a, b))
-        held += a.nbytes
-        if not all(side.is_plain and isinstance(side.storage.data, ByteRange) for side in (a, b)):
-            yield partial(_measured, small[:-1])
-            yield partial(list, _measured(small[-1:]))  # values that are computed may wait for other threads
-        elif held >= BATCH:
-            yield partial(_measured, small)
-        else:
-            continue
-        small, held = [], 0
-    yield partial(_measured, small)
-
-
-def _measured(pairs: list[tuple[TensorRef, TensorRef]]) -> list[Norms | None]:
-    return [_norms(a, b) if has_numbers(a.dtype) and has_numbers(b.dtype) else None for a, b in pairs]
-
-
-def _norms(a: TensorRef, b: TensorRef) -> Norms:
+def _norms(pair: Pair) -> Norms | None:
     import numpy as np
 
+    _, a, b = pair
+    if not (has_numbers(a.dtype) and has_numbers(b.dtype)):
+        return None
     total, once = Norms(), repeated_once(a, b)
     sides = (in_pieces(side, ELEMENTS * side.dtype.itemsize) for side in once)
     with np.errstate(all="ignore"):

@@ -174,13 +174,8 @@ class _Numbers:
         a, b = self.a[keep], self.b[keep]
         nans = int(np.count_nonzero(one_nan))
         largest = int(np.argmax(one_nan)) if nans else int(np.argmax(apart))
-        found = Distance(
-            len(places),
-            nans=nans,
-            where=first + int(places[largest]),
-            a=a[largest].item(),
-            b=b[largest].item(),
-        )
+        where, one, other = first + int(places[largest]), a[largest].item(), b[largest].item()
+        found = Distance(len(places), nans=nans, where=where, a=one, b=other)
         if nans == len(places):
             return found
         numbers = ~one_nan

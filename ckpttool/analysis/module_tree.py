@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import attrgetter, methodcaller
 from os.path import commonprefix
 from typing import NamedTuple
@@ -194,20 +195,18 @@ def _label(row: list[str]) -> str:
 
 def tensors_in_words(branch: Branch, usual: str, most: int, *, brief: bool = False) -> str:
     """Return a branch's own tensors by name and shape: `weight 16×3×3×3; bias 16`."""
-    groups: list[tuple[list[str], str]] = []
-    for name, tensor in branch.tensors[:most]:
-        form = shape_in_words(tensor.shape)
-        if tensor.dtype.name != usual:
-            form += f" {tensor.dtype.name}"
-        if groups and groups[-1][1] == form:
-            groups[-1][0].append(name)
-        else:
-            groups.append(([name], form))
+
+    def form(entry: tuple[str, TensorRef]) -> str:
+        _, tensor = entry
+        other = f" {tensor.dtype.name}" if tensor.dtype.name != usual else ""
+        return shape_in_words(tensor.shape) + other
+
+    words = []
+    for of_form, group in groupby(branch.tensors[:most], form):
+        names = [name for name, _ in group]
+        shown = f"{names[0]} … {names[-1]}" if brief and len(names) > 2 else ", ".join(names)
+        words.append(f"{shown} {of_form}".strip())
     more = len(branch.tensors) - most
-    shown = [
-        f"{names[0]} … {names[-1]}" if brief and len(names) > 2 else ", ".join(names) for names, _ in groups
-    ]
-    words = [f"{names} {form}".strip() for names, (_, form) in zip(shown, groups, strict=True)]
     return "; ".join(words + [f"{more:,} more"] * (more > 0))
 
 

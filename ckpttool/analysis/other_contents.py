@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,16 @@ from ..checkpoint.flat_optimizers import as_nested
 from ..checkpoint.pickled_modules import is_module, own_attributes
 from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.state import State
-from ..checkpoint.states import is_optimizer
+from ..checkpoint.states import all_tensors, is_optimizer
 from ..inert_pickle.known_names import UNDERSTOOD
-from ..inert_pickle.values import MAX_DEPTH, Global, OrderedDict_, Record, container_name, tensor_of
+from ..inert_pickle.numpy_values import scalar_of
+from ..inert_pickle.values import MAX_DEPTH, Global, OrderedDict_, Record, container_name, in_brief, tensor_of
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import TensorRef
 
 MAX_ITEMS = 16  # The most plain values that a list shows
 
-SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
-
-# NumPy's names of element types, and what `struct` calls them
-NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i4": "i", "i8": "q", "u4": "I", "u8": "Q"}
-
+MAX_OPTIMIZERS = 16  # The most entries of a list that are searched for optimizers
 
 # Names in a parameter's state, names in a group, and the optimizer that has them; the first match counts.
 # Sources: torch/optim/*.py; the code of the papers for Lion and LAMB.
@@ -120,16 +116,19 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
         return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
 
     for path, value in checkpoint.named(inside):
-        attributes = None if is_module(value) or special_tensor(value) is not None else _attributes(value)
         if is_module(value):
             yield OtherRow(dotted(path), type_name(value))
-        elif attributes is not None:
+        elif special_tensor(value) is not None:
+            continue
+        elif (attributes := _attributes(value)) is not None:
             yield OtherRow(dotted(path), type_name(value), size=len(attributes))
         elif isinstance(value, dict):
             if path and (not value or len(path) == MAX_DEPTH):
                 yield OtherRow(dotted(path), type_name(value), size=len(value))
-        elif tensor_of(value) is None and special_tensor(value) is None:
-            yield _other(dotted(path), value)
+        elif tensor_of(value) is None:
+            plain = _plain(value)
+            size = len(value) if isinstance(value, list | tuple | set | frozenset | bytes) else None
+            yield OtherRow(dotted(path), type_name(value), plain, plain is not None or value is None, size)
 
 
 def _attributes(value: object) -> dict[object, object] | None:
@@ -137,12 +136,6 @@ def _attributes(value: object) -> dict[object, object] | None:
     if isinstance(value, Record) and isinstance(value.state, dict) and not value.elements and not value.items:
         return value.state if all(isinstance(key, str) for key in value.state) else None
     return None
-
-
-def _other(name: str, value: object) -> OtherRow:
-    plain = _plain(value)
-    size = len(value) if isinstance(value, list | tuple | set | frozenset | bytes) else None
-    return OtherRow(name, type_name(value), plain, plain is not None or value is None, size)
 
 
 def _plain(value: object, levels: int = 2) -> object:
@@ -156,18 +149,8 @@ def _plain(value: object, levels: int = 2) -> object:
         return items if all(i is not None or v is None for i, v in zip(items, value, strict=True)) else None
     if isinstance(value, Global):
         return str(value)
-    return _number(value) if isinstance(value, Record) else None
-
-
-def _number(value: Record) -> object:
-    """Return the number in a scalar of NumPy, as a best score often is; None for any other object."""
-    if value.type_name not in SCALARS:
-        return None
-    match value.args:
-        case (Record(args=(str(code), *_), state=(_, str(order), *_)), bytes(raw)) if code in NUMBERS:
-            layout = (order if order in ("<", ">") else "=") + NUMBERS[code]
-            return struct.unpack(layout, raw)[0] if len(raw) == struct.calcsize(layout) else None
-    return None
+    number = scalar_of(value)  # of NumPy, as a best score often is
+    return number if isinstance(number, bool | int | float) else None
 
 
 def type_name(value: object) -> str:
@@ -184,6 +167,33 @@ def type_name(value: object) -> str:
     return container_name(value)
 
 
+def training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[SchedulerRow, ...]]:
+    """Return the optimizers and schedulers at the top of a file, or in dicts and lists at its top."""
+    optimizers: list[OptimizerRow] = []
+    schedulers: list[SchedulerRow] = []
+    inside = dict, list  # not `dict | list`, which would be created for every tensor
+    level: list[tuple[str, object]] = [("", tree)]
+    for _ in range(3):
+        below: list[tuple[str, object]] = []
+        for name, value in level:
+            scheduler = describe_scheduler(name, value)
+            if isinstance(value, dict) and is_optimizer(value):
+                optimizers.append(describe_optimizer(name, value))
+            elif scheduler is not None:
+                schedulers.append(scheduler)
+            elif isinstance(value, dict | list):
+                entries = value if isinstance(value, dict) else dict(enumerate(value[:MAX_OPTIMIZERS]))
+                if all_tensors(entries.values()):
+                    continue
+                below += [
+                    (f"{name}.{in_brief(key)}" if name else in_brief(key), item)
+                    for key, item in entries.items()
+                    if isinstance(item, inside)
+                ]
+        level = below
+    return tuple(optimizers), tuple(schedulers)
+
+
 def describe_optimizer(name: str, value: dict[Any, Any]) -> OptimizerRow:
     """Return an optimizer's state in short."""
     value = as_nested(value)
@@ -196,10 +206,8 @@ def describe_optimizer(name: str, value: dict[Any, Any]) -> OptimizerRow:
             tensor = tensor_of(item)
             entries[str(key)] = None
             nbytes += tensor.nbytes if tensor is not None else 0
-    settings = tuple(
-        {str(key): item for key, item in group.items() if key not in PARAMETERS and _is_plain(item)}
-        for group in groups
-    )
+    pairs = ([pair for pair in group.items() if pair[0] not in PARAMETERS] for group in groups)
+    settings = tuple({str(key): item for key, item in rest if _is_plain(item)} for rest in pairs)
     listed = sum(len(_values(group.get("params"))) for group in groups)
     kind = _optimizer(entries, groups)
     return OptimizerRow(name, kind, listed, len(state), tuple(entries), nbytes, settings)
@@ -210,10 +218,8 @@ def _optimizer(entries: Mapping[str, None], groups: list[dict[object, object]]) 
     decoupled = groups[0].get("decoupled_weight_decay") if groups else None
     if "amsgrad" in settings and isinstance(decoupled, bool):  # since torch 2.7
         return "AdamW" if decoupled else "Adam"
-    for of_parameter, of_group, kind in OPTIMIZERS:
-        if of_parameter <= entries.keys() and of_group <= settings:
-            return kind
-    return None
+    kinds = (kind for names, group, kind in OPTIMIZERS if names <= entries.keys() and group <= settings)
+    return next(kinds, None)
 
 
 def describe_scheduler(name: str, value: object) -> SchedulerRow | None:
@@ -224,13 +230,8 @@ def describe_scheduler(name: str, value: object) -> SchedulerRow | None:
     if kind is None and "_step_count" not in value:
         return None
     rate = value.get("_last_lr")
-    last = value["last_epoch"]
-    return SchedulerRow(
-        name,
-        kind or "a scheduler",
-        last if isinstance(last, int | float) else None,
-        rate if _is_plain(rate) else None,
-    )
+    last = value["last_epoch"] if isinstance(value["last_epoch"], int | float) else None
+    return SchedulerRow(name, kind or "a scheduler", last, rate if _is_plain(rate) else None)
 
 
 def _values(value: object) -> list[object] | tuple[object, ...]:

@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from operator import attrgetter
-from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint, Remark
-from ..checkpoint.dotted_names import Entry, Path, contents, dotted, is_tensor
+from ..checkpoint.dotted_names import Entry, Path, contents, dotted
 from ..checkpoint.ranks import Ranks
-from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
-from ..checkpoint.states import all_tensors, is_optimizer
 from ..formats.reading import File, opened
 from ..inert_pickle.known_names import is_dangerous, names_in, names_that_run, unknown_names
 from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
 from ..tensors.ref import TensorRef
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from .module_tree import Branch, outline
-from .other_contents import (
-    OptimizerRow,
-    OtherRow,
-    SchedulerRow,
-    describe_optimizer,
-    describe_scheduler,
-    other_rows,
-)
+from .other_contents import OptimizerRow, OtherRow, SchedulerRow, other_rows, training_rows
 
 MAX_CALLS, LONG = 100, 200  # calls of known dangers that are shown, and characters of an argument
-
-MAX_OPTIMIZERS = 16  # The most entries of a list that are searched for optimizers
-
-
-class TensorRow(NamedTuple):
-    """A tensor by its dotted path in the file."""
-
-    name: str  # the dotted path
-    # dtype, shape: of the whole tensor; None when the file does not say
-    dtype: str | None
-    shape: tuple[int, ...] | None
-    nbytes: int  # bytes in this file
-    shared_with: str | None  # the first name that uses the same bytes; None when no other does
-    # what it is when it is not a plain tensor: `DTensor`, `sparse COO`, …; None for a plain one
-    kind: str | None = None
-    # the shape of the piece in this file; None when the file has all of it
-    local_shape: tuple[int, ...] | None = None
-
-    @property
-    def type(self) -> str:
-        """The dtype, and the kind of a tensor that is not a plain one: `float32 DTensor`."""
-        return " ".join(filter(None, (self.dtype, self.kind)))
-
-    @property
-    def sizes(self) -> str:
-        """The shape as `[7,5]`, and that of the piece in this file: `[3,5] of [7,5]`."""
-        both = (self.local_shape, self.shape) if self.local_shape is not None else (self.shape,)
-        return " of ".join("?" if each is None else f"[{','.join(map(str, each))}]" for each in both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +113,9 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     modules = outline(_in_order(chosen) if chosen and likes else tensors)
     here = _Looks([*tensors.values(), *(part for like in likes.values() for part in like.parts.values())])
     outside = list(_outside(checkpoint, chosen))
-    everything = here.with_others(tensor for _, tensor in outside) if outside else here
+    everything = _Looks([*here.tensors, *(tensor for _, tensor in outside)]) if outside else here
     others = [(path, tensor) for path, tensor in outside if id(tensor.storage) not in here.storages]
-    optimizers, schedulers = _training_rows(checkpoint.tree)
+    optimizers, schedulers = training_rows(checkpoint.tree)
     names = checkpoint.names | names_in(checkpoint.tree)
     return Summary(
         path=checkpoint.path,
@@ -205,10 +167,7 @@ def _call(value: Record, levels: int = 3) -> str:
     called = value.callable
     name = _call(called, levels - 1) if isinstance(called, Record) and levels else in_brief(called)
     arguments = value.args if isinstance(value.args, tuple) else (value.args,)
-    shown = (
-        repr(each[:LONG]) if isinstance(each, str | bytes) else in_brief(each)[:LONG]
-        for each in arguments[:4]
-    )
+    shown = (repr(x[:LONG]) if isinstance(x, str | bytes) else in_brief(x)[:LONG] for x in arguments[:4])
     return f"{name}({', '.join(shown)})"
 
 
@@ -218,27 +177,18 @@ def _prefixes(checkpoint: Checkpoint, state: State) -> list[FoundPrefix]:
 
 
 def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
-    """Yield the names that are one tensor; other views of one storage are not ties."""
-    storages: dict[int, list[str]] = {}
+    """Return the names that are one tensor; other views of one storage are not ties."""
+    views = defaultdict[object, list[str]](list)
     for name, tensor in tensors.items():
-        storages.setdefault(id(tensor.storage), []).append(name)
-    for sharing in storages.values():
-        if len(sharing) > 1:
-            views: dict[object, list[str]] = {}
-            for name in sharing:
-                views.setdefault(tensors[name].view, []).append(name)
-            yield from (tuple(v) for v in views.values() if len(v) > 1 and tensors[v[0]].numel)
+        views[tensor.view].append(name)
+    return (tuple(names) for names in views.values() if len(names) > 1 and tensors[names[0]].numel)
 
 
 def _in_order(state: State) -> dict[str, TensorRef]:
     """Return all tensors of a state in its order; those that are not plain ones, by dtype and shape alone."""
     names = (str(key) for key in state.container)
-    found = {name: state.tensors.get(name) or state.likes.get(name) for name in names}
-    return {
-        name: each.as_tensor() if isinstance(each, SpecialTensor) else each
-        for name, each in found.items()
-        if each is not None
-    }
+    tensors = state.tensors | {name: like.as_tensor() for name, like in state.likes.items()}
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 def _with_likes(tensors: Mapping[str, TensorRef], likes: Mapping[str, SpecialTensor], parts: Kinds) -> Kinds:
@@ -258,9 +208,8 @@ def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[tuple[Path
             return contents(value)
         return [(name, item) for name, item in state.others.items() if name not in state.likes]
 
-    return (
-        (path, found) for path, value in checkpoint.named(inside) if (found := tensor_of(value)) is not None
-    )
+    named = ((path, tensor_of(value)) for path, value in checkpoint.named(inside))
+    return ((path, tensor) for path, tensor in named if tensor is not None)
 
 
 def _other_tensors(
@@ -288,19 +237,15 @@ class _Looks:
         self.storages = {id(storage): storage for storage in map(attrgetter("storage"), tensors)}
         self.shared: list[list[TensorRef]] = []  # the other tensors, by the storage that they share
         if len(self.storages) < len(tensors):
-            groups: dict[int, list[TensorRef]] = {}
+            groups = defaultdict[int, list[TensorRef]](list)
             for tensor in tensors:
-                groups.setdefault(id(tensor.storage), []).append(tensor)
+                groups[id(tensor.storage)].append(tensor)
             tensors = [group[0] for group in groups.values() if len(group) == 1]
             self.shared = [group for group in groups.values() if len(group) > 1]
         forms = list(map(attrgetter("dtype.name", "shape", "stride"), tensors))
         of_form = dict(zip(forms, tensors, strict=True))
         # one tensor of each form with the number of tensors that have it, of those with their own storage
         self.alone = [(of_form[form], count) for form, count in Counter(forms).items()]
-
-    def with_others(self, others: Iterable[TensorRef]) -> _Looks:
-        """Return the bytes that these tensors and others use together."""
-        return _Looks([*self.tensors, *others])
 
     def kinds(self) -> Kinds:
         dtypes: Counter[str] = Counter()
@@ -327,49 +272,3 @@ class _Looks:
                 end = max(end, stop)
         held: int = sum(map(attrgetter("data.nbytes"), self.storages.values()))
         return held - used
-
-
-def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[SchedulerRow, ...]]:
-    """Return the optimizers and schedulers at the top of a file, or in dicts and lists at its top."""
-    optimizers: list[OptimizerRow] = []
-    schedulers: list[SchedulerRow] = []
-    inside = dict, list  # not `dict | list`, which would be created for every tensor
-    level: list[tuple[str, object]] = [("", tree)]
-    for _ in range(3):
-        below: list[tuple[str, object]] = []
-        for name, value in level:
-            scheduler = describe_scheduler(name, value)
-            if isinstance(value, dict) and is_optimizer(value):
-                optimizers.append(describe_optimizer(name, value))
-            elif scheduler is not None:
-                schedulers.append(scheduler)
-            elif isinstance(value, dict | list):
-                entries = value if isinstance(value, dict) else dict(enumerate(value[:MAX_OPTIMIZERS]))
-                if all_tensors(entries.values()):
-                    continue
-                below += [
-                    (f"{name}.{in_brief(key)}" if name else in_brief(key), item)
-                    for key, item in entries.items()
-                    if isinstance(item, inside)
-                ]
-        level = below
-    return tuple(optimizers), tuple(schedulers)
-
-
-def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
-    """Yield every tensor of a file, in the file's order."""
-
-    def inside(value: object) -> Iterable[Entry] | None:
-        return None if isinstance(value, Record) and is_tensor(value) else contents(value)
-
-    first: dict[int, str] = {}
-    for path, value in checkpoint.named(inside):
-        tensor = plain_tensor(value)
-        if tensor is not None:
-            name = dotted(path)
-            owner = first.setdefault(id(tensor.storage), name)
-            shared = owner if owner is not name and tensor.nbytes else None
-            yield TensorRow(name, tensor.dtype.name, tensor.shape, tensor.nbytes, shared)
-        elif like := special_tensor(value):
-            dtype = like.dtype.name if like.dtype else None
-            yield TensorRow(dotted(path), dtype, like.shape, like.nbytes, None, like.kind, like.local_shape)

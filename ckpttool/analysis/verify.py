@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.ranks import require_all
 from ..checkpoint.state import State
 from ..errors import RanksDiffer
-from ..files.copying import Buffers, Progress
-from ..files.threads import cores, cut, map_pieces
+from ..files.copying import Progress, map_bytes
 from ..formats.dcp import reading as dcp
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.archive import is_intact
@@ -28,16 +25,14 @@ from ..tensors.dtypes import real_dtype
 from ..tensors.ref import ByteRange, Source, Storage, TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from ..transforms.keys import stripping
-from .compare import Change, both_states, compare
+from .compare import Change, both_states, diff
 from .zip_structure import zip_frame
 
 ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)  # The formats that are zips, or folders of zips
 
 # The records that torch.save writes in addition to storages.
-OWN_RECORDS = {
-    *("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"),
-    *(".data/version", ".data/serialization_id"),
-}
+OWN_RECORDS = {"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"}
+OWN_RECORDS |= {".data/version", ".data/serialization_id"}
 
 # The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it
 PROTO, NEWEST = b"\x80", b"\x05"
@@ -45,8 +40,6 @@ PROTO, NEWEST = b"\x80", b"\x05"
 MISMATCH = "its bytes do not match their checksum"
 
 PIECE = 4 << 20  # Bytes of values read as one piece; whole elements
-
-WORKERS = 8
 
 SIGNATURE = b"PK\x03\x04"  # The first bytes of a zip; the index of a folder has others
 
@@ -202,9 +195,9 @@ class _Read:
         if not is_zip:
             self.free["contents"] += source.size - self._within[id(source)]
             return
-        frame = zip_frame(source)
-        self.free.update(frame.free)
-        self.problems += [Problem("frame", f"record {name}", message) for name, message in frame.faults]
+        faults, free = zip_frame(source)
+        self.free.update(free)
+        self.problems += [Problem("frame", f"record {name}", message) for name, message in faults]
         # Only a rank's file may refer to storages of which the whole takes nothing.
         referred: set[int] | None = None if is_of_rank else set()
         for record in read_directory(source).values():
@@ -243,7 +236,7 @@ def _compare(
     states = both_states(a, b, where)
     whole = where is None and (states is None or all(map(_holds_more, (a, b), states)))
     with Checksums(b, b.storages()) as checksums:  # those of `a` are among the problems already
-        comparison = compare(a, b, state=where, model_only=not whole, verify=False, progress=progress)
+        comparison = diff(a, b, state=where, model_only=not whole, verify=False, progress=progress)
         checksums.finish()
     problems = [
         *(Problem("only-here", name, "is not in the other file") for name in comparison.only_a),
@@ -282,42 +275,18 @@ def _non_finite(
             views.append((once, repeats))
         names.setdefault(tensor.view, []).append(name)
     non_finite_counts = [0] * len(views)
-    count = partial(_count_non_finite, Buffers())
-    for piece, odd in map_pieces(count, _pieces(tensor for tensor, _ in views), cores(WORKERS)):
+
+    def work(number: int, chunks: Iterator[memoryview]) -> int:
+        kind = real_dtype(views[number][0].dtype).name
+        return sum(count_non_finite(kind, chunk) for chunk in chunks)
+
+    for piece, odd in map_bytes(work, [tensor for tensor, _ in views], PIECE, progress):
         non_finite_counts[piece.number] += odd
-        if progress:
-            progress(piece.nbytes)
     counts = [odd * repeats for odd, (_, repeats) in zip(non_finite_counts, views, strict=True)]
     named = {name: odd for odd, those in zip(counts, names.values(), strict=True) for name in those}
     for name, _ in checkpoint.tensors():
         if named.get(name):
             yield name, named[name]
-
-
-class _Piece(NamedTuple):
-    """A stretch of the tensor with this number, or the whole of one whose values must be put in order."""
-
-    number: int
-    kind: str
-    data: ByteRange | TensorRef
-    nbytes: int
-
-
-def _pieces(tensors: Iterable[TensorRef]) -> Iterator[_Piece]:
-    for number, tensor in enumerate(tensors):
-        kind, data = real_dtype(tensor.dtype).name, tensor.data if tensor.is_plain else None
-        if not isinstance(data, ByteRange):
-            yield _Piece(number, kind, tensor, tensor.nbytes)
-            continue
-        for start, size in cut(data.nbytes, PIECE):
-            yield _Piece(number, kind, data.part(start, size), size)
-
-
-def _count_non_finite(buffers: Buffers, piece: _Piece) -> tuple[_Piece, int]:
-    with buffers.one() as buffer:
-        data = piece.data
-        chunks = data.chunks(buffer) if isinstance(data, ByteRange) else stream(data, buffer=buffer)
-        return piece, sum(count_non_finite(piece.kind, chunk) for chunk in chunks)
 
 
 def tensors_that_differ(checkpoint: Checkpoint, *, verify: bool = True) -> dict[str, RanksDiffer]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from ..formats.zip.reader import read_directory
 from ..formats.zip.writer import (
@@ -38,16 +37,12 @@ FREE_IN_ENTRY = 8
 FREE_AT_END = 4  # Bytes of a ZIP64 end record that nothing determines: its two versions
 
 
-@dataclass(frozen=True, slots=True)
-class ZipFrame:
-    """The bytes of a zip outside its records' contents."""
+def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
+    """Compare the bytes around the records of a zip with what they should be.
 
-    faults: tuple[tuple[str, str], ...]  # (record, what is wrong with the bytes around it) pairs
-    free: Mapping[str, int]  # how many bytes nothing determines, by what they are
-
-
-def zip_frame(source: Source) -> ZipFrame:
-    """Compare the bytes around the records of a zip with what they should be."""
+    Returns pairs of a record and what is wrong around it, and how many bytes nothing determines, by what they
+    are.
+    """
     records = sorted(read_directory(source).values(), key=lambda record: record.data.offset)
     start, entries = _directory(source, len(records))
     faults: list[tuple[str, str]] = []
@@ -82,7 +77,7 @@ def zip_frame(source: Source) -> ZipFrame:
         free["header fields"] += FREE_AT_END
         behind -= END64.size + LOCATOR64.size
     free["comments"] += behind
-    return ZipFrame(tuple(faults), {what: count for what, count in free.items() if count})
+    return faults, +free
 
 
 def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[int, ...], bytes]]]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import NoState, Refused
@@ -16,8 +15,7 @@ from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted, follow
 from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, special_tensor
-from .sparse_tensors import index_fault
-from .special_tensors import SpecialTensor
+from .special_tensors import SpecialTensor, index_fault
 from .state import State, StateSearch, in_part
 from .states import is_offered
 
@@ -92,9 +90,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -237,9 +233,8 @@ class Checkpoint:
             names.extend(f"{path}{in_brief(key)}" for key in value if key != step)
             value, path = value[step], f"{path}{step}."
         if state.part_of is not None:
-            names += (
-                f"{path}{in_brief(key)}" for key in state.part_of.container if not in_part(key, state.prefix)
-            )
+            part = state.part_of.container
+            names += (f"{path}{in_brief(key)}" for key in part if not in_part(key, state.prefix))
         of_model = [f"{path}{name}" for name, _ in own_attributes(state.module)]
         return (*of_model, *names)
 
@@ -296,7 +291,7 @@ def takes_checkpoint(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = args[:1] or [kwargs[name] for name in ("checkpoint",) if name in kwargs]
+        given = args[:1] or ([kwargs["checkpoint"]] if "checkpoint" in kwargs else [])
         if given and not isinstance(given[0], Checkpoint):
             raise TypeError(_what_to_pass(function.__name__, given[0]))
         return function(*args, **kwargs)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 from ..errors import Damaged
-from ..files.copying import Buffers, Progress
+from ..files.copying import Progress, map_bytes
 from ..files.crc32 import combined, crc32, crc32_of
-from ..files.threads import cores, cut, map_pieces
 from ..tensors.ref import ByteRange, Computed, Source, Storage
 from .checkpoint import Checkpoint
 
@@ -19,8 +20,6 @@ Named = tuple[str, Storage]
 
 # Bytes summed as one piece where they are read for their checksum alone.
 PIECE = 4 << 20
-
-WORKERS = 8
 
 
 def each_once(storages: Iterable[Named]) -> Iterator[Named]:
@@ -49,22 +48,23 @@ class Checksums:
             for name, storage in each_once(storages)
             if storage.crc32 is not None or (every and not storage.origins)
         ]
-        self._watches: dict[int, tuple[Source, _Watch]] = {}
+        of_source = defaultdict[Source, list[_Place]](list)
         for sums in self._sums:
-            data = sums.storage.data
-            if isinstance(data, ByteRange):
-                self._watches.setdefault(id(data.source), (data.source, _Watch()))[1].add(data, sums)
+            if isinstance(data := sums.storage.data, ByteRange):
+                of_source[data.source].append((data.offset, data.offset + data.nbytes, sums))
+        for places in of_source.values():
+            places.sort(key=itemgetter(0, 1))
+        self._observers = {source: partial(_see, places) for source, places in of_source.items()}
 
     def __enter__(self) -> Checksums:
-        for source, watch in self._watches.values():
-            watch.begin()
-            source.observers.append(watch.see)
+        for source, see in self._observers.items():
+            source.observers.append(see)
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._watches:
-            source, watch = self._watches.popitem()[1]
-            source.observers.remove(watch.see)
+        while self._observers:
+            source, see = self._observers.popitem()
+            source.observers.remove(see)
 
     def finish(self) -> None:
         """Compare all checksums when everything was read; Damaged names the first that differs."""
@@ -123,55 +123,23 @@ class _Sums(NamedTuple):
         return crc
 
 
-class _Watch:
-    """Sums what is read of one file."""
-
-    def __init__(self) -> None:
-        self._places: list[tuple[int, int, _Sums]] = []
-        self._starts: list[int] = []
-
-    def add(self, data: ByteRange, sums: _Sums) -> None:
-        self._places.append((data.offset, data.offset + data.nbytes, sums))
-
-    def begin(self) -> None:
-        self._places.sort(key=lambda place: place[:2])
-        self._starts = [start for start, _, _ in self._places]
-
-    def see(self, offset: int, data: memoryview | bytes) -> None:
-        """Sum bytes that were read from `offset` of the file. Several threads may call this at once."""
-        number = bisect_right(self._starts, offset) - 1
-        if number < 0:
-            return
-        start, end, sums = self._places[number]
-        if offset + len(data) <= end and len(data):
-            crc = 0 if sums.storage.crc32 is None else crc32(data)
-            sums.stretches[offset - start] = offset + len(data) - start, crc
+_Place = tuple[int, int, _Sums]  # where a storage begins and ends in its file
 
 
-class _Part(NamedTuple):
-    """A stretch of the bytes with this number."""
+def _see(places: list[_Place], offset: int, data: memoryview | bytes) -> None:
+    """Sum bytes that were read from `offset` of a file. Several threads may call this at once."""
+    number = bisect_right(places, offset, key=itemgetter(0)) - 1
+    if number < 0:
+        return
+    start, end, sums = places[number]
+    if offset + len(data) <= end and len(data):
+        crc = 0 if sums.storage.crc32 is None else crc32(data)
+        sums.stretches[offset - start] = offset + len(data) - start, crc
 
-    number: int
-    data: ByteRange | Computed
-    nbytes: int
 
-
-def _crc32s(places: list[ByteRange | Computed], progress: Progress | None) -> list[int]:
+def _crc32s(places: Sequence[ByteRange | Computed], progress: Progress | None) -> list[int]:
     """Return the CRC-32 of each place, read on several cores."""
-    parts = (
-        _Part(number, data.part(start, size), size)
-        for number, data in enumerate(places)
-        for start, size in cut(data.nbytes, PIECE if isinstance(data, ByteRange) else data.nbytes or 1)
-    )
     crcs = [0] * len(places)
-    buffers = Buffers()
-    for part, crc in map_pieces(partial(_crc32_of_part, buffers), parts, cores(WORKERS)):
-        crcs[part.number] = combined(crcs[part.number], crc, part.nbytes)
-        if progress:
-            progress(part.nbytes)
+    for piece, crc in map_bytes(lambda _, chunks: crc32_of(chunks), places, PIECE, progress):
+        crcs[piece.number] = combined(crcs[piece.number], crc, piece.nbytes)
     return crcs
-
-
-def _crc32_of_part(buffers: Buffers, part: _Part) -> tuple[_Part, int]:
-    with buffers.one() as buffer:
-        return part, crc32_of(part.data.chunks(buffer))

@@ -149,20 +149,15 @@ class _Encoder:
             return ["storage", name, value.kind, _text(value.location)]
         if isinstance(value, OrderedDict_):
             items = self.items(value, path)  # before the attributes, as a reader meets them
-            return [
-                "ordered",
-                items,
-                *([] if value.attributes is None else [self.node(value.attributes, path)]),
-            ]
+            attributes = [] if value.attributes is None else [self.node(value.attributes, path)]
+            return ["ordered", items, *attributes]
         if isinstance(value, dict):
             return self.items(value, path)
         if isinstance(value, Record):
             return ["record", self.record(value, path)]
         if isinstance(value, list | tuple | set | frozenset):
-            return [
-                container_name(value),
-                *(self.node(item, (*path, str(i))) for i, item in enumerate(value)),
-            ]
+            nodes = (self.node(item, (*path, str(i))) for i, item in enumerate(value))
+            return [container_name(value), *nodes]
         return _leaf(value, path)
 
     def items(self, value: dict[Any, Any], path: tuple[str, ...]) -> object:
@@ -174,11 +169,8 @@ class _Encoder:
         return [[self.node(key, path), self.node(item, (*path, in_brief(key)))] for key, item in items]
 
     def record(self, value: Record, path: tuple[str, ...]) -> object:
-        node: dict[str, object] = {
-            "how": value.how,
-            "callable": self.node(value.callable, path),
-            "args": self.node(value.args, path),
-        }
+        node: dict[str, object] = {"how": value.how, "callable": self.node(value.callable, path)}
+        node["args"] = self.node(value.args, path)
         if value.kwargs is not None:
             node["kwargs"] = self.node(value.kwargs, path)
         if value.has_state:

@@ -37,9 +37,8 @@ def encode_entry(path: str, tree: object, protocol: int) -> Flat:
     except TooManyNames:
         raise Refused(path, "its dotted names need too much memory") from None
     except Unholdable as fault:
-        raise Refused(
-            path, f"JSON can't hold {fault}", hint=f"leave it out, or what it is in: --drop {fault.name}"
-        ) from None
+        hint = f"leave it out, or what it is in: --drop {fault.name}"
+        raise Refused(path, f"JSON can't hold {fault}", hint=hint) from None
 
 
 def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[object, int]:
@@ -92,15 +91,20 @@ class _Decoder:
         self.storages: dict[str, Storage] = {}
         self.shared: dict[int, object] = {}
 
-    def value(self, node: Any) -> Any:
-        if isinstance(node, dict):
-            return self.fill_dict({}, node)
-        if isinstance(node, list):
-            tag, *rest = node
-            if tag not in DECODERS:
-                raise BadJson(f"has an unknown tag {str(tag)[:20]!r}")
+    def value(self, node: Any, number: int | None = None) -> Any:
+        """Build a value, known by its number to its own contents, if these can refer to it."""
+        if not isinstance(node, dict | list):
+            return node
+        tag, *rest = node if isinstance(node, list) else ("dict", *node.items())
+        if tag not in DECODERS:
+            raise BadJson(f"has an unknown tag {str(tag)[:20]!r}")
+        if tag not in CONTAINERS:
             return DECODERS[tag](self, *rest)
-        return node
+        made = CONTAINERS[tag]()
+        if number is not None:
+            self.shared[number] = made
+        DECODERS[tag](self, made, *rest)
+        return made
 
     def text(self, node: Any) -> str:
         text = self.value(node)
@@ -116,47 +120,17 @@ class _Decoder:
         return Global(module, name)
 
     def define(self, number: int, node: Any) -> Any:
-        """Build a container that others refer to, and enter it before its contents, which may refer to it."""
+        """Build a value that others refer to."""
         if type(number) is not int or number in self.shared:
             raise BadJson(f"defines {str(number)[:20]!r} twice, or it is not a number")
-        empty = self.empty(node)
-        if empty is None:  # immutable, so its contents can't refer to it
-            self.shared[number] = self.value(node)
-        else:
-            self.shared[number] = empty
-            self.fill(empty, node)
-        return self.shared[number]
+        self.shared[number] = made = self.value(node, number)
+        return made
 
-    def empty(self, node: Any) -> Any:
-        if isinstance(node, dict) or node[0] == "dict":
-            return {}
-        made: dict[str, Callable[[], object]] = {
-            "list": list,
-            "ordered": OrderedDict_,
-            "record": lambda: Record("reduce", None),
-        }
-        return made[node[0]]() if node[0] in made else None
-
-    def fill(self, empty: Any, node: Any) -> Any:
-        if isinstance(node, dict) or node[0] == "dict":
-            return self.fill_dict(empty, node)
-        if node[0] == "list":
-            empty.extend(map(self.value, node[1:]))
-            return empty
-        if node[0] == "ordered":
-            return self.fill_ordered(empty, *node[1:])
-        return self.fill_record(empty, node[1])
-
-    def fill_dict(self, new: dict[Any, Any], node: Any) -> dict[Any, Any]:
-        if isinstance(node, dict):
-            new.update((key, self.value(item)) for key, item in node.items())
-        else:
-            pairs = node[1:]
-            keys = (self.guard.check(self.value(key), new) for key, _ in pairs)
-            new.update((key, self.value(item)) for key, (_, item) in zip(keys, pairs, strict=True))
-            if len(new) != len(pairs):
-                raise BadJson("has the same key twice in a dict")
-        return new
+    def fill_dict(self, new: dict[Any, Any], *pairs: Any) -> None:
+        keys = (key if type(key) is str else self.guard.check(self.value(key), new) for key, _ in pairs)
+        new.update((key, self.value(item)) for key, (_, item) in zip(keys, pairs, strict=True))
+        if len(new) != len(pairs):
+            raise BadJson("has the same key twice in a dict")
 
     def elements(self, nodes: tuple[Any, ...], kind: Callable[[Iterable[Any]], Any]) -> Any:
         """Build a set or frozenset."""
@@ -165,15 +139,14 @@ class _Decoder:
             raise BadJson("has the same element twice in a set")
         return made
 
-    def fill_ordered(self, new: OrderedDict_, items: Any, *attributes: Any) -> OrderedDict_:
-        self.fill_dict(new, items)
+    def fill_ordered(self, new: OrderedDict_, items: Any, *attributes: Any) -> None:
+        self.fill_dict(new, *(items.items() if isinstance(items, dict) else items[1:]))
         if attributes:
             new.attributes = self.value(attributes[0])
             if not is_state(new.attributes):
                 raise BadJson("has an ordered dict whose attributes are none")
-        return new
 
-    def fill_record(self, new: Record, node: dict[str, Any]) -> Record:
+    def fill_record(self, new: Record, node: dict[str, Any]) -> None:
         if node["how"] not in ("reduce", "newobj"):
             raise BadJson(f"makes an object by {str(node['how'])[:20]!r}")
         new.how, new.callable, new.args = node["how"], self.value(node["callable"]), self.value(node["args"])
@@ -189,7 +162,6 @@ class _Decoder:
         new.elements = [self.value(item) for item in node.get("elements", ())]
         new.items = [(self.value(key), self.value(item)) for key, item in node.get("items", ())]
         self.check_call(new)
-        return new
 
     def check_call(self, record: Record) -> None:
         """Check a call of torch's own functions, as the reader of a pickle does."""
@@ -230,16 +202,24 @@ class _Decoder:
         return checked_tensor(storage, dtype, shape, stride, offset, *flags)
 
 
+# What contents can refer to is made before them, and then filled.
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict_,
+    "record": lambda: Record("reduce", None),
+    "list": list,
+}
+
 DECODERS: dict[str, Callable[..., Any]] = {
     "tensor": _Decoder.tensor,
     "storage": _Decoder.storage,
     "def": _Decoder.define,
     "ref": lambda self, number: self.shared[number],
     "after": lambda self, first, then: (self.value(first), self.value(then))[1],
-    "dict": lambda self, *pairs: self.fill_dict({}, ["dict", *pairs]),
-    "ordered": lambda self, *rest: self.fill_ordered(OrderedDict_(), *rest),
-    "record": lambda self, node: self.fill_record(Record("reduce", None), node),
-    "list": lambda self, *items: [self.value(item) for item in items],
+    "dict": _Decoder.fill_dict,
+    "ordered": _Decoder.fill_ordered,
+    "record": _Decoder.fill_record,
+    "list": lambda self, made, *items: made.extend(map(self.value, items)),
     "tuple": lambda self, *items: tuple(self.value(item) for item in items),
     "set": lambda self, *items: self.elements(items, Set_),
     "frozenset": lambda self, *items: self.elements(items, FrozenSet_),

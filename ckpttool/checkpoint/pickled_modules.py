@@ -12,20 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..inert_pickle.values import FROM_TYPE, MAX_DEPTH, Global, Record, in_brief, tensor_of
+from ..inert_pickle.values import FROM_TYPE, MAX_DEPTH, Global, Record, in_brief, names_of, tensor_of
 
 # torch.fx pickles a model as a call on its attributes, not as an object with attributes.
-GRAPH_MODULES = {
-    Global("torch.fx.graph_module", "reduce_graph_module"),
-    Global("torch.fx.graph_module", "reduce_package_graph_module"),
-}
+GRAPH_MODULES = names_of("torch.fx.graph_module: reduce_graph_module reduce_package_graph_module")
 
-PLAIN_CLASSES = {
-    Global("torch", "Tensor"),
-    Global("torch._tensor", "Tensor"),
-    Global("torch.nn.parameter", "Buffer"),
-    Global("torch.nn.parameter", "Parameter"),
-}
+PLAIN_CLASSES = names_of("torch torch._tensor: Tensor\n torch.nn.parameter: Buffer Parameter")
 
 # The wrapper of torch.compile is pickled as a call on the model inside.
 COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")
@@ -76,9 +68,8 @@ def parts(module: object) -> Parts:
     hidden = values.get("_non_persistent_buffers_set")
     hidden = hidden if isinstance(hidden, set | frozenset) else set()
     tensors = _present(values.get("_parameters"))
-    tensors.update(
-        (name, item) for name, item in _present(values.get("_buffers")).items() if name not in hidden
-    )
+    buffers = _present(values.get("_buffers"))
+    tensors.update((name, item) for name, item in buffers.items() if name not in hidden)
     return Parts(tensors, {k: v for k, v in _present(values.get("_modules")).items() if is_module(v)})
 
 
@@ -105,9 +96,9 @@ def own_attributes(module: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_wrapper(module: object) -> bool:
-    return isinstance(module, Record) and (
-        module.callable == COMPILED or module.type_name.startswith("torch.nn.parallel.")
-    )
+    if not isinstance(module, Record):
+        return False
+    return module.callable == COMPILED or module.type_name.startswith("torch.nn.parallel.")
 
 
 def inside(module: object) -> Iterator[tuple[str, object]]:

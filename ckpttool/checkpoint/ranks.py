@@ -49,10 +49,6 @@ def require_all(
     if missing:
         listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if missing[8:] else "")
         of = "" if world_size is None else f" of {world_size}"
-        what = (
-            f"the file of rank {listed}{of} is"
-            if len(missing) == 1
-            else f"the files of ranks {listed}{of} are"
-        )
+        files, are = ("file of rank", "is") if len(missing) == 1 else ("files of ranks", "are")
         names = f": {', '.join(lacking[:4])}{' …' if lacking[4:] else ''}" if lacking else ""
-        raise Damaged(path, f"{what} missing{names}", hint=HINT)
+        raise Damaged(path, f"the {files} {listed}{of} {are} missing{names}", hint=HINT)

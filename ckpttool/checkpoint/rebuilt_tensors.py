@@ -25,8 +25,7 @@ from ..inert_pickle.values import (
 )
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
 from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, extent, has_gradients, is_count
-from .sparse_tensors import read_sparse
-from .special_tensors import SpecialTensor, attributes, shape_of, torch_dtype
+from .special_tensors import SpecialTensor, attributes, read_sparse, shape_of, torch_dtype
 
 # The ends of the names of classes that are taken for tensors, though they are not known here.
 ENDINGS = ("Tensor", "Parameter", "Buffer")
@@ -63,9 +62,7 @@ def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
 
 def rebuilds(function: object) -> bool:
     """Return whether a function is one of torch's own that make tensors."""
-    return isinstance(function, Global) and (
-        function in READERS or function in FROM_TYPE | PARAMETER or function in PLAIN
-    )
+    return isinstance(function, Global) and function in READERS.keys() | FROM_TYPE | PARAMETER | PLAIN
 
 
 def require_sound(function: object, args: tuple[object, ...]) -> None:
@@ -121,13 +118,11 @@ def _of_subclass(
 ) -> SpecialTensor:
     """Read `_rebuild_from_type_v2(function, kind, args, state)`: a tensor made by a function, of a class."""
     values = args if isinstance(args, tuple) else ()
-    read = SHARDED_TYPES.get(kind) if isinstance(kind, Global) else None
-    if read:
-        tensor = read(values, state)
-    else:
-        tensor = (
-            special_tensor(Record("reduce", function, args), levels) if isinstance(function, Global) else None
-        )
+    tensor = None
+    if isinstance(kind, Global) and kind in SHARDED_TYPES:
+        tensor = SHARDED_TYPES[kind](values, state)
+    elif isinstance(function, Global):
+        tensor = special_tensor(Record("reduce", function, args), levels)
     if tensor is None:
         name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else "object"
         tensor = _unknown(name, value)
@@ -204,9 +199,8 @@ def _jagged(args: tuple[object, ...]) -> SpecialTensor | None:
     parts = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if "values" not in parts:
         return None
-    return SpecialTensor(
-        "nested", parts["values"].dtype, None, parts, f"ragged axis {given.get('_ragged_idx')}"
-    )
+    form = f"ragged axis {given.get('_ragged_idx')}"
+    return SpecialTensor("nested", parts["values"].dtype, None, parts, form)
 
 
 def _meta(args: tuple[object, ...]) -> SpecialTensor:
@@ -223,24 +217,21 @@ def _meta(args: tuple[object, ...]) -> SpecialTensor:
     return made
 
 
-def _uninitialised(args: tuple[object, ...]) -> SpecialTensor:
-    return SpecialTensor("uninitialised")
-
-
 # The functions and classes that make a tensor, with what it is called and how their arguments are read.
-READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | None]]] = {
-    Global("torch._utils", "_rebuild_sparse_tensor"): ("sparse", read_sparse),
-    Global("torch._utils", "_rebuild_sparse_csr_tensor"): ("sparse", read_sparse),
-    Global("torch._utils", "_rebuild_qtensor"): ("quantised", _quantised),
-    Global("torch._utils", "_rebuild_nested_tensor"): ("nested", _nested),
-    Global("torch.nested._internal.nested_tensor", "_rebuild_njt"): ("nested", _jagged),
-    Global("torch._utils", "_rebuild_meta_tensor_no_storage"): ("meta", _meta),
-    Global("torch._utils", "_rebuild_device_tensor_from_numpy"): ("device tensor", lambda args: None),
-    Global("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): ("device tensor", lambda args: None),
-    Global("torch._utils", "_rebuild_xla_tensor"): ("device tensor", lambda args: None),
-    Global("torch.nn.parameter", "UninitializedParameter"): ("uninitialised", _uninitialised),
-    Global("torch.nn.parameter", "UninitializedBuffer"): ("uninitialised", _uninitialised),
+_NAMES: dict[str, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | None]]] = {
+    "torch._utils: _rebuild_sparse_tensor _rebuild_sparse_csr_tensor": ("sparse", read_sparse),
+    "torch._utils: _rebuild_qtensor": ("quantised", _quantised),
+    "torch._utils: _rebuild_nested_tensor": ("nested", _nested),
+    "torch.nested._internal.nested_tensor: _rebuild_njt": ("nested", _jagged),
+    "torch._utils: _rebuild_meta_tensor_no_storage": ("meta", _meta),
+    "torch._utils: _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor "
+    "_rebuild_xla_tensor": ("device tensor", lambda args: None),
+    "torch.nn.parameter: UninitializedParameter UninitializedBuffer": (
+        "uninitialised",
+        lambda args: SpecialTensor("uninitialised"),
+    ),
 }
+READERS = {name: reader for names, reader in _NAMES.items() for name in names_of(names)}
 
 
 def _dtensor(args: tuple[object, ...], state: object) -> SpecialTensor | None:
@@ -257,9 +248,8 @@ def _dtensor(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     here = f"rank {rank}" if type(rank) is int else None
     of = f" of {len(ranks)}" if here and isinstance(ranks, tuple) else ""
     form = ", ".join([*words, *([here + of] if here else [])])
-    return SpecialTensor(
-        "DTensor", local.dtype, shape, {"local": local}, form, None if is_whole else local.shape
-    )
+    local_shape = None if is_whole else local.shape
+    return SpecialTensor("DTensor", local.dtype, shape, {"local": local}, form, local_shape)
 
 
 def _placement(value: object) -> str:
@@ -277,10 +267,8 @@ def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     parts: dict[str, TensorRef] = {}
     places = []
     for shard in map(attributes, state[0]):
-        tensor, offsets = (
-            tensor_of(shard.get("tensor")),
-            attributes(shard.get("metadata")).get("shard_offsets"),
-        )
+        tensor = tensor_of(shard.get("tensor"))
+        offsets = attributes(shard.get("metadata")).get("shard_offsets")
         if tensor is None or not isinstance(offsets, list | tuple):
             return None
         parts[f"shard {len(parts)}"] = tensor
@@ -288,9 +276,8 @@ def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     shapes = [tensor.shape for tensor in parts.values()]
     local = shapes[0] if len(shapes) == 1 else (sum(tensor.numel for tensor in parts.values()),)
     dtype = torch_dtype(args[1]) or next((tensor.dtype for tensor in parts.values()), None)
-    return SpecialTensor(
-        "ShardedTensor", dtype, shape, parts, ", ".join(places), None if shapes == [shape] else local
-    )
+    local_shape = None if shapes == [shape] else local
+    return SpecialTensor("ShardedTensor", dtype, shape, parts, ", ".join(places), local_shape)
 
 
 # The classes of tensors that lie on several ranks, with how their state is read.

@@ -5,14 +5,19 @@ from __future__ import annotations
 import glob
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Refused
 from ..inert_pickle.values import Global, Record
 from ..tensors.dtypes import DTYPES, DType
-from ..tensors.ref import MAX_AXES, MAX_BYTES, Computed, Storage, TensorRef, extent, is_count
+from ..tensors.ref import MAX_AXES, MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent, is_count
+from ..tensors.values import CHUNK, in_pieces, require_bounded, stretches
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Shape = tuple[int, ...]
 
@@ -72,7 +77,7 @@ def placeholders(tree: object) -> dict[str, Shape]:
     # ZeRO stage 3 cuts each parameter over the ranks and writes an empty tensor in its place. `param_shapes`
     # has the names and shapes, also in the stages that write whole parameters.
     listed = [tree.get("param_shapes"), tree.get("frozen_param_shapes")] if isinstance(tree, dict) else []
-    groups = [group for groups in listed for group in (groups if isinstance(groups, list) else [groups])]
+    groups = chain.from_iterable(groups if isinstance(groups, list) else [groups] for groups in listed)
     pairs = [pair for group in groups if isinstance(group, dict) for pair in group.items()]
     shapes = ((name, shape_of(size)) for name, size in pairs if isinstance(name, str))
     return {name: shape for name, shape in shapes if shape is not None and 0 not in shape}
@@ -98,12 +103,9 @@ def torch_dtype(value: object) -> DType | None:
 
 def shape_of(value: object) -> Shape | None:
     """Return a tuple, list or torch.Size as a shape; None when it is not one that a tensor can have."""
-    if (
-        isinstance(value, Record)
-        and value.callable == Global("torch", "Size")
-        and isinstance(value.args, tuple)
-    ):
-        value = value.args[0] if value.args else ()
+    match value:
+        case Record(callable=Global("torch", "Size"), args=tuple(args)):
+            value = args[0] if args else ()
     if not isinstance(value, tuple | list) or len(value) > MAX_AXES:
         return None
     sizes = tuple(size for size in value if is_count(size))
@@ -125,10 +127,8 @@ def _ways_out(path: str, likes: Mapping[str, SpecialTensor], holds: bool) -> str
     if kinds:
         keep = f"or keep this rank's piece: ckpttool convert {path} out.pt"
         return f"join the files of all ranks: ckpttool merge FOLDER out.pt; {keep}"
-    few = len(likes) <= MAX_NAMED
-    names = (
-        " ".join(f"--exclude {shlex.quote(glob.escape(name))}" for name in likes) if few else "--exclude GLOB"
-    )
+    globs = [shlex.quote(glob.escape(name)) for name in likes] if len(likes) <= MAX_NAMED else ["GLOB"]
+    names = " ".join(f"--exclude {name}" for name in globs)
     keep = "" if holds else f"keep them: ckpttool convert {path} out.pt; or "
     return f"{keep}leave them out: ckpttool convert {path} plain.pt {names}"
 
@@ -138,3 +138,132 @@ def require_plain(path: str, likes: Mapping[str, SpecialTensor], why: str, *, ho
     # `holds`: the output's format could hold them, so that another format is no way out.
     if likes:
         raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(path, likes, holds))
+
+
+# Sparse tensors: what torch asks of their shapes, and of their indices once these are read. Source:
+# `_validate_sparse_coo_tensor_args` and `_validate_sparse_compressed_tensor_args` of torch, by which
+# `torch.load(weights_only=True)` checks every sparse tensor.
+
+COMPRESSED = ("CSR", "CSC", "BSR", "BSC")
+MAX_REPEATED = 1 << 24  # bytes by which indices may outgrow their storage: honest ones never do
+INTEGERS = {"uint8": "u1", "int8": "i1", "int16": "<i2", "int32": "<i4", "int64": "<i8"}
+
+
+def read_sparse(args: tuple[object, ...]) -> SpecialTensor:
+    """Read `_rebuild_sparse_tensor(layout, parts)`; raise BadTensor for shapes that torch refuses."""
+    match args:
+        case ((Record(args=(str(layout),)) | Global(name=str(layout))), (tuple() | list() as parts)):
+            kind = layout.removeprefix("torch.").removeprefix("sparse_").upper()
+        case _:
+            raise BadTensor("that is sparse, in a call whose arguments torch refuses")
+    made = None
+    match parts:
+        case [TensorRef() as indices, TensorRef() as values, size, *settings] if kind == "COO":
+            made = _coo(indices, values, shape_of(size), settings)
+        case [TensorRef() as starts, TensorRef() as plain, TensorRef() as values, size] if kind in COMPRESSED:
+            made = _compressed(kind, starts, plain, values, shape_of(size))
+    if made is None:
+        raise BadTensor(f"of layout {layout[:40]} whose parts do not fit each other")
+    return made
+
+
+def _coo(
+    indices: TensorRef, values: TensorRef, size: Shape | None, settings: list[object]
+) -> SpecialTensor | None:
+    if size is None or len(indices.shape) != 2 or not values.shape or indices.dtype.name not in INTEGERS:
+        return None
+    axes, count = indices.shape
+    fits = axes <= len(size) and values.shape == (count, *size[axes:])
+    if not fits or len(settings) > 1 or not all(flag is None or type(flag) is bool for flag in settings):
+        return None
+    form = "coalesced" if settings == [True] else ""
+    return SpecialTensor("sparse COO", values.dtype, size, {"indices": indices, "values": values}, form)
+
+
+def _compressed(
+    kind: str, starts: TensorRef, plain: TensorRef, values: TensorRef, size: Shape | None
+) -> SpecialTensor | None:
+    batch = plain.shape[:-1]
+    axes, blocks = len(batch), 2 if kind[0] == "B" else 0
+    if size is None or not plain.shape or not starts.shape or len(size) < axes + 2:
+        return None
+    if starts.dtype is not plain.dtype or starts.dtype.name not in ("int32", "int64"):
+        return None
+    block = values.shape[axes + 1 : axes + 1 + blocks] if blocks else (1, 1)
+    sizes = size[axes : axes + 2]
+    if len(block) != 2 or 0 in block or any(n % b for n, b in zip(sizes, block, strict=True)):
+        return None
+    rows, columns = (n // b for n, b in zip(sizes, block, strict=True))
+    number = rows if kind.endswith("SR") else columns
+    wanted = (*plain.shape, *(block if blocks else ()), *size[axes + 2 :])
+    if size[:axes] != batch or starts.shape != (*batch, number + 1) or values.shape != wanted:
+        return None
+    parts = {"compressed indices": starts, "plain indices": plain, "values": values}
+    return SpecialTensor(f"sparse {kind}", values.dtype, size, parts)
+
+
+def index_fault(name: str, tensor: SpecialTensor) -> str | None:
+    """Read a sparse tensor's indices; return what torch does not take, to follow "has ", or None."""
+    if not tensor.kind.startswith("sparse ") or not tensor.known:
+        return None
+    for part, indices in tensor.parts.items():
+        if part != "values":
+            require_bounded(name, indices, MAX_REPEATED)
+    if tensor.kind == "sparse COO":
+        return _fault_of_coo(tensor)
+    return _fault_of_compressed(tensor)
+
+
+def _numbers(indices: TensorRef) -> Iterator[NDArray[Any]]:
+    import numpy as np
+
+    for piece in in_pieces(indices, CHUNK):
+        yield np.frombuffer(piece, INTEGERS[indices.dtype.name]).astype("<i8", copy=False)
+
+
+def _fault_of_coo(tensor: SpecialTensor) -> str | None:
+    indices, shape = tensor.parts["indices"], tensor.shape or ()
+    axes, count = indices.shape
+    rows = [row for axis in range(axes) for row in stretches(indices, axis * count, count)]
+    last = -1
+    for columns in zip(*map(_numbers, rows), strict=True):
+        place = columns[0] * 0
+        for size, numbers in zip(shape, columns, strict=False):
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < size:
+                wrong = numbers[(numbers < 0) | (numbers >= size)][0]
+                return f"an index of {wrong} along an axis of {size}"
+            place = place * size + numbers
+        if tensor.form == "coalesced" and len(place):
+            if place[0] <= last or (place[1:] <= place[:-1]).any():
+                return "indices out of order, though it is said to be coalesced"
+            last = place[-1]
+    return None
+
+
+def _fault_of_compressed(tensor: SpecialTensor) -> str | None:
+    import numpy as np
+
+    starts, plain, values = (tensor.parts[part] for part in ("compressed indices", "plain indices", "values"))
+    axes, count, ends = len(plain.shape) - 1, plain.shape[-1], starts.shape[-1]
+    size = (tensor.shape or ())[axes : axes + 2]
+    by_row = tensor.kind.endswith("SR")
+    block = values.shape[axes + 1 + by_row] if tensor.kind[7] == "B" else 1
+    most = size[by_row] // block
+    for item in range(starts.numel // ends):
+        pieces = [*(p for view in stretches(starts, item * ends, ends) for p in _numbers(view))]
+        bounds = np.concatenate(pieces)
+        steps = np.diff(bounds)
+        if bounds[0] != 0 or bounds[-1] != count or (steps < 0).any() or (steps > most).any():
+            return "compressed indices that do not count up from 0 to the number of values"
+        at, last = 0, -1
+        for numbers in (n for view in stretches(plain, item * count, count) for n in _numbers(view)):
+            if not 0 <= numbers.min() <= numbers.max() < most:
+                wrong = numbers[(numbers < 0) | (numbers >= most)][0]
+                return f"an index of {wrong} along an axis of {most}"
+            rises = np.diff(numbers, prepend=last) > 0
+            first, end = np.searchsorted(bounds, (at, at + len(numbers)))
+            rises[bounds[first:end] - at] = True  # a new row begins
+            if not rises.all():
+                return "indices out of order within a row or column"
+            at, last = at + len(numbers), numbers[-1]
+    return None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, in_brief, remade
 from ..tensors.ref import TensorRef
+from . import states
 from .dotted_names import (
     Container,
     Entry,
@@ -29,16 +30,8 @@ from .dotted_names import (
 )
 from .pickled_modules import BadModules, is_module, named
 from .rebuilt_tensors import plain_tensor, special_tensor
-from .special_tensors import Shape, SpecialTensor, placeholder, placeholders, require_plain
-from .states import (
-    Likelihood,
-    candidates,
-    equally_likely,
-    is_nested,
-    is_state,
-    likelihood,
-    path_of,
-)
+from .special_tensors import Shape, SpecialTensor, placeholders, require_plain
+from .states import Likelihood
 
 if TYPE_CHECKING:
     import torch
@@ -124,11 +117,9 @@ class State:
         """
         from ..tensors.to_torch import live_tensors
 
-        if self.likes:
-            parts = (part for like in self.likes.values() for part in like.parts.values())
-            first = next(chain(self.tensors.values(), parts), None)
-            path = self.where if first is None else first.storage.data.path
-            require_plain(path, self.likes, "can't be loaded as plain tensors")
+        parts = (part for like in self.likes.values() for part in like.parts.values())
+        paths = (tensor.storage.data.path for tensor in chain(self.tensors.values(), parts))
+        require_plain(next(paths, self.where), self.likes, "can't be loaded as plain tensors")
         return live_tensors(self.tensors)
 
     @property
@@ -145,7 +136,8 @@ class State:
         if self.part_of is not None:
             outer = self.part_of
             rest = {key: value for key, value in outer.container.items() if not in_part(key, self.prefix)}
-            changed = {_outer(key, self.prefix): value for key, value in container.items()}
+            begin = "" if self.prefix.startswith("!") else self.prefix
+            changed = {f"{begin}{key}": value for key, value in container.items()}
             return outer.restored(remade(outer.container, (rest | changed).items()))
         return container if self.nested is None else regrouped(self.nested, self.places, container)
 
@@ -154,11 +146,6 @@ def in_part(key: object, prefix: str) -> bool:
     """Return whether a key belongs to a part: `ema.` has the keys that begin with it, `!ema.` all others."""
     begins = isinstance(key, str) and key.startswith(prefix.removeprefix("!"))
     return begins != prefix.startswith("!")
-
-
-def _outer(key: object, prefix: str) -> object:
-    """Return the key in the whole state of a key in a part."""
-    return key if prefix.startswith("!") else f"{prefix}{key}"
 
 
 def part(state: State, prefix: str) -> State | None:
@@ -188,7 +175,7 @@ def make_state(
     if {*map(type, container)} <= {str} and {*map(type, container.values())} == {TensorRef} and not elsewhere:
         tensors.update(container)  # type: ignore[arg-type]
     else:
-        empty = _empty(container, elsewhere or {})
+        empty = states.stand_ins(container, elsewhere or {})
         for key, value in container.items():
             name = str(key)
             tensor = plain_tensor(value)
@@ -196,27 +183,12 @@ def make_state(
                 tensors[name] = tensor
                 continue
             others[name] = value
-            like = empty.get(name) or special_tensor(value)
-            if like is not None:
+            if like := empty.get(name) or special_tensor(value):
                 likes[name] = like
-    versions = None
-    if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
-        metadata = container.attributes.get("_metadata")
-        versions = metadata if isinstance(metadata, dict) else None
+    attributes = container.attributes if isinstance(container, OrderedDict_) else None
+    metadata = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    versions = metadata if isinstance(metadata, dict) else None
     return State(path, container, tensors, others, versions, likes, module, nested, places or {})
-
-
-def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, SpecialTensor]:
-    """Return the empty tensors of a state that stand for parameters in other files."""
-    # Names that are not listed were renamed since: when none is listed, every empty float tensor counts.
-    tensors = {str(key): plain_tensor(value) for key, value in container.items()} if elsewhere else {}
-    empty = {name: t for name, t in tensors.items() if t is not None and t.shape == (0,)}
-    listed = [name for name in tensors if name in elsewhere]
-    return {
-        name: placeholder(tensor, elsewhere.get(name))
-        for name, tensor in empty.items()
-        if name in elsewhere or (not listed and "float" in tensor.dtype.name)
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +229,7 @@ class StateSearch:
             return make_state(path, self._of_module(value), module=value, elsewhere=elsewhere)
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             raise self._no_dict(path)
-        if not is_nested(path, value) and (is_state(value) or not value):
+        if not states.is_nested(path, value) and (states.is_state(value) or not value):
             return make_state(path, value, elsewhere=elsewhere)
         places = self._places(value)
         entries = OrderedDict_(values_at(value, places))
@@ -267,8 +239,8 @@ class StateSearch:
 
     def _ranked(self) -> list[tuple[Likelihood, Path]]:
         """Return the paths of states with their likelihood, the likeliest first."""
-        paths = candidates(self.tree)
-        rated = [(likelihood(path, partial(self._entries, path)), path) for path in paths]
+        paths = states.candidates(self.tree)
+        rated = [(states.likelihood(path, partial(self._entries, path)), path) for path in paths]
         return sorted(rated, key=lambda pair: pair[0])
 
     def _entries(self, path: Path) -> Mapping[object, object]:
@@ -277,7 +249,7 @@ class StateSearch:
             return self._of_module(value)
         assert isinstance(value, dict)
         try:
-            return dict(values_at(value, self._places(value))) if is_nested(path, value) else value
+            return dict(values_at(value, self._places(value))) if states.is_nested(path, value) else value
         except Refused:  # as soon as this state is taken; another one may be named
             return value
 
@@ -292,23 +264,19 @@ class StateSearch:
                     reason += f": {where} has tensors, but its key {key} is no text"
                     break
             raise NoState(self.path, reason, hint=self._where_to_look())
-        first, *rivals = equally_likely(self.tree, ranked)
+        first, *rivals = states.equally_likely(self.tree, ranked)
         if rivals:
             names = [dotted(path) for path in (first, *rivals)]
-            shown = ", ".join(f"'{name[:80]}'" for name in names[:8])
-            more = f" and {len(names) - 8} more" if names[8:] else ""
-            raise NoState(
-                self.path,
-                f"holds {len(names)} states, and nothing says which is the model's: {shown}{more}",
-                hint=f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''",
-            )
+            listed = _listed([f"'{name[:80]}'" for name in names])
+            reason = f"holds {len(names)} states, and nothing says which is the model's: {listed}"
+            hint = f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''"
+            raise NoState(self.path, reason, hint=hint)
         return first
 
     def _named(self, where: str) -> Path | None:
-        """Return the path behind a dotted name; of several that fit it, the likeliest state's."""
         # Keys may contain dots, so one dotted name may fit several paths.
         fitting = (path for path in self.states() if where == dotted(path))
-        return next(fitting, None) or path_of(self.tree, where)
+        return next(fitting, None) or states.path_of(self.tree, where)
 
     def _part(self, where: str) -> State | None:
         """Return the part of a state whose keys a dotted name is a prefix of: `state_dict.ema_model`."""
@@ -331,9 +299,11 @@ class StateSearch:
             raise Unsupported(self.path, "its dotted names need too much memory") from None
         except TwiceNamed as fault:
             reason = f"two entries of its nested dicts are named '{str(fault)[:80]}'"
-            named = self.named(contents)
-            dicts = (path for path, value in named if path and isinstance(value, dict) and is_state(value))
-            choices = " or ".join(f"--state {shlex.quote(dotted(path))}" for path in islice(dicts, 4))
+            dicts = (
+                (path, value) for path, value in self.named(contents) if path and isinstance(value, dict)
+            )
+            paths = (path for path, value in dicts if states.is_state(value))
+            choices = " or ".join(f"--state {shlex.quote(dotted(path))}" for path in islice(paths, 4))
             hint = f"take one of the dicts: {choices}" if choices else None
             raise Refused(self.path, reason, hint=hint) from None
 
@@ -355,7 +325,11 @@ class StateSearch:
             return f"see what is in it: ckpttool inspect {shlex.quote(self.path)}"
         if names == ["''"]:
             return "the file itself is the state: leave out --state"
-        return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
+        return f"there are: {_listed(names)}"
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def _key_that_is_no_name(value: object) -> str | None:

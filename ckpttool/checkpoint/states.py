@@ -13,20 +13,11 @@ from .dotted_names import Container, Path, follow, holds_only_tensors, is_tensor
 from .flat_optimizers import is_flat
 from .pickled_modules import is_module
 from .rebuilt_tensors import plain_tensor, special_tensor
+from .special_tensors import Shape, SpecialTensor, placeholder
 
 # Keys under which checkpoints keep the model's state, the likelier first.
-MODEL_NAMES = (
-    "state_dict",
-    "model_state_dict",
-    "model_state",
-    "model",
-    "net_state_dict",
-    "net",
-    "network",
-    "module",
-    "weights",
-    "params",
-)
+_MODEL = "state_dict model_state_dict model_state model net_state_dict net network module weights params"
+MODEL_NAMES = tuple(_MODEL.split())
 
 # Keys under which they keep an average of it, which is taken only when there is nothing else.
 AVERAGE_NAMES = ("state_dict_ema", "ema_state_dict", "model_ema", "ema_model", "ema")
@@ -59,11 +50,9 @@ def is_nested(path: Path, value: Container) -> bool:
     if not names:
         return False
     known = any(_rank(name) is not None for name in path)
-    for name in names:
-        if _words(name) & (AVERAGES | OF_TRAINING) or (_rank(name) is not None and not known):
-            return False
-        if "state" in _words(name):
-            return False
+    apart = AVERAGES | OF_TRAINING | {"state"}
+    if any(_words(name) & apart or (_rank(name) is not None and not known) for name in names):
+        return False
     return holds_only_tensors(value)
 
 
@@ -97,11 +86,8 @@ def candidates(root: object) -> Iterator[Path]:
                     yield path
                 if nested or all_tensors(value.values()):
                     continue
-                below.extend(
-                    ((*path, key), item)
-                    for key, item in value.items()
-                    if isinstance(item, inside) and isinstance(key, str)
-                )
+                items = ((key, item) for key, item in value.items() if isinstance(item, inside))
+                below.extend(((*path, key), item) for key, item in items if isinstance(key, str))
         level = below
 
 
@@ -134,9 +120,8 @@ def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> 
     value = container()
     if not path and all_tensors(value.values()):
         return Kind.FILE, 0, 0
-    sizes = [
-        tensor.nbytes for item in value.values() if (tensor := plain_tensor(item) or special_tensor(item))
-    ]
+    tensors = (plain_tensor(item) or special_tensor(item) for item in value.values())
+    sizes = [tensor.nbytes for tensor in tensors if tensor]
     if not path and 2 * len(sizes) > len(value):
         return Kind.FILE, 0, 0
     return Kind.UNKNOWN, -sum(sizes), len(path)
@@ -207,3 +192,16 @@ def path_of(root: object, where: str) -> Path | None:
             inside = [key for key in value if isinstance(key, str) and dotted.startswith(key + ".", at)]
             stack.extend(((*path, key), value[key], at + len(key) + 1) for key in reversed(inside))
     return None
+
+
+def stand_ins(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, SpecialTensor]:
+    """Return the empty tensors of a state that stand for parameters in other files."""
+    # Names that are not listed were renamed since: when none is listed, every empty float tensor counts.
+    tensors = {str(key): plain_tensor(value) for key, value in container.items()} if elsewhere else {}
+    empty = {name: t for name, t in tensors.items() if t is not None and t.shape == (0,)}
+    listed = [name for name in tensors if name in elsewhere]
+    return {
+        name: placeholder(tensor, elsewhere.get(name))
+        for name, tensor in empty.items()
+        if name in elsewhere or (not listed and "float" in tensor.dtype.name)
+    }

@@ -20,7 +20,7 @@ from ..errors import UsageFault
 from .commit import keep_permissions, not_writable, sync_folder
 from .copying import no_room_named
 from .failures import reason
-from .temporaries import NAME, OLD, TEMPORARY, abandoned, begin_of, new_folder, remove_abandoned
+from .temporaries import OLD, TEMPORARY, abandoned, begin_of, new_folder, remove_abandoned, temporaries_in
 from .threads import signals_deferred
 
 # Arguments of renameat2 (linux/fcntl.h, linux/fs.h).
@@ -94,9 +94,8 @@ def _check_folder(path: str, target: str, replaced: Replaced, kept: Collection[s
     if not os.path.isdir(target):
         raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
     if others := others_in(target, {*replaced(target), *kept}):
-        raise UsageFault(
-            f"{path}: holds other files too ({', '.join(others[:3])})", hint="choose a new folder as output"
-        )
+        listed = ", ".join(others[:3])
+        raise UsageFault(f"{path}: holds other files too ({listed})", hint="choose a new folder as output")
     return True
 
 
@@ -274,14 +273,5 @@ def _is_same_entry(one: str, other: str) -> bool:
 def set_aside(path: str) -> str | None:
     """Return where a replacement that was killed between its two steps left the old folder, or None."""
     target = os.path.realpath(path)
-    try:
-        names = os.listdir(os.path.dirname(target))
-    except OSError:
-        return None
-    begin = begin_of(target)
-    old = [
-        name for name in names if name.endswith(OLD) and (m := NAME.fullmatch(name)) and m["begin"] == begin
-    ]
-    if len(old) != 1 or os.path.lexists(path):
-        return None
-    return os.path.join(os.path.dirname(target), old[0])
+    old = temporaries_in(os.path.dirname(target), OLD, begin_of(target))
+    return old[0][0] if len(old) == 1 and not os.path.lexists(path) else None

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from mmap import mmap
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple, TypeVar
 
-from ..tensors.ref import ByteRange, Computed
+from ..tensors.ref import ByteRange, Computed, TensorRef
+from ..tensors.values import stream
 from .crc32 import combined, crc32
-from .threads import cores, cut, in_order
+from .threads import cores, cut, in_order, map_pieces
 
 BUFFER = 1 << 20  # bytes moved at a time; whole elements
 
@@ -38,10 +39,8 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 Progress = Callable[[int], object]
 Then = Callable[[int], object]
 Data = ByteRange | Computed | Iterable[memoryview]
-
-
-def _ignore(_: int) -> None:
-    pass
+Bytes = ByteRange | Computed | TensorRef
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -84,6 +83,49 @@ class Buffers:
         self._spare.append(buffer)
 
 
+class Piece(NamedTuple):
+    """A stretch of the bytes with this number, or the whole of a tensor whose values must be made."""
+
+    number: int
+    data: Bytes
+    nbytes: int
+    is_last: bool
+
+
+def map_bytes(
+    work: Callable[[int, Iterator[memoryview]], T],
+    items: Iterable[Bytes],
+    most: int,
+    progress: Progress | None = None,
+) -> Iterator[tuple[Piece, T]]:
+    """Yield the pieces of each item, in order, with `work(number, chunks)`, which several threads do.
+
+    Bytes of a file are cut into pieces of at most `most` bytes, other items are one piece each.
+    """
+    buffers = Buffers()
+
+    def done(piece: Piece) -> T:
+        with buffers.one() as buffer:
+            data = piece.data
+            chunks = stream(data, buffer=buffer) if isinstance(data, TensorRef) else data.chunks(buffer)
+            return work(piece.number, chunks)
+
+    for piece, result in map_pieces(done, _pieces(items, most), cores(MOST_THREADS)):
+        if progress and piece.nbytes:
+            progress(piece.nbytes)
+        yield piece, result
+
+
+def _pieces(items: Iterable[Bytes], most: int) -> Iterator[Piece]:
+    for number, item in enumerate(items):
+        data = item.data if isinstance(item, TensorRef) and item.is_plain else item
+        if not isinstance(data, ByteRange) or not data.nbytes:
+            yield Piece(number, data, data.nbytes, True)
+            continue
+        for start, size in cut(data.nbytes, most):
+            yield Piece(number, data.part(start, size), size, start + size == data.nbytes)
+
+
 class Output:
     """A file being written, front to back or at chosen places. Use it as a context manager.
 
@@ -95,7 +137,7 @@ class Output:
         """Begin at the start of a file."""
         self.fd = file.fileno()
         self.position = 0
-        self._progress = progress or _ignore
+        self._progress: Progress = progress or (lambda _: None)
         self._planned: list[_Copy] = []
 
     def __enter__(self) -> Output:
@@ -174,26 +216,33 @@ class Output:
         self, position: int, chunks: Iterable[memoryview | bytes], then: Then | None = None
     ) -> None:
         """Write chunks from this thread, with progress after each."""
-        crc = 0
-        for chunk in chunks:
-            self.write_at(position, chunk)
-            position += len(chunk)
-            if then:
-                crc = crc32(chunk, crc)
-            self._progress(len(chunk))
+        crc = self._write_chunks(position, chunks, is_summed=bool(then), progress=self._progress)
         if then:
             then(crc)
 
     def _put(self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int) -> _Block:
-        """Write a block, from any thread; its CRC-32 is 0 when nobody asks for it."""
-        crc = 0
+        """Write a block, from any thread."""
         with buffers.one() as buffer:
-            for chunk in data.chunks(buffer):
-                self.write_at(position, chunk)
-                position += len(chunk)
-                if copy.then:
-                    crc = crc32(chunk, crc)
+            crc = self._write_chunks(position, data.chunks(buffer), is_summed=bool(copy.then))
         return self, copy, crc, data.nbytes
+
+    def _write_chunks(
+        self,
+        position: int,
+        chunks: Iterable[memoryview | bytes],
+        *,
+        is_summed: bool,
+        progress: Progress | None = None,
+    ) -> int:
+        """Write chunks one after another; return their CRC-32, or 0 when nobody asks for it."""
+        crc = 0
+        for chunk in chunks:
+            self.write_at(position, chunk)
+            position += len(chunk)
+            crc = crc32(chunk, crc) if is_summed else 0
+            if progress:
+                progress(len(chunk))
+        return crc
 
     def _done(self, copy: _Copy, crc: int, nbytes: int) -> None:
         copy.crc = combined(copy.crc, crc, nbytes) if copy.then else 0

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
-from ..tensors.ref import ByteRange, TensorRef
-from ..tensors.values import MAX_REPEATED, require_bounded, stream
-from .copying import Progress
-from .threads import cores, cut, map_pieces
+from ..tensors.ref import TensorRef
+from ..tensors.values import MAX_REPEATED, require_bounded
+from .copying import Progress, map_bytes
 
 VERSION = b"ckpttool digest 1\n"
 PIECE = 16 << 20  # bytes of values hashed as one piece
-READ = 1 << 20  # bytes read at a time: few enough to be hashed from the processor's cache
-WORKERS = 8
 
 
 def digest(tensors: Mapping[str, TensorRef], progress: Progress | None = None) -> str:
@@ -25,10 +21,8 @@ def digest(tensors: Mapping[str, TensorRef], progress: Progress | None = None) -
     contents = hashlib.sha256(VERSION)
     for name, value in tensor_digests(tensors, progress):
         tensor, raw = tensors[name], name.encode("utf-8", "surrogatepass")
-        shape = ",".join(map(str, tensor.shape))
-        contents.update(
-            b"%d:%s %s [%s] %s\n" % (len(raw), raw, tensor.dtype.name.encode(), shape.encode(), value)
-        )
+        kind = f" {tensor.dtype.name} [{','.join(map(str, tensor.shape))}] ".encode()
+        contents.update(b"%d:%s%s%s\n" % (len(raw), raw, kind, value))
     return contents.hexdigest()
 
 
@@ -37,44 +31,23 @@ def tensor_digests(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield each name and the digest of its tensor's values, as hexadecimal digits, in the order of names."""
     names = sorted(tensors, key=lambda name: name.encode("utf-8", "surrogatepass"))
+
+    def work(number: int, chunks: Iterator[memoryview]) -> bytes:
+        tensor = tensors[names[number]]
+        if not tensor.is_plain:
+            require_bounded(names[number], tensor, MAX_REPEATED)
+        return _hash(chunks)
+
     pieces = hashlib.sha256()
-    for piece, value in map_pieces(_hash, _pieces({name: tensors[name] for name in names}), cores(WORKERS)):
+    for piece, value in map_bytes(work, [tensors[name] for name in names], PIECE, progress):
         pieces.update(value)
-        if progress and piece.nbytes:
-            progress(piece.nbytes)
         if piece.is_last:
-            yield piece.name, pieces.hexdigest().encode()
+            yield names[piece.number], pieces.hexdigest().encode()
             pieces = hashlib.sha256()
 
 
-class _Piece(NamedTuple):
-    """A stretch of a tensor's bytes, or the whole of a tensor whose values must be computed."""
-
-    name: str
-    data: ByteRange | TensorRef
-    nbytes: int
-    is_last: bool
-
-
-def _pieces(tensors: Mapping[str, TensorRef]) -> Iterator[_Piece]:
-    """Cut tensors that are plain bytes into pieces; other tensors are one piece each."""
-    for name, tensor in tensors.items():
-        data = tensor.data if tensor.is_plain else None
-        if not isinstance(data, ByteRange):
-            yield _Piece(name, tensor, tensor.nbytes, True)
-            continue
-        for start, size in cut(data.nbytes, PIECE) if data.nbytes else [(0, 0)]:
-            yield _Piece(name, data.part(start, size), size, start + size == data.nbytes)
-
-
-def _hash(piece: _Piece) -> tuple[_Piece, bytes]:
+def _hash(chunks: Iterator[memoryview]) -> bytes:
     """Return the SHA-256 of a piece; of a whole tensor, those of its pieces one after another."""
-    data = piece.data
-    if isinstance(data, ByteRange):
-        chunks = data.chunks(memoryview(bytearray(min(READ, data.nbytes))))
-    else:
-        require_bounded(piece.name, data, MAX_REPEATED)
-        chunks = stream(data)
     digests, value, left = b"", hashlib.sha256(), PIECE
     for chunk in chunks:
         rest = chunk
@@ -83,4 +56,4 @@ def _hash(piece: _Piece) -> tuple[_Piece, bytes]:
             rest, left = rest[left:], left - min(left, len(rest))
             if not left:
                 digests, value, left = digests + value.digest(), hashlib.sha256(), PIECE
-    return piece, digests if left == PIECE else digests + value.digest()
+    return digests if left == PIECE else digests + value.digest()

@@ -110,38 +110,38 @@ def remove_abandoned(folder: str) -> None:
                 os.unlink(path)
 
 
-def abandoned(folder: str, ending: str, begin: str | None = None) -> Iterator[str]:
-    """Yield the paths of abandoned temporaries, each while its lock is held."""
+def temporaries_in(folder: str, ending: str, begin: str | None = None) -> list[tuple[str, str]]:
+    """Return the paths of temporaries, each with the start of the machine that it is of."""
     try:
         names = os.listdir(folder)
     except OSError:
-        return
-    for name in names:
-        parts = NAME.fullmatch(name) if name.endswith(ending) else None
-        if parts and begin in (None, parts["begin"]):
-            path = os.path.join(folder, name)
-            with _claimed(path, parts["boot"]) as is_abandoned:
-                if is_abandoned:
-                    yield path
+        return []
+    named = (NAME.fullmatch(name) for name in names if name.endswith(ending))
+    parts = (match for match in named if match and begin in (None, match["begin"]))
+    return [(os.path.join(folder, match[0]), match["boot"]) for match in parts]
+
+
+def abandoned(folder: str, ending: str, begin: str | None = None) -> Iterator[str]:
+    """Yield the paths of abandoned temporaries, each while its lock is held."""
+    for path, boot in temporaries_in(folder, ending, begin):
+        with _claimed(path, boot) as is_abandoned:
+            if is_abandoned:
+                yield path
 
 
 @contextlib.contextmanager
 def _claimed(path: str, boot: str) -> Iterator[bool]:
     """Hold the lock of a temporary if no process does; yield whether it is abandoned."""
-    try:
-        kind = os.lstat(path).st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-            yield False
-            return
-        access = os.O_RDWR if stat.S_ISREG(kind) else os.O_RDONLY  # NFS locks only what is open for writing
-        fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        yield False
-        return
-    try:
-        yield _is_abandoned(fd, path, boot)
-    finally:
-        os.close(fd)
+    with contextlib.ExitStack() as stack:
+        is_abandoned = False
+        with contextlib.suppress(OSError):
+            kind = os.lstat(path).st_mode
+            if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
+                access = os.O_RDWR if stat.S_ISREG(kind) else os.O_RDONLY  # NFS locks what it may write
+                fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                stack.callback(os.close, fd)
+                is_abandoned = _is_abandoned(fd, path, boot)
+        yield is_abandoned
 
 
 def _is_abandoned(fd: int, path: str, boot: str) -> bool:

@@ -187,12 +187,12 @@ def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
         yield from queue.results()
 
 
-def map_pieces(work: Callable[[P], T], pieces: Iterable[P], workers: int) -> Iterator[T]:
-    """Yield `work(piece)` for each piece, in order, worked on by several threads."""
+def map_pieces(work: Callable[[P], T], pieces: Iterable[P], workers: int) -> Iterator[tuple[P, T]]:
+    """Yield each piece with `work(piece)`, in order, worked on by several threads."""
     # A thread costs time too: consecutive small pieces are handed over together. Large ones the caller cuts.
 
-    def all_of(group: list[P]) -> list[T]:
-        return [work(piece) for piece in group]
+    def all_of(group: list[P]) -> list[tuple[P, T]]:
+        return [(piece, work(piece)) for piece in group]
 
     for done in in_order((partial(all_of, group) for group in _groups(pieces)), workers):
         yield from done

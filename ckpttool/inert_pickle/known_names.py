@@ -10,62 +10,73 @@ function by its text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
-from .values import WRAPPERS, Global, names_of, walk
+from ..tensors.ref import TensorRef
+from .values import (
+    PARAMETER,
+    WRAPPERS,
+    Global,
+    OrderedDict_,
+    Record,
+    attributes_in,
+    names_of,
+    tensor_of,
+    walk,
+)
+
+
+def _texts(table: str) -> frozenset[str]:
+    return frozenset(map(str, names_of(table)))
+
 
 # Names of ordinary files that are read as what they mean, or that are plain data.
-UNDERSTOOD = {str(name) for name in WRAPPERS} | {
-    str(name)
-    for name in names_of(
-        f"""
-        torch: Size Tensor device {" ".join(DTYPES)}
-        builtins __builtin__: set frozenset complex bytes bytearray slice range xrange
-        _codecs: encode
-        collections: OrderedDict
-        """
-    )
-}
+UNDERSTOOD = _texts(
+    f"""
+    torch: Size Tensor device {" ".join(DTYPES)}
+    builtins __builtin__: set frozenset complex bytes bytearray slice range xrange
+    _codecs: encode
+    collections: OrderedDict
+    """
+) | frozenset(map(str, WRAPPERS))
 
 # Names of Python, torch and NumPy that run nothing by themselves: not reported as unknown.
-KNOWN = UNDERSTOOD | {
-    str(name)
-    for name in names_of(
-        f"""
-        builtins __builtin__: bool dict float int list object str tuple unicode long
-        copyreg copy_reg: _reconstructor __newobj__ __newobj_ex__
-        collections: Counter defaultdict deque
-        pathlib pathlib._local: Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath
-        torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_qtensor
-        torch._utils: _rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_nested_tensor
-        torch._utils: _rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_numpy
-        torch._utils: _rebuild_device_tensor_from_cpu_tensor _rebuild_wrapper_subclass
-        torch.nn.parameter: Parameter Buffer UninitializedParameter UninitializedBuffer
-        torch: strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc
-        torch: contiguous_format channels_last channels_last_3d preserve_format Generator
-        torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
-        torch: per_channel_affine_float_qparams
-        torch: FloatTensor DoubleTensor HalfTensor BFloat16Tensor ByteTensor CharTensor ShortTensor
-        torch: IntTensor LongTensor BoolTensor
-        torch torch.cuda: {" ".join(STORAGE_DTYPES)}
-        torch.storage: UntypedStorage TypedStorage
-        torch.serialization: _get_layout
-        torch.distributed.remote_device: _remote_device
-        numpy.core.multiarray numpy._core.multiarray: _reconstruct scalar
-        numpy.core.numeric numpy._core.numeric: _frombuffer
-        numpy.random._pickle: __randomstate_ctor __generator_ctor __bit_generator_ctor
-        numpy.random._mt19937: MT19937
-        numpy.random._pcg64: PCG64 PCG64DXSM
-        numpy: ndarray dtype bool_ bool object_ str_ bytes_ float16 float32 float64 complex64 complex128
-        numpy: int8 int16 int32 int64 uint8 uint16 uint32 uint64 longlong ulonglong datetime64
-        numpy: timedelta64 void
-        deepspeed.runtime.zero.config: ZeroStageEnum
-        deepspeed.runtime.fp16.loss_scaler: LossScaler DynamicLossScaler
-        deepspeed.utils.tensor_fragment: fragment_address
-        """
-    )
-}
+KNOWN = UNDERSTOOD | _texts(
+    f"""
+    builtins __builtin__: bool dict float int list object str tuple unicode long
+    copyreg copy_reg: _reconstructor __newobj__ __newobj_ex__
+    collections: Counter defaultdict deque
+    pathlib pathlib._local: Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath
+    torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_qtensor
+    torch._utils: _rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_nested_tensor
+    torch._utils: _rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_numpy
+    torch._utils: _rebuild_device_tensor_from_cpu_tensor _rebuild_wrapper_subclass
+    torch.nn.parameter: Parameter Buffer UninitializedParameter UninitializedBuffer
+    torch: strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc
+    torch: contiguous_format channels_last channels_last_3d preserve_format Generator
+    torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
+    torch: per_channel_affine_float_qparams
+    torch: FloatTensor DoubleTensor HalfTensor BFloat16Tensor ByteTensor CharTensor ShortTensor
+    torch: IntTensor LongTensor BoolTensor
+    torch torch.cuda: {" ".join(STORAGE_DTYPES)}
+    torch.storage: UntypedStorage TypedStorage
+    torch.serialization: _get_layout
+    torch.distributed.remote_device: _remote_device
+    numpy.core.multiarray numpy._core.multiarray: _reconstruct scalar
+    numpy.core.numeric numpy._core.numeric: _frombuffer
+    numpy.random._pickle: __randomstate_ctor __generator_ctor __bit_generator_ctor
+    numpy.random._mt19937: MT19937
+    numpy.random._pcg64: PCG64 PCG64DXSM
+    numpy: ndarray dtype bool_ bool object_ str_ bytes_ float16 float32 float64 complex64 complex128
+    numpy: int8 int16 int32 int64 uint8 uint16 uint32 uint64 longlong ulonglong datetime64
+    numpy: timedelta64 void
+    deepspeed.runtime.zero.config: ZeroStageEnum
+    deepspeed.runtime.fp16.loss_scaler: LossScaler DynamicLossScaler
+    deepspeed.utils.tensor_fragment: fragment_address
+    """
+)
 
 # Modules and names of torch's own layers, optimizers and schedulers, as in whole pickled models, of NumPy's
 # element types, of the metadata of DCP and of tensors on several ranks
@@ -81,19 +92,16 @@ CLASSES = (
 )
 
 # Classes of the standard library that hold data and run nothing, but are not understood here.
-PLAIN_DATA = {
-    str(name)
-    for name in names_of(
-        """
-        argparse: Namespace
-        types: SimpleNamespace
-        datetime: date datetime time timedelta timezone
-        decimal: Decimal
-        fractions: Fraction
-        uuid: UUID
-        """
-    )
-}
+PLAIN_DATA = _texts(
+    """
+    argparse: Namespace
+    types: SimpleNamespace
+    datetime: date datetime time timedelta timezone
+    decimal: Decimal
+    fractions: Fraction
+    uuid: UUID
+    """
+)
 
 _BY_NAME = """
     os posix nt subprocess sys runpy importlib shutil socket ctypes pickle _pickle cPickle dill cloudpickle
@@ -134,3 +142,182 @@ def names_in(tree: object) -> set[Global]:
 def _is_known(name: Global) -> bool:
     modules, classes = CLASSES
     return str(name) in KNOWN or bool(modules.fullmatch(name.module) and classes.fullmatch(name.name))
+
+
+# What `torch.load(weights_only=True)` takes, as far as checkpoints need it. Source: `_get_allowed_globals` in
+# torch's `_weights_only_unpickler.py`, 2.6 to 2.15, and the classes that `torch.distributed.tensor` adds when
+# it is imported.
+
+MAX_INTEGER = 2040  # bits of an integer: longer ones take an opcode that torch's reader does not know
+
+_DEVICES = (
+    "cpu cuda ipu xpu mkldnn opengl opencl ideep hip ve fpga maia xla lazy vulkan mps meta hpu mtia "
+    "privateuseone"
+)
+DEVICES = frozenset(_DEVICES.split())
+_LAYOUTS = "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc _mkldnn jagged"
+LAYOUTS = frozenset(f"torch.{name}" for name in _LAYOUTS.split())
+
+DTYPE_NAMES = frozenset(Global("torch", name) for name in DTYPES)
+FROM_TYPE_V2 = Global("torch._tensor", "_rebuild_from_type_v2")
+
+# Names of a DTensor, which are taken once `torch.distributed.tensor` is imported.
+DTENSOR_NAMES = names_of(
+    """
+    torch.distributed._mesh_layout: _FlatLayout _MeshLayout
+    torch.distributed.device_mesh: DeviceMesh
+    torch.distributed.tensor: DTensor
+    torch.distributed.tensor._dtensor_spec: DTensorSpec ShardOrderEntry TensorMeta
+    torch.distributed.tensor.placement_types: Partial Replicate Shard _StridedShard
+    """
+)
+
+# Names that a tensor's pickle may have.
+TENSOR_NAMES = DTENSOR_NAMES | names_of(
+    f"""
+    torch: {" ".join(DTYPES)} {" ".join(STORAGE_DTYPES)} Size Tensor device
+    torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
+    torch: per_channel_affine_float_qparams
+    torch._tensor: _rebuild_from_type_v2
+    torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_qtensor
+    torch._utils: _rebuild_parameter _rebuild_parameter_with_state _rebuild_sparse_tensor
+    torch._utils: _rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass
+    torch.nn.parameter: Parameter
+    torch.serialization: _get_layout
+    torch.storage: UntypedStorage
+    """
+)
+
+
+def _is_complex(args: tuple[Any, ...]) -> bool:
+    return len(args) == 2 and all(type(part) in (int, float) for part in args)
+
+
+def _is_size(args: tuple[Any, ...]) -> bool:
+    return len(args) == 1 and type(args[0]) is tuple and all(type(size) is int for size in args[0])
+
+
+def _is_device(args: tuple[Any, ...]) -> bool:
+    name, *index = args or (None,)
+    numbered = not index or (len(index) == 1 and type(index[0]) is int and 0 <= index[0] < 128)
+    return isinstance(name, str) and name in DEVICES and numbered
+
+
+def _is_layout(args: tuple[Any, ...]) -> bool:
+    return len(args) == 1 and isinstance(args[0], str) and args[0] in LAYOUTS
+
+
+# Calls that make a value which is no tensor, with what tells whether their arguments are sound
+VALUES: dict[Global, Callable[[tuple[Any, ...]], bool]] = {
+    Global("builtins", "complex"): _is_complex,
+    Global("__builtin__", "complex"): _is_complex,
+    Global("torch", "Size"): _is_size,
+    Global("torch", "device"): _is_device,
+    Global("torch.serialization", "_get_layout"): _is_layout,
+}
+
+# Every name that a file of tensors and plain values needs.
+NAMES = TENSOR_NAMES | VALUES.keys()
+
+# Every name that is taken before `torch.distributed.tensor` is imported.
+TAKEN = (NAMES - DTENSOR_NAMES) | names_of(
+    """
+    builtins __builtin__: bytearray set
+    _codecs: encode
+    collections: Counter OrderedDict
+    """
+)
+
+
+def is_value(record: Record) -> bool:
+    """Return whether an object is a complex number, a size, a device or a layout of torch."""
+    return (
+        record.how == "reduce"
+        and isinstance(record.callable, Global)
+        and record.callable in VALUES
+        and isinstance(record.args, tuple)
+        and VALUES[record.callable](record.args)
+        and not (record.has_state or record.elements or record.items)
+    )
+
+
+def is_tensor_taken(record: Record) -> bool:
+    """Return whether the pickle of a tensor names only what is taken, in attributes and hooks too."""
+    if record.how != "reduce" or not names_in(record) <= TENSOR_NAMES:
+        return False
+    if record.callable in PARAMETER and not _is_parameter(record.args):
+        return False
+    if tensor_of(record) is not None and wraps(record).left_out:
+        return False
+    return not any(_is_odd(value) for value in walk(record))
+
+
+def _is_parameter(args: Any) -> bool:
+    """Return whether these are a Parameter's tensor, requires_grad, hooks and, in some, attributes."""
+    if not isinstance(args, tuple) or len(args) not in (3, 4):
+        return False
+    _, requires_grad, hooks, *state = args
+    return type(requires_grad) is bool and not hooks and all(type(attributes) is dict for attributes in state)
+
+
+def _is_odd(value: object) -> bool:
+    """Return whether a value has a type that is not taken, or attributes that begin with two underscores."""
+    if isinstance(value, dict):
+        return any(isinstance(key, str) and key.startswith("__") for key in value) or (
+            isinstance(value, OrderedDict_) and value.attributes is not None
+        )
+    if isinstance(value, int):
+        return value.bit_length() >= MAX_INTEGER
+    return isinstance(value, frozenset) or (isinstance(value, Record) and bool(value.elements or value.items))
+
+
+_PROPERTIES = (
+    "H T _backward_hooks _base _cdata _grad _grad_fn _has_grad_dtype_override "
+    "_has_symbolic_sizes_strides _post_accumulate_grad_hooks _python_dispatch _version data device "
+    "dtype grad grad_dtype grad_fn imag is_cpu is_cuda is_ipu is_leaf is_maia is_meta is_mkldnn is_mps "
+    "is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout mH "
+    "mT name names nbytes ndim output_nr real requires_grad retains_grad shape volatile"
+)
+# Attributes that torch's own class of tensors computes: setting one fails, or changes the tensor.
+PROPERTIES = frozenset(_PROPERTIES.split())
+
+
+class Wrapping(NamedTuple):
+    """What a pickle says of a tensor besides its values."""
+
+    kind: object  # the class of the tensor; None for a Parameter
+    requires_grad: bool | None  # of a Parameter
+    attributes: dict[str, object]  # those that a tensor of torch's own class can have too
+    left_out: tuple[str, ...]  # the names of all others; `__setstate__` for a state that is no attributes
+
+
+def wraps(record: Record) -> Wrapping:
+    """Return what the pickle of a tensor in one of WRAPPERS says besides its values."""
+    args = record.args if isinstance(record.args, tuple) else (None,)
+    padded: tuple[Any, ...] = (*args, None, None, None)
+    _, first, second, third, *_ = padded
+    is_parameter = record.callable in PARAMETER
+    attributes = attributes_in(third if is_parameter else second)
+    left_out = [str(name) for name in attributes or () if not _is_settable(name)]
+    if attributes is None:
+        left_out.append("__setstate__")
+    if is_parameter and second:
+        left_out.append("_backward_hooks")
+    settable = {name: value for name, value in (attributes or {}).items() if _is_settable(name)}
+    kind, requires_grad = (None, first is not False) if is_parameter else (first, None)
+    return Wrapping(kind, requires_grad, settable, tuple(left_out))
+
+
+def wrapped(tensor: TensorRef, requires_grad: bool | None, attributes: dict[str, object]) -> object:
+    """Return the pickle of a tensor, or of a Parameter unless `requires_grad` is None, with attributes."""
+    if requires_grad is not None:
+        name = "_rebuild_parameter_with_state" if attributes else "_rebuild_parameter"
+        args = (tensor, requires_grad, OrderedDict_(), *([attributes] if attributes else []))
+        return Record("reduce", Global("torch._utils", name), args)
+    if attributes:
+        return Record("reduce", FROM_TYPE_V2, (tensor, Global("torch", "Tensor"), attributes))
+    return tensor
+
+
+def _is_settable(name: object) -> bool:
+    return isinstance(name, str) and not name.startswith("__") and name not in PROPERTIES

@@ -8,7 +8,7 @@ instead, checks the type of every operand, and bounds its memory. `opcodes` read
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .values import FrozenSet_, Global, OrderedDict_, Record, container_name, is_state
@@ -93,6 +93,13 @@ class CutShort(PickleFault):
     """The data ends inside the pickle, so far as can be told."""
 
 
+class Stop(Exception):
+    """The pickle ends at byte `end`."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+
 def fault(what: str) -> NoReturn:
     """Raise PickleFault."""
     raise PickleFault(what)
@@ -124,7 +131,7 @@ class Machine:
         self.rewrites = 0  # how often a value in the memo was replaced
         self.names: set[Global] = set()  # also of values that were dropped since
         self.protocol = 0
-        self.guard = KeyGuard(self.size)
+        self.key = KeyGuard(self.size).check
         self.copied = 0
         self.memory_left = BASE_MEMORY + MEMORY_PER_BYTE * self.size
 
@@ -234,18 +241,10 @@ class Machine:
         if self.copied > self.size:
             fault("its pickle copies a list or text over and over")
 
-    def key(self, value: Any, owner: object) -> Any:
-        """Return a value checked as a key of `owner`. Raises BadKey."""
-        return self.guard.check(value, owner)
-
-    def keys(self, values: list[Any], owner: object) -> Iterator[Any]:
-        """Yield values, each checked as a key of `owner`."""
-        return (self.guard.check(value, owner) for value in values)
-
     def frozen_set(self, items: list[Any]) -> None:
         """Push a frozenset."""
         self.spend(SET)
-        self.stack.append(FrozenSet_(self.keys(items, items)))
+        self.stack.append(FrozenSet_(self.key(item, items) for item in items))
 
     def name(self, module: str, name: str) -> None:
         """Push a name."""

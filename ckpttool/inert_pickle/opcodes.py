@@ -5,14 +5,16 @@ Source: the `pickletools` module of the standard library.
 
 from __future__ import annotations
 
+import codecs
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from .machine import SET, Machine, fault
-from .scalars import escaped_text, integer, integer_or_bool, quoted_string, real, signed, string, text
+from .machine import SET, Machine, Stop, fault
 from .values import Set_
 
+MAX_DIGITS = 4300  # of an integer written as text: Python's own limit
 MAX_NAME = 1000  # characters in the name of a class or function: messages and lists repeat it
 
 # Runs an opcode: gets the machine and the position after the opcode, returns the position of the next one.
@@ -25,11 +27,54 @@ uint8: Unpack = struct.Struct("<Q").unpack_from
 SIZES = {1: uint1, 4: uint4, 8: uint8}
 
 
-class Stop(Exception):
-    """The pickle ends at byte `end`."""
+# The text and numbers of a pickle.
 
-    def __init__(self, end: int) -> None:
-        self.end = end
+
+def decoded(what: str, decode: Callable[[bytes], Any], raw: bytes) -> Any:
+    """Return what `decode` makes of some bytes, which the pickle calls `what`."""
+    try:
+        return decode(raw)
+    except ValueError:
+        fault(f"its pickle has {what}")
+
+
+# UTF-8 with lone surrogates, which Python's pickler writes as file names may hold them
+text = partial(decoded, "text that is not UTF-8", lambda raw: raw.decode("utf-8", "surrogatepass"))
+escaped_text = partial(decoded, "malformed text", lambda raw: raw.decode("raw-unicode-escape"))
+real = partial(decoded, "a malformed number", float)
+
+
+def string(raw: bytes) -> str | bytes:
+    """A string of Python 2: text where it is UTF-8, as torch decodes it, else bytes."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw
+
+
+def quoted_string(raw: bytes) -> Any:
+    """A string of Python 2 in quotation marks."""
+    if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
+        fault("its pickle has a malformed string")
+    return string(decoded("a malformed string", codecs.escape_decode, raw[1:-1])[0])
+
+
+def signed(raw: bytes) -> int:
+    """An integer in two's complement, little-endian."""
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def integer(raw: bytes) -> int:
+    """An integer in decimal digits."""
+    digits = raw.removeprefix(b"-")
+    if not digits.isdigit() or len(digits) > MAX_DIGITS:
+        fault("its pickle has a malformed integer")
+    return int(raw)
+
+
+def integer_or_bool(raw: bytes) -> int:
+    """An integer in decimal digits, with Python 2's `L` or not; `00` and `01` are False and True."""
+    return {b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else integer(raw.removesuffix(b"L"))
 
 
 # Functions that make operations: these differ only in a width, a constant or an action.
@@ -92,18 +137,17 @@ def indexed(width: int, act: Callable[[Machine, int], None]) -> Operation:
     return operation
 
 
-def grouped(act: Callable[[Machine, list[Any]], None]) -> Operation:
+def grouped(act: Callable[[Machine, list[Any]], object]) -> Operation:
     """Call `act` with all values above the last MARK, which are removed."""
 
     def operation(m: Machine, position: int) -> int:
-        items = m.pop_mark()
-        act(m, items)
+        act(m, m.pop_mark())
         return position
 
     return operation
 
 
-def popping(count: int, act: Callable[..., None]) -> Operation:
+def popping(count: int, act: Callable[..., object]) -> Operation:
     """Call `act` with the topmost `count` values, the lowest first; they are removed."""
 
     def operation(m: Machine, position: int) -> int:
@@ -159,17 +203,8 @@ def pop(m: Machine, position: int) -> int:
     return position
 
 
-def put(m: Machine, index: int) -> None:
-    m.put(index, m.stack[-1])
-
-
 def memoize(m: Machine, position: int) -> int:
     m.memoize()
-    return position
-
-
-def duplicate(m: Machine, position: int) -> int:
-    m.stack.append(m.stack[-1])
     return position
 
 
@@ -183,7 +218,7 @@ def add_items(m: Machine, items: list[Any]) -> None:
     target = m.stack[-1]
     if type(target) is not Set_:
         fault(f"its pickle adds to a {type(target).__name__}")
-    target.update(m.keys(items, target))
+    target.update(m.key(item, target) for item in items)
 
 
 def make_dict(m: Machine, items: list[Any]) -> None:
@@ -268,13 +303,13 @@ OPCODES: dict[bytes, Operation] = {
     b"(": mark,
     b"0": pop,
     b"1": grouped(lambda m, items: None),
-    b"2": duplicate,
+    b"2": popping(1, lambda m, value: m.stack.extend((value, value))),
     b"g": indexed(0, Machine.get),
     b"h": indexed(1, Machine.get),
     b"j": indexed(4, Machine.get),
-    b"p": indexed(0, put),
-    b"q": indexed(1, put),
-    b"r": indexed(4, put),
+    b"p": indexed(0, lambda m, index: m.put(index, m.stack[-1])),
+    b"q": indexed(1, lambda m, index: m.put(index, m.stack[-1])),
+    b"r": indexed(4, lambda m, index: m.put(index, m.stack[-1])),
     b"\x94": memoize,
     # Containers.
     b"\x85": popping(1, lambda m, a: m.stack.append((a,))),
@@ -300,9 +335,5 @@ OPCODES: dict[bytes, Operation] = {
     b"b": popping(1, Machine.build),
     b"P": persistent_line,
     b"Q": popping(1, Machine.persistent),
-    b"\x82": unsupported,
-    b"\x83": unsupported,
-    b"\x84": unsupported,
-    b"\x97": unsupported,
-    b"\x98": unsupported,
+    **dict.fromkeys((b"\x82", b"\x83", b"\x84", b"\x97", b"\x98"), unsupported),
 }

@@ -6,14 +6,14 @@ A pickle is a program for a small stack machine (`machine`); its opcodes are run
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from .machine import RECORD, SET, BadKey, Call, CutShort, Machine, PersistentLoad, Reducers, Shortcut
+from .machine import RECORD, SET, BadKey, Call, CutShort, Machine, PersistentLoad, Reducers, Shortcut, Stop
 from .machine import PickleFault as PickleFault
-from .opcodes import OPCODES, Stop, uint4, unknown
+from .opcodes import OPCODES, uint4, unknown
 from .values import ORDERED_DICT, FrozenSet_, Global, OrderedDict_, Record, Set_
 
 # Calls that a pickle makes for plain values that its protocol has no opcode for (Python's `pickle` module,
@@ -33,29 +33,17 @@ def ordered_dict(m: Machine, args: tuple[Any, ...]) -> OrderedDict_ | None:
     return OrderedDict_((m.key(key, pairs), value) for key, value in pairs)
 
 
-def set_(m: Machine, args: tuple[Any, ...]) -> Set_ | None:
-    """`set(items)`."""
-    items = _elements(m, args)
-    return None if items is None else Set_(items)
+def collected(kind: Callable[[Iterable[Any]], object]) -> Call:
+    """`set(items)` or `frozenset(items)`."""
 
+    def call(m: Machine, args: tuple[Any, ...]) -> object:
+        if len(args) != 1 or type(args[0]) is not list:
+            return None
+        m.spend(SET)
+        m.copy(len(args[0]))
+        return kind(m.key(item, args[0]) for item in args[0])
 
-def frozenset_(m: Machine, args: tuple[Any, ...]) -> FrozenSet_ | None:
-    """`frozenset(items)`."""
-    items = _elements(m, args)
-    return None if items is None else FrozenSet_(items)
-
-
-def _elements(m: Machine, args: tuple[Any, ...]) -> list[Any] | None:
-    if len(args) != 1 or type(args[0]) is not list:
-        return None
-    m.spend(SET)
-    m.copy(len(args[0]))
-    return [m.key(item, args[0]) for item in args[0]]
-
-
-def bytes_(m: Machine, args: tuple[Any, ...]) -> bytes | None:
-    """`bytes()`."""
-    return None if args else b""
+    return call
 
 
 def encode(m: Machine, args: tuple[Any, ...]) -> bytes | None:
@@ -88,13 +76,15 @@ def new_object(m: Machine, args: tuple[Any, ...]) -> Record | None:
     return Record("newobj", *args)
 
 
+_BUILTINS: dict[str, Call] = {
+    "set": collected(Set_),
+    "frozenset": collected(FrozenSet_),
+    "bytes": lambda m, args: None if args else b"",
+    "bytearray": bytearray_,
+}
 CALLS: dict[Global, Call] = {
     ORDERED_DICT: ordered_dict,
-    **{
-        Global(module, call.__name__.rstrip("_")): call
-        for module in ("builtins", "__builtin__")
-        for call in (set_, frozenset_, bytes_, bytearray_)
-    },
+    **{Global(module, name): _BUILTINS[name] for module in ("builtins", "__builtin__") for name in _BUILTINS},
     Global("_codecs", "encode"): encode,
     Global("copyreg", "__newobj_ex__"): new_object,
 }

@@ -59,7 +59,7 @@ class _Writer:
         self.level += 1
         kind = type(value)
         if kind in SCALARS:
-            SCALARS[kind](self, value)
+            self.out += SCALARS[kind](value)
         elif kind in SHARED:
             key = value if kind in (str, Global) else id(value)
             if key in self.memo:
@@ -89,29 +89,6 @@ class _Writer:
             return False
         self.remember(value)
         return True
-
-    # Scalars.
-
-    def save_none(self, _: object) -> None:
-        self.out += b"N"
-
-    def save_bool(self, value: bool) -> None:
-        self.out += b"\x88" if value else b"\x89"
-
-    def save_int(self, value: int) -> None:
-        if 0 <= value < 256:
-            self.out += b"K" + bytes([value])
-        elif 0 <= value < 65536:
-            self.out += b"M" + struct.pack("<H", value)
-        elif -(2**31) <= value < 2**31:
-            self.out += b"J" + struct.pack("<i", value)
-        else:
-            raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            size = b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw))
-            self.out += size + raw
-
-    def save_float(self, value: float) -> None:
-        self.out += b"G" + struct.pack(">d", value)
 
     # Text, bytes and names.
 
@@ -203,16 +180,12 @@ class _Writer:
     def save_record(self, value: Record) -> None:
         if value.how == "reduce":
             self.call(value.callable, self.arguments(value))
-        elif value.kwargs and self.protocol >= 4:
-            for part in (value.callable, value.args, value.kwargs):
-                self.save(part)
-            self.out += b"\x92"
-        elif value.kwargs:
+        elif value.kwargs and self.protocol < 4:
             self.call(Global("copyreg", "__newobj_ex__"), (value.callable, value.args, value.kwargs))
         else:
-            self.save(value.callable)
-            self.save(value.args)
-            self.out += b"\x81"
+            for part in (value.callable, value.args, *([value.kwargs] if value.kwargs else [])):
+                self.save(part)
+            self.out += b"\x92" if value.kwargs else b"\x81"
         if not self.remember_call(value):
             return
         self.append(value.elements)
@@ -245,15 +218,27 @@ def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + bytes([value])
+    if 0 <= value < 65536:
+        return b"M" + struct.pack("<H", value)
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    size = b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw))
+    return size + raw
+
+
 def _begins_with_tensor(args: object) -> TypeGuard[tuple[Any, ...]]:
     return isinstance(args, tuple) and len(args) > 1 and isinstance(args[0], TensorRef)
 
 
-SCALARS: dict[type, Callable[[_Writer, Any], None]] = {
-    type(None): _Writer.save_none,
-    bool: _Writer.save_bool,
-    int: _Writer.save_int,
-    float: _Writer.save_float,
+SCALARS: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda _: b"N",
+    bool: lambda value: b"\x88" if value else b"\x89",
+    int: _integer,
+    float: lambda value: b"G" + struct.pack(">d", value),
 }
 
 SHARED: dict[type, Callable[[_Writer, Any], None]] = {
@@ -263,10 +248,7 @@ SHARED: dict[type, Callable[[_Writer, Any], None]] = {
     Global: _Writer.save_global,
     tuple: _Writer.save_tuple,
     list: _Writer.save_list,
-    set: _Writer.save_set,
-    frozenset: _Writer.save_set,
-    Set_: _Writer.save_set,
-    FrozenSet_: _Writer.save_set,
+    **dict.fromkeys((set, frozenset, Set_, FrozenSet_), _Writer.save_set),
     dict: _Writer.save_dict,
     OrderedDict_: _Writer.save_ordered,
     Record: _Writer.save_record,

@@ -21,10 +21,20 @@ from ..files.chain import Link
 from ..formats.reading import opened
 from ..tensors.ref import TensorRef
 from ..tensors.values import stream
-from .replay import Replay, RunRecord, command_of, differing, require_entries, segment
+from .replay import Replay, RunRecord, differing, planned
 
 # The names that the trainer gives, and no others: `step-7.pt` is a user's.
 CHECKPOINT = re.compile(r"(last|best|step-(\d{6}|[1-9]\d{6,}))\.pt")
+
+# What each kind of entry has at least, for the checks here
+BEGIN = {"step": int, "ranks": int, "every": int, "virtual_ranks": int | None, "weights": str, "code": dict}
+FIELDS: dict[str, dict[str, Any]] = {
+    "begin": BEGIN | {"source": dict | None, "versions": dict, "arguments": list, "init": list | None},
+    "step": {"step": int, "weights": str, "samples": dict},
+    "epoch": {"step": int, "epoch": int, "plan": str},
+    "evaluation": {"step": int, "score": object},
+    "checkpoint": {"step": int, "digests": dict},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +115,9 @@ def prove(
     links, breaks = chain.read(path)
     if not any(link.entry.get("kind") == "begin" for link in links):
         raise Damaged(path, "is no record of a run")
-    require_entries(path, links)
+    _require_entries(path, links)
     findings = [Finding("chain", f"line {fault.number}", fault.message) for fault in breaks]
-    replayed, command, ranks = None, list[str](), 0
+    plan = None
     try:
         findings += _begun_elsewhere(links)
         record = RunRecord(links)
@@ -115,19 +125,11 @@ def prove(
         findings += wrong
         notes = [*_notes(record), *foreign, *_absent(links, whole)]
         if replay is not None:
-            steps = {step: name for name, step in whole.items()}
-            start, end, why = segment(path, record, steps, replay)
-            notes += [why] if why else []
-            begin = record.begin_of(start)
-            ranks = replay.ranks or begin["ranks"]
-            resumed = os.path.join(folder, steps[start]) if start else None
-            command = command_of(path, begin, end, resumed, replay)
+            plan = planned(path, record, whole, replay)
+            notes += [plan.why] if plan.why else []
             if not replay.dry:
-                announce(shlex.join(command))
-                replayed, steps_in_all = (start, end), end - start
-                part = differing(
-                    command, record, start, lambda step: progress(max(step - start, 0), steps_in_all)
-                )
+                announce(shlex.join(plan.command))
+                part = differing(plan, record, progress)
                 findings += [Finding("replay", f"step {part.step}", part.message, part.step)] if part else []
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(path, f"is no record of a run: an entry is of another form ({error})") from error
@@ -136,15 +138,30 @@ def prove(
         links[-1].hash,
         record.end is not None,
         tuple(whole.items()),
-        replayed,
-        ranks,
+        (plan.start, plan.end) if plan and replay and not replay.dry else None,
+        plan.ranks if plan else 0,
         tuple(findings),
         tuple(notes),
-        tuple(command),
+        plan.command if plan else (),
     )
 
 
-def _begun_elsewhere(links: list[chain.Link]) -> Iterator[Finding]:
+def _require_entries(path: str, links: list[Link]) -> None:
+    """Refuse a record in which an entry lacks a field, or has one of another type."""
+    for link in links:
+        kind = link.entry.get("kind")
+        for name, kinds in FIELDS.get(str(kind), {}).items():
+            what = f"line {link.number} is no entry of a run"
+            if name not in link.entry:
+                raise Damaged(path, f"{what}: '{kind}' lacks '{name}'")
+            value = link.entry[name]
+            if not isinstance(value, kinds) or isinstance(value, bool):  # which Python takes for a number
+                raise Damaged(path, f"{what}: '{name}' of '{kind}' is a {type(value).__name__}")
+            if name == "source" and value is not None and "digests" not in value:
+                raise Damaged(path, f"{what}: 'source' of 'begin' lacks 'digests'")
+
+
+def _begun_elsewhere(links: list[Link]) -> Iterator[Finding]:
     """Yield resumes from checkpoints that no line before records: another run's, or of unrecorded steps."""
     told: list[tuple[int, Any]] = []
     for link in links:
@@ -177,16 +194,11 @@ def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator
 
 def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[Finding], list[str]]:
     """Return the steps of the sound checkpoints by name, faults of the others, and notes on users' files."""
-    whole, wrong, foreign = dict[str, int](), list[Finding](), list[str]()
-    for name in sorted(filter(CHECKPOINT.fullmatch, os.listdir(folder))):
-        outcome = _check_checkpoint(folder, name, links)
-        if isinstance(outcome, Finding):
-            wrong.append(outcome)
-        elif isinstance(outcome, str):
-            foreign.append(outcome)
-        else:
-            whole[name] = outcome
-    return whole, wrong, foreign
+    names = sorted(filter(CHECKPOINT.fullmatch, os.listdir(folder)))
+    outcomes = {name: _check_checkpoint(folder, name, links) for name in names}
+    whole = {name: step for name, step in outcomes.items() if isinstance(step, int)}
+    wrong = [fault for fault in outcomes.values() if isinstance(fault, Finding)]
+    return whole, wrong, [note for note in outcomes.values() if isinstance(note, str)]
 
 
 def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Finding | str:
@@ -210,20 +222,20 @@ def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Findin
     except (KeyError, TypeError, AttributeError, ValueError):
         reason = "is no checkpoint of the trainer"
         return f"{name}: {reason}" if named else Finding("checkpoint", name, reason)
-    of_step = [entry for entry in told if entry["step"] == step]
+    of_step = [entry["digests"] for entry in told if entry["step"] == step]
+    message = ""
     if not of_step:
-        return Finding("checkpoint", name, f"is of step {step}, for which the chain has no checkpoint", step)
-    if all(entry["digests"] != digests for entry in of_step):
-        changed = next((part for part in digests if digests[part] != of_step[-1]["digests"].get(part)), "run")
-        return Finding("checkpoint", name, f"its {changed} is not the one of step {step} in the chain", step)
-    if named and int(named[1]) != step:
-        return Finding("checkpoint", name, f"is of step {step}, not the one in its name", step)
-    if model != digests["model"]:
-        return Finding("checkpoint", name, f"the model's values are not those that step {step} saved", step)
-    if head is not None and head not in {chain.FIRST, *(link.hash for link in links)}:
+        message = f"is of step {step}, for which the chain has no checkpoint"
+    elif digests not in of_step:
+        changed = next((part for part in digests if digests[part] != of_step[-1].get(part)), "run")
+        message = f"its {changed} is not the one of step {step} in the chain"
+    elif named and int(named[1]) != step:
+        message = f"is of step {step}, not the one in its name"
+    elif model != digests["model"]:
+        message = f"the model's values are not those that step {step} saved"
+    elif head is not None and head not in {chain.FIRST, *(link.hash for link in links)}:
         message = f"was saved with another chain: no line has the hash {head[:16]}… that it holds"
-        return Finding("checkpoint", name, message, step)
-    return int(step)
+    return Finding("checkpoint", name, message, step) if message else int(step)
 
 
 def _unreadable(name: str, reason: str, is_told: bool) -> Finding | str:

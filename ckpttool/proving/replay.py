@@ -8,13 +8,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from ..errors import Damaged, UsageFault
+from ..errors import UsageFault
 from ..files import chain
 from ..files.chain import Link
 
@@ -37,31 +38,6 @@ TAIL = 1 << 16  # bytes at the end of a record in which its last step is looked 
 
 Entry = Mapping[str, Any]
 
-# What each kind of entry has at least, for the checks here
-BEGIN = {"step": int, "ranks": int, "every": int, "virtual_ranks": int | None, "weights": str, "code": dict}
-FIELDS: dict[str, dict[str, Any]] = {
-    "begin": BEGIN | {"source": dict | None, "versions": dict, "arguments": list, "init": list | None},
-    "step": {"step": int, "weights": str, "samples": dict},
-    "epoch": {"step": int, "epoch": int, "plan": str},
-    "evaluation": {"step": int, "score": object},
-    "checkpoint": {"step": int, "digests": dict},
-}
-
-
-def require_entries(path: str, links: list[Link]) -> None:
-    """Refuse a record in which an entry lacks a field, or has one of another type."""
-    for link in links:
-        kind = link.entry.get("kind")
-        for name, kinds in FIELDS.get(str(kind), {}).items():
-            what = f"line {link.number} is no entry of a run"
-            if name not in link.entry:
-                raise Damaged(path, f"{what}: '{kind}' lacks '{name}'")
-            value = link.entry[name]
-            if not isinstance(value, kinds) or isinstance(value, bool):  # which Python takes for a number
-                raise Damaged(path, f"{what}: '{name}' of '{kind}' is a {type(value).__name__}")
-            if name == "source" and value is not None and "digests" not in value:
-                raise Damaged(path, f"{what}: 'source' of 'begin' lacks 'digests'")
-
 
 @dataclass(frozen=True)
 class Part:
@@ -78,7 +54,6 @@ class RunRecord:
         self.begins: list[Entry] = []  # the entries with which the run began and was resumed, in order
         # For each resume from an earlier step, the line, the last step before and the step
         self.returns: list[tuple[int, int, int]] = []
-        self.left = 0  # how many entries belong to branches that were left
         entries: list[Entry] = []
         for link in links:
             entry = link.entry
@@ -86,16 +61,17 @@ class RunRecord:
                 after = [older for older in entries if older["step"] > entry["step"]]
                 if after:
                     self.returns.append((link.number, after[-1]["step"], entry["step"]))
-                    self.left += len(after)
                     entries = [older for older in entries if older["step"] <= entry["step"]]
                     self.begins = [begin for begin in self.begins if begin["step"] <= entry["step"]]
                 self.begins.append(entry)
             elif isinstance(entry.get("step"), int):
                 entries.append(entry)
-        self.steps = {entry["step"]: entry for entry in entries if entry.get("kind") == "step"}
+        by_step = {(entry.get("kind"), entry["step"]): entry for entry in entries}
+        self.steps, self.scores, self.checkpoints = (
+            {step: entry for (kind, step), entry in by_step.items() if kind == wanted}
+            for wanted in ("step", "evaluation", "checkpoint")
+        )
         self.epochs = {entry["epoch"]: entry for entry in entries if entry.get("kind") == "epoch"}
-        self.scores = {entry["step"]: entry for entry in entries if entry.get("kind") == "evaluation"}
-        self.checkpoints = {entry["step"]: entry for entry in entries if entry.get("kind") == "checkpoint"}
         self.end = entries[-1] if entries and entries[-1].get("kind") == "end" else None
 
     def begin_of(self, step: int) -> Entry:
@@ -145,8 +121,27 @@ class Replay:
     dry: bool = False
 
 
-def segment(path: str, record: RunRecord, whole: dict[int, str], replay: Replay) -> tuple[int, int, str]:
-    """Return the steps after which the replay begins and ends, and why it ends before what was asked for."""
+class Plan(NamedTuple):
+    """A replay: the steps after which it begins and ends, and why before what was asked for."""
+
+    start: int
+    end: int
+    why: str
+    ranks: int
+    command: tuple[str, ...]  # but for --out
+
+
+def planned(path: str, record: RunRecord, whole: Mapping[str, int], replay: Replay) -> Plan:
+    """Return how to train a part again, from one of the sound checkpoints or the start."""
+    names = {step: name for name, step in whole.items()}
+    start, end, why = _segment(path, record, names.keys(), replay)
+    begin = record.begin_of(start)
+    resumed = os.path.abspath(os.path.join(os.path.dirname(path), names[start])) if start else None
+    command = _command(path, begin, end, resumed, replay)
+    return Plan(start, end, why, replay.ranks or begin["ranks"], tuple(command))
+
+
+def _segment(path: str, record: RunRecord, whole: Iterable[int], replay: Replay) -> tuple[int, int, str]:
     starts = sorted({*whole} | ({0} if record.begins[0]["step"] == 0 else set()))
     ends = sorted(record.steps)
     alone = f"check the record alone: ckpttool prove {shlex.quote(os.path.dirname(path) or '.')} --no-replay"
@@ -154,10 +149,8 @@ def segment(path: str, record: RunRecord, whole: dict[int, str], replay: Replay)
         raise UsageFault(f"{path}: records no steps, so there is nothing to replay", hint=alone)
     wanted = ends[-1] if replay.end is None else replay.end
     if wanted > ends[-1]:
-        raise UsageFault(
-            f"--to {wanted}: the last step in the record is {ends[-1]}",
-            hint="leave out --to to replay up to there",
-        )
+        hint = "leave out --to to replay up to there"
+        raise UsageFault(f"--to {wanted}: the last step in the record is {ends[-1]}", hint=hint)
     asked = path if replay.end is None else f"--to {wanted}"
     possible = [step for step in starts if step < wanted]
     if replay.start is not None:
@@ -179,8 +172,7 @@ def segment(path: str, record: RunRecord, whole: dict[int, str], replay: Replay)
     )
 
 
-def command_of(path: str, begin: Entry, end: int, resumed: str | None, replay: Replay) -> list[str]:
-    """Return the command, but for --out, that trains from a checkpoint or the start up to a step."""
+def _command(path: str, begin: Entry, end: int, resumed: str | None, replay: Replay) -> list[str]:
     ranks = replay.ranks or begin["ranks"]
     if replay.program is None or not os.path.isfile(replay.program):
         where = f"{replay.program}: is not there" if replay.program else "the trainer's program is not known"
@@ -199,7 +191,7 @@ def command_of(path: str, begin: Entry, end: int, resumed: str | None, replay: R
             hint="leave out --ranks; runs with --virtual-ranks V can be replayed on any that divides V",
         )
     if resumed:
-        begun = ["--resume", os.path.abspath(resumed)]
+        begun = ["--resume", resumed]
     else:
         init, *missing = begin["init"] or [None]
         begun = ["--init", init] if init else []
@@ -224,21 +216,24 @@ def _code_in_arguments(arguments: Sequence[str]) -> Iterator[str]:
             yield behind if joined else value
 
 
-def differing(
-    command: list[str], record: RunRecord, start: int, progress: Callable[[int], None] = lambda step: None
-) -> Part | None:
-    """Train again, and return where the bits differ; None if they do not. `progress` gets the steps done."""
+def differing(plan: Plan, record: RunRecord, progress: Callable[[int, int], None]) -> Part | None:
+    """Train again, and return where the bits differ; None if they do not."""
+    start = plan.start
+
+    def reached(step: int) -> None:
+        progress(max(step - start, 0), plan.end - start)
+
     with tempfile.TemporaryDirectory(prefix="ckpttool-prove-") as folder:
         path = os.path.join(folder, "run")
         said = os.path.join(folder, "stderr")
         with open(said, "w+", encoding="utf-8", errors="replace") as stderr:
-            code = _run([*command, "--out", path], record.begin_of(start), stderr, path, progress)
+            code = _run([*plan.command, "--out", path], record.begin_of(start), stderr, path, reached)
             stderr.seek(0)
             if code:  # its own error says why, such as samples that have changed
                 text = _said(stderr.read())
                 return Part(start, f"the replay ended with exit code {code}: {text}")
         again = RunRecord(chain.read(os.path.join(path, chain.NAME))[0])
-    return first_difference(record, again, start)
+    return min(_differences(record, again, start), key=lambda part: part.step, default=None)
 
 
 def _run(command: list[str], begin: Entry, stderr: TextIO, path: str, progress: Callable[[int], None]) -> int:
@@ -288,11 +283,6 @@ def _said(stderr: str) -> str:
     return " ".join(errors[:1] or lines[-3:])[:SHOWN]
 
 
-def first_difference(run: RunRecord, again: RunRecord, start: int) -> Part | None:
-    """Return where a run and its repetition from step `start` part; None if nothing differs."""
-    return min(_differences(run, again, start), key=lambda part: part.step, default=None)
-
-
 def _differences(run: RunRecord, again: RunRecord, start: int) -> Iterator[Part]:
     """Yield the first difference of each kind; of one step the cause before the effect."""
     first, second = run.begins[0], again.begins[0]
@@ -304,25 +294,22 @@ def _differences(run: RunRecord, again: RunRecord, start: int) -> Iterator[Part]
             yield Part(step, f"epoch {epoch} deals out the samples in another order")
             break
     yield from _other_samples(run, again)
-    before = start
-    for step in sorted(step for step in again.steps if step > start):
-        if step in run.steps:
-            if run.steps[step]["weights"] != again.steps[step]["weights"]:
-                after = f"after step {before}, by step {step}" if step > before + 1 else f"in step {step}"
-                yield Part(step, f"the weights differ {after}")
-                break
-            before = step
+    steps = [start, *sorted(step for step in run.steps.keys() & again.steps.keys() if step > start)]
+    for before, step in pairwise(steps):
+        if run.steps[step]["weights"] != again.steps[step]["weights"]:
+            after = f"after step {before}, by step {step}" if step > before + 1 else f"in step {step}"
+            yield Part(step, f"the weights differ {after}")
+            break
     for step in sorted(run.scores.keys() & again.scores.keys()):
         if step > start and run.scores[step]["score"] != again.scores[step]["score"]:
             yield Part(step, f"the evaluation after step {step} has a different score")
             break
     for step in sorted(run.checkpoints.keys() & again.checkpoints.keys()):
-        if step > start:
-            mine, other = (record.checkpoints[step]["digests"] for record in (run, again))
-            parts = [part for part in mine if part != "run" and mine[part] != other.get(part)]
-            if parts:
-                yield Part(step, f"the checkpoint of step {step} has a different {parts[0]}")
-                break
+        mine, other = (record.checkpoints[step]["digests"] for record in (run, again))
+        parts = [part for part in mine if part != "run" and mine[part] != other.get(part)]
+        if step > start and parts:
+            yield Part(step, f"the checkpoint of step {step} has a different {parts[0]}")
+            break
 
 
 def _other_samples(run: RunRecord, again: RunRecord) -> Iterator[Part]:

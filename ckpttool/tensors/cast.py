@@ -14,7 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageFault
-from .dtypes import DTYPES, DType
+from .dtypes import DTYPES, OF_ML_DTYPES, DType, numpy_type
 from .ref import Computed, Storage, TensorRef
 from .values import CHUNK, stream
 
@@ -23,14 +23,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # What `--dtype` takes. The 8-bit types need a scale for each tensor, which no cast can choose.
-TARGETS = {name: DTYPES[name] for name in ("float64", "float32", "float16", "bfloat16")}
-TARGETS |= {"fp64": TARGETS["float64"], "fp32": TARGETS["float32"], "fp16": TARGETS["float16"]}
-TARGETS |= {"double": TARGETS["float64"], "float": TARGETS["float32"], "half": TARGETS["float16"]}
-TARGETS |= {"bf16": TARGETS["bfloat16"]}
-
-# Types that numpy lacks; the package ml_dtypes has them under torch's names.
-_OF_ML_DTYPES = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-OF_ML_DTYPES = {*_OF_ML_DTYPES.split()}
+_SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_SPOKEN = {"double": "float64", "float": "float32", "half": "float16"}
+TARGETS = {name: DTYPES[name] for name in _SHORT.values()}
+TARGETS |= {alias: DTYPES[name] for alias, name in (_SHORT | _SPOKEN).items()}
 
 # The types that are cast; integers, booleans and complex numbers stay as they are.
 FLOATS = {"float64", "float32", "float16", *OF_ML_DTYPES}
@@ -166,7 +162,7 @@ class Conversion:
             # isal's checksum leaves the upper halves of the vector registers in use, after which ml_dtypes'
             # code takes three times as long. A loop of numpy's ends in `vzeroupper`.
             self._few.max()
-            np.copyto(out.view(_numpy_type(self._to)), through, casting="unsafe")
+            np.copyto(out.view(numpy_type(self._to)), through, casting="unsafe")
             infinite = self._infinite(out)
             if infinite is None:
                 return out, None
@@ -198,19 +194,11 @@ def carrier(dtype: DType) -> Any:
     return f"<u{dtype.itemsize}" if dtype.name in OF_ML_DTYPES else f"<f{dtype.itemsize}"
 
 
-def _numpy_type(dtype: DType) -> Any:
-    if dtype.name not in OF_ML_DTYPES:
-        return carrier(dtype)
-    import ml_dtypes
-
-    return getattr(ml_dtypes, dtype.name)
-
-
 def reader(source: DType) -> Callable[[NDArray[Any]], NDArray[Any]]:
     """Return what makes numpy floats, which hold every value of the type, of an array of its `carrier`."""
     if source.name not in OF_ML_DTYPES:
         return lambda block: block
-    kind = _numpy_type(source)
+    kind = numpy_type(source)
     return lambda block: block.view(kind).astype("<f4")
 
 

@@ -11,15 +11,15 @@ import math
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from mmap import mmap
 from operator import add, lt, sub
 
 from ..errors import RanksDiffer
 from .dtypes import DType
 from .ref import MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent
-from .values import stream
+from .values import boxed, boxes_of, read_into
 
 MAX_CUTS = 8  # dimensions along which a tensor may be cut; device meshes have three or four
 
@@ -94,24 +94,6 @@ def _add_corners(corners: Counter[Index], sides: Sequence[tuple[int, int]], sign
         corners[corner] += sign * (-1) ** sum(ends)
 
 
-def boxes_of(shape: Index, first: int, count: int) -> Iterator[tuple[Index, Index]]:
-    """Cut a row-major stretch of an array into boxes."""
-    if not shape:
-        yield (), ()
-        return
-    row = math.prod(shape[1:])
-    i, skipped = divmod(first, row)
-    if skipped:
-        head = min(row - skipped, count)
-        yield from (((i, *begin), (1, *size)) for begin, size in boxes_of(shape[1:], skipped, head))
-        i, count = i + 1, count - head
-    rows, left = divmod(count, row)
-    if rows:
-        yield (i, *(0 for _ in shape[1:])), (rows, *shape[1:])
-    if left:
-        yield from (((i + rows, *begin), (1, *size)) for begin, size in boxes_of(shape[1:], 0, left))
-
-
 @dataclass(frozen=True, slots=True)
 class _Whole:
     """Make the bytes of the whole; the parts are sorted by where they begin."""
@@ -158,9 +140,10 @@ class _Whole:
             if len(spare) < nbytes:
                 spare = memoryview(mmap(-1, nbytes))
             target = spare[:nbytes]
-        _read_into(target, _cut(part.tensor, part.begin, begin, shape))
+        within = tuple(map(sub, begin, part.begin))
+        read_into(target, boxed(part.tensor, within, shape))
         if part.copies:
-            self._compare(target, part, begin, shape)
+            self._compare(target, part, within, shape)
         if not in_one_run:
             import numpy as np
 
@@ -173,7 +156,7 @@ class _Whole:
         other = bytearray(len(values))
         for rank, copy in zip(part.ranks[1:], part.copies, strict=True):
             with memoryview(other) as view:
-                _read_into(view, _cut(copy, part.begin, begin, shape))
+                read_into(view, boxed(copy, begin, shape))
             if other != values:
                 raise RanksDiffer(
                     f"'{self.name[:80]}' differs between rank {part.ranks[0]} and rank {rank}, "
@@ -182,18 +165,3 @@ class _Whole:
                     ranks=(part.ranks[0], rank),
                     hint=f"take one rank's values: ckpttool.open_ranks(path, take_rank={part.ranks[0]})",
                 )
-
-
-def _read_into(out: memoryview, tensor: TensorRef) -> None:
-    """Fill a buffer with the values of a tensor."""
-    done = 0
-    for piece in stream(tensor, buffer=out):
-        if not tensor.is_plain:
-            out[done : done + len(piece)] = piece
-        done += len(piece)
-
-
-def _cut(tensor: TensorRef, origin: Index, begin: Index, shape: Index) -> TensorRef:
-    """Return the box of a part, whose place and whose part's place are given within the whole."""
-    steps = sum((b - o) * s for b, o, s in zip(begin, origin, tensor.stride, strict=True))
-    return replace(tensor, shape=shape, offset=tensor.offset + steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,24 @@ REAL_TYPES = {
 def real_dtype(dtype: DType) -> DType:
     """Return the type of the parts of a complex type; for any other type itself."""
     return REAL_TYPES.get(dtype.name, dtype)
+
+
+# Types that numpy lacks; the package ml_dtypes has them under torch's names.
+OF_ML_DTYPES = {name for name in DTYPES if name.startswith(("bfloat16", "float8"))}
+
+
+def numpy_type(dtype: DType) -> Any:
+    """Return numpy's element type, or that of ml_dtypes; None where there is none."""
+    import numpy as np
+
+    if dtype.name in OF_ML_DTYPES:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype.name))
+    try:
+        return np.dtype(dtype.name)
+    except TypeError:
+        return None
 
 
 # Types that torch's lazy negative may be set on: flipping the sign bit is all it means

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from ..errors import Damaged, Refused, Unreadable, Unsupported
-from .dtypes import SIGNED, DType
+from .dtypes import SIGNED, DType, numpy_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -297,32 +297,20 @@ class TensorRef:
 
         if self.nbytes > self.storage.nbytes + (1 << 30):
             raise Refused(self.storage.data.path, f"a view that expands its storage to {self.nbytes} bytes")
-        kind = self._numpy_type()
+        kind = numpy_type(self.dtype)
+        if kind is None:
+            hint = "load it with torch: state.load(), or cast it first: ckpttool.cast"
+            raise Unsupported(self.storage.data.path, f"numpy has no type {self.dtype.name}", hint=hint)
         begin, end = self.span
         array = np.frombuffer(bytearray(self.storage.data.part(begin, end - begin).read()), np.uint8)
         if self.is_swapped:
-            array = array.view(f"u{self.dtype.part}" if self.dtype.part < 16 else "u8").byteswap()
+            array = array.view(f"u{self.dtype.part}").byteswap()
         steps = [step * self.dtype.itemsize for step in self.stride]
-        # As unsigned numbers: numpy can't make views of the types of ml_dtypes.
-        carrier = f"u{self.dtype.itemsize}" if self.dtype.itemsize < 16 else kind
-        elements = np.lib.stride_tricks.as_strided(array.view(carrier), self.shape, steps)
+        # As mere bytes: numpy can't make strided views of the types of ml_dtypes.
+        elements = np.lib.stride_tricks.as_strided(array.view(f"V{self.dtype.itemsize}"), self.shape, steps)
         values: NDArray[Any] = np.array(elements, order="C").view(kind)
         values = np.conj(values) if self.conj else values
         return -values if self.neg else values
-
-    def _numpy_type(self) -> Any:
-        import numpy as np
-
-        name = self.dtype.name
-        known = getattr(np, "bool_" if name == "bool" else name, None)
-        if known is None and name.startswith(("bfloat16", "float8")):
-            import ml_dtypes
-
-            known = getattr(ml_dtypes, name, None)
-        if known is None:
-            hint = "load it with torch: state.load(), or cast it first: ckpttool.cast"
-            raise Unsupported(self.storage.data.path, f"numpy has no type {name}", hint=hint)
-        return np.dtype(known)
 
     @classmethod
     def contiguous(cls, storage: Storage, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
@@ -362,7 +350,7 @@ def checked_tensor(
     if counts and len(shape) > MAX_AXES:
         raise BadTensor(f"of {len(shape)} axes, more than the {MAX_AXES} that are read here")
     for number in (offset, *shape, *stride) if counts else (None,):
-        if type(number) is not int or not 0 <= number <= MAX_BYTES:
+        if not is_count(number):
             raise BadTensor("of malformed size, stride or offset")
     if (conj and "complex" not in dtype.name) or (neg and not dtype.name.startswith(SIGNED)):
         raise BadTensor(f"that is a conjugate or negative view of {dtype.name}")

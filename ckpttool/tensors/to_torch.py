@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from ..errors import Unsupported
 from .dtypes import DTYPES
 from .ref import ByteRange, Computed, TensorRef
-from .values import CHUNK, require_bounded, stream
+from .values import read_into, require_bounded
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +57,7 @@ def loaded_tensor(name: str, tensor: TensorRef) -> torch.Tensor:
     if has_to_be_made(tensor):
         require_bounded(name, tensor)
         raw = bytearray(tensor.nbytes)
-        at = 0
-        for chunk in stream(tensor):
-            raw[at : at + len(chunk)] = chunk
-            at += len(chunk)
+        read_into(memoryview(raw), tensor)
         return torch.frombuffer(raw, dtype=dtype).reshape(tensor.shape)
     data = tensor.storage.data
     assert isinstance(data, ByteRange)
@@ -80,9 +77,8 @@ def torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
 
     dtype = getattr(torch, tensor.dtype.name, None)
     if not isinstance(dtype, torch.dtype) or tensor.dtype.name not in DTYPES:
-        raise Unsupported(
-            tensor.storage.data.path, f"this torch has no type {tensor.dtype.name}, which '{name}' has"
-        )
+        reason = f"this torch has no type {tensor.dtype.name}, which '{name}' has"
+        raise Unsupported(tensor.storage.data.path, reason)
     return dtype
 
 
@@ -107,9 +103,6 @@ def _read(data: ByteRange) -> torch.UntypedStorage:
     import torch
 
     raw = bytearray(data.nbytes)
-    out = memoryview(raw)
-    for start in range(0, data.nbytes, CHUNK):
-        size = min(CHUNK, data.nbytes - start)
-        for _ in data.part(start, size).chunks(out[start : start + size]):
-            pass
+    for _ in data.chunks(memoryview(raw)):
+        pass
     return torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()

@@ -9,13 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import Damaged, Refused
 from .ref import Computed, TensorRef
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Sizes = tuple[int, ...]
 
 CHUNK = 1 << 20  # bytes of a piece of values
 
@@ -57,8 +62,7 @@ def stream(tensor: TensorRef, *, buffer: memoryview | None = None) -> Iterator[m
         return
     else:
         pieces = gathered(tensor, CHUNK)
-    for piece in pieces:
-        yield _resolve(tensor, piece)
+    yield from map(partial(_resolve, tensor), pieces)
 
 
 def in_pieces(tensor: TensorRef, nbytes: int) -> Iterator[bytes | bytearray]:
@@ -78,23 +82,43 @@ def in_pieces(tensor: TensorRef, nbytes: int) -> Iterator[bytes | bytearray]:
         yield pending
 
 
+def read_into(out: memoryview, tensor: TensorRef) -> None:
+    """Fill a buffer with the values of a tensor."""
+    done = 0
+    for piece in stream(tensor, buffer=out):
+        if not tensor.is_plain:
+            out[done : done + len(piece)] = piece
+        done += len(piece)
+
+
 def stretches(tensor: TensorRef, first: int, count: int) -> Iterator[TensorRef]:
     """Yield views of `count` elements from number `first`, in row-major order, of whole rows if possible."""
-    if count == tensor.numel:
-        yield tensor
+    for begin, size in boxes_of(tensor.shape, first, count) if count else ():
+        yield boxed(tensor, begin, size)
+
+
+def boxed(tensor: TensorRef, begin: Iterable[int], shape: Sizes) -> TensorRef:
+    """Return the view of a box within a tensor."""
+    steps = sum(i * step for i, step in zip(begin, tensor.stride, strict=True))
+    return replace(tensor, shape=shape, offset=tensor.offset + steps)
+
+
+def boxes_of(shape: Sizes, first: int, count: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Cut a row-major stretch of an array into boxes: where each begins, and its shape."""
+    if not shape:
+        yield (), ()
         return
-    if not count:
-        return
-    step, inner = tensor.stride[0], replace(tensor, shape=tensor.shape[1:], stride=tensor.stride[1:])
-    row = inner.numel
+    row = math.prod(shape[1:])
     i, skipped = divmod(first, row)
     if skipped:
         head = min(row - skipped, count)
-        yield from stretches(replace(inner, offset=tensor.offset + i * step), skipped, head)
+        yield from (((i, *begin), (1, *size)) for begin, size in boxes_of(shape[1:], skipped, head))
         i, count = i + 1, count - head
-    if rows := count // row:
-        yield replace(tensor, shape=(rows, *inner.shape), offset=tensor.offset + i * step)
-    yield from stretches(replace(inner, offset=tensor.offset + (i + rows) * step), 0, count % row)
+    rows, left = divmod(count, row)
+    if rows:
+        yield (i, *(0 for _ in shape[1:])), (rows, *shape[1:])
+    if left:
+        yield from (((i + rows, *begin), (1, *size)) for begin, size in boxes_of(shape[1:], 0, left))
 
 
 def _resolve(tensor: TensorRef, piece: memoryview) -> memoryview:
@@ -119,34 +143,34 @@ def swap(data: bytearray, part: int) -> None:
         data[i::part], data[part - 1 - i :: part] = data[part - 1 - i :: part], data[i::part]
 
 
-# A strided view is copied by strided slices, whose loops run in C. A row of a transposed matrix lies
-# scattered over the whole file, and every mapped page counts as memory, so a block of the result is gathered
-# tile by tile, each of which needs one window of the file.
+# A row of a transposed matrix lies scattered over the whole file, and every mapped page counts as memory, so
+# a block of the result is gathered tile by tile, each of which needs one window of the file.
 
 WINDOW = 4  # chunks of the file that are mapped together
 BLOCK = 6  # chunks of the result: each block of a transposed matrix passes over all of the file
-LONG_ENOUGH = 32  # elements in a run that are worth a loop in C, even where another axis is longer
 
 Format = Literal["B", "H", "I", "Q"]
 FORMATS: dict[int, Format] = {1: "B", 2: "H", 4: "I", 8: "Q"}
-Sizes = tuple[int, ...]
 
 
 def gathered(tensor: TensorRef, chunk: int) -> Iterator[memoryview]:
     """Yield the row-major values of a strided view as they are stored."""
+    import numpy as np
+
     width, shape, stride = tensor.dtype.itemsize, tensor.shape, tensor.stride
     offset = tensor.offset
-    if width == 16:  # no memoryview format is that wide: such elements go as pairs of 8 bytes
+    if width == 16:  # numpy has no integers of 16 bytes: such elements go as pairs of 8
         width, shape, stride, offset = 8, (*shape, 2), (*(2 * s for s in stride), 1), 2 * offset
     shape, stride = _coalesced(shape, stride)
     most = BLOCK * chunk // width
-    buffer = memoryview(bytearray(min(most, math.prod(shape)) * width))
+    buffer = np.empty(min(most, math.prod(shape)), f"u{width}")
     for start, size in blocks(shape, stride, most):
-        block = buffer[: math.prod(size) * width]
+        elements = buffer[: math.prod(size)]
         steps = stride[len(stride) - len(size) :]
-        _fill(block.cast(FORMATS[width]), tensor, offset + start, size, steps, WINDOW * chunk // width)
-        for begin in range(0, len(block), chunk):
-            yield block[begin : begin + chunk]
+        _fill(elements.reshape(size), tensor, offset + start, steps, WINDOW * chunk // width)
+        raw = memoryview(elements.view("u1"))  # type: ignore[arg-type]
+        for begin in range(0, len(raw), chunk):
+            yield raw[begin : begin + chunk]
 
 
 def _coalesced(shape: Sizes, stride: Sizes) -> tuple[Sizes, Sizes]:
@@ -174,111 +198,35 @@ def blocks(shape: Sequence[int], stride: Sequence[int], most: int) -> Iterator[t
             yield base + row * stride[cut], block
 
 
-def _fill(block: memoryview, tensor: TensorRef, start: int, shape: Sizes, stride: Sizes, most: int) -> None:
-    """Fill a block of the result with the elements from number `start` of the storage, `most` at a time."""
+def _fill(block: NDArray[Any], tensor: TensorRef, start: int, stride: Sizes, most: int) -> None:
+    """Fill a block of the result with the elements from number `start` on, `most` of the file at a time."""
+    import numpy as np
+
     width = block.itemsize
-    block_stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    for tile in _tiles(_Tile(start, 0, shape), stride, block_stride, most):
-        span = 1 + sum((n - 1) * s for n, s in zip(tile.shape, stride, strict=True))
-        target = block[tile.place :]
-        with (
-            _window(tensor, tile.start * width, (tile.start + span) * width) as window,
-            window.cast(FORMATS[width]) as elements,
-        ):
-            if _is_turned(tile.shape, stride, span):
-                staged, staged_stride = _staged(elements, tile.shape, stride)
-                _copy(staged, target, tile.shape, staged_stride, block_stride)
-            else:
-                _copy(elements, target, tile.shape, stride, block_stride)
-
-
-def _is_turned(shape: Sizes, stride: Sizes, span: int) -> bool:
-    """Return whether elements lie closest along another axis than the last, in runs long enough to stage."""
-    turned = stride[-1] > min(stride)
-    return turned and math.prod(shape) <= span and min(shape) >= LONG_ENOUGH
-
-
-def _staged(elements: memoryview, shape: Sizes, stride: Sizes) -> tuple[memoryview, Sizes]:
-    """Return a compact copy of a tile."""
-    # Rows that lie a power of 2 apart evict each other from the cache. Runs get an odd length, so that those
-    # read in turn fall into different cache lines; the order of axes stays, so that whole runs are copied.
-    order = sorted(range(len(shape)), key=stride.__getitem__)
-    steps, size = [0] * len(shape), 1
-    for axis in order:
-        steps[axis] = size
-        size = size * shape[axis] | 1
-    staged = memoryview(bytearray(size * elements.itemsize)).cast(FORMATS[elements.itemsize])
-    _copy(elements, staged, shape, stride, tuple(steps), inner=order[0])
-    return staged, tuple(steps)
-
-
-class _Tile(NamedTuple):
-    """A part of a block: its first element in the storage and in the block, and its shape."""
-
-    start: int
-    place: int
-    shape: Sizes
-
-
-def _tiles(tile: _Tile, stride: Sizes, out_stride: Sizes, most: int) -> Iterator[_Tile]:
-    """Cut a block into tiles, each of whose elements lie within `most` elements of the storage."""
-    reach = [(n - 1) * s for n, s in zip(tile.shape, stride, strict=True)]
+    reach = [(n - 1) * s for n, s in zip(block.shape, stride, strict=True)]
     if sum(reach) < most:
-        yield tile
+        raw = _window(tensor, start * width, (start + sum(reach) + 1) * width)
+        steps = [step * width for step in stride]
+        block[...] = np.lib.stride_tricks.as_strided(np.frombuffer(raw, block.dtype), block.shape, steps)
         return
     axis = max(range(len(reach)), key=reach.__getitem__)
     rows = max(1, (most - sum(reach) + reach[axis]) // stride[axis])
-    for row in range(0, tile.shape[axis], rows):
-        shape = (*tile.shape[:axis], min(rows, tile.shape[axis] - row), *tile.shape[axis + 1 :])
-        part = _Tile(tile.start + row * stride[axis], tile.place + row * out_stride[axis], shape)
-        yield from _tiles(part, stride, out_stride, most)
+    turned = block.swapaxes(0, axis)
+    for row in range(0, len(turned), rows):
+        _fill(turned[row : row + rows].swapaxes(0, axis), tensor, start + row * stride[axis], stride, most)
 
 
-@contextmanager
-def _window(tensor: TensorRef, begin: int, end: int) -> Iterator[memoryview]:
-    """Give the bytes of a tensor's storage from `begin` to `end`: mapped from the file, or computed."""
+def _window(tensor: TensorRef, begin: int, end: int) -> memoryview:
+    """Return the bytes of a tensor's storage from `begin` to `end`: mapped from the file, or computed."""
     where, size = tensor.storage.data, tensor.dtype.itemsize
     if isinstance(where, Computed):  # only whole elements can be made
         first = begin - begin % size
         elements = memoryview(where.part(first, end + -end % size - first).read())
-        yield elements[begin - first :][: end - begin]
-        return
+        return elements[begin - first :][: end - begin]
     skip = (where.offset + begin) % mmap.ALLOCATIONGRANULARITY
     length, offset = skip + end - begin, where.offset + begin - skip
     try:
         mapped = mmap.mmap(where.source.fd, length, access=mmap.ACCESS_READ, offset=offset)
     except ValueError:
         raise Damaged(where.path, "the file became shorter while it was read") from None
-    with mapped, memoryview(mapped) as pages, pages[skip:] as view:
-        yield view
-
-
-def _copy(
-    elements: memoryview,
-    out: memoryview,
-    shape: Sizes,
-    stride: Sizes,
-    out_stride: Sizes,
-    inner: int | None = None,
-) -> None:
-    """Copy a strided array onto another one, run by run along one axis; each run is a loop in C."""
-    if len(shape) == 1:
-        shape, stride, out_stride = (1, *shape), (0, *stride), (0, *out_stride)
-    axes = sorted(range(len(shape)), key=shape.__getitem__)
-    if inner is None:  # write contiguous runs, unless another axis is much longer
-        inner = len(shape) - 1 if shape[-1] >= LONG_ENOUGH else axes[-1]
-    axes.remove(inner)
-    *outer, middle = axes
-    count, step, out_step = shape[inner], stride[inner], out_stride[inner]
-    reach, out_reach = (count - 1) * step + 1, (count - 1) * out_step + 1
-    for index in itertools.product(*(range(shape[i]) for i in outer)):
-        first = sum(i * stride[d] for i, d in zip(index, outer, strict=True))
-        target = sum(i * out_stride[d] for i, d in zip(index, outer, strict=True))
-        for _ in range(shape[middle]):
-            if step:
-                out[target : target + out_reach : out_step] = elements[first : first + reach : step]
-            else:
-                run = memoryview(bytes(elements[first : first + 1]) * count).cast(FORMATS[out.itemsize])
-                out[target : target + out_reach : out_step] = run
-            first += stride[middle]
-            target += out_stride[middle]
+    return memoryview(mapped)[skip:]  # the mapping ends with its last user

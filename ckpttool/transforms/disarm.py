@@ -13,7 +13,17 @@ from ..checkpoint.pickled_modules import BadModules, is_module, named, own_attri
 from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
-from ..inert_pickle.known_names import names_in
+from ..inert_pickle.known_names import (
+    DTENSOR_NAMES,
+    DTYPE_NAMES,
+    MAX_INTEGER,
+    NAMES,
+    is_tensor_taken,
+    is_value,
+    names_in,
+    wrapped,
+    wraps,
+)
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
 from ..inert_pickle.plain_objects import NoText, attributes_of, described, settings_of, text_of
 from ..inert_pickle.values import (
@@ -28,16 +38,6 @@ from ..inert_pickle.values import (
     in_brief,
     tensor_of,
     walk,
-)
-from ..inert_pickle.weights_only import (
-    DTENSOR_NAMES,
-    DTYPE_NAMES,
-    MAX_INTEGER,
-    NAMES,
-    is_tensor_taken,
-    is_value,
-    wrapped,
-    wraps,
 )
 from ..tensors.ref import TensorRef
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.analysis.compare import compare
+from ckpttool.analysis.compare import diff
 from ckpttool.errors import CkptToolError
 from ckpttool.transforms.optimizer.rekey import to_names
 
@@ -32,7 +32,7 @@ OPTIMIZER = {"state": {0: {"exp_avg": ONE}}, "param_groups": [{"params": [0], "p
 ALIKE = {"model": {"w": ONE}, "epoch": 1, "seen": {10**100 + i: torch.ones(1) for i in range(6000)}}
 
 WORK: dict[str, tuple[Any, Callable[[Any, Path], object]]] = {
-    "compare": (deep(), lambda found, out: compare(found, ckpttool.add_prefix(found, "b.")[0])),
+    "compare": (deep(), lambda found, out: diff(found, ckpttool.add_prefix(found, "b.")[0])),
     "strip": (deep(), lambda found, out: ckpttool.strip_prefix(found, "a.")),
     "strip everywhere": (
         {"a." * 20_000 + "b." * 20_000 + "w": ONE, "x": ONE},
@@ -42,7 +42,7 @@ WORK: dict[str, tuple[Any, Callable[[Any, Path], object]]] = {
         {"model": {LONG: ONE}, "o": OPTIMIZER},
         lambda found, out: to_names(found, parameters={"w": (2,)}),
     ),
-    "alike keys": (ALIKE, lambda found, out: compare(found, found)),
+    "alike keys": (ALIKE, lambda found, out: diff(found, found)),
     "alike names in a file": (ALIKE, lambda found, out: ckpttool.save(found, out, full=True)),
 }
 

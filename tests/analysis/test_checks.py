@@ -30,7 +30,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_the_digest_is_the_same_for_a_path_and_for_what_was_made_of_it(
+def test_the_digest_of_a_path_is_that_of_what_was_made_of_it(
     files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     with ckpttool.open(files[0]) as checkpoint:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ckpttool.analysis.compare_values import Norms
-from ckpttool.analysis.equality import Tolerance
 from tests.support.compared import compared
 from tests.support.layouts import LAYOUTS, LAZY
 
@@ -70,7 +69,7 @@ def test_equal_elements_count_too(tmp_path: Path) -> None:
 
 def test_tensors_of_two_dtypes_are_measured_by_value(tmp_path: Path) -> None:
     a = torch.randn(1000)
-    found = measured(tmp_path, a, a.bfloat16(), tolerance=Tolerance(0.0, 0.0))
+    found = measured(tmp_path, a, a.bfloat16(), rtol=0.0)
     assert_right(found, a, a.bfloat16())
 
 

@@ -10,27 +10,14 @@ from torch.optim import lr_scheduler
 
 from ckpttool.analysis.other_contents import describe_optimizer, describe_scheduler, in_words
 
-OPTIMIZERS: dict[str, Any] = {
-    "Adadelta": {},
-    "Adafactor": {},
-    "Adagrad": {},
-    "Adam": {},
-    "AdamW": {},
-    "Adamax": {},
-    "ASGD": {},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {},
-    "Rprop": {},
-    "SGD": {},
-    "SGD with momentum": {"momentum": 0.9},
-}
+OPTIMIZERS = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [*OPTIMIZERS.split(), "SGD with momentum"])
 def test_torch_optimizers_are_recognised_by_their_states(kind: str) -> None:
     net = torch.nn.Linear(2, 2)
-    optimizer = getattr(torch.optim, kind.split()[0])(net.parameters(), lr=0.1, **OPTIMIZERS[kind])
+    given = {"momentum": 0.9} if "momentum" in kind else {}
+    optimizer = getattr(torch.optim, kind.split()[0])(net.parameters(), lr=0.1, **given)
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     found = describe_optimizer("optimizer", optimizer.state_dict())

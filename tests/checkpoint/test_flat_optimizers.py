@@ -53,18 +53,13 @@ MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "two groups": decayed,
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
     "without state": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-    "a rate that is a tensor": lambda model: torch.optim.Adam(
-        model.parameters(), lr=torch.tensor(0.01), foreach=False
-    ),
+    "tensor rate": lambda model: torch.optim.Adam(model.parameters(), torch.tensor(0.01), foreach=False),
 }
 
 
 def flat_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(
-        get_optimizer_state_dict(
-            model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-        )
-    )
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
 def nested_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -91,9 +86,8 @@ def loads(state: dict[str, Any], made: str, model: nn.Module, optimizer: torch.o
     other.load_state_dict(copy.deepcopy(state))
     ours, theirs = other.state_dict(), optimizer.state_dict()
     assert_same(theirs["state"], ours["state"])
-    assert [group["params"] for group in ours["param_groups"]] == [
-        group["params"] for group in theirs["param_groups"]
-    ]
+    mine, meant = ([group["params"] for group in each["param_groups"]] for each in (ours, theirs))
+    assert mine == meant
 
 
 @pytest.mark.parametrize("made", MADE)

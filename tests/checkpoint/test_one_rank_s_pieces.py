@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
@@ -38,7 +39,7 @@ def piece(tmp_path: Path) -> Path:
     ids=" ".join,
 )
 def test_it_is_refused_by_name(
-    command: tuple[str, ...], piece: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...], piece: Path, cli: Cli, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ran = cli(command[0], piece, *command[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.analysis.compare import compare
-from ckpttool.analysis.summary import summarize, tensor_rows
+from ckpttool.analysis.compare import diff
+from ckpttool.analysis.summary import summarize
+from ckpttool.analysis.tables import tensor_rows
 from ckpttool.analysis.verify import verify
 from ckpttool.checkpoint.rebuilt_tensors import special_tensor
 from ckpttool.errors import Refused
@@ -77,7 +77,7 @@ def test_pt_and_full_keep_each_kind_as_it_is(kind: str, through: str, tmp_path: 
     ckpttool.save(ckpttool.open(tmp_path / through), tmp_path / "back.pt", full=False)
     back = ckpttool.open(tmp_path / "back.pt")
     assert str(back.state().likes["x"]) == IN_WORDS[kind]
-    assert compare(checkpoint, back).same
+    assert diff(checkpoint, back).same
     found, meant = (torch.load(tmp_path / name, weights_only=False)["x"] for name in ("back.pt", "in.pt"))
     assert (type(found), found.layout) == (type(meant), meant.layout)
 
@@ -133,14 +133,13 @@ def test_renaming_and_slim_keep_them(tmp_path: Path) -> None:
 
 def test_inspect_lists_them_with_kind_and_shape(cli: Cli, tmp_path: Path) -> None:
     path = save_kind("sparse COO", tmp_path / "in.pt")
-    rows = {row["name"]: row for row in json.loads(cli("inspect", path, "--json").out)["tensors"]}
+    found = cli("inspect", path, "--json").json
+    rows = {row["name"]: row for row in found["tensors"]}
     assert set(rows) == {"plain", "x"}
     assert (rows["x"]["kind"], rows["x"]["dtype"], rows["x"]["shape"]) == ("sparse COO", "float32", [3, 3])
     assert "kind" not in rows["plain"]
     assert "1 float32 sparse COO" in cli("inspect", path).out
-    assert "torch._utils._rebuild_sparse_tensor" not in [
-        other["type"] for other in json.loads(cli("inspect", path, "--json").out)["other"]
-    ]
+    assert "torch._utils._rebuild_sparse_tensor" not in [other["type"] for other in found["other"]]
 
 
 def test_a_subclass_that_is_a_plain_tensor_is_converted(tmp_path: Path) -> None:
@@ -161,10 +160,8 @@ def test_a_state_of_no_plain_tensor_is_a_state(cli: Cli, tmp_path: Path) -> None
 
 def test_a_rank_s_file_is_shown_with_whole_and_local_shapes(pieces: Path, cli: Cli) -> None:
     checkpoint = ckpttool.open(pieces / "fsdp2-1.pt")
-    assert (
-        str(checkpoint.state().likes["0.weight"])
-        == "DTensor float32 [7, 5], here [3, 5], Shard(0), rank 1 of 2"
-    )
+    described = str(checkpoint.state().likes["0.weight"])
+    assert described == "DTensor float32 [7, 5], here [3, 5], Shard(0), rank 1 of 2"
     row = next(row for row in tensor_rows(checkpoint) if row.name == "0.weight")
     assert (row.shape, row.local_shape, row.nbytes) == ((7, 5), (3, 5), 60)
     summary = summarize(checkpoint)
@@ -175,16 +172,14 @@ def test_a_rank_s_file_is_shown_with_whole_and_local_shapes(pieces: Path, cli: C
 
 
 @pytest.mark.parametrize("name", ["fsdp2-0.pt", "placed-1.pt", "sharded-0.pt"])
-def test_a_rank_s_file_is_not_converted_as_if_it_were_whole(
-    name: str, pieces: Path, cli: Cli, tmp_path: Path
-) -> None:
+def test_a_rank_s_file_is_not_converted_as_a_whole(name: str, pieces: Path, cli: Cli, tmp_path: Path) -> None:
     ran = cli("convert", pieces / name, tmp_path / "out.safetensors")
     assert ran.code == 3
     assert "here [" in ran.err
     assert "join the files of all ranks: ckpttool merge FOLDER" in ran.err
     assert not (tmp_path / "out.safetensors").exists()
     assert cli("convert", pieces / name, tmp_path / "out.pt").code == 0
-    assert compare(ckpttool.open(pieces / name), ckpttool.open(tmp_path / "out.pt")).same
+    assert diff(ckpttool.open(pieces / name), ckpttool.open(tmp_path / "out.pt")).same
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "placed", "sharded"])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.analysis.compare import compare
+from ckpttool.analysis.compare import diff
 from ckpttool.analysis.verify import verify
 from ckpttool.errors import NoState, Refused, Unsupported
 from ckpttool.tensors.dtypes import DTYPES
@@ -154,36 +154,28 @@ def test_a_dict_that_holds_itself_is_refused(opened: Any) -> None:
 
 GAN = {"generator": weights(1), "discriminator": weights(2), "epoch": 3}
 
-AMBIGUOUS: dict[str, tuple[Any, list[str]]] = {
-    "a GAN beside a counter": (GAN, ["generator", "discriminator"]),
-    "student and teacher": (
+_ENCODERS = {"enc": {"a": weights(1), "b": weights(2)}, "dec": {"a": weights(3), "b": weights(4)}, "n": 1}
+_BRANCHES = {"gen": {"state_dict": weights(1), "lr": 1}, "disc": {"state_dict": weights(2), "lr": 1}}
+_UNEQUAL = {"actor": {**weights(1), "more": torch.ones(99)}, "critic": weights(2), "steps": 5}
+
+AMBIGUOUS: dict[str, tuple[Any, str]] = {
+    "a GAN beside a counter": (GAN, "generator discriminator"),
+    "two of a kind": (
         {"student": weights(1), "teacher": weights(2), "optimizer": OPTIMIZER},
-        ["student", "teacher"],
+        "student teacher",
     ),
-    "unequal sizes": (
-        {"actor": {**weights(1), "more": torch.ones(99)}, "critic": weights(2), "steps": 5},
-        ["actor", "critic"],
-    ),
-    "one known name twice": (
-        {"gen": {"state_dict": weights(1), "lr": 1}, "disc": {"state_dict": weights(2), "lr": 1}},
-        ["gen.state_dict", "disc.state_dict"],
-    ),
-    "nested ones": (
-        {"enc": {"a": weights(1), "b": weights(2)}, "dec": {"a": weights(3), "b": weights(4)}, "n": 1},
-        ["enc", "dec"],
-    ),
-    "two pickled models": (
-        {"g": torch.nn.Linear(1, 1), "d": torch.nn.Linear(1, 1), "n": 1},
-        ["g", "d"],
-    ),
-    "two averages": ({"ema_g": weights(1), "ema_d": weights(2), "n": 1}, ["ema_g", "ema_d"]),
+    "unequal sizes": (_UNEQUAL, "actor critic"),
+    "one known name twice": (_BRANCHES, "gen.state_dict disc.state_dict"),
+    "nested ones": (_ENCODERS, "enc dec"),
+    "two pickled models": ({"g": torch.nn.Linear(1, 1), "d": torch.nn.Linear(1, 1), "n": 1}, "g d"),
+    "two averages": ({"ema_g": weights(1), "ema_d": weights(2), "n": 1}, "ema_g ema_d"),
 }
 
 
 @pytest.mark.parametrize("what", AMBIGUOUS)
 def test_equal_states_are_refused_with_their_names(what: str, opened: Any) -> None:
-    tree, names = AMBIGUOUS[what]
-    checkpoint = opened(tree)
+    tree, listed = AMBIGUOUS[what]
+    checkpoint, names = opened(tree), listed.split()
     with pytest.raises(NoState, match="holds 2 states, and nothing says which is the model's") as refused:
         checkpoint.state()
     assert all(f"'{name}'" in str(refused.value) for name in names)
@@ -234,10 +226,8 @@ def test_several_states_are_kept_and_compared_whole(opened: Any, tmp_path: Path)
     saved = ckpttool.save(opened(GAN), tmp_path / "copy.pt")
     assert saved.left_out == ()
     copy = ckpttool.open(tmp_path / "copy.pt")
-    assert compare(opened(GAN), copy).same
+    assert diff(opened(GAN), copy).same
     assert verify(opened(GAN), against=copy).compared == "everything"
     other = opened({**GAN, "discriminator": weights(4)})
-    assert [change.name for change in compare(other, copy).changed] == [
-        "discriminator.weight",
-        "discriminator.bias",
-    ]
+    changed = [change.name for change in diff(other, copy).changed]
+    assert changed == ["discriminator.weight", "discriminator.bias"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from wcwidth import clip
 
 import ckpttool
-from ckpttool.analysis.stats import measure
-from ckpttool.analysis.summary import summarize, tensor_rows
+from ckpttool.analysis.summary import summarize
+from ckpttool.analysis.tables import measure, tensor_rows
 from ckpttool.cli.console import columns, cut, cut_front, cut_middle, left, right, table, wrapped
 from ckpttool.cli.pages.inspect import page, stats_table, tensor_lines
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.analysis.stats import measure
-from ckpttool.analysis.summary import summarize, tensor_rows
+from ckpttool.analysis.summary import summarize
+from ckpttool.analysis.tables import measure, tensor_rows
 from ckpttool.cli.pages.inspect import page, stats_table
 
 

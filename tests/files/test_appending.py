@@ -7,13 +7,12 @@ import io
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from ckpttool.files import commit
 
 
-def test_a_line_that_the_disk_refuses_when_the_file_is_closed_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_is_refused_when_closing_is_taken_back(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     class RefusedWhenClosed(io.FileIO):
         """As on NFS, which sends what was written when the file is closed."""
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from ckpttool.errors import UsageFault
 from ckpttool.files import temporaries
@@ -27,6 +28,11 @@ from ckpttool.files.commit import replacing
 from tests.support.running import ROOT
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+
+
+def write(path: Path, contents: bytes = b"new") -> None:
+    with replacing(path) as file:
+        file.write(contents)
 
 
 @pytest.fixture
@@ -37,12 +43,11 @@ def umask() -> Iterator[Callable[[int], object]]:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002, 0o027])
-def test_a_new_file_has_the_permissions_that_the_umask_gives(
+def test_a_new_file_has_what_the_umask_gives(
     mask: int, umask: Callable[[int], object], tmp_path: Path
 ) -> None:
     umask(mask)
-    with replacing(tmp_path / "new") as file:
-        file.write(b"x")
+    write(tmp_path / "new", b"x")
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o666 & ~mask
 
 
@@ -50,8 +55,7 @@ def test_a_new_file_has_the_permissions_that_the_umask_gives(
 def test_a_replaced_file_keeps_its_permissions(mode: int, tmp_path: Path) -> None:
     (tmp_path / "old").write_bytes(b"old")
     os.chmod(tmp_path / "old", mode)
-    with replacing(tmp_path / "old") as file:
-        file.write(b"new")
+    write(tmp_path / "old")
     assert (tmp_path / "old").read_bytes() == b"new"
     assert stat.S_IMODE((tmp_path / "old").stat().st_mode) == mode
 
@@ -73,8 +77,7 @@ def test_root_leaves_a_replaced_file_to_its_owner_and_group(tmp_path: Path) -> N
     (tmp_path / "old").write_bytes(b"old")
     os.chown(tmp_path / "old", 65534, 65533)
     os.chmod(tmp_path / "old", 0o640)
-    with replacing(tmp_path / "old") as file:
-        file.write(b"new")
+    write(tmp_path / "old")
     facts = (tmp_path / "old").stat()
     assert (facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode)) == (65534, 65533, 0o640)
 
@@ -108,8 +111,7 @@ def test_a_replaced_file_keeps_its_access_control_list(tmp_path: Path) -> None:
     (tmp_path / "old").write_bytes(b"old")
     set_acl(tmp_path / "old", acl_of(4, (1234, 4)))
     before = os.getxattr(tmp_path / "old", "system.posix_acl_access")
-    with replacing(tmp_path / "old") as file:
-        file.write(b"new")
+    write(tmp_path / "old")
     assert os.getxattr(tmp_path / "old", "system.posix_acl_access") == before
     assert (tmp_path / "old").read_bytes() == b"new"
 
@@ -118,8 +120,7 @@ def test_a_replaced_file_gets_no_list_from_the_folder_that_it_had_not(tmp_path: 
     (tmp_path / "old").write_bytes(b"old")
     (tmp_path / "old").chmod(0o600)
     set_acl(tmp_path, acl_of(6, (1234, 6)), "system.posix_acl_default")
-    with replacing(tmp_path / "old") as file:
-        file.write(b"new")
+    write(tmp_path / "old")
     assert "system.posix_acl_access" not in os.listxattr(tmp_path / "old")
     assert stat.S_IMODE((tmp_path / "old").stat().st_mode) == 0o600
 
@@ -142,9 +143,7 @@ def test_whatever_is_raised_leaves_the_old_file_and_nothing_else(fault: Any, tmp
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"old"}
 
 
-def test_the_file_is_flushed_before_it_takes_the_name_and_the_folder_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_flushed_first_and_the_folder_last(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -158,8 +157,7 @@ def test_the_file_is_flushed_before_it_takes_the_name_and_the_folder_after(
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(os, "replace", renamed)
-    with replacing(tmp_path / "f") as file:
-        file.write(b"12345")
+    write(tmp_path / "f", b"12345")
     assert done == ["file of 5", "rename", "folder"]
 
 
@@ -167,16 +165,14 @@ def test_a_symbolic_link_stays_one_and_its_target_is_replaced(tmp_path: Path) ->
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "real").write_bytes(b"old")
     (tmp_path / "link").symlink_to(Path("elsewhere") / "real")
-    with replacing(tmp_path / "link") as file:
-        file.write(b"new")
+    write(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "elsewhere" / "real").read_bytes() == b"new"
 
 
 def test_a_link_to_nowhere_gets_its_target(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("target")
-    with replacing(tmp_path / "link") as file:
-        file.write(b"new")
+    write(tmp_path / "link")
     assert (tmp_path / "target").read_bytes() == b"new"
 
 
@@ -189,8 +185,7 @@ def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
 def test_other_names_of_the_old_file_keep_the_old_contents(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
     os.link(tmp_path / "f", tmp_path / "hard")
-    with replacing(tmp_path / "f") as file:
-        file.write(b"new")
+    write(tmp_path / "f")
     assert (tmp_path / "hard").read_bytes() == b"old"
 
 
@@ -198,8 +193,7 @@ def test_other_names_of_the_old_file_keep_the_old_contents(tmp_path: Path) -> No
 @pytest.mark.parametrize("letter", ["a", "ж", "鍵"])
 def test_a_name_as_long_as_the_file_system_takes_is_written(letter: str, length: int, tmp_path: Path) -> None:
     name = letter * (length // len(letter.encode()))
-    with replacing(tmp_path / name) as file:
-        file.write(b"x")
+    write(tmp_path / name, b"x")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -239,9 +233,7 @@ def failing(number: int, file: object) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("call, file", [("chmod", 5), ("fsync", None), ("replace", ".f.tmp")])
-def test_an_error_at_the_end_names_the_output(
-    call: str, file: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_names_the_output(call: str, file: object, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "f").write_bytes(b"old")
     monkeypatch.setattr(os, call, failing(errno.EIO, file))
     with pytest.raises(OSError) as raised, replacing(tmp_path / "f") as file:
@@ -252,7 +244,7 @@ def test_an_error_at_the_end_names_the_output(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_disk_on_which_no_file_can_be_made_is_no_mistake_of_the_user(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "open", failing(number, "temporary"))
     with pytest.raises(OSError) as raised, replacing(tmp_path / "f"):
@@ -342,9 +334,7 @@ FULL = """
         (["digest", "-"], "spool"),
     ],
 )
-def test_a_disk_that_is_full_is_named_by_what_was_written_to_it(
-    words: list[str], named: str, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_named_by_what_was_written_to_it(words: list[str], named: str, tmp_path: Path) -> None:
     """A folder of shards; the spools of what is streamed to standard output, and from standard input."""
     import torch
 
@@ -364,15 +354,9 @@ def test_a_standard_output_that_is_full_is_named(tmp_path: Path) -> None:
 
     torch.save({"a": torch.ones(10)}, tmp_path / "in.pt")
     command = [sys.executable, "-m", "ckpttool", "convert", "in.pt", "-", "--to", "safetensors"]
+    given: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "check": False}
     with open("/dev/full", "wb") as full:
-        ran = subprocess.run(
-            command,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            check=False,
-        )
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, **given)
     assert b"error: standard output: no space left on device" in ran.stderr
 
 
@@ -410,18 +394,12 @@ def test_a_signal_in_the_middle_leaves_the_old_file_and_no_other(by: int, tmp_pa
     assert interrupted(tmp_path, by) == (-by, {"out.safetensors": b"old"})
 
 
-def test_a_killed_process_leaves_the_old_file_whole(tmp_path: Path) -> None:
+def test_a_kill_leaves_the_old_file_whole_and_the_next_save_removes_the_rest(tmp_path: Path) -> None:
     code, left = interrupted(tmp_path, signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert left.pop("out.safetensors") == b"old"
     assert len(left) == 1
-
-
-def test_the_next_save_into_the_folder_removes_what_a_killed_process_left(tmp_path: Path) -> None:
-    _, left = interrupted(tmp_path, signal.SIGKILL)
-    assert len(left) == 2
-    with replacing(tmp_path / "another.pt") as file:
-        file.write(b"new")
+    write(tmp_path / "another.pt")
     assert sorted(os.listdir(tmp_path)) == ["another.pt", "in.pt", "out.safetensors"]
 
 
@@ -429,8 +407,7 @@ def test_what_a_living_process_writes_is_never_removed(tmp_path: Path) -> None:
     with replacing(tmp_path / "slow") as slow:
         slow.write(b"slow")
         for name in "fast", "slow":
-            with replacing(tmp_path / name) as file:
-                file.write(b"fast")
+            write(tmp_path / name, b"fast")
         write_elsewhere = python(f"""
             from ckpttool.files.commit import replacing
             with replacing({str(tmp_path / "slow")!r}) as file:
@@ -462,8 +439,7 @@ def test_other_programs_temporary_files_stay(tmp_path: Path) -> None:
     names = [".f.0123456789ab.tmp", ".f.tmp", "f.ckpttool.tmp", ".f.12345678.ckpttool.tmp", ".f.swp"]
     for name in names:
         (tmp_path / name).write_bytes(b"")
-    with replacing(tmp_path / "f") as file:
-        file.write(b"x")
+    write(tmp_path / "f", b"x")
     assert sorted(os.listdir(tmp_path)) == sorted([*names, "f"])
 
 
@@ -477,7 +453,7 @@ def test_a_temporary_of_another_machine_is_removed_once_it_was_left_alone_for_a_
     with replacing(tmp_path / "f"):
         pass
     assert len(os.listdir(tmp_path)) == 3  # the inode of the older one was changed just now
-    with pytest.MonkeyPatch.context() as patch:
+    with MonkeyPatch.context() as patch:
         patch.setattr(temporaries, "time", later)
         with replacing(tmp_path / "f"):
             pass
@@ -495,9 +471,7 @@ def test_what_only_bears_the_name_of_a_temporary_is_not_touched(what: str, tmp_p
     assert (tmp_path / "target").read_bytes() == b"kept"
 
 
-def test_a_file_system_without_locks_is_written_to_and_nothing_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_files_are_written_and_none_removed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     interrupted(tmp_path, signal.SIGKILL)
     before = {*os.listdir(tmp_path)}
 
@@ -505,8 +479,7 @@ def test_a_file_system_without_locks_is_written_to_and_nothing_is_removed(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuses)
-    with replacing(tmp_path / "f") as file:
-        file.write(b"x")
+    write(tmp_path / "f", b"x")
     assert {*os.listdir(tmp_path)} == before | {"f"}
 
 

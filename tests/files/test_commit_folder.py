@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 import ckpttool
 from ckpttool.errors import Unreadable, UsageFault
@@ -45,13 +46,13 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_exchange(monkeypatch: MonkeyPatch) -> None:
     """Take renameat2 away, as an old C library does."""
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
 
 
 @pytest.fixture(params=["in one step", "in two steps"])
-def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def both_ways(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> None:
     if request.param == "in two steps":
         without_exchange(monkeypatch)
 
@@ -122,9 +123,7 @@ def test_of_a_link_that_is_replaced_the_target_stays(folder: Path) -> None:
     assert (folder.parent / "blob").read_text() == "old"
 
 
-def test_a_kept_file_that_changes_meanwhile_keeps_the_change(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_file_that_changes_meanwhile_keeps_the_change(folder: Path, monkeypatch: MonkeyPatch) -> None:
     (folder / "config.json").write_text("old")
     link = os.link
 
@@ -147,9 +146,7 @@ def test_only_what_is_in_the_folder_is_removed_whatever_is_named(folder: Path) -
     assert (folder.parent / "outside").read_text() == "kept"
 
 
-def test_a_new_folder_that_another_process_takes_for_abandoned_is_made_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_folder_taken_for_abandoned_is_made_again(folder: Path, monkeypatch: MonkeyPatch) -> None:
     """Between mkdir and the lock it looks like one that a killed process left."""
     mkdir, removed = os.mkdir, []
 
@@ -166,7 +163,7 @@ def test_a_new_folder_that_another_process_takes_for_abandoned_is_made_again(
     assert names(folder.parent) == ["f"]
 
 
-def test_what_can_not_be_removed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_removed_is_named(folder: Path, monkeypatch: MonkeyPatch) -> None:
     unlink = os.unlink
 
     def refuses(path: Any, *given: Any, **more: Any) -> None:
@@ -274,9 +271,7 @@ REPLACED_OVER_AND_OVER = """
 
 
 @pytest.mark.parametrize(("seed", "writers"), [(0, 1), (0, 2), (1, 2)])
-def test_no_file_of_another_process_is_lost_however_often_writers_are_killed(
-    seed: int, writers: int, folder: Path
-) -> None:
+def test_no_file_is_lost_however_often_writers_are_killed(seed: int, writers: int, folder: Path) -> None:
     (folder.parent / "taken").mkdir()
     command = [sys.executable, "-c", textwrap.dedent(REPLACED_OVER_AND_OVER), str(folder)]
     drawn = random.Random(seed)
@@ -365,9 +360,7 @@ def test_root_leaves_a_replaced_folder_to_its_owner(private: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors-sharded", "torch-sharded", "dcp"])
-def test_a_private_checkpoint_stays_private_when_its_keys_are_renamed(
-    kind: str, private: Path, cli: Callable[..., Any]
-) -> None:
+def test_a_private_checkpoint_stays_private(kind: str, private: Path, cli: Callable[..., Any]) -> None:
     import torch
 
     torch.save({"module.a": torch.ones(3)}, private.parent / "in.pt")
@@ -434,9 +427,7 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(seed: int, tm
     assert len(values_in(tmp_path / "out")) == 1
 
 
-def test_a_file_system_without_an_exchange_gets_the_folder_in_two_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_exchange_there_are_two_steps(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     without_exchange(monkeypatch)
     for value in (1.0, 2.0, 3.0):
         shards_of(value, tmp_path)
@@ -445,9 +436,7 @@ def test_a_file_system_without_an_exchange_gets_the_folder_in_two_steps(
 
 
 @pytest.mark.parametrize("number", sorted(NO_EXCHANGE))
-def test_an_old_kernel_or_file_system_has_no_exchange(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_kernel_has_no_exchange(number: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     shards_of(1.0, tmp_path)
     monkeypatch.setattr(ctypes, "CDLL", refusing(number))
     shards_of(2.0, tmp_path)
@@ -455,7 +444,7 @@ def test_an_old_kernel_or_file_system_has_no_exchange(
     assert names(tmp_path) == ["in.safetensors", "out"]
 
 
-def test_an_exchange_that_fails_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_that_fails_leaves_all_as_it_was(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     shards_of(1.0, tmp_path)
     monkeypatch.setattr(ctypes, "CDLL", refusing(errno.EIO))
     with pytest.raises(OSError, match="Input/output"):
@@ -475,9 +464,7 @@ def refusing(number: int) -> Callable[..., Any]:
     return lambda *_, **__: SimpleNamespace(renameat2=call)
 
 
-def test_a_second_step_that_fails_puts_the_old_folder_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_step_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     shards_of(1.0, tmp_path)
     without_exchange(monkeypatch)
     rename = os.rename
@@ -571,7 +558,7 @@ def in_a_thread(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_a_folder_that_another_one_takes_the_place_of_while_it_is_read_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """Also when the new one has other shards, so that the old index leads nowhere."""
     shards_of(1.0, tmp_path)

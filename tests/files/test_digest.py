@@ -15,10 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.files import threads
+from ckpttool.files import copying, threads
 from ckpttool.files.digest import digest, tensor_digests
 from ckpttool.files.threads import NAME
 from ckpttool.tensors import values as tensor_values
@@ -74,8 +75,8 @@ def test_the_digest_is_what_the_page_says(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 95, 96, 97, 1000])
 @pytest.mark.parametrize("chunk", [16, tensor_values.CHUNK])
-def test_values_are_cut_into_pieces_as_the_page_says(
-    piece: int, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_pieces_are_as_the_page_says(
+    piece: int, chunk: int, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PIECE", piece)
     monkeypatch.setattr(tensor_values, "CHUNK", chunk)
@@ -93,10 +94,10 @@ def test_a_tensor_of_several_pieces_has_the_digest_of_the_page(tmp_path: Path) -
 @pytest.mark.parametrize("workers", [1, 2, 8])
 @pytest.mark.parametrize("read", [1, 100, 1 << 20])
 def test_the_digest_does_not_depend_on_how_threads_share_the_work(
-    workers: int, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: int, read: int, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "cores", lambda most: workers)
-    monkeypatch.setattr(module, "READ", read)
+    monkeypatch.setattr(copying, "cores", lambda most: workers)
+    monkeypatch.setattr(copying, "BUFFER", read)
     monkeypatch.setattr(threads, "MANY", 3)
     monkeypatch.setattr(threads, "GROUP", 200)
     monkeypatch.setattr(module, "PIECE", 50)
@@ -104,7 +105,7 @@ def test_the_digest_does_not_depend_on_how_threads_share_the_work(
     assert of(state, tmp_path) == defined(state, 50)
 
 
-def test_progress_adds_up_to_the_bytes_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_adds_up_to_the_bytes_hashed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE", 100)
     state = {**STATES["shapes"], **STATES["views"]}
     torch.save(state, tmp_path / "in.pt")
@@ -236,7 +237,7 @@ def test_any_change_of_contents_changes_the_digest(change: str, tmp_path: Path) 
 )
 def test_any_state_has_the_digest_of_the_page(wanted: dict[str, Any], piece: int) -> None:
     state = {name: torch.arange(count).to(dtype) for name, (dtype, count) in wanted.items()}
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as folder, MonkeyPatch.context() as patch:
         patch.setattr(module, "PIECE", piece)
         if state:
             assert of(state, Path(folder)) == defined(state, piece)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 import ckpttool
 from ckpttool.errors import Damaged
@@ -23,7 +24,7 @@ CONTENT = random.Random(0).randbytes(300_001)
 
 
 @pytest.fixture(autouse=True)
-def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def shared(monkeypatch: MonkeyPatch) -> list[int]:
     """A file system that shares extents; the bytes of each stretch that was shared."""
     found: list[int] = []
 
@@ -78,16 +79,14 @@ def test_whole_blocks_at_the_same_place_in_a_block_are_shared(
     assert sum(shared) == wanted
 
 
-def test_the_last_block_of_both_files_is_shared_in_part(
-    source: Source, tmp_path: Path, shared: list[int]
-) -> None:
+def test_the_last_block_is_shared_in_part(source: Source, tmp_path: Path, shared: list[int]) -> None:
     assert copied(ByteRange(source, 0, 300_001), 0, tmp_path / "out", tail=b"") == CONTENT
     assert shared == [300_001]
 
 
 @pytest.mark.parametrize("number", sorted(NO_CLONE))
 def test_where_blocks_can_not_be_shared_they_are_copied(
-    number: int, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, source: Source, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     def refuses(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -96,9 +95,7 @@ def test_where_blocks_can_not_be_shared_they_are_copied(
     assert copied(ByteRange(source, 0, 300_001), 0, tmp_path / "out") == CONTENT
 
 
-def test_a_full_disk_is_no_reason_to_copy(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_no_reason_to_copy(source: Source, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -115,7 +112,7 @@ def test_a_source_that_became_shorter_is_damaged(source: Source, tmp_path: Path)
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_pt_to_pt_shares_large_storages_and_compares_checksums(
-    damaged: bool, tmp_path: Path, shared: list[int], monkeypatch: pytest.MonkeyPatch
+    damaged: bool, tmp_path: Path, shared: list[int], monkeypatch: MonkeyPatch
 ) -> None:
     state = {f"module.{i}": torch.arange(300_000.0) + i for i in range(3)} | {"module.small": torch.ones(9)}
     torch.save(state, tmp_path / "in.pt")
@@ -142,9 +139,7 @@ def test_pt_to_pt_shares_large_storages_and_compares_checksums(
     assert (tmp_path / "copied/out.pt").read_bytes() == (tmp_path / "out.pt").read_bytes()
 
 
-def test_bytes_whose_checksum_is_to_be_found_are_read(
-    source: Source, tmp_path: Path, shared: list[int]
-) -> None:
+def test_bytes_that_are_to_be_summed_are_read(source: Source, tmp_path: Path, shared: list[int]) -> None:
     sums: list[int] = []
     with open(tmp_path / "out", "w+b") as file, Output(file) as out:
         out.copy(ByteRange(source, 0, 300_001), sums.append)

@@ -9,13 +9,14 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
+from pytest import MonkeyPatch
 
 from ckpttool.files import threads as threads_module
 from ckpttool.files.threads import NAME, Workers, cut, in_order, map_pieces
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def threads(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> int:
     count: int = request.param
     monkeypatch.setattr(threads_module, "cores", lambda most: min(count, most))
     return count
@@ -29,22 +30,6 @@ def late(number: int) -> int:
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
 def test_results_come_in_the_order_of_the_jobs(count: int, threads: int) -> None:
     assert list(in_order((partial(late, n) for n in range(count)), 3)) == list(range(count))
-
-
-def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
-    done: list[int] = []
-
-    def job(number: int) -> int:
-        time.sleep(0.001)
-        if number == 5:
-            raise ValueError("the sixth")
-        done.append(number)
-        return number
-
-    with pytest.raises(ValueError, match="the sixth"):
-        list(in_order((partial(job, n) for n in range(1000)), 3))
-    assert len(done) < 20
-    assert not running()
 
 
 def test_a_reader_that_stops_early_ends_the_work(threads: int) -> None:
@@ -69,7 +54,9 @@ class Sized(NamedTuple):
 @pytest.mark.parametrize("nbytes", [0, 1, threads_module.GROUP // 3, threads_module.GROUP, 1 << 30])
 def test_pieces_of_any_size_are_worked_on_once_and_in_order(nbytes: int, threads: int) -> None:
     pieces = [Sized(number, nbytes if number % 7 else 5) for number in range(2_000)]
-    assert list(map_pieces(lambda piece: piece.number, pieces, 3)) == list(range(2_000))
+    assert list(map_pieces(lambda piece: piece.number, pieces, 3)) == list(
+        zip(pieces, range(2_000), strict=True)
+    )
     assert not running()
 
 
@@ -82,9 +69,9 @@ def test_small_pieces_are_handed_over_together_and_large_ones_alone(threads: int
             jobs.append(number)
 
     results = map_pieces(lambda piece: piece.number, ask(), 3)
-    assert next(results) == 0
+    assert next(results)[1] == 0
     assert jobs[:3] == [0, 1, 2]
-    assert list(results) == list(range(1, 10))
+    assert [number for _, number in results] == list(range(1, 10))
 
 
 @pytest.mark.parametrize(("nbytes", "most"), [(0, 5), (5, 5), (11, 5), (4, 5)])
@@ -123,25 +110,25 @@ def test_who_waits_for_a_result_runs_jobs_meanwhile() -> None:
     assert len(set(ran_by)) == 2
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_within_a_job_ends_the_work(error: type[BaseException], threads: int) -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_an_error_or_interrupt_within_a_job_ends_the_work(error: type[BaseException], threads: int) -> None:
     done: list[int] = []
 
     def job(number: int) -> int:
         time.sleep(0.001)
         if number == 5:
-            raise error
+            raise error("the sixth")
         done.append(number)
         return number
 
-    with pytest.raises(error):
+    with pytest.raises(error, match="the sixth"):
         list(in_order((partial(job, n) for n in range(1000)), 3))
     assert len(done) < 20
     assert not running()
 
 
 @pytest.fixture(params=[0, 1, 2])
-def startable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def startable(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> int:
     """Only so many threads can be started, as under a limit on processes."""
     count: int = request.param
     rest, start = [None] * count, threading.Thread.start

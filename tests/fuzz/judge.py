@@ -26,8 +26,8 @@ from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.files.digest import digest
 from ckpttool.formats import companions
 from ckpttool.formats.zip.reader import read_directory
+from ckpttool.inert_pickle.known_names import TAKEN
 from ckpttool.inert_pickle.values import TooDeep
-from ckpttool.inert_pickle.weights_only import TAKEN
 from ckpttool.metrics import predictions
 from ckpttool.metrics.certificate import recompute
 from ckpttool.proving.proof import prove

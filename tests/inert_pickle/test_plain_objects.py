@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.analysis.compare import compare
+from ckpttool.analysis.compare import diff
 from ckpttool.analysis.verify import verify
 from tests.support.compared import compared
 from tests.support.running import Ran
@@ -59,7 +59,7 @@ def there_and_back(value: Any, folder: Path, protocol: int) -> tuple[Path, list[
 def test_outputs_hold_the_same_values(value: Any, protocol: int, tmp_path: Path) -> None:
     source, outputs = there_and_back(value, tmp_path, protocol)
     for output in outputs:
-        assert compare(ckpttool.open(source), ckpttool.open(output)).same
+        assert diff(ckpttool.open(source), ckpttool.open(output)).same
         assert verify(ckpttool.open(source), against=ckpttool.open(output)).ok
 
 
@@ -94,7 +94,7 @@ def test_sets_and_byte_arrays_load_as_weights_only(protocol: int, tmp_path: Path
 def test_files_of_two_protocols_compare_as_the_same(protocol: int, tmp_path: Path) -> None:
     for name, each in (("a.pt", 4), ("b.pt", protocol)):
         torch.save(PLAIN, tmp_path / name, pickle_protocol=each)
-    assert compare(ckpttool.open(tmp_path / "a.pt"), ckpttool.open(tmp_path / "b.pt")).same
+    assert diff(ckpttool.open(tmp_path / "a.pt"), ckpttool.open(tmp_path / "b.pt")).same
 
 
 def test_sets_compare_equal_in_any_order(tmp_path: Path) -> None:
@@ -136,5 +136,5 @@ def test_dcp_holds_plain_python_values(protocol: int, tmp_path: Path) -> None:
     value = {**PLAIN, "inside": [{torch.ones(2)}]}
     torch.save(value, tmp_path / "in.pt", pickle_protocol=protocol)
     ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "dcp", to="dcp")
-    assert compare(ckpttool.open(tmp_path / "in.pt"), ckpttool.open(tmp_path / "dcp")).same
+    assert diff(ckpttool.open(tmp_path / "in.pt"), ckpttool.open(tmp_path / "dcp")).same
     assert not any(b"inert_pickle" in file.read_bytes() for file in (tmp_path / "dcp").iterdir())

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest import MonkeyPatch
 
 from ckpttool.inert_pickle import values as inert
 from ckpttool.inert_pickle.reader import PickleFault, read_pickle
@@ -49,25 +50,8 @@ def through(value: Any, protocol: int) -> Any:
 # Reading.
 
 PLAIN = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        255,
-        256,
-        65535,
-        65536,
-        2**31 - 1,
-        -(2**31),
-        2**31,
-        2**63,
-        -(2**63),
-        2**64,
-    ),
-    *(2**2040 - 1, -(2**2039), 10**4000, 0.0, -0.0, 1.5, 1e308, 5e-324, float("inf"), float("nan")),
+    *(None, True, False, 0, 1, -1, 255, 256, 65535, 65536, 2**31 - 1, -(2**31), 2**31, 2**63, -(2**63)),
+    *(2**64, 2**2040 - 1, -(2**2039), 10**4000, 0.0, -0.0, 1.5, 1e308, 5e-324, float("inf"), float("nan")),
     *("", "a", "é\n\t\\'\"", "\ud800", "\U0001f511", "x" * 300, "\0", b"", b"\x00\xff", b"b" * 300),
     *((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1, [2, [3]]], {}, {"a": 1, 2: "b", (1, "c"): None}),
     *(list(range(2500)), dict.fromkeys(range(2500), "v"), {1: {2: {3: [4]}}}),
@@ -82,14 +66,8 @@ def test_plain_values_of_every_protocol_stand_for_themselves(value: object, prot
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_sets_and_byte_arrays_of_every_protocol_are_plain_values(protocol: int) -> None:
-    value = [
-        {1, "a", (2, 3)},
-        frozenset({4, frozenset({5})}),
-        set(),
-        frozenset(),
-        bytearray(b"\xff"),
-        bytearray(),
-    ]
+    sets = [{1, "a", (2, 3)}, frozenset({4, frozenset({5})}), set(), frozenset()]
+    value = [*sets, bytearray(b"\xff"), bytearray()]
     assert read_pickle(pickle.dumps(value, protocol)).value == value
 
 
@@ -252,9 +230,8 @@ def test_python_reads_back_every_object_unchanged(what: str, protocol: int) -> N
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_objects_in_one_tree_keep_what_they_share(protocol: int) -> None:
-    value = {
-        key: item for key, item in objects().items() if key not in ("slots", "partial", "error", "slice")
-    }
+    odd = ("slots", "partial", "error", "slice")
+    value = {key: item for key, item in objects().items() if key not in odd}
     assert_same(value, through(value, protocol))
 
 
@@ -263,14 +240,8 @@ def test_dotted_names_are_written_under_the_protocol_they_were_read_from(protoco
     assert through(Outer.Inner, protocol) is Outer.Inner
 
 
-leaves = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.floats(),
-    st.text(st.characters(), max_size=5),
-    st.binary(max_size=5),
-)
+leaves = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats()
+leaves |= st.text(st.characters(), max_size=5) | st.binary(max_size=5)
 hashable = st.one_of(leaves, st.tuples(leaves, leaves))
 trees = st.recursive(
     leaves,
@@ -375,9 +346,7 @@ def test_nesting_of_100_000_levels_is_read_and_walked() -> None:
     assert sum(1 for _ in walk(tree)) == 100_000
 
 
-@pytest.mark.parametrize(
-    "act", [written, lambda tree: rebuild(tree, lambda value: value)], ids=["write", "copy"]
-)
+@pytest.mark.parametrize("act", [written, lambda tree: rebuild(tree, lambda value: value)])
 def test_nesting_beyond_the_limit_is_too_deep_to_write_or_copy(act: Any) -> None:
     act(read_pickle(program(nested(inert.MAX_DEPTH))).value)
     with pytest.raises(TooDeep):
@@ -418,14 +387,12 @@ def _depth(root: object) -> int:
         "BUILD": call(name("os", "system"), text("true")) + text("touch CANARY") + b"b",
         "APPEND": call(name("os", "system"), text("true")) + text("touch CANARY") + b"a",
         "SETITEM": call(name("os", "system"), text("true")) + text("touch CANARY") + b"Ns",
-        "a call of what a call made": call(
-            call(name("builtins", "getattr"), text("x")), text("touch CANARY")
-        ),
+        "a call of a call": call(call(name("builtins", "getattr"), text("x")), text("touch CANARY")),
     }.items(),
     ids=lambda item: item[0],
 )
 def test_opcodes_that_run_code_make_inert_records(
-    body: tuple[str, bytes], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    body: tuple[str, bytes], tmp_path: Any, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     read = read_pickle(program(body[1], protocol=4)).value
@@ -433,7 +400,7 @@ def test_opcodes_that_run_code_make_inert_records(
     assert not list(tmp_path.iterdir())
 
 
-def test_no_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_module_is_imported(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.__import__", no_tensor)
     assert read_pickle(program(name("no_such_module", "Thing"))).value == Global("no_such_module", "Thing")
 
@@ -556,9 +523,8 @@ def test_a_memo_index_of_2_to_the_31_takes_no_memory() -> None:
 
 def tuple_in_tuple(times: int) -> bytes:
     """The opcodes of nested tuples, each of which holds the one before twice."""
-    return b")q\x00" + b"".join(
-        b"0h%bh%b\x86q%b" % (bytes([i]), bytes([i]), bytes([i + 1])) for i in range(times)
-    )
+    steps = (b"0h%bh%b\x86q%b" % (bytes([i]), bytes([i]), bytes([i + 1])) for i in range(times))
+    return b")q\x00" + b"".join(steps)
 
 
 @pytest.mark.parametrize("use", ["key of a dict", "in a set", "in a frozenset", "key of pairs"])
@@ -629,12 +595,10 @@ def test_a_shared_value_is_written_once() -> None:
     assert len(written([shared, shared])) < 1100
 
 
-@pytest.mark.parametrize(
-    "odd", [Global("a\nb", "c"), Global("a", "b\nc"), Global("a", "\ud800"), 1j, object()]
-)
-def test_a_value_that_no_pickle_can_hold_raises_value_error(odd: object) -> None:
-    with pytest.raises(ValueError):
-        written([odd])
+def test_a_value_that_no_pickle_can_hold_raises_value_error() -> None:
+    for odd in (Global("a\nb", "c"), Global("a", "b\nc"), Global("a", "\ud800"), 1j, object()):
+        with pytest.raises(ValueError):
+            written([odd])
 
 
 def test_dicts_and_lists_longer_than_a_batch_keep_their_order() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 import ckpttool
 from ckpttool.proving import replay
@@ -23,9 +24,8 @@ def test_a_field_that_is_missing_is_named(name: str, cli: Any, tmp_path: Path) -
     for flags in (["--no-replay"], ["--dry-run", "--from", "0"]):
         ran = cli("prove", folder, *flags)
         assert ran.code == 3
-        assert ran.err.startswith(
-            f"error: {folder}/run.jsonl: line 1 is no entry of a run: 'begin' lacks '{name}'\n"
-        )
+        said = f"line 1 is no entry of a run: 'begin' lacks '{name}'\n"
+        assert ran.err.startswith(f"error: {folder}/run.jsonl: {said}")
 
 
 @pytest.mark.parametrize(
@@ -40,18 +40,15 @@ def test_a_field_that_is_missing_is_named(name: str, cli: Any, tmp_path: Path) -
         ({**BEGIN, "source": {"step": 1}}, "'source' of 'begin' lacks 'digests'"),
     ],
 )
-def test_an_entry_of_another_form_is_named(
-    entry: dict[str, Any], said: str, cli: Any, tmp_path: Path
-) -> None:
+def test_an_entry_of_other_form_is_named(entry: dict[str, Any], said: str, cli: Any, tmp_path: Path) -> None:
     ran = cli("prove", record(tmp_path, BEGIN, entry), "--no-replay")
     assert ran.code == 3
     assert f"run.jsonl: line 2 is no entry of a run: {said}\n" in ran.err
 
 
 def test_entries_of_other_kinds_are_left_alone(cli: Any, tmp_path: Path) -> None:
-    assert (
-        cli("prove", record(tmp_path, BEGIN, STEP, {"kind": "note", "text": "mine"}), "--no-replay").code == 0
-    )
+    folder = record(tmp_path, BEGIN, STEP, {"kind": "note", "text": "mine"})
+    assert cli("prove", folder, "--no-replay").code == 0
 
 
 TRAINER = """
@@ -67,30 +64,22 @@ sys.exit(3)
 """
 
 
-def test_a_replay_shows_how_far_it_is_and_says_why_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_shows_how_far_it_is_and_why_it_ended(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "POLL", 0.05)
     (tmp_path / "train").mkdir()
     program = tmp_path / "train" / "main.py"
     program.write_text(TRAINER)
     folder = record(tmp_path, BEGIN, STEP, {**STEP, "step": 6})
     seen: list[tuple[int, int]] = []
-    proved = ckpttool.prove(
-        folder,
-        replay=replay.Replay(start=0, program=str(program)),
-        progress=lambda done, of: seen.append((done, of)),
-    )
-    assert [finding.message for finding in proved.findings] == [
-        "the replay ended with exit code 3: nothing can be replayed here"
-    ]
+    again = replay.Replay(start=0, program=str(program))
+    proved = ckpttool.prove(folder, replay=again, progress=lambda *steps: seen.append(steps))
+    (finding,) = proved.findings
+    assert finding.message == "the replay ended with exit code 3: nothing can be replayed here"
     assert {(2, 6), (4, 6), (6, 6)} <= {*seen}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_a_replay_that_is_interrupted_leaves_no_trainer_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_replay_leaves_no_trainer_behind(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "POLL", 0.05)
     (tmp_path / "train").mkdir()
     program = tmp_path / "train" / "main.py"
@@ -104,10 +93,7 @@ def test_a_replay_that_is_interrupted_leaves_no_trainer_behind(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ckpttool.prove(
-            record(tmp_path, BEGIN, STEP),
-            replay=replay.Replay(start=0, program=str(program)),
-            progress=interrupt,
-        )
+        again = replay.Replay(start=0, program=str(program))
+        ckpttool.prove(record(tmp_path, BEGIN, STEP), replay=again, progress=interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

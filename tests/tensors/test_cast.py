@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
 import ckpttool
@@ -193,9 +194,7 @@ def test_one_tensor_under_two_names_stays_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [tensor_values.CHUNK, 32])
-def test_views_of_cast_tensors_are_written_out_with_their_values(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_of_cast_tensors_are_written_out(chunk: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_values, "CHUNK", chunk)
     state = {key: each.detach() for key, each in views().items()}
     torch.save(state, tmp_path / "in.pt")
@@ -258,9 +257,7 @@ def test_a_storage_is_cast_from_the_type_of_each_tensor_that_uses_it(tmp_path: P
     assert torch.equal(loaded["brain"], before["brain"].float())
 
 
-def test_a_tensor_of_many_pieces_is_cast_whole_and_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_of_many_pieces_is_cast_whole_and_in_order(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 1 << 10)
     monkeypatch.setattr(tensor_values, "CHUNK", 1 << 10)
     long = torch.randn(100_003)
@@ -275,7 +272,7 @@ def test_a_tensor_of_many_pieces_is_cast_whole_and_in_order(
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 def test_values_that_overflow_are_counted_once(
-    ending: str, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ending: str, verify: bool, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK", 16)
     monkeypatch.setattr(tensor_values, "CHUNK", 16)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest import MonkeyPatch
 
 import ckpttool
 from ckpttool.errors import Damaged, Refused
@@ -34,16 +35,14 @@ def streamed(ref: TensorRef) -> bytes:
 @pytest.mark.parametrize("chunk", [tensor_values.CHUNK, 16, 48, 256])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_of_every_layout_come_in_row_major_order_whatever_the_chunk(
-    layout: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str, chunk: int, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_values, "CHUNK", chunk)
     assert streamed(stored(LAYOUTS[layout], tmp_path)) == values(LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
-def test_elements_of_every_width_are_gathered(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_width_is_gathered(dtype: torch.dtype, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_values, "CHUNK", 64)
     tensor = numbers(6, 5, dtype=dtype).t()
     assert streamed(stored(tensor, tmp_path)) == values(tensor)
@@ -74,7 +73,7 @@ strided = st.integers(1, 4).flatmap(
 
 
 @given(strided, st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex128]))
-def test_any_strided_view_is_read_as_torch_reads_it(
+def test_any_view_is_read_as_torch_reads_it(
     view: tuple[list[int], list[int], int], dtype: torch.dtype
 ) -> None:
     tensor = numbers(300, dtype=dtype).as_strided(*view)
@@ -84,9 +83,7 @@ def test_any_strided_view_is_read_as_torch_reads_it(
 
 @pytest.mark.parametrize("chunk", [tensor_values.CHUNK, 16])
 @pytest.mark.parametrize("what", LAZY)
-def test_lazy_conjugates_and_negatives_are_resolved(
-    what: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lazy_bits_are_resolved(what: str, chunk: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_values, "CHUNK", chunk)
     ref = stored(LAZY[what], tmp_path)
     assert (ref.conj, ref.neg) == (LAZY[what].is_conj(), LAZY[what].is_neg())
@@ -105,7 +102,7 @@ def test_a_small_storage_expanded_by_stride_0_is_refused_by_name(tmp_path: Path)
 @pytest.mark.parametrize(
     ("shape", "stride"), [((3, 4), (0, 1)), ((2, 0), (0, 1)), ((4,), (1,)), ((5, 2), (0, 0))]
 )
-def test_repeats_of_a_stride_of_0_are_removed(
+def test_repeats_of_stride_0_are_removed(
     shape: tuple[int, ...], stride: tuple[int, ...], tmp_path: Path
 ) -> None:
     whole = torch.arange(4.0).as_strided(shape, stride)
@@ -139,7 +136,7 @@ def test_memory_stays_flat_while_a_strided_tensor_is_read(tmp_path: Path) -> Non
     ids=lambda t: f"{t.dtype} {tuple(t.shape)}",
 )
 def test_a_file_of_a_big_endian_machine_has_the_values_that_torch_finds_in_it(
-    tensor: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tensor: torch.Tensor, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_values, "CHUNK", 32)
     path = big_endian(tensor, tmp_path / "big.pt")

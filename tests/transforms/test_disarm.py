@@ -23,7 +23,7 @@ import torch
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Refused
-from ckpttool.inert_pickle.weights_only import PROPERTIES
+from ckpttool.inert_pickle.known_names import PROPERTIES
 from ckpttool.transforms.disarm import Disarmed, disarm
 from tests.support.crafting import (
     call,

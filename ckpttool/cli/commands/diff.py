@@ -64,7 +64,7 @@ def command(
       ckpttool diff model.bin model.safetensors --atol 1e-6
       ckpttool diff last.pt model.safetensors --ignore-prefix
     """
-    from ...analysis.checks import diff
+    from ...analysis.compare import diff
 
     console = options.console(given)
     with ExitStack() as stack:

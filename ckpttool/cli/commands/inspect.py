@@ -17,8 +17,8 @@ from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
     from ...analysis.other_contents import OtherRow
-    from ...analysis.stats import Stats
-    from ...analysis.summary import Summary, TensorRow
+    from ...analysis.summary import Summary
+    from ...analysis.tables import Stats, TensorRow
     from ...checkpoint.checkpoint import Checkpoint
 
 
@@ -50,7 +50,8 @@ def command(
     Example:
       ckpttool inspect last.pt
     """
-    from ...analysis.summary import summarize, tensor_rows
+    from ...analysis.summary import summarize
+    from ...analysis.tables import tensor_rows
     from ..pages.inspect import page, stats_table, tensor_lines
 
     console = options.console(given)
@@ -81,10 +82,10 @@ def command(
 
 def _of_run(folder: str) -> Answer | None:
     """Return the table of the checkpoints in a run's folder; None if none of them can be read."""
-    from ...analysis.run_folder import entries
+    from ...analysis.tables import checkpoint_rows
     from ..pages.inspect_others import run_page
 
-    found = entries(folder)
+    found = checkpoint_rows(folder)
     if not any(entry.format for entry in found):
         return None
     fields = [
@@ -101,7 +102,7 @@ def _lines() -> int:
 
 
 def _measure(console: Console, checkpoint: Checkpoint, verify: bool) -> Mapping[str, Stats | None]:
-    from ...analysis.stats import measure
+    from ...analysis.tables import measure
     from ...checkpoint.checksums import Checksums
 
     found: dict[str, Stats | None] = {}

@@ -27,8 +27,8 @@ from .inspect_others import MAX_OTHERS, others
 
 if TYPE_CHECKING:
     from ...analysis.module_tree import Branch
-    from ...analysis.stats import Stats
-    from ...analysis.summary import Kinds, Summary, TensorRow
+    from ...analysis.summary import Kinds, Summary
+    from ...analysis.tables import Stats, TensorRow
     from ...checkpoint.ranks import Ranks
     from ...transforms.wrappers import FoundPrefix
 

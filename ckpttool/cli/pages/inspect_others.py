@@ -14,8 +14,8 @@ from ..console import counted, printable, show_bytes, table
 
 if TYPE_CHECKING:
     from ...analysis.other_contents import OtherRow
-    from ...analysis.run_folder import Entry
     from ...analysis.summary import Summary
+    from ...analysis.tables import CheckpointRow
 
 MAX_OTHERS = 12  # Values below one name that are shown without `-v`
 
@@ -70,7 +70,7 @@ def _value(row: OtherRow) -> str:
     return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
 
 
-def run_page(folder: str, entries: Sequence[Entry], width: int | None) -> Iterator[str]:
+def run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) -> Iterator[str]:
     """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
     yield f"{printable(folder)}: {counted(len(entries), 'checkpoint', 'checkpoints')}, newest first"
     rows = [

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...formats.saving.destination import format_of_name
+from ...inert_pickle.known_names import MAX_INTEGER, TAKEN
 from ...inert_pickle.values import Global, walk
-from ...inert_pickle.weights_only import MAX_INTEGER, TAKEN
 from ...tensors.ref import Storage, TensorRef
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import Damaged
 from ckpttool.files import copying
-from ckpttool.files.copying import Buffers
+from ckpttool.files.copying import Output
 from ckpttool.transforms.keys import add_prefix, rename_keys, strip_prefix
 from tests.support.comparing import values
 from tests.support.extents import clone_range
@@ -63,7 +63,7 @@ def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "ioctl", clone_range)
     monkeypatch.setattr(copying, "BLOCK", 1)
     monkeypatch.setattr(copying, "SMALL", 0)
-    monkeypatch.setattr(Buffers, "one", moved)
+    monkeypatch.setattr(Output, "_put", moved)
 
 
 @pytest.fixture(params=["copied", "shared"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.analysis.stats import Stats, measure
+from ckpttool.analysis.tables import Stats, measure
 
 
 @pytest.fixture

@@ -1,0 +1,190 @@
+"""The tables of `inspect`: tensors, the statistics of their values, and the checkpoints of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.dotted_names import Entry, contents, dotted, is_tensor
+from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
+from ..checkpoint.special_tensors import SHARDED
+from ..errors import CkptToolError, FileError
+from ..formats.one_of_several import piece_of
+from ..formats.reading import open as open_checkpoint
+from ..formats.roots import checkpoints_below, step_in
+from ..inert_pickle.values import Record
+from ..tensors.cast import FLOATS, carrier, reader
+from ..tensors.ref import TensorRef
+from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
+
+MOST_CHECKPOINTS = 200  # that are opened; the newest of a run come first
+
+BLOCK = 1 << 18  # Elements per step: as float64 they stay in the processor's cache
+
+
+class TensorRow(NamedTuple):
+    """A tensor by its dotted path in the file."""
+
+    name: str  # the dotted path
+    # dtype, shape: of the whole tensor; None when the file does not say
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    nbytes: int  # bytes in this file
+    shared_with: str | None  # the first name that uses the same bytes; None when no other does
+    # what it is when it is not a plain tensor: `DTensor`, `sparse COO`, …; None for a plain one
+    kind: str | None = None
+    # the shape of the piece in this file; None when the file has all of it
+    local_shape: tuple[int, ...] | None = None
+
+    @property
+    def type(self) -> str:
+        """The dtype, and the kind of a tensor that is not a plain one: `float32 DTensor`."""
+        return " ".join(filter(None, (self.dtype, self.kind)))
+
+    @property
+    def sizes(self) -> str:
+        """The shape as `[7,5]`, and that of the piece in this file: `[3,5] of [7,5]`."""
+        both = (self.local_shape, self.shape) if self.local_shape is not None else (self.shape,)
+        return " of ".join("?" if each is None else f"[{','.join(map(str, each))}]" for each in both)
+
+
+def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
+    """Yield every tensor of a file, in the file's order."""
+
+    def inside(value: object) -> Iterable[Entry] | None:
+        return None if isinstance(value, Record) and is_tensor(value) else contents(value)
+
+    first: dict[int, str] = {}
+    for path, value in checkpoint.named(inside):
+        tensor = plain_tensor(value)
+        if tensor is not None:
+            name = dotted(path)
+            owner = first.setdefault(id(tensor.storage), name)
+            shared = owner if owner is not name and tensor.nbytes else None
+            yield TensorRow(name, tensor.dtype.name, tensor.shape, tensor.nbytes, shared)
+        elif like := special_tensor(value):
+            dtype = like.dtype.name if like.dtype else None
+            yield TensorRow(dotted(path), dtype, like.shape, like.nbytes, None, like.kind, like.local_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Statistics of a tensor's values."""
+
+    # minimum, maximum: of the finite values, in the tensor's own type; None when there are none
+    minimum: float | int | None = None
+    maximum: float | int | None = None
+    # mean, deviation: of the finite values, computed in float64; the deviation is a population's (÷ n)
+    mean: float | None = None
+    deviation: float | None = None
+    non_finite: int = 0  # the number of values that are NaN or infinite
+
+
+def measure(name: str, tensor: TensorRef) -> Stats | None:
+    """Return the statistics of a tensor; None for complex, quantised and other types that have no order."""
+    kind = tensor.dtype.name
+    if kind not in FLOATS and kind not in INTEGERS:
+        return None
+    once, repeats = without_repeats(tensor)  # equal repetition of all values changes no mean
+    require_bounded(name, once, MAX_REPEATED)
+    sums = _Sums()
+    for piece in stream(once):
+        values = _values(kind, tensor, piece)
+        for start in range(0, len(values), BLOCK):
+            sums.add(values[start : start + BLOCK])
+    return sums.stats(repeats)
+
+
+def _values(kind: str, tensor: TensorRef, piece: memoryview) -> NDArray[Any]:
+    import numpy as np
+
+    if kind in FLOATS:
+        return reader(tensor.dtype)(np.frombuffer(piece, dtype=carrier(tensor.dtype)))
+    return np.frombuffer(piece, dtype="u1" if kind == "bool" else np.dtype(kind).newbyteorder("<"))
+
+
+class _Sums:
+    """Sums over blocks, merged as in Chan, Golub and LeVeque (1979)."""
+
+    def __init__(self) -> None:
+        self.count = self.non_finite = 0
+        self.mean = self.squares = 0.0
+        self.least: Any = None
+        self.most: Any = None
+
+    def add(self, block: NDArray[Any]) -> None:
+        import numpy as np
+
+        if block.dtype.kind == "f":
+            finite = np.isfinite(block)
+            if not finite.all():
+                self.non_finite += int(block.size - np.count_nonzero(finite))
+                block = block[finite]
+        if not block.size:
+            return
+        least, most = block.min(), block.max()
+        self.least = least if self.least is None else min(self.least, least)
+        self.most = most if self.most is None else max(self.most, most)
+        wide = block.astype("f8")
+        with np.errstate(over="ignore", invalid="ignore"):  # the squares of the largest doubles
+            mean = float(wide.mean())
+            wide -= mean
+            squares = float(np.dot(wide, wide))
+            apart, total = mean - self.mean, self.count + block.size
+            self.squares += squares + apart * apart * self.count * block.size / total
+            self.mean += apart * block.size / total
+        self.count = total
+
+    def stats(self, repeats: int) -> Stats:
+        if not self.count:
+            return Stats(non_finite=self.non_finite * repeats)
+        least, most = self.least.item(), self.most.item()
+        return Stats(least, most, self.mean, (self.squares / self.count) ** 0.5, self.non_finite * repeats)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRow:
+    """One checkpoint of a run."""
+
+    path: str
+    step: int | None
+    format: str | None  # None where it can't be read
+    nbytes: int
+    problem: str  # why it is not whole; empty where it is
+
+
+def checkpoint_rows(folder: str) -> list[CheckpointRow]:
+    """Return the checkpoints below a folder that is none itself, the newest first."""
+    return [_checkpoint_row(folder, path) for path in checkpoints_below(folder)[:MOST_CHECKPOINTS]]
+
+
+def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
+    step = step_in(os.path.relpath(path, folder))
+    try:
+        with open_checkpoint(path) as checkpoint:
+            ranks = checkpoint.ranks
+            missing = ", ".join(map(str, ranks.missing[:8])) if ranks else ""
+            problem = f"files of ranks {missing} are missing" if missing else ""
+            if any(like.kind in SHARDED for _, like in checkpoint.special_tensors()):
+                problem = "it holds one rank's pieces of tensors"
+            elif not os.path.isdir(path) and (piece := piece_of(path)) and piece.others:
+                problem = f"it is {piece.what}"
+            stated = ranks.step if ranks and step is None else step
+            return CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem)
+    except CkptToolError as error:
+        reason = error.reason if isinstance(error, FileError) else error.message
+        return CheckpointRow(path, step, None, _size(path), reason)
+
+
+def _size(path: str) -> int:
+    if not os.path.isdir(path):
+        return os.path.getsize(path) if os.path.exists(path) else 0
+    return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
