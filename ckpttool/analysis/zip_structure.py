@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..formats.zip.reader import read_directory
-from ..formats.zip.writer import (
+from ..formats.pytorch.zip_reader import read_directory
+from ..formats.pytorch.zip_writer import (
     CENTRAL,
     DESCRIPTOR,
     END,
