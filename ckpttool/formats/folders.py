@@ -281,7 +281,7 @@ def copy_companions(
                 shutil.copyfileobj(source, file)
                 continue
             try:
-                changed = {**json.loads(source.read()), **settings}
-                file.write((json.dumps(changed, indent=2) + "\n").encode())
+                text = json.dumps({**json.loads(source.read()), **settings}, indent=2)
             except (ValueError, TypeError, RecursionError):
                 raise Damaged(path, "is no JSON object") from None
+            file.write(f"{text}\n".encode())
