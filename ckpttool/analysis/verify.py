@@ -16,9 +16,9 @@ from ..files.copying import Progress, map_bytes
 from ..formats.dcp import reading as dcp
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.archive import is_intact
+from ..formats.pytorch.zip_reader import Record, read_directory
 from ..formats.reading import File, opened
-from ..formats.shards.writing import TORCH
-from ..formats.zip.reader import Record, read_directory
+from ..formats.shards import TORCH
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..tensors.cast import FLOATS, count_non_finite
 from ..tensors.dtypes import real_dtype

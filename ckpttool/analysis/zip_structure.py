@@ -11,8 +11,8 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 
-from ..formats.zip.reader import read_directory
-from ..formats.zip.writer import (
+from ..formats.pytorch.zip_reader import read_directory
+from ..formats.pytorch.zip_writer import (
     CENTRAL,
     DESCRIPTOR,
     END,

@@ -35,7 +35,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         """Return the bytes. Raises UsageFault if the text is no size."""
-        from ..formats.shards.writing import parse_size
+        from ..formats.shards import parse_size
 
         return value if isinstance(value, int) else parse_size(value)
 

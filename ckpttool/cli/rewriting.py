@@ -64,7 +64,7 @@ class Companions:
     @classmethod
     def of(cls, checkpoint: Checkpoint, given: Mapping[str, Any], place: Destination) -> Companions:
         """Look into INPUT's folder; an existing file in a companion's place is refused without --force."""
-        from ..formats import companions, folders
+        from ..formats import folders
 
         path, wanted = given["input"], given["companions"]
         folder = path if os.path.isdir(path) else None
@@ -72,7 +72,7 @@ class Companions:
             return cls({})
         if wanted and place.path == "-":
             raise UsageFault("--companions: stdout has no room for them", hint="name a file or a folder")
-        found, others = companions.listed(checkpoint, place.path, folder)
+        found, others = folders.listed_beside(checkpoint, place.path, folder)
         if not wanted and folder is None and not place.is_folder:
             return cls({})
         if not wanted:
@@ -80,7 +80,7 @@ class Companions:
         if folder is None and folders.folder_of(checkpoint) is None:
             where = shlex.quote(os.path.dirname(path) or ".")
             raise UsageFault(f"--companions: {path} is not a folder", hint=f"name the folder: {where}")
-        places = companions.targets(found, place.path, is_folder=place.is_folder, force=given["force"])
+        places = folders.companion_targets(found, place.path, is_folder=place.is_folder, force=given["force"])
         return cls(dict(zip(found, places, strict=True)), others=others)
 
     @property
@@ -92,12 +92,12 @@ class Companions:
         self, console: Console, settings: Mapping[str, object] | None = None, *, dry: bool = False
     ) -> None:
         """Copy what is to be copied, and name everything."""
-        from ..formats import companions
+        from ..formats import folders
 
         console.note_names("not copied (--companions does)", self.left)
         console.note_names("other files of the folder, not copied", self.others)
         if self.copied and not dry:
-            companions.copy(list(self.copied), list(self.copied.values()), settings or {})
+            folders.copy_companions(list(self.copied), list(self.copied.values()), settings or {})
             console.note_names("copied along", list(self.copied.values()))
 
     def fields(self) -> dict[str, object]:

@@ -1,33 +1,58 @@
-"""What a folder holds: the format of its checkpoint, the files that belong to one, and those that don't."""
+"""What a folder holds: the files of its checkpoint, and those beside it, which a model needs too or not."""
 
 from __future__ import annotations
 
 import errno
+import filecmp
+import json
 import os
-from collections.abc import Collection
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import CkptToolError
+from ..errors import CkptToolError, Damaged, OutputExists, UsageFault
+from ..files.commit import replacing
 from ..files.commit_folder import Replaced, others_in
 from ..files.open_source import names_in, open_source_descriptor
 from ..tensors.ref import ByteRange, Source
+from . import shards
 from .dcp import reading as dcp
 from .dcp.tree import not_read
-from .shards import reading as sharded
-from .shards import writing as sharding
 
-NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
+NAMES = (shards.SAFETENSORS, shards.TORCH, dcp.NAME)
+
+# The device and inode of a file.
+File = tuple[int, int]
 
 # Name endings that tell the format of a folder, in the order in which reading prefers them.
 TELLING = (
     (dcp.METADATA, dcp.NAME),
     (dcp.ENDING, dcp.NAME),
-    (f".safetensors{sharding.INDEX}", sharding.SAFETENSORS),
-    (f".bin{sharding.INDEX}", sharding.TORCH),
+    (f".safetensors{shards.INDEX}", shards.SAFETENSORS),
+    (f".bin{shards.INDEX}", shards.TORCH),
 )
 
 # Name endings of files that an index may name as its own: it can't claim a `notes.txt`.
 OF_TENSORS = (".safetensors", ".bin", ".pt", ".pth", dcp.ENDING)
+
+# The small files that belong to a model, whoever saved it: its configuration, its tokenizer. Sources:
+# transformers, diffusers, mistral.
+COMPANIONS = (
+    *("*config*.json", "*tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "params.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("chat_template*", "*.jinja", "model_index.json", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+    *("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py"),
+)
+
+# The most bytes of a companion; tokenizers have up to 40 MB.
+MAX_COMPANION = 100_000_000
+
+# Files that serve a folder of DeepSpeed, and have nothing of their own.
+OF_DEEPSPEED = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
+
+# A folder below that of the ranks, in which trainers keep a model's configuration and tokenizer.
+BELOW = "huggingface"
 
 # What the system says of a file that was removed meanwhile, and of a link that can't be followed.
 LEADS_NOWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES}
@@ -42,11 +67,16 @@ def kind_of(path: str) -> str | None:
 def files_of_checkpoints(folder: str) -> list[str]:
     """Return the names of the files of all checkpoints in a folder."""
     # A file belongs to one only if its index or metadata names it, whatever its own name looks like.
-    telling = sorted(
-        name for name in os.listdir(folder) if name == dcp.METADATA or name.endswith(sharding.INDEX)
+    return _with_named(
+        folder,
+        sorted(name for name in os.listdir(folder) if name == dcp.METADATA or name.endswith(shards.INDEX)),
     )
+
+
+def _with_named(folder: str, telling: Collection[str], more: Collection[str] = ()) -> list[str]:
+    """Return what indexes or DCP metadata name next to them, and more, and at the end themselves."""
     named = {file for name in telling for file in _named_by(os.path.join(folder, name))}
-    return [*sorted(named.difference(telling)), *telling]
+    return [*sorted(named.union(more).difference(telling)), *telling]
 
 
 def _named_by(path: str) -> list[str]:
@@ -55,7 +85,7 @@ def _named_by(path: str) -> list[str]:
     try:
         source = Source(path, open_source_descriptor(path))
         is_dcp = os.path.basename(path) == dcp.METADATA
-        names = dcp.file_names(source) if is_dcp else sharded.shard_names(source)
+        names = dcp.file_names(source) if is_dcp else shards.shard_names(source)
     except CkptToolError as error:
         if isinstance(error.__cause__, OSError):  # what it names is not known, rather than nothing
             raise error.__cause__ from None
@@ -66,16 +96,14 @@ def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
     """Return what tells the files that a checkpoint replaces when it is written to a folder."""
     if not is_in_place(checkpoint, path):
         return files_of_checkpoints
-    identity = _identity(os.fstat(checkpoint.source.fd))
-    telling = [name for name in os.listdir(path) if _identity_of(os.path.join(path, name)) == identity]
+    telling = _names_of(path, {_identity(os.fstat(checkpoint.source.fd))})
     read = _files_read(checkpoint)
+    return lambda folder: _with_named(folder, telling, _names_of(folder, read))
 
-    def replaced(folder: str) -> list[str]:
-        files_read = {name for name in os.listdir(folder) if _identity_of(os.path.join(folder, name)) in read}
-        named = {file for name in telling for file in _named_by(os.path.join(folder, name))}
-        return [*sorted((files_read | named).difference(telling)), *telling]
 
-    return replaced
+def _names_of(folder: str, files: Collection[File | None]) -> list[str]:
+    """Return the names that some files have in a folder."""
+    return [name for name in os.listdir(folder) if _identity_of(os.path.join(folder, name)) in files]
 
 
 def others(checkpoint: Checkpoint, path: str, kept: Collection[str]) -> list[str]:
@@ -89,9 +117,9 @@ def companions(checkpoint: Checkpoint, path: str) -> list[str]:
     # checkpoint.
     if not is_in_place(checkpoint, path):
         return []
-    read = _files_read(checkpoint)
-    files = {name: place for name in os.listdir(path) if os.path.isfile(place := os.path.join(path, name))}
-    return sorted(name for name, place in files.items() if _identity_of(place) not in read)
+    read = _names_of(path, _files_read(checkpoint))
+    names = sorted(name for name in os.listdir(path) if name not in read)
+    return [name for name in names if os.path.isfile(os.path.join(path, name))]
 
 
 def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
@@ -100,8 +128,8 @@ def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
     if os.path.isdir(path):
         if is_in_place(checkpoint, path):
             return False
-        replaced = {_identity_of(os.path.join(path, name)) for name in files_of_checkpoints(path)}
-        return bool(replaced & _files_read(checkpoint))
+        read = _files_read(checkpoint)
+        return any(_identity_of(os.path.join(path, name)) in read for name in files_of_checkpoints(path))
     identity = _identity_of(path)
     if identity is None:
         return False
@@ -115,6 +143,11 @@ def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
     """Return whether a folder is the one that the checkpoint was read from."""
     source = folder_of(checkpoint) if checkpoint.format in NAMES else None
     return source is not None and os.path.isdir(path) and os.path.samefile(source, path)
+
+
+def is_same_file(source: Source, path: str) -> bool:
+    """Return whether a path leads to an open file."""
+    return path != "-" and _identity(os.fstat(source.fd)) == _identity_of(path)
 
 
 def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
@@ -133,10 +166,12 @@ def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) ->
     top = os.path.realpath(source)
     places = [path, *(shard.path for shard in checkpoint.shards)]  # in a folder below, as DeepSpeed has tags
     own = {os.path.relpath(os.path.realpath(place), top).split(os.sep)[0] for place in places}
-    others = sorted(os.listdir(source))
-    told = {name for name in others if not_read(name) in checkpoint.unread}
-    found = [name for name in others if not name.startswith(".") and name not in own | told]
-    return [name for name in found if _identity_of(os.path.join(source, name)) not in read]
+    return [
+        name
+        for name in sorted(os.listdir(source))
+        if not (name.startswith(".") or name in own or not_read(name) in checkpoint.unread)
+        and _identity_of(os.path.join(source, name)) not in read
+    ]
 
 
 def folder_of(checkpoint: Checkpoint) -> str | None:
@@ -147,26 +182,24 @@ def folder_of(checkpoint: Checkpoint) -> str | None:
     return folder if os.path.isdir(folder) else None
 
 
-def _files_referred(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
+def _files_referred(checkpoint: Checkpoint) -> set[File | None]:
     """Return the files in which the bytes of a checkpoint lie, other than the one it was read from."""
-    sources: dict[int, Source] = {}
-    seen: set[int] = set()
-    storages = [storage for _, storage in checkpoint.storages()]
-    while storages:
-        storage = storages.pop()
-        if id(storage) not in seen:
-            seen.add(id(storage))
-            storages.extend(storage.origins)
-            if isinstance(storage.data, ByteRange) and storage.data.source is not checkpoint.source:
-                sources[id(storage.data.source)] = storage.data.source
+    storages = {id(storage): storage for _, storage in checkpoint.storages()}
+    waiting = [*storages.values()]
+    while waiting:
+        origins = {id(origin): origin for origin in waiting.pop().origins if id(origin) not in storages}
+        storages |= origins
+        waiting += origins.values()
+    places = (storage.data for storage in storages.values() if isinstance(storage.data, ByteRange))
+    sources = {id(place.source): place.source for place in places if place.source is not checkpoint.source}
     return {_identity(os.fstat(source.fd)) for source in sources.values()}
 
 
-def _files_read(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
+def _files_read(checkpoint: Checkpoint) -> set[File | None]:
     return {_identity(os.fstat(source.fd)) for source in (checkpoint.source, *checkpoint.shards)}
 
 
-def _identity_of(path: str) -> tuple[int, int] | None:
+def _identity_of(path: str) -> File | None:
     try:
         return _identity(os.stat(path))
     except OSError as error:
@@ -175,5 +208,80 @@ def _identity_of(path: str) -> tuple[int, int] | None:
         raise
 
 
-def _identity(facts: os.stat_result) -> tuple[int, int]:
+def _identity(facts: os.stat_result) -> File:
     return facts.st_dev, facts.st_ino
+
+
+# What lies beside a checkpoint.
+
+
+def listed_beside(
+    checkpoint: Checkpoint, path: str, folder: str | None = None
+) -> tuple[list[str], list[str]]:
+    """Return what lies in a folder and in `huggingface/` there that is not read: companions, and the rest.
+
+    `folder` is the one that the user named; else it is that of the checkpoint's index, if it has one.
+    """
+    folder = folder or folder_of(checkpoint)
+    if folder is None:
+        return [], []
+    names = other_files(checkpoint, path, folder)
+    below = os.path.join(folder, BELOW)
+    if BELOW in names and os.path.isdir(below) and not os.path.islink(below):
+        inside = sorted(name for name in os.listdir(below) if not name.startswith("."))
+        names = [name for name in names if name != BELOW] + [os.path.join(BELOW, name) for name in inside]
+    found = [name for name in names if _is_companion(folder, name)]
+    rest = [
+        name if _is_inside(folder, name) else f"{name} (a link out of the folder)"
+        for name in names
+        if name not in found and name not in OF_DEEPSPEED
+    ]
+    return [os.path.join(folder, name) for name in found], rest
+
+
+def _is_companion(folder: str, name: str) -> bool:
+    path, base = os.path.join(folder, name), os.path.basename(name)
+    is_known = any(fnmatchcase(base, pattern) for pattern in COMPANIONS) and not base.endswith(shards.INDEX)
+    is_small = is_known and os.path.isfile(path) and os.path.getsize(path) <= MAX_COMPANION
+    return is_small and _is_inside(folder, name)
+
+
+def _is_inside(folder: str, name: str) -> bool:
+    """Whether a file lies in the folder itself; a link may lead into the blobs of its own hub cache."""
+    home, place = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
+    # The hub's cache has snapshots/REVISION/config.json -> ../../blobs/HASH.
+    blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")
+    of_cache = os.path.basename(os.path.dirname(home)) == "snapshots" and os.path.dirname(place) == blobs
+    return of_cache or os.path.commonpath([home, place]) == home
+
+
+def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) -> list[str]:
+    """Return where companions are copied to: into an output that is a folder, else next to it."""
+    folder = output if is_folder else os.path.dirname(output) or "."
+    sources: dict[str, str] = {}
+    for path in paths:
+        target = os.path.join(folder, os.path.basename(path))
+        if (other := sources.setdefault(target, path)) != path:
+            what = f"{other} and {path} would both become {target}"
+            raise UsageFault(what, hint="copy one by hand, without --companions")
+    for target, path in sources.items():
+        is_same = os.path.isfile(target) and filecmp.cmp(path, target, shallow=False)
+        if os.path.lexists(target) and not force and not is_same:
+            raise OutputExists(f"{target}: already exists", hint="write it anyway with --force")
+    return [*sources]
+
+
+def copy_companions(
+    paths: Sequence[str], places: Sequence[str], settings: Mapping[str, object] | None = None
+) -> None:
+    """Copy each companion to its place, whole or not at all; a config.json with these settings changed."""
+    for path, place in zip(paths, places, strict=True):
+        with open(path, "rb") as source, replacing(place) as file:
+            if not settings or os.path.basename(path) != "config.json":
+                shutil.copyfileobj(source, file)
+                continue
+            try:
+                text = json.dumps({**json.loads(source.read()), **settings}, indent=2)
+            except (ValueError, TypeError, RecursionError):
+                raise Damaged(path, "is no JSON object") from None
+            file.write(f"{text}\n".encode())

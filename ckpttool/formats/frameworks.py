@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from ..checkpoint.states import is_optimizer
 from ..errors import Damaged, UsageFault
 from ..files.open_source import names_in, open_source_descriptor
 from ..tensors.ref import Source
+from . import shards
 from .dcp import reading as dcp
 from .dcp.tree import not_read
 from .deepspeed import reading as deepspeed
@@ -23,7 +25,6 @@ from .deepspeed import universal
 from .ranks import dtensor_files as rank_files
 from .ranks import hugging_face as hf_pieces
 from .ranks.pieces import Framework, Take, is_known, opened
-from .shards import reading as sharded
 
 COMPARED = Take()
 
@@ -44,17 +45,14 @@ def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
     # Model and optimizer may be files of two kinds: DTensors next to a DCP folder's own, or to pieces as
     # safetensors. A DCP folder alone is not meant: one process may have written it.
     parts = [*_by_ranks(folder, take)]
-    if together := read_together(folder):
+    if together := _read_together(folder):
         parts.append(together)
-    if parts and (own := read_own(folder)):
-        parts.append(own)
+    if parts and os.path.exists(os.path.join(folder, dcp.METADATA)):
+        parts.append(_read(folder))
     if not parts:
         paths = rank_files.candidates(folder).paths
-        return (
-            rank_files.read_copies(folder, opened(paths), take)
-            if len(paths) > 1 and all(map(is_known, paths))
-            else None
-        )
+        are_copies = len(paths) > 1 and all(map(is_known, paths))
+        return rank_files.read_copies(folder, opened(paths), take) if are_copies else None
     _require_to_compare(folder, parts, take)
     return parts[0] if len(parts) == 1 else _as_one(folder, parts)
 
@@ -75,19 +73,17 @@ def _by_ranks(folder: str, take: Take) -> Iterator[Checkpoint]:
 def read_files(paths: Sequence[str], take: Take = COMPARED) -> Checkpoint:
     """Return files that ranks wrote as one checkpoint."""
     folders = {os.path.dirname(path) or "." for path in paths}
-    name = folders.pop() if len(folders) == 1 else paths[0]
+    name = paths[0] if len(folders) > 1 else folders.pop()
     files = opened(paths)
     for framework in FRAMEWORKS:
         checkpoint = framework.read(name, files, take)
         if checkpoint is not None:
             _require_to_compare(name, [checkpoint], take)
             return checkpoint
-    if (one := rank_files.read_copies(name, files, take)) is not None:
-        return one
-    if len({os.path.dirname(path) for path in paths}) == 1:
-        names = [os.path.basename(path) for path in paths]
-        if (joined_shards := sharded.without_index(name, names)) is not None:
-            return joined_shards
+    if (copied := rank_files.read_copies(name, files, take)) is not None:
+        return copied
+    if name != paths[0] and (joined := shards.without_index(name, map(os.path.basename, paths))):
+        return joined
     raise UsageFault(
         f"{paths[0]}: holds no piece of a tensor that one rank of several wrote",
         hint="for the mean of checkpoints: ckpttool average; for shards, name their index or folder",
@@ -97,16 +93,18 @@ def read_files(paths: Sequence[str], take: Take = COMPARED) -> Checkpoint:
 def _require_to_compare(path: str, parts: Sequence[Checkpoint], take: Take) -> None:
     """Check that there is a rank's value to take, if one is to be taken."""
     if take.rank is not None and all(part.format in SHARED_ONCE for part in parts):
-        raise UsageFault(
-            f"{path}: stores what its ranks share only once, so there is no rank to take",
-            hint="leave out --take-rank",
-        )
+        raise nothing_to_take(path, "rank")
+
+
+def nothing_to_take(path: str, what: str) -> UsageFault:
+    """Return the error for a format in which no rank's, or no step's, values can be taken."""
+    fault = f"{path}: stores what its ranks share only once, so there is no {what} to take"
+    return UsageFault(fault, hint=f"leave out --take-{what}")
 
 
 def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
     """Return what lies in a folder in files of several kinds as one checkpoint."""
     run = _of_one_run(folder, parts)
-    first, *others = parts
     tree, replicated = dict[object, object](), list[str]()
     for part in parts:
         kind, more = _by_kind(part.tree)
@@ -114,20 +112,25 @@ def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
             kinds = " and ".join(map(_framework, parts))
             what = f"has {twice} in files of two kinds, {kinds}, and one checkpoint has one"
             raise Damaged(folder, what, hint=f"merge each by itself: {_commands(folder, parts)}")
-        tree = joined(tree, more)
+        tree |= more
         names = part.ranks.replicated if part.ranks else ()
         replicated += [f"{kind}.{name}" if kind else name for name in names]
-    sources = tuple(source for part in others for source in (part.source, *part.shards))
+    return replace(_joined(parts, tree), ranks=run and replace(run, replicated=tuple(replicated)))
+
+
+def _joined(parts: Sequence[Checkpoint], tree: Mapping[object, object]) -> Checkpoint:
+    """Return the parts as the first of them with this tree, the model first, and all that is said of them."""
+    first, *others = parts
+    sources = (source for part in others for source in (part.source, *part.shards))
     return replace(
         first,
-        tree=tree,
+        tree=dict(sorted(tree.items(), key=lambda item: item[0] != "model")),
         protocol=max(part.protocol for part in parts),
         shards=(*first.shards, *sources),
         unread=tuple(dict.fromkeys(text for part in parts for text in part.unread)),
         full=any(part.full for part in parts),
         names=frozenset().union(*(part.names for part in parts)),
         remarks=tuple(remark for part in parts for remark in part.remarks),
-        ranks=replace(run, replicated=tuple(replicated)),
     )
 
 
@@ -153,45 +156,43 @@ def _framework(part: Checkpoint) -> str:
     return part.ranks.framework if part.ranks else "DCP"
 
 
-def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
-    """Return what is known of the run of all parts."""
+def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks | None:
+    """Return what is known of the run of all parts; None for nothing."""
     known = [part.ranks for part in parts if part.ranks]
-    nbytes_of: dict[int, int] = {}
+    held: Counter[int] = Counter()
     for ranks in known:
-        for rank, nbytes in ranks.held.items():
-            nbytes_of[rank] = nbytes_of.get(rank, 0) + nbytes
-    for words, stated in (
-        ("ranks", {ranks.world_size for ranks in known}),
-        ("training steps", {ranks.step for ranks in known}),
-    ):
-        if len(numbers := sorted(number for number in stated if number is not None)) > 1:
-            what = f"has files of two kinds, of different numbers of {words}: {numbers[0]} and {numbers[1]}"
+        held.update(ranks.held)
+    sizes = {ranks.world_size for ranks in known if ranks.world_size is not None}
+    steps = {ranks.step for ranks in known if ranks.step is not None}
+    for words, stated in (("ranks", sizes), ("training steps", steps)):
+        if len(stated) > 1:
+            numbers = " and ".join(map(str, sorted(stated)[:2]))
+            what = f"has files of two kinds, of different numbers of {words}: {numbers}"
             raise Damaged(folder, what, hint=HINT)
+    if not known:
+        return None
     return Ranks(
         " and ".join(dict.fromkeys(map(_framework, parts))),
-        next((ranks.world_size for ranks in known if ranks.world_size is not None), None),
+        max(sizes, default=None),
         next((ranks.mesh for ranks in known if ranks.mesh), ""),
-        next((ranks.step for ranks in known if ranks.step is not None), None),
-        dict(sorted(nbytes_of.items())),
+        max(steps, default=None),
+        dict(sorted(held.items())),
         missing=tuple(sorted({rank for ranks in known for rank in ranks.missing})),
-        lacking=tuple(name for ranks in known for name in ranks.lacking),
+        lacking=tuple(dict.fromkeys(name for ranks in known for name in ranks.lacking)),
     )
 
 
 def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     """Return the command that merges each part by itself."""
-    commands, here = [], os.path.dirname(os.path.join(folder, ""))
+    inputs, here = [], os.path.dirname(os.path.join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
-        inside = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})
+        folders = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})
         if part.format == dcp.NAME:
-            inputs = [shlex.quote(os.path.join(each, dcp.METADATA)) for each in inside]
-        elif below := [each for each in inside if each != here]:
-            inputs = [shlex.quote(each) for each in below]
+            inputs += [shlex.quote(os.path.join(path, dcp.METADATA)) for path in folders]
         else:
-            inputs = [_pattern(paths)]
-        commands += [f"ckpttool merge {each} OUTPUT" for each in inputs]
-    return "; ".join(commands)
+            inputs += [shlex.quote(path) for path in folders if path != here] or [_pattern(paths)]
+    return "; ".join(f"ckpttool merge {name} OUTPUT" for name in inputs)
 
 
 def _pattern(paths: Sequence[str]) -> str:
@@ -211,7 +212,7 @@ TOGETHER = re.compile(r"(?:pytorch_model|model|optimizer)(?:_fsdp)?(?:_\d+)?")
 BESIDE = re.compile(r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl")
 
 
-def read_together(folder: str) -> Checkpoint | None:
+def _read_together(folder: str) -> Checkpoint | None:
     """Return the DCP folders in a folder as one checkpoint; None if there are none that belong together."""
     inside = names_in(folder)
     names = [name for name in inside if os.path.exists(os.path.join(folder, name, dcp.METADATA))]
@@ -223,36 +224,13 @@ def read_together(folder: str) -> Checkpoint | None:
         assert isinstance(part.tree, dict)
         if twice := tree.keys() & part.tree.keys():
             raise Damaged(part.path, f"has '{str(twice.pop())[:80]}', and so has another folder next to it")
-        tree = joined(tree, part.tree)
+        tree |= part.tree
     telling = Source(folder, os.dup(parts[0].source.fd))
     telling.size = 0  # its bytes are those of the first folder's metadata, which counts itself
-    return replace(
-        parts[0],
-        source=telling,
-        tree=tree,
-        shards=tuple(source for part in parts for source in (part.source, *part.shards)),
-        unread=tuple(not_read(name) for name in inside if BESIDE.fullmatch(name)),
-        ranks=_ranks_together([part.ranks for part in parts if part.ranks]),
-        names=frozenset().union(*(part.names for part in parts)),
-    )
-
-
-def _ranks_together(known: Sequence[Ranks]) -> Ranks | None:
-    """Return what is known of the ranks that wrote several DCP folders."""
-    missing = sorted({rank for ranks in known for rank in ranks.missing})
-    lacking = tuple(dict.fromkeys(name for ranks in known for name in ranks.lacking))
-    return replace(known[0], missing=tuple(missing), lacking=lacking) if known else None
-
-
-def read_own(folder: str) -> Checkpoint | None:
-    """Return what a folder holds as DCP itself; None if it has no metadata."""
-    return _read(folder) if os.path.exists(os.path.join(folder, dcp.METADATA)) else None
-
-
-def joined(tree: Mapping[object, object], more: Mapping[object, object]) -> dict[object, object]:
-    """Return two trees without a key in common as one, the model first."""
-    both = {**tree, **more}
-    return {key: both[key] for key in sorted(both, key=lambda key: key != "model")}
+    parts[0] = replace(parts[0], source=telling, shards=(parts[0].source, *parts[0].shards))
+    whole = _joined(parts, tree)
+    beside = (not_read(name) for name in inside if BESIDE.fullmatch(name))
+    return replace(whole, unread=(*whole.unread, *beside), ranks=_of_one_run(folder, parts))
 
 
 def _read(folder: str) -> Checkpoint:

@@ -10,25 +10,17 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.special_tensors import SHARDED
-from ..errors import CkptToolError, Damaged, SeveralCheckpoints, Unreadable, Unsupported, UsageFault
+from ..errors import Damaged, Unreadable, Unsupported, UsageFault
 from ..files.commit_folder import set_aside
 from ..files.failures import reason
-from ..files.open_source import (
-    OF_MACOS,
-    allow_open_files,
-    checkpoints_among,
-    names_in,
-    open_source_descriptor,
-)
+from ..files.open_source import OF_MACOS, allow_open_files, names_in, open_source_descriptor
 from ..tensors.ref import Source
+from . import safetensors, shards
 from .dcp import reading as dcp
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
-from .safetensors import format as safetensors
-from .shards import reading as sharded
-from .shards.writing import ALONE, INDEX
+from .shards import ALONE, INDEX
 from .strangers import refuse_url, stranger
 
 
@@ -40,19 +32,28 @@ class Format(Protocol):
     def read(self, source: Source) -> Checkpoint: ...
 
 
-READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, sharded)
+READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, shards)
 
 # Files that say what is in a folder, in the order of preference; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
 
-# What the trainer writes next to the checkpoints of a run.
-RECORDS = {"log.jsonl", "run.jsonl"}
-
-# Checkpoints below a folder that are opened to find a whole one, and that a hint names.
-MOST_TRIED, MOST_NAMED = 8, 4
-
 # Times that a folder is read again because another process replaced it meanwhile.
 MAX_REPLACED = 1000
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: it would search the many objects of a large file, all of them in use."""
+    was_running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_running:
+            if not gc.get_freeze_count():  # else these are the caller's, and stay so
+                gc.freeze()  # and back: all objects become old ones, which the next collection passes over
+                gc.unfreeze()
+            gc.enable()
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
@@ -80,29 +81,23 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         return _open_in(name, name) if only is None else open(only)
     if os.path.basename(name) == dcp.METADATA or name.endswith(INDEX):
         return _open_in(name, os.path.dirname(name) or ".")
-    old = set_aside(name)
-    if old:
-        raise Unreadable(
-            name,
-            "its replacement was interrupted, and its old contents are still next to it",
-            hint=f"put them back: mv {shlex.quote(old)} {shlex.quote(name)}",
-        )
+    if old := set_aside(name):
+        what = "its replacement was interrupted, and its old contents are still next to it"
+        raise Unreadable(name, what, hint=f"put them back: mv {shlex.quote(old)} {shlex.quote(name)}")
     allow_open_files(1, name)
     source = Source(name, open_source_descriptor(name))
+    folder = os.path.dirname(name)
     try:
         if not name.endswith(dcp.ENDING):  # which begins like a file of torch.save, and may be one tensor
             return read(source)
     except (Damaged, Unsupported):
-        if not _is_part_of_dcp(name):
+        if not os.path.exists(os.path.join(folder, dcp.METADATA)):
             raise
-    folder = os.path.dirname(name) or "."
-    raise Unsupported(
-        name,
-        "is a part of a DCP folder, not a file of its own",
-        hint=f"name the folder: {shlex.quote(folder)}",
-    )
+    hint = f"name the folder: {shlex.quote(folder or '.')}"
+    raise Unsupported(name, "is a part of a DCP folder, not a file of its own", hint=hint)
 
 
+@_collector_paused()
 def open_ranks(
     paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
@@ -136,29 +131,16 @@ def open_ranks(
     for name in names:
         refuse_url(name)
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
-        with _collector_paused():  # also where a model.safetensors of rounded weights is there too
-            checkpoint = frameworks.read_folder(names[0], take) if os.path.isdir(names[0]) else None
+        # Also where a model.safetensors of rounded weights is there too.
+        checkpoint = frameworks.read_folder(names[0], take) if os.path.isdir(names[0]) else None
         if checkpoint is not None:
             return checkpoint
         if take_rank is None and take_step is None:
             return open(names[0])
-        what, flag = ("rank", "--take-rank") if take_step is None else ("step", "--take-step")
-        raise UsageFault(
-            f"{names[0]}: stores what its ranks share only once, so there is no {what} to take",
-            hint=f"leave out {flag}",
-        )
-    folders = [name for name in names if os.path.isdir(name)]
-    if folders:
-        raise UsageFault(
-            f"{folders[0]}: is one of several inputs, and a folder", hint="merge one folder at a time"
-        )
-    with _collector_paused():
-        return frameworks.read_files(names, take)
-
-
-def _is_part_of_dcp(name: str) -> bool:
-    beside = os.path.join(os.path.dirname(name), dcp.METADATA)
-    return name.endswith(dcp.ENDING) or os.path.exists(beside)
+        raise frameworks.nothing_to_take(names[0], "rank" if take_step is None else "step")
+    for name in filter(os.path.isdir, names):
+        raise UsageFault(f"{name}: is one of several inputs, and a folder", hint="merge one folder at a time")
+    return frameworks.read_files(names, take)
 
 
 def _only_file(folder: str) -> str | None:
@@ -185,23 +167,26 @@ def _open_in(name: str, folder: str) -> Checkpoint:
     raise Unreadable(name, "is being replaced continuously by another process")
 
 
+@_collector_paused()
 def _read_folder(name: str) -> Checkpoint:
     """Read a folder by the file that says what is in it, and by what ranks wrote where that is not all."""
-    names = _names(name)
+    try:
+        names = sorted(file for file in os.listdir(name) if not file.startswith(OF_MACOS))
+    except OSError as error:
+        raise Unreadable(name, reason(error)) from error
     telling = _telling(name, names)
     checkpoint = None
     if telling in (None, dcp.METADATA):
         from . import frameworks
 
-        with _collector_paused():
-            checkpoint = frameworks.read_folder(name)
+        checkpoint = frameworks.read_folder(name)
     if checkpoint is None and telling is not None:
         return _read_telling(name, os.path.join(name, telling))
+    checkpoint = checkpoint or shards.without_index(name, names)
     if checkpoint is None:
-        with _collector_paused():
-            checkpoint = sharded.without_index(name, names)
-    if checkpoint is None:
-        raise _nothing_known(name, names)
+        from .roots import nothing_known
+
+        raise nothing_known(name, names, open)
     return checkpoint
 
 
@@ -235,13 +220,6 @@ def _held(folder: str) -> Iterator[Callable[[], bool]]:
         os.close(fd)
 
 
-def _names(folder: str) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder) if not name.startswith(OF_MACOS))
-    except OSError as error:
-        raise Unreadable(folder, reason(error)) from error
-
-
 def _telling(folder: str, names: list[str]) -> str | None:
     """Return the name of the file that says what is in a folder; None if there is none."""
     indexes: list[str] = [name for name in names if name.endswith(INDEX)]
@@ -249,9 +227,8 @@ def _telling(folder: str, names: list[str]) -> str | None:
         if name in names:
             return name
     if indexes:
-        raise Unreadable(
-            folder, "is a folder with several indexes", hint=f"name one: {', '.join(indexes[:4])}"
-        )
+        hint = f"name one: {', '.join(indexes[:4])}"
+        raise Unreadable(folder, "is a folder with several indexes", hint=hint)
     if any(name.endswith(dcp.METADATA) for name in names):
         raise Unsupported(
             folder,
@@ -261,80 +238,7 @@ def _telling(folder: str, names: list[str]) -> str | None:
     return None
 
 
-def _nothing_known(folder: str, names: list[str]) -> Unreadable:
-    """Return the error for a folder in which no checkpoint was found."""
-    files = [os.path.join(folder, name) for name in checkpoints_among(names)]
-    if files and RECORDS & {*names}:
-        files.sort(key=lambda path: os.path.basename(path) != "last.pt")
-        listed = ", ".join(map(os.path.basename, files[:4])) + (
-            f" and {len(files) - 4} more" * bool(files[4:])
-        )
-        return SeveralCheckpoints(
-            folder,
-            f"is the folder of a training run, in which each checkpoint is a file: {listed}",
-            hint=f"name one: ckpttool inspect {shlex.quote(files[0])}",
-        )
-    if any(name.endswith(dcp.ENDING) for name in names):
-        return _unfinished_dcp(folder, names)
-    from .roots import checkpoints_below
-
-    below = checkpoints_below(folder)
-    if below and os.path.dirname(below[0]) == folder and _is_piece(below[0]):
-        pattern = f"{shlex.quote(folder)}/*{os.path.splitext(below[0])[1]}"
-        return Unreadable(
-            folder,
-            "holds files of ranks, whose names do not say their ranks",
-            hint=f"name all of them: ckpttool merge {pattern} OUTPUT",
-        )
-    if below:
-        newest = next((path for path in below[:MOST_TRIED] if _is_whole(path)), below[0])
-        first = [newest, *(path for path in below if path != newest)]
-        listed = ", ".join(map(shlex.quote, first[1:MOST_NAMED]))
-        more = f"; others: {listed}" + f" and {len(first) - MOST_NAMED} more" * (len(first) > MOST_NAMED)
-        return SeveralCheckpoints(
-            folder,
-            "is a folder that holds checkpoints, and is none itself",
-            hint=f"name one: ckpttool inspect {shlex.quote(newest)}{more if listed else ''}",
-        )
-    hint = f"expected in it: *{INDEX} (shards), {dcp.METADATA} (DCP) or the files of all ranks"
-    return Unreadable(folder, "is a folder without the index of a checkpoint", hint=hint)
-
-
-def _is_piece(path: str) -> bool:
-    """Return whether a file holds one rank's pieces of tensors."""
-    try:
-        with open(path) as checkpoint:
-            return _has_pieces(checkpoint)
-    except CkptToolError:
-        return False
-
-
-def _has_pieces(checkpoint: Checkpoint) -> bool:
-    return any(like.kind in SHARDED for _, like in checkpoint.special_tensors())
-
-
-def _is_whole(path: str) -> bool:
-    try:
-        with open(path) as checkpoint:
-            return not (checkpoint.ranks and checkpoint.ranks.missing) and not _has_pieces(checkpoint)
-    except CkptToolError:
-        return False
-
-
-def _unfinished_dcp(folder: str, names: list[str]) -> Unreadable:
-    """Return the error for a DCP folder without `.metadata`, which torch writes last."""
-    temporary, own = f"{dcp.METADATA}.tmp", shlex.quote(os.path.join(folder, dcp.METADATA))
-    hint = "take the checkpoint before this one"
-    if temporary in names:
-        hint += f"; if every rank had finished: mv {own}.tmp {own} && ckpttool verify {shlex.quote(folder)}"
-    return Unreadable(
-        folder,
-        f"holds DCP's {dcp.ENDING} files without their {dcp.METADATA}, which torch writes last: the save did "
-        "not finish, or the file was not copied",
-        hint=hint,
-    )
-
-
+@_collector_paused()
 def read(source: Source) -> Checkpoint:
     """Read a checkpoint from a file that is open already.
 
@@ -343,29 +247,12 @@ def read(source: Source) -> Checkpoint:
     """
     head = source.read(0, min(source.size, 512))
     if not head:
-        raise Unsupported(
-            source.path, "is empty", hint="it was never written, or a copy failed; copy it again"
-        )
+        hint = "it was never written, or a copy failed; copy it again"
+        raise Unsupported(source.path, "is empty", hint=hint)
     for reader in READERS:
         if reader.sniff(head):
-            with _collector_paused():
-                return reader.read(source)
+            return reader.read(source)
     raise stranger(source.path, head)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: it would search the many objects of a large file, all of them in use."""
-    was_running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_running:
-            if not gc.get_freeze_count():  # else these are the caller's, and stay so
-                gc.freeze()  # and back: all objects become old ones, which the next collection passes over
-                gc.unfreeze()
-            gc.enable()
 
 
 # A checkpoint that `open` returned, or the path of one.

@@ -1,4 +1,4 @@
-"""The checkpoints that a training run leaves below its folder, found by their names, the newest first.
+"""A folder that is no checkpoint itself: those that a training run left below it, by their names.
 
 `global_step_100/actor` (verl), `checkpoint/step-100` (torchtitan), `checkpoint-500` (transformers, axolotl),
 `iter_0000100` (Megatron), `…step=100…/weights` (NeMo 2), `step1000-unsharded` (OLMo), `ep1-ba100` (Composer),
@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+import shlex
+from collections.abc import Callable, Collection, Iterator
 
-from ..files.open_source import CHECKPOINT_ENDINGS, names_in
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.special_tensors import SHARDED
+from ..errors import CkptToolError, SeveralCheckpoints, Unreadable
+from ..files.open_source import CHECKPOINT_ENDINGS, checkpoints_among, names_in
 from .dcp.reading import ENDING, METADATA
 from .deepspeed.files import is_universal, states_in
 from .ranks.dtensor_files import WORLD, rank_in
 from .ranks.hugging_face import FILE as PIECES
-from .shards.reading import series_in
-from .shards.writing import ALONE, INDEX
+from .shards import ALONE, INDEX, series_in
 
 DEEPEST, MOST_FOLDERS = 4, 2_000
+
+# What the trainer writes next to the checkpoints of a run.
+RECORDS = {"log.jsonl", "run.jsonl"}
+
+# Checkpoints below a folder that are opened to find a whole one, and that a hint names.
+MOST_TRIED, MOST_NAMED = 8, 4
+
+Open = Callable[[str], Checkpoint]
 
 # Files of a run that are no model: its optimizer, its random numbers, its arguments.
 NO_MODELS = re.compile(
@@ -45,17 +56,18 @@ def checkpoints_below(folder: str) -> list[str]:
     """Return the paths that look like checkpoints below a folder, the newest first."""
     facts = os.stat(folder)
     found = [*_below(folder, DEEPEST, {(facts.st_dev, facts.st_ino)})]
-    return sorted(found, key=lambda path: (-_age(folder, path)[0], -_age(folder, path)[1], path))
+    return sorted(found, key=lambda path: (*_age(folder, path), path))
 
 
 def _age(folder: str, path: str) -> tuple[int, float]:
+    """Return what sorts the newest first: its step and its time, each negative."""
     step = step_in(os.path.relpath(path, folder))
     if step is None and os.path.basename(path).startswith("last"):  # last.pt, last.ckpt
         step = 1 << 62
     try:
-        return -1 if step is None else step, os.stat(path).st_mtime
+        return 1 if step is None else -step, -os.stat(path).st_mtime
     except OSError:
-        return -1, 0.0
+        return 1, 0.0
 
 
 def _below(folder: str, levels: int, seen: set[tuple[int, int]]) -> Iterator[str]:
@@ -92,3 +104,51 @@ def looks_whole(folder: str, names: Collection[str]) -> bool:
         or bool(states_in(folder))
         or is_universal(folder)
     )
+
+
+def nothing_known(folder: str, names: list[str], open_file: Open) -> Unreadable:
+    """Return the error for a folder in which no checkpoint was found."""
+    files = [os.path.join(folder, name) for name in checkpoints_among(names)]
+    if files and RECORDS & {*names}:
+        files.sort(key=lambda path: os.path.basename(path) != "last.pt")
+        more = f" and {len(files) - 4} more" if files[4:] else ""
+        listed = ", ".join(map(os.path.basename, files[:4])) + more
+        what = f"is the folder of a training run, in which each checkpoint is a file: {listed}"
+        return SeveralCheckpoints(folder, what, hint=f"name one: ckpttool inspect {shlex.quote(files[0])}")
+    if any(name.endswith(ENDING) for name in names):
+        return _unfinished_dcp(folder, names)
+    below = checkpoints_below(folder)
+    if below and os.path.dirname(below[0]) == folder and _kind(below[0], open_file) == "piece":
+        pattern = f"{shlex.quote(folder)}/*{os.path.splitext(below[0])[1]}"
+        hint = f"name all of them: ckpttool merge {pattern} OUTPUT"
+        return Unreadable(folder, "holds files of ranks, whose names do not say their ranks", hint=hint)
+    if below:
+        newest = next((path for path in below[:MOST_TRIED] if _kind(path, open_file) == "whole"), below[0])
+        first = [newest, *(path for path in below if path != newest)]
+        listed = ", ".join(map(shlex.quote, first[1:MOST_NAMED]))
+        more = f"; others: {listed}" + f" and {len(first) - MOST_NAMED} more" * (len(first) > MOST_NAMED)
+        hint = f"name one: ckpttool inspect {shlex.quote(newest)}{more if listed else ''}"
+        return SeveralCheckpoints(folder, "is a folder that holds checkpoints, and is none itself", hint=hint)
+    hint = f"expected in it: *{INDEX} (shards), {METADATA} (DCP) or the files of all ranks"
+    return Unreadable(folder, "is a folder without the index of a checkpoint", hint=hint)
+
+
+def _kind(path: str, open_file: Open) -> str:
+    """Return `whole`, or `piece` for one rank's pieces of tensors; "" for what can't be used."""
+    try:
+        with open_file(path) as checkpoint:
+            if any(like.kind in SHARDED for _, like in checkpoint.special_tensors()):
+                return "piece"
+            return "" if checkpoint.ranks and checkpoint.ranks.missing else "whole"
+    except CkptToolError:
+        return ""
+
+
+def _unfinished_dcp(folder: str, names: list[str]) -> Unreadable:
+    """Return the error for a DCP folder without `.metadata`, which torch writes last."""
+    temporary, own = f"{METADATA}.tmp", shlex.quote(os.path.join(folder, METADATA))
+    hint = "take the checkpoint before this one"
+    if temporary in names:
+        hint += f"; if every rank had finished: mv {own}.tmp {own} && ckpttool verify {shlex.quote(folder)}"
+    without = f"holds DCP's {ENDING} files without their {METADATA}, which torch writes last"
+    return Unreadable(folder, f"{without}: the save did not finish, or the file was not copied", hint=hint)

@@ -12,26 +12,18 @@ ONNX = re.compile(rb"\x08[\x01-\x20](\x12[\x01-\x40][\w.-]+)?[\x12\x1a\x3a\x42]"
 
 # Formats by their first bytes: what it is, and what to do.
 HEADS = (
-    (b"version https://git-lfs", "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
-    (b"<!doctype html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
-    (b"<html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
-    (b"\x1f\x8b", "is compressed with gzip", "unpack it first: gunzip"),
-    (b"BZh", "is compressed with bzip2", "unpack it first: bunzip2"),
-    (b"\xfd7zXZ", "is compressed with xz", "unpack it first: unxz"),
-    (b"\x28\xb5\x2f\xfd", "is compressed with zstd", "unpack it first: unzstd"),
-    (b"7z\xbc\xaf", "is a 7z archive", "unpack it first: 7z x"),
-    (b"Rar!", "is a RAR archive", "unpack it first: unrar x"),
-    (b"GGUF", "is a GGUF model, which is not read here", "{gguf}"),
-    (
-        b"\x89HDF",
-        "is an HDF5 file, which is not read here",
-        "load it with Keras or h5py, and save its tensors",
-    ),
-    (
-        b"\x93NUMPY",
-        "is a NumPy array, not a checkpoint",
-        "load it with numpy.load and save it with torch.save",
-    ),
+    (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
+    (b"<!doctype html", "an HTML page, not a checkpoint", "download the file again, from its raw link"),
+    (b"<html", "an HTML page, not a checkpoint", "download the file again, from its raw link"),
+    (b"\x1f\x8b", "compressed with gzip", "unpack it first: gunzip"),
+    (b"BZh", "compressed with bzip2", "unpack it first: bunzip2"),
+    (b"\xfd7zXZ", "compressed with xz", "unpack it first: unxz"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it first: unzstd"),
+    (b"7z\xbc\xaf", "a 7z archive", "unpack it first: 7z x"),
+    (b"Rar!", "a RAR archive", "unpack it first: unrar x"),
+    (b"GGUF", "a GGUF model, which is not read here", "{gguf}"),
+    (b"\x89HDF", "an HDF5 file, which is not read here", "load it with Keras or h5py, and save its tensors"),
+    (b"\x93NUMPY", "a NumPy array, not a checkpoint", "load it with numpy.load and save it with torch.save"),
 )
 FROM_GGUF = "transformers reads it: AutoModelForCausalLM.from_pretrained({folder}, gguf_file={name})"
 FROM_ONNX = "read it with onnx: onnx.load(...).graph.initializer holds the tensors"
@@ -50,6 +42,9 @@ ENDINGS = {
     ".tflite": ("TensorFlow Lite", "it holds the model's code too: convert the model, not its checkpoint"),
     ".zip": ("plain zip archives", "write a .pt, which is a zip; or zip the output"),
 }
+
+# Name endings of checkpoints in archives of other tools.
+ARCHIVED = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 # How to fetch a URL, by its scheme.
 FETCH = {
@@ -77,7 +72,7 @@ def known(path: str, head: bytes) -> Unsupported | None:
     for start, what, hint in HEADS:
         if head.lstrip()[: len(start)].lower() == start.lower():
             gguf = FROM_GGUF.format(folder=repr(folder or "."), name=repr(name))
-            return Unsupported(path, what, hint=hint.format(gguf=gguf))
+            return Unsupported(path, f"is {what}", hint=hint.format(gguf=gguf))
     if ONNX.match(head) and (b"pytorch" in head or path.lower().endswith(".onnx")):
         return Unsupported(path, "is an ONNX model, which is not read here", hint=FROM_ONNX)
     if path.lower().endswith(".msgpack"):
@@ -99,9 +94,8 @@ def stranger(path: str, head: bytes) -> Unsupported:
 def refuse_output(path: str) -> None:
     """Refuse a URL as an output."""
     if re.match(r"[a-z][a-z0-9+.-]+://", path, re.IGNORECASE) and not os.path.isdir(path.partition("/")[0]):
-        raise UsageFault(
-            f"{path}: is a URL, and URLs are not written yet", hint="write a file, then upload it"
-        )
+        what = f"{path}: is a URL, and URLs are not written yet"
+        raise UsageFault(what, hint="write a file, then upload it")
 
 
 def unwritable(path: str) -> UsageFault | None:
@@ -112,14 +106,9 @@ def unwritable(path: str) -> UsageFault | None:
 
 def checkpoints_inside(path: str, names: list[str], unpack: str) -> Unsupported | None:
     """Return the error for an archive that is no checkpoint itself but has some, by the names in it."""
-    files = [
-        name for name in names if name.lower().endswith((".safetensors", ".pt", ".pth", ".ckpt", ".bin"))
-    ]
+    files = [name for name in names if name.lower().endswith(ARCHIVED)]
     if not files:
         return None
     listed = ", ".join(name[:80] for name in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
-    return Unsupported(
-        path,
-        f"is an archive that holds checkpoints: {listed}",
-        hint=f"unpack it first: {unpack} {shlex.quote(path)}",
-    )
+    hint = f"unpack it first: {unpack} {shlex.quote(path)}"
+    return Unsupported(path, f"is an archive that holds checkpoints: {listed}", hint=hint)

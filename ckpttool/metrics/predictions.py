@@ -19,7 +19,7 @@ from ..errors import Damaged, OutputExists, Unreadable, Unsupported
 from ..files.commit import replacing
 from ..files.copying import Output
 from ..files.digest import digest
-from ..formats.safetensors import format as safetensors
+from ..formats import safetensors
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import require_bounded, stream

@@ -23,7 +23,7 @@ import ckpttool
 from ckpttool.analysis.verify import Verified, verify
 from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import CkptToolError, Damaged, NoState, Refused
-from ckpttool.formats.zip.reader import read_directory
+from ckpttool.formats.pytorch.zip_reader import read_directory
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 
 base = torch.arange(24, dtype=torch.float32).reshape(4, 6)

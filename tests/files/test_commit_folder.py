@@ -28,7 +28,7 @@ import ckpttool
 from ckpttool.errors import Unreadable, UsageFault
 from ckpttool.files.commit_folder import NO_EXCHANGE, replacing_folder
 from ckpttool.files.threads import ENDING
-from ckpttool.formats.shards import reading as sharded
+from ckpttool.formats import shards as sharded
 from tests.support.running import ROOT
 from tests.support.shards import shards_of
 

@@ -10,7 +10,8 @@ import struct
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +22,22 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.analysis.summary import summarize
 from ckpttool.errors import CkptToolError
+from tests.support import crafting
 from tests.support.attacks import ATTACKS, BYTES, TENSOR
-from tests.support.crafting import (
-    call,
-    dict_of,
-    name,
-    number,
-    storage,
-    tensor,
-    text,
-    torch_legacy,
-    torch_zip,
-    tuple_of,
-)
+from tests.support.crafting import call, dict_of, name, number, storage, tensor, text, tuple_of
 
 STATE = {"module.a": torch.arange(3, dtype=torch.float32), "module.b": torch.ones(2, dtype=torch.int64)}
 
 
-def small_zip(path: Path) -> None:
-    torch.save({"model": STATE, "epoch": 1}, path)
+def small_zip(path: Path, **given: Any) -> None:
+    torch.save({"model": STATE, "epoch": 1}, path, **given)
 
 
-def small_legacy(path: Path) -> None:
-    torch.save({"model": STATE, "epoch": 1}, path, _use_new_zipfile_serialization=False)
-
-
-def small_safetensors(path: Path) -> None:
-    save_file(STATE, path, metadata={"a": "b"})
-
-
-WRITERS = {"zip": small_zip, "legacy": small_legacy, "safetensors": small_safetensors}
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "zip": small_zip,
+    "legacy": partial(small_zip, _use_new_zipfile_serialization=False),
+    "safetensors": partial(save_file, STATE, metadata={"a": "b"}),
+}
 
 
 def use(path: Path) -> CkptToolError | None:
@@ -216,9 +203,9 @@ def test_no_command_runs_what_a_pickle_names(
     monkeypatch.chdir(tmp_path)
     body = dict_of({"model": dict_of({"module.a": TENSOR}), "x": dict(harmful("CANARY"))[what]})
     if kind == "zip":
-        torch_zip(tmp_path / "in.pt", body, BYTES)
+        crafting.torch_zip(tmp_path / "in.pt", body, BYTES)
     else:
-        torch_legacy(tmp_path / "in.pt", body, {"0": (1, bytes(4))})
+        crafting.torch_legacy(tmp_path / "in.pt", body, {"0": (1, bytes(4))})
     inspected = cli("inspect", "in.pt", "--json")
     stripped = cli("strip-prefix", "in.pt", "out.safetensors", "--json")
     cli("strip-prefix", "in.pt", "out.pt")
@@ -234,42 +221,42 @@ def test_torch_load_runs_these_pickles(what: str, tmp_path: Path, monkeypatch: p
     """Proves that the test above can fail."""
     monkeypatch.chdir(tmp_path)
     with contextlib.suppress(Exception):
-        torch.load(torch_zip(tmp_path / "in.pt", dict(harmful("CANARY"))[what], BYTES), weights_only=False)
+        path = crafting.torch_zip(tmp_path / "in.pt", dict(harmful("CANARY"))[what], BYTES)
+        torch.load(path, weights_only=False)
     assert (tmp_path / "CANARY").exists()
 
 
 # Zips.
 
 
-def test_records_that_two_readers_would_understand_differently_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "in.pt"
-    small_zip(path)
-    whole = path.read_bytes()
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    small_zip(tmp_path / "in.pt")
+    return tmp_path / "in.pt"
+
+
+def test_records_that_two_readers_would_understand_differently_are_refused(small: Path) -> None:
+    whole = small.read_bytes()
     central = whole.index(b"PK\x01\x02")
     for what, change in {
         "case": whole.replace(b"in/data/1", b"in/DATA/0"),
         "local name": whole[:central].replace(b"in/data/0", b"in/data/9") + whole[central:],
         "central name": whole[:central] + whole[central:].replace(b"in/data/0", b"in/data/9"),
     }.items():
-        path.write_bytes(change)
-        error = use(path)
+        small.write_bytes(change)
+        error = use(small)
         assert error is not None and error.kind == "damaged", what
 
 
-def test_bytes_behind_the_zip_directory_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "in.pt"
-    small_zip(path)
-    whole = path.read_bytes()
+def test_bytes_behind_the_zip_directory_are_refused(small: Path) -> None:
+    whole = small.read_bytes()
     for tail in (b"x", whole, bytes(100)):
-        path.write_bytes(whole + tail)
-        error = use(path)
-        assert error is not None or tail is whole
+        small.write_bytes(whole + tail)
+        assert use(small) is not None or tail is whole
 
 
-def test_impossible_numbers_in_a_zip64_directory_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "in.pt"
-    small_zip(path)
-    whole = path.read_bytes()
+def test_impossible_numbers_in_a_zip64_directory_are_refused(small: Path) -> None:
+    whole = small.read_bytes()
     end = whole.rindex(b"PK\x05\x06")
     for value in (0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1):
         for field in range(4):
@@ -277,5 +264,5 @@ def test_impossible_numbers_in_a_zip64_directory_are_refused(tmp_path: Path) -> 
             numbers[field] = value
             wide = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, *numbers)
             locator = struct.pack("<IIQI", 0x07064B50, 0, value if field == 3 else end, 1)
-            path.write_bytes(whole[:end] + wide + locator + whole[end:])
-            assert use(path) is not None
+            small.write_bytes(whole[:end] + wide + locator + whole[end:])
+            assert use(small) is not None

@@ -53,21 +53,6 @@ def test_safetensors_loads_its_file(source: Path) -> None:
     assert same(load_file(converted(source, "tied.safetensors")), expected)
 
 
-def test_safetensors_load_model_finds_the_ties(tmp_path: Path) -> None:
-    from safetensors.torch import load_model
-
-    class Tied(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-            self.two.weight = self.one.weight
-
-    saved, loaded = Tied(), Tied()
-    torch.save(saved.state_dict(), tmp_path / "in.pt")
-    load_model(loaded, converted(tmp_path / "in.pt", "out.safetensors"))
-    assert same(loaded.state_dict(), saved.state_dict())
-
-
 def test_shards_of_torch_are_loaded_one_by_one(source: Path) -> None:
     folder = converted(source, "shards", to="torch-sharded", shard_size=64)
     found: dict[str, torch.Tensor] = {}

@@ -61,8 +61,8 @@ FILES = {
 def test_a_format_that_is_not_read_is_named_with_the_way_on(name: str, cli: Any, tmp_path: Path) -> None:
     raw, said, hint = FILES[name]
     (tmp_path / name).write_bytes(raw)
-    for command in (["inspect"], ["convert"]):
-        ran = cli(*command, tmp_path / name, *([tmp_path / "out.pt"] if command == ["convert"] else []))
+    for command, *output in (["inspect"], ["convert", tmp_path / "out.pt"]):
+        ran = cli(command, tmp_path / name, *output)
         assert ran.code == 3
         assert said in ran.err
         assert hint in ran.err.splitlines()[1]
@@ -79,16 +79,11 @@ def test_a_format_that_is_not_read_is_named_with_the_way_on(name: str, cli: Any,
     ],
 )
 def test_urls_are_named_as_such(url: str, command: str, cli: Any, tmp_path: Path) -> None:
-    for arguments in (
-        ["inspect", url],
-        ["convert", url, tmp_path / "o.pt"],
-        ["merge", url, tmp_path / "o.pt"],
-    ):
+    said = f"error: {url}: is a URL, and URLs are not read yet\nhint: download it first"
+    out = tmp_path / "o.pt"
+    for arguments in (["inspect", url], ["convert", url, out], ["merge", url, out]):
         ran = cli(*arguments)
-        assert ran.code == 3
-        assert ran.err.startswith(
-            f"error: {url}: is a URL, and URLs are not read yet\nhint: download it first"
-        )
+        assert ran.code == 3 and ran.err.startswith(said)
         assert command in ran.err
 
 

@@ -24,8 +24,8 @@ from ckpttool.analysis.verify import verify
 from ckpttool.checkpoint import full_encoding
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.files.digest import digest
-from ckpttool.formats import companions
-from ckpttool.formats.zip.reader import read_directory
+from ckpttool.formats import folders
+from ckpttool.formats.pytorch.zip_reader import read_directory
 from ckpttool.inert_pickle.known_names import TAKEN
 from ckpttool.inert_pickle.values import TooDeep
 from ckpttool.metrics import predictions
@@ -166,10 +166,10 @@ def _copy_companions(checkpoint: ckpttool.Checkpoint, path: Path, out: Path, out
     """Copy what lies next to the files of a folder, which must come from the folder itself."""
     if not path.is_dir():
         return
-    paths, _ = companions.listed(checkpoint, str(path), str(path))
+    paths, _ = folders.listed_beside(checkpoint, str(path), str(path))
     (out / "copied").mkdir()
     places = [str(out / "copied" / os.path.basename(name)) for name in paths]
-    companions.copy(paths, places)
+    folders.copy_companions(paths, places)
     for place in places:
         if SECRET in Path(place).read_bytes():
             outcome.fail("copies a file from outside the folder", place)

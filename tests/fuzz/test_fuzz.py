@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save as saved
 
 from ckpttool.checkpoint import checksums
-from ckpttool.formats import companions
+from ckpttool.formats import folders
+from ckpttool.formats import safetensors as safetensors_format
 from ckpttool.formats.ranks import device_meshes, sharded_values
-from ckpttool.formats.safetensors import format as safetensors_format
 from ckpttool.metrics import certificate
 from ckpttool.tensors import ref
 from ckpttool.transforms import renaming
@@ -132,7 +132,7 @@ def waste() -> None:
 
 def follow_links() -> None:
     """Copy along what links lead to, wherever it lies."""
-    companions._is_inside = lambda *_: True
+    folders._is_inside = lambda *_: True
 
 
 def open_anything() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-from ckpttool.formats.zip.reader import Record, read_directory
+from ckpttool.formats.pytorch.zip_reader import Record, read_directory
 from ckpttool.tensors.ref import ByteRange, Source
 
 

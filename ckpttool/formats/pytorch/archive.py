@@ -1,27 +1,34 @@
 """What all zip files of torch have: records under one root, a byte order, and storages as `data/<key>`.
 
 The root is the stem of the file's name when it was saved, whatever the file is called now.
+
+torch writes uncompressed records, and reads compressed ones too, as `zip -r` makes them; for a stream that is
+cut short it returns uninitialised memory. Here a record must have exactly the size and the checksum that the
+directory states. Storages are inflated into an unnamed temporary file, so that they are byte ranges again.
+Sizes are checked before a byte is written: deflate can't make more than 1032 bytes of one, and all records
+together may not grow without bound.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 import zlib
 from collections.abc import Iterator
 
 from ...checkpoint.checkpoint import Remark
 from ...errors import Damaged, Refused, Unsupported
-from ...files.copying import BUFFER
+from ...files.copying import BUFFER, no_room_named
 from ...files.crc32 import crc32_of
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle
 from ...tensors.ref import DEVICE, ByteRange, Source, Storage
 from ..strangers import checkpoints_inside
-from ..zip.inflate import Inflated, inflated, inflated_bytes
-from ..zip.reader import Record, read_directory
-from ..zip.writer import DEFLATED, STORED
 from .fast_path import StorageForm
 from .tensor_pickle import ZIP_PARTS, read_torch_pickle
+from .zip_reader import Record, read_directory
+from .zip_writer import DEFLATED, STORED
 
 PICKLE = "/data.pkl"
 # Versions of the file format that torch 2.15 reads (`kMinSupportedFileFormatVersion` to `kMax…`).
@@ -31,159 +38,6 @@ LEADING_NUMBER = re.compile(rb"[ \t-\r]*([+-]?[0-9]+)")
 
 # Records that are looked up by name; torch finds them in any case of letters.
 LOOKED_UP = (PICKLE, "/byteorder", "/constants.pkl")
-
-
-class Archive:
-    """The records of one file, and the storages made of them: one object per key, whatever refers to it."""
-
-    def __init__(self, source: Source, place: ByteRange | None = None) -> None:
-        self.source = source
-        self.records = read_directory(source, place)
-        self.root = _root(source, self.records)
-        self.data = f"{self.root}/data/"
-        self.byteorder = self._byteorder()
-        self.inflated = Inflated(source)
-        self.storages: dict[str, Storage] = {}
-        self.remarks: list[Remark] = [*self._outside(), *self._version()]
-
-    def __contains__(self, name: str) -> bool:
-        return f"{self.root}/{name}" in self.records
-
-    def record(self, name: str) -> Record:
-        """Return a record by its name under the root."""
-        record = self.records.get(f"{self.root}/{name}")
-        if record is None:
-            raise Damaged(self.source.path, f"its record '{name[:80]}' is missing")
-        if record.compression != STORED and record.compression != DEFLATED:
-            raise Unsupported(
-                self.source.path,
-                f"its record '{name[:80]}' is compressed in a way that torch does not read (method "
-                f"{record.compression})",
-                hint="unpack it and zip it again without compression",
-            )
-        return record
-
-    def bytes_of(self, name: str) -> bytes:
-        """Return the bytes of a small record."""
-        record = self.record(name)
-        if record.compression == DEFLATED:
-            return inflated_bytes(self.source, record)
-        data = record.data.read()
-        if record.crc32 is not None and zlib.crc32(data) != record.crc32:
-            raise Damaged(self.source.path, f"its record '{name[:80]}' does not match its checksum")
-        return data
-
-    def read_pickle(self) -> Pickle:
-        """Read the tree in `data.pkl`; no storage is read, unless it is compressed."""
-        try:
-            return read_torch_pickle(
-                self.bytes_of("data.pkl"), 0, self.storage, parts=ZIP_PARTS, remarks=self.remarks
-            )
-        except PickleFault as fault:
-            raise Damaged(self.source.path, str(fault)) from None
-
-    def storage(self, key: str, form: StorageForm) -> Storage:
-        """Return the storage of a persistent id, the same object for the same key."""
-        kind, location, _, nbytes = form
-        known = self.storages.get(key)
-        if known is None:
-            record = self.records.get(self.data + key)
-            if record is None or record.compression != STORED:
-                record = self.record(f"data/{key}")
-            _, data, size, crc32, compression = record
-            if nbytes != size:  # before anything is inflated
-                raise self._two_sizes(key, nbytes, size)
-            if compression == DEFLATED:
-                data = self.inflated.add(record)
-            if not DEVICE.fullmatch(location):
-                said = f"is tagged with '{location[:40]}', which is no device: torch refuses the file"
-                self.remarks.append(Remark(f"storage '{key[:80]}'", said))
-            self.storages[key] = known = Storage(data, kind, location, crc32, self.byteorder)
-        elif nbytes != known.nbytes:
-            raise self._two_sizes(key, nbytes, known.nbytes)
-        return known
-
-    def _two_sizes(self, key: str, nbytes: int, size: int) -> Damaged:
-        return Damaged(
-            self.source.path, f"storage '{key[:80]}' should have {nbytes} bytes, its record has {size}"
-        )
-
-    def _outside(self) -> Iterator[Remark]:
-        folder = f"{self.root}/"
-        outside = [name for name in self.records if not name.startswith(folder)]
-        if outside:
-            more = f" (and {len(outside) - 1} more)" if outside[1:] else ""
-            yield Remark(
-                f"record '{outside[0][:80]}'{more}", f"is outside '{folder[:80]}': torch refuses the file"
-            )
-
-    def _version(self) -> Iterator[Remark]:
-        """Remark on a version that torch refuses; torch reads its first digits, as C's `strtoull` does."""
-        folder = f"{self.root}/".lower()
-        ending = (name for name in self.records if name[-7:].lower() == "version")
-        names = {name.lower().removeprefix(folder): name for name in ending}
-        full_name = names.get(".data/version") or names.get("version")
-        if full_name is None:
-            yield Remark("record 'version'", "is missing: torch refuses the file")
-            return
-        name = full_name[len(folder) :]
-        try:
-            text = self.bytes_of(name)[:80]
-        except (Damaged, Unsupported, Refused):
-            yield Remark(f"record '{name}'", "can't be read")
-            return
-        number = LEADING_NUMBER.match(text)
-        if not number:
-            yield Remark(f"record '{name}'", "states no number: torch refuses the file")
-        elif int(number[1]) not in VERSIONS:
-            yield Remark(
-                f"record '{name}'",
-                f"states version {int(number[1])}: torch reads {VERSIONS[0]} to {VERSIONS[-1]}",
-            )
-
-    def _byteorder(self) -> str:
-        if "byteorder" not in self:
-            return "little"  # torch before 2.1 writes no byte order
-        order = self.bytes_of("byteorder").decode("ascii", "replace")
-        if order not in ("little", "big"):
-            raise Damaged(self.source.path, f"has the byte order {order[:20]!r}")
-        return order
-
-
-def is_intact(source: Source, record: Record) -> bool | None:
-    """Read a record; return whether it matches its checksum, None where the directory states none."""
-    if record.crc32 is None:
-        return None
-    try:
-        if record.compression == DEFLATED:
-            for _ in inflated(source, record):
-                pass
-            return True
-    except Damaged:
-        return False
-    buffer = memoryview(bytearray(min(BUFFER, record.data.nbytes)))
-    return crc32_of(record.data.chunks(buffer)) == record.crc32
-
-
-def _root(source: Source, records: dict[str, Record]) -> str:
-    """The folder of `data.pkl`."""
-    # Nearly all records are storages, `<root>/data/<key>`; those looked up are next to that folder.
-    top = [name for name in records if "/data/" not in name and name.count("/") == 1]
-    for name in top:
-        if name.lower().endswith(LOOKED_UP) and not name.endswith(LOOKED_UP):
-            raise Damaged(source.path, f"has a record whose name torch mistakes for another: {name[:80]!r}")
-    roots = [name.removesuffix(PICKLE) for name in top if name.endswith(PICKLE)]
-    if len(roots) == 1:
-        return roots[0]
-    if roots:
-        raise Unsupported(source.path, f"holds several files of torch.save: {', '.join(roots)[:80]}")
-    if inside := checkpoints_inside(source.path, [*records], "unzip"):
-        raise inside
-    for name, what, hint in OTHERS_BY_ENDING:
-        if any(record.endswith(name) for record in records):
-            raise Unsupported(source.path, what, hint=hint)
-    raise Unsupported(source.path, "is a zip archive without a 'data.pkl', so not a file from torch.save")
-
 
 # Other things that are kept in a zip file, by how the name of a record ends.
 OTHERS_BY_ENDING = (
@@ -205,3 +59,212 @@ OTHERS_BY_ENDING = (
     (".npy", "is a NumPy archive (.npz), not a checkpoint", "load it with numpy.load, then torch.save"),
     (".weights.h5", "is a Keras model, which is not read here", "load it with Keras, and save its weights"),
 )
+
+# The highest ratio of deflate: 258 bytes in two bits (zlib's technical notes).
+MAX_RATIO = 1032
+
+MAX_GROWTH = 100
+# All inflated records together may be MAX_GROWTH times the size of the file, or SMALL bytes if that is more.
+SMALL = 1 << 30
+
+# A pickle, which is inflated in memory, may be this many times its compressed size, and 1 MiB more.
+MAX_TEXT_GROWTH = 64
+
+CHUNK = 1 << 20
+
+UNPACK = "if you trust it, unpack it and zip it again without compression"
+
+
+class Archive:
+    """The records of one file, and the storages made of them: one object per key, whatever refers to it."""
+
+    def __init__(self, source: Source, place: ByteRange | None = None) -> None:
+        self.source = source
+        self.records = read_directory(source, place)
+        self.root = _root(source, self.records)
+        self.data = f"{self.root}/data/"
+        self.byteorder = self._byteorder()
+        self.inflated: Source | None = None  # a temporary file
+        self.storages: dict[str, Storage] = {}
+        self.remarks: list[Remark] = [*self._outside(), *self._version()]
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self.root}/{name}" in self.records
+
+    def record(self, name: str) -> Record:
+        """Return a record by its name under the root."""
+        record = self.records.get(f"{self.root}/{name}")
+        if record is None:
+            raise Damaged(self.source.path, f"its record '{name[:80]}' is missing")
+        if record.compression not in (STORED, DEFLATED):
+            method = f"method {record.compression}"
+            raise Unsupported(
+                self.source.path,
+                f"its record '{name[:80]}' is compressed in a way that torch does not read ({method})",
+                hint="unpack it and zip it again without compression",
+            )
+        return record
+
+    def bytes_of(self, name: str) -> bytes:
+        """Return the bytes of a small record, a pickle or a line of text."""
+        record = self.record(name)
+        if record.compression == DEFLATED:
+            if record.size > (1 << 20) + MAX_TEXT_GROWTH * record.data.nbytes:
+                what = f"'{record.name}' would grow from {record.data.nbytes} to {record.size} bytes"
+                hint = f"no ordinary file does: {UNPACK}"
+                raise Refused(self.source.path, f"its record {what}", hint=hint)
+            return b"".join(_inflated(self.source, record))
+        data = record.data.read()
+        if record.crc32 is not None and zlib.crc32(data) != record.crc32:
+            raise Damaged(self.source.path, f"its record '{name[:80]}' does not match its checksum")
+        return data
+
+    def read_pickle(self) -> Pickle:
+        """Read the tree in `data.pkl`; no storage is read, unless it is compressed."""
+        try:
+            return read_torch_pickle(
+                self.bytes_of("data.pkl"), 0, self.storage, parts=ZIP_PARTS, remarks=self.remarks
+            )
+        except PickleFault as fault:
+            raise Damaged(self.source.path, str(fault)) from None
+
+    def storage(self, key: str, form: StorageForm) -> Storage:
+        """Return the storage of a persistent id, the same object for the same key."""
+        storage = self.storages.get(key)
+        if storage is None:
+            record = self.records.get(self.data + key)
+            if record is None or record.compression != STORED:
+                record = self.record(f"data/{key}")
+            self._require_size(key, form, record.size)  # before anything is inflated
+            data = self._inflate(record) if record.compression == DEFLATED else record.data
+            if not DEVICE.fullmatch(form.location):
+                said = f"is tagged with '{form.location[:40]}', which is no device: torch refuses the file"
+                self.remarks.append(Remark(f"storage '{key[:80]}'", said))
+            storage = Storage(data, form.kind, form.location, record.crc32, self.byteorder)
+            self.storages[key] = storage
+        else:
+            self._require_size(key, form, storage.nbytes)
+        return storage
+
+    def _require_size(self, key: str, form: StorageForm, size: int) -> None:
+        if form.nbytes != size:
+            what = f"storage '{key[:80]}' should have {form.nbytes} bytes, its record has {size}"
+            raise Damaged(self.source.path, what)
+
+    def _inflate(self, record: Record) -> ByteRange:
+        """Inflate a record into the temporary file, and return where its bytes are."""
+        if self.inflated is None:
+            with tempfile.TemporaryFile() as file:
+                self.inflated = Source(self.source.path, os.dup(file.fileno()))
+        target, start = self.inflated, self.inflated.size
+        if start + record.size > max(SMALL, MAX_GROWTH * self.source.size):
+            what = f"would grow from {self.source.size} bytes to more than {start}"
+            raise Refused(self.source.path, f"its compressed records {what}", hint=UNPACK)
+        for piece in _inflated(self.source, record):
+            rest = memoryview(piece)
+            with no_room_named(tempfile.gettempdir()):
+                while rest:
+                    written = os.pwrite(target.fd, rest, target.size)
+                    target.size, rest = target.size + written, rest[written:]
+        return ByteRange(target, start, record.size)
+
+    def _outside(self) -> Iterator[Remark]:
+        folder = f"{self.root}/"
+        outside = [name for name in self.records if not name.startswith(folder)]
+        if outside:
+            more = f" (and {len(outside) - 1} more)" if outside[1:] else ""
+            what = f"is outside '{folder[:80]}': torch refuses the file"
+            yield Remark(f"record '{outside[0][:80]}'{more}", what)
+
+    def _version(self) -> Iterator[Remark]:
+        """Remark on a version that torch refuses; torch reads its first digits, as C's `strtoull` does."""
+        folder = f"{self.root}/".lower()
+        ending = (name for name in self.records if name[-7:].lower() == "version")
+        names = {name.lower().removeprefix(folder): name for name in ending}
+        full_name = names.get(".data/version") or names.get("version")
+        if full_name is None:
+            yield Remark("record 'version'", "is missing: torch refuses the file")
+            return
+        name = full_name[len(folder) :]
+        try:
+            number = LEADING_NUMBER.match(self.bytes_of(name)[:80])
+        except (Damaged, Unsupported, Refused):
+            yield Remark(f"record '{name}'", "can't be read")
+            return
+        if not number:
+            yield Remark(f"record '{name}'", "states no number: torch refuses the file")
+        elif int(number[1]) not in VERSIONS:
+            what = f"states version {int(number[1])}: torch reads {VERSIONS[0]} to {VERSIONS[-1]}"
+            yield Remark(f"record '{name}'", what)
+
+    def _byteorder(self) -> str:
+        if "byteorder" not in self:
+            return "little"  # torch before 2.1 writes no byte order
+        order = self.bytes_of("byteorder").decode("ascii", "replace")
+        if order not in ("little", "big"):
+            raise Damaged(self.source.path, f"has the byte order {order[:20]!r}")
+        return order
+
+
+def is_intact(source: Source, record: Record) -> bool | None:
+    """Read a record; return whether it matches its checksum, None where the directory states none."""
+    if record.crc32 is None:
+        return None
+    if record.compression == DEFLATED:
+        try:
+            return sum(map(len, _inflated(source, record))) == record.size
+        except Damaged:
+            return False
+    buffer = memoryview(bytearray(min(BUFFER, record.data.nbytes)))
+    return crc32_of(record.data.chunks(buffer)) == record.crc32
+
+
+def _inflated(source: Source, record: Record) -> Iterator[bytes]:
+    """Yield the contents of a compressed record in pieces of at most CHUNK bytes."""
+    name = record.name
+    wrong_size = Damaged(
+        source.path,
+        f"its compressed record '{name}' does not inflate to exactly {record.size} bytes: it is cut short or "
+        "damaged",
+    )
+    if record.size > MAX_RATIO * record.data.nbytes:
+        raise Damaged(source.path, f"its record '{name}' states a size that deflate can't reach")
+    stream = zlib.decompressobj(-zlib.MAX_WBITS)
+    size = crc = 0
+    try:
+        for chunk in record.data.chunks(memoryview(bytearray(min(CHUNK, record.data.nbytes)))):
+            piece = stream.decompress(chunk, CHUNK)
+            while piece:
+                size, crc = size + len(piece), zlib.crc32(piece, crc)
+                if size > record.size:
+                    raise wrong_size
+                yield piece
+                piece = stream.decompress(stream.unconsumed_tail, CHUNK)
+            if stream.unused_data:
+                raise wrong_size
+    except zlib.error:
+        raise Damaged(source.path, f"its record '{name}' is not a valid deflate stream") from None
+    if size != record.size or not stream.eof:
+        raise wrong_size
+    if record.crc32 is not None and crc != record.crc32:
+        raise Damaged(source.path, f"its record '{name}' does not match its checksum")
+
+
+def _root(source: Source, records: dict[str, Record]) -> str:
+    """The folder of `data.pkl`."""
+    # Nearly all records are storages, `<root>/data/<key>`; those looked up are next to that folder.
+    top = [name for name in records if "/data/" not in name and name.count("/") == 1]
+    for name in top:
+        if name.lower().endswith(LOOKED_UP) and not name.endswith(LOOKED_UP):
+            raise Damaged(source.path, f"has a record whose name torch mistakes for another: {name[:80]!r}")
+    roots = [name.removesuffix(PICKLE) for name in top if name.endswith(PICKLE)]
+    if len(roots) == 1:
+        return roots[0]
+    if roots:
+        raise Unsupported(source.path, f"holds several files of torch.save: {', '.join(roots)[:80]}")
+    if inside := checkpoints_inside(source.path, [*records], "unzip"):
+        raise inside
+    for ending, what, hint in OTHERS_BY_ENDING:
+        if any(name.endswith(ending) for name in records):
+            raise Unsupported(source.path, what, hint=hint)
+    raise Unsupported(source.path, "is a zip archive without a 'data.pkl', so not a file from torch.save")

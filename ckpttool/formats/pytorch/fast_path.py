@@ -59,23 +59,15 @@ def parse_storage_id(identity: object) -> StorageId:
         raise PickleFault(f"its pickle refers to something that is not a storage: {in_brief(identity)[:60]}")
     _, kind, key, location, numel = identity[:5]
     view = identity[5] if len(identity) == 6 else None
-    if (
-        not isinstance(kind, Global)
-        or kind.module not in STORAGE_MODULES
-        or (kind.name not in STORAGE_DTYPES and kind.name != UNTYPED.name)
-    ):
+    is_known = isinstance(kind, Global) and kind.module in STORAGE_MODULES
+    if not is_known or (kind.name not in STORAGE_DTYPES and kind.name != UNTYPED.name):
         raise PickleFault(f"its pickle has a storage of unknown class {in_brief(kind)[:60]}")
     if not isinstance(key, str) or not isinstance(location, str) or not is_count(numel):
         raise PickleFault("its pickle has a malformed storage")
-    if view is not None and not (
-        isinstance(view, tuple)
-        and len(view) == 3
-        and isinstance(view[0], str)
-        and is_count(view[1])
-        and is_count(view[2])
-        and view[1] + view[2] <= numel
-    ):
-        raise PickleFault(f"its pickle has a malformed view of storage '{key[:80]}'")
+    if view is not None:
+        is_triple = isinstance(view, tuple) and len(view) == 3 and isinstance(view[0], str)
+        if not is_triple or not all(map(is_count, view[1:])) or sum(view[1:]) > numel:
+            raise PickleFault(f"its pickle has a malformed view of storage '{key[:80]}'")
     form = StorageForm(kind.name, location, numel, numel * itemsize(kind.name))
     return StorageId(key, form, view)
 
@@ -193,13 +185,10 @@ class TensorPattern:
             return None
         if rebuild is not self.rebuild or word != "storage" or hooks is not ORDERED_DICT:
             return None
-        shape, stride, (numel, offset) = (
-            _numbers(opcodes)
-            for opcodes in (match["shape"], match["stride"], match["numel"] + match["offset"])
-        )
-        if len(shape) != len(stride) or min(numel, offset, *shape, *stride) < 0:
-            return None
-        if extent(shape) * WIDEST > MAX_BYTES:
+        shape, stride = _numbers(match["shape"]), _numbers(match["stride"])
+        numel, offset = _numbers(match["numel"] + match["offset"])
+        is_sized = len(shape) == len(stride) and min(numel, offset, *shape, *stride) >= 0
+        if not is_sized or extent(shape) * WIDEST > MAX_BYTES:
             return None
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         return _Form(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from ...checkpoint.checkpoint import Checkpoint, Remark
@@ -58,36 +58,6 @@ def sniff(head: bytes) -> bool:
 
 def read(source: Source) -> Checkpoint:
     """Read the tree and find each storage; no element is read."""
-    try:
-        tree = _read_pickles(source)
-    except PickleFault as fault:
-        raise Damaged(source.path, str(fault)) from None
-    _locate(source, tree.storages, tree.keys.value, tree.keys.end)
-    pickle = tree.pickle
-    return Checkpoint(
-        source, NAME, pickle.value, protocol=pickle.protocol, names=tree.names, remarks=tree.remarks
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """What the five pickles hold. The storages have no place yet, which only the end of the file tells."""
-
-    pickle: Pickle
-    storages: _Storages
-    keys: Pickle
-    names: frozenset[Global]
-    remarks: tuple[Remark, ...]
-
-
-def _read_pickles(source: Source) -> _Tree:
-    magic = _read(source, 0)
-    version = _read(source, magic.end)
-    if version.value != PROTOCOL_VERSION:
-        raise PickleFault(
-            f"has version {in_brief(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}"
-        )
-    machine = _read(source, version.end)
     storages: _Storages = {}
     remarks: list[Remark] = []
 
@@ -97,24 +67,35 @@ def _read_pickles(source: Source) -> _Tree:
         find = partial(_storage, source, storages)
         return read_torch_pickle(data, 0, find, parts=LEGACY_PARTS, remarks=remarks)
 
-    tree = read_unsized(source, machine.end, source.size, read_tree)
-    keys = _read(source, tree.end)
-    names = (pickle.names for pickle in (magic, version, machine, tree, keys))
-    return _Tree(tree, storages, keys, frozenset().union(*names), tuple(remarks))
+    pickles: list[Pickle] = []
+    try:
+        for read_one in (read_pickle, _read_version, read_pickle, read_tree, read_pickle):
+            start = pickles[-1].end if pickles else 0
+            pickles.append(read_unsized(source, start, source.size, read_one))
+    except PickleFault as fault:
+        raise Damaged(source.path, str(fault)) from None
+    *_, tree, keys = pickles
+    _locate(source, storages, keys.value, keys.end)
+    names = frozenset[Global]().union(*(pickle.names for pickle in pickles))
+    return Checkpoint(source, NAME, tree.value, tree.protocol, names=names, remarks=tuple(remarks))
 
 
-def _read(source: Source, start: int) -> Pickle:
-    return read_unsized(source, start, source.size, read_pickle)
+def _read_version(data: bytes) -> Pickle:
+    pickle = read_pickle(data)
+    if pickle.value != PROTOCOL_VERSION:
+        version = in_brief(pickle.value)[:20]
+        raise PickleFault(f"has version {version} of the legacy format, not {PROTOCOL_VERSION}")
+    return pickle
 
 
 def _storage(source: Source, storages: _Storages, key: str, form: StorageForm) -> Storage:
     """The storage of a key; `_locate` sets its place."""
     if key not in storages:
-        unplaced = ByteRange(source, 0, form.nbytes)
-        storages[key] = form, Storage(unplaced, form.kind, form.location)
-    elif storages[key][0].nbytes != form.nbytes:
+        storages[key] = form, Storage(ByteRange(source, 0, form.nbytes), form.kind, form.location)
+    known, storage = storages[key]
+    if known.nbytes != form.nbytes:
         raise PickleFault(f"its pickle has two sizes for storage '{key[:80]}'")
-    return storages[key][1]
+    return storage
 
 
 def _locate(source: Source, storages: _Storages, keys: object, position: int) -> None:
@@ -126,9 +107,8 @@ def _locate(source: Source, storages: _Storages, keys: object, position: int) ->
         form, storage = storages[key]
         (numel,) = struct.unpack("<q", source.read(position, 8))
         if numel != form.numel:
-            raise Damaged(
-                source.path, f"storage '{key[:80]}' has {numel} elements, its tensors say {form.numel}"
-            )
+            what = f"storage '{key[:80]}' has {numel} elements, its tensors say {form.numel}"
+            raise Damaged(source.path, what)
         position += 8
         if position + form.nbytes > source.size:
             raise Damaged(source.path, f"is cut short in storage '{key[:80]}'")

@@ -21,19 +21,11 @@ from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
 from ...inert_pickle.values import Global, in_brief
 from ...tensors.dtypes import STORAGE_DTYPES
-from ...tensors.ref import (
-    MAX_AXES,
-    BadTensor,
-    ByteRange,
-    Source,
-    Storage,
-    TensorRef,
-    checked_tensor,
-    is_count,
-)
+from ...tensors.ref import MAX_AXES, BadTensor, ByteRange, Source, Storage, TensorRef, is_count
 from ..strangers import checkpoints_inside
+from .fast_path import itemsize
 from .legacy import read_unsized
-from .tensor_pickle import StorageView
+from .tensor_pickle import StorageView, tensor_of_storage
 
 NAME = "torch-tar"
 MEMBERS = ("storages", "tensors", "pickle")
@@ -65,7 +57,7 @@ def read(source: Source) -> Checkpoint:
         storages, tensors, pickle = (_Member(source, places[name]) for name in MEMBERS)
         objects = _read_storages(storages)
         objects |= _read_tensors(tensors, objects)
-        tree = pickle.pickle(_Lookup(objects).find)
+        tree = pickle.pickle(partial(_find, objects))
     except (PickleFault, BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
     names = frozenset().union(storages.names, tensors.names, pickle.names)
@@ -152,8 +144,7 @@ class _Member:
         return count
 
     def numbers(self, form: str) -> tuple[int, ...]:
-        place = self.take(struct.calcsize(form))
-        return struct.unpack(form, place.read())
+        return struct.unpack(form, self.take(struct.calcsize(form)).read())
 
     def take(self, nbytes: int) -> ByteRange:
         if not 0 <= nbytes <= self.end - self.position:
@@ -170,7 +161,7 @@ def _read_storages(member: _Member) -> Objects:
         if not isinstance(location, str) or not isinstance(kind, Global) or kind.name not in STORAGE_DTYPES:
             raise PickleFault(f"has a storage of unknown class {in_brief(kind)[:60]}")
         (numel,) = member.numbers("<q")
-        data = member.take(numel * STORAGE_DTYPES[kind.name].itemsize)
+        data = member.take(numel * itemsize(kind.name))
         _put(objects, key, Storage(data, kind.name, location))
     views = member.pickle().value
     if not isinstance(views, list):
@@ -181,14 +172,10 @@ def _read_storages(member: _Member) -> Objects:
             raise PickleFault("has a malformed view of a storage")
         key, root, offset, numel = view
         storage = roots.get(root)
-        if not isinstance(storage, Storage) or (offset + numel) * _itemsize(storage) > storage.nbytes:
+        if not isinstance(storage, Storage) or (offset + numel) * itemsize(storage.kind) > storage.nbytes:
             raise PickleFault("has a view of a storage that it does not hold, or that is too small")
         _put(objects, key, StorageView(storage, offset, numel))
     return objects
-
-
-def _itemsize(storage: Storage) -> int:
-    return STORAGE_DTYPES[storage.kind].itemsize
 
 
 def _read_tensors(member: _Member, storages: Objects) -> Objects:
@@ -201,21 +188,8 @@ def _read_tensors(member: _Member, storages: Objects) -> Objects:
             raise PickleFault("has a tensor without a storage, or of malformed size")
         shape, stride = member.numbers(f"<{dimensions}q"), member.numbers(f"<{dimensions}q")
         (offset,) = member.numbers("<q")
-        _put(objects, key, _tensor(storage, shape, stride, offset))
+        _put(objects, key, tensor_of_storage(storage, None, shape, stride, offset))
     return objects
-
-
-def _tensor(
-    storage: Storage | StorageView, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
-) -> TensorRef:
-    """A tensor; that of a view of a storage uses the storage itself, and shares its memory."""
-    if isinstance(storage, Storage):
-        return checked_tensor(storage, STORAGE_DTYPES[storage.kind], shape, stride, offset)
-    root, dtype = storage.storage, STORAGE_DTYPES[storage.storage.kind]
-    if not is_count(offset):
-        raise BadTensor("of a negative offset")
-    limit = (storage.offset + storage.numel) * dtype.itemsize
-    return checked_tensor(root, dtype, shape, stride, storage.offset + offset, limit=limit)
 
 
 def _triple(member: _Member, what: str) -> tuple[object, object, object]:
@@ -231,22 +205,17 @@ def _put(objects: Objects, key: object, value: Storage | StorageView | TensorRef
     objects[key] = value
 
 
-class _Lookup:
-    """Finds the tensor or storage of a persistent id by its key; a class comes with its source text."""
-
-    def __init__(self, objects: Objects) -> None:
-        self.objects = objects
-
-    def find(self, identity: object) -> object:
-        if isinstance(identity, tuple) and identity and isinstance(identity[0], Global):
-            return identity[0]
-        text = str(identity) if isinstance(identity, str | int) else ""
-        key = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
-        if key not in self.objects:
-            raise PickleFault(f"refers to a tensor or storage '{text[:20]}' that it does not hold")
-        value = self.objects[key]
-        if isinstance(value, StorageView):  # torch gives it memory of its own, where it is a value
-            size = _itemsize(value.storage)
-            data = value.storage.data.part(value.offset * size, value.numel * size)
-            value = self.objects[key] = Storage(data, value.storage.kind, value.storage.location)
-        return value
+def _find(objects: Objects, identity: object) -> object:
+    """Return the tensor or storage of a persistent id by its key; a class comes with its source text."""
+    if isinstance(identity, tuple) and identity and isinstance(identity[0], Global):
+        return identity[0]
+    text = str(identity) if isinstance(identity, str | int) else ""
+    key = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+    if key not in objects:
+        raise PickleFault(f"refers to a tensor or storage '{text[:20]}' that it does not hold")
+    value = objects[key]
+    if isinstance(value, StorageView):  # torch gives it memory of its own, where it is a value
+        root, size = value.storage, itemsize(value.storage.kind)
+        data = root.data.part(value.offset * size, value.numel * size)
+        value = objects[key] = Storage(data, root.kind, root.location)
+    return value

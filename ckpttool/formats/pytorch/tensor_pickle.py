@@ -57,10 +57,16 @@ def read_torch_pickle(
     """Read a pickle that torch wrote: its tensors become TensorRefs."""
     identities = _Identities(storage, parts, remarks)
     reducers = REDUCERS | {name: partial(_rebuild_parameter, name, remarks) for name in PARAMETER}
-    reducers |= {name: partial(_without_hooks, REBUILD[name], remarks) for name in (REBUILD_V2, REBUILD_V3)}
+    reducers |= {name: partial(_without_hooks, name, remarks) for name in (REBUILD_V2, REBUILD_V3)}
     reducers |= {name: partial(_rebuild_from_type, name, remarks) for name in FROM_TYPE}
     shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)} if parts == ZIP_PARTS else {}
     return read_pickle(data, start, persistent_load=identities.find, reducers=reducers, shortcuts=shortcuts)
+
+
+def _remark(remarks: list[Remark], name: str, message: str) -> None:
+    """Remark on something once, however often it comes in a row."""
+    if (remark := Remark(name, message)) not in remarks[-8:]:
+        remarks.append(remark)
 
 
 class _Identities:
@@ -82,9 +88,8 @@ class _Identities:
             return identity[1]  # a class with its source text, in whole models pickled by torch before 1.6
         key, form, view = parse_storage_id(identity)
         if isinstance(identity, tuple) and len(identity) != self.parts:
-            self.remark(
-                f"storage '{key[:80]}'", f"has {len(identity)} parts in its id, which torch refuses here"
-            )
+            what = f"has {len(identity)} parts in its id, which torch refuses here"
+            _remark(self.remarks, f"storage '{key[:80]}'", what)
         if key in self.views:
             raise PickleFault(f"its pickle uses the key '{key[:80]}' for a storage and for a view of one")
         storage = self.of_class(key, form)
@@ -109,15 +114,9 @@ class _Identities:
         made = StorageView(root, offset, numel, form.kind)
         known = self.whole.get(key) or self.views.setdefault(key, made)
         if known != made:
-            self.remark(
-                f"storage view '{key[:80]}'", "is described twice, differently: torch takes the first"
-            )
+            what = "is described twice, differently: torch takes the first"
+            _remark(self.remarks, f"storage view '{key[:80]}'", what)
         return known
-
-    def remark(self, name: str, message: str) -> None:
-        remark = Remark(name, message)
-        if remark not in self.remarks[-8:]:
-            self.remarks.append(remark)
 
 
 def _rebuild_parameter(name: Global, remarks: list[Remark], args: tuple[Any, ...]) -> Record | None:
@@ -126,14 +125,9 @@ def _rebuild_parameter(name: Global, remarks: list[Remark], args: tuple[Any, ...
     inner = args[0]
     if not isinstance(inner, Record) or inner.callable not in PARAMETER or not isinstance(inner.args, tuple):
         return None
-    if not remarks or remarks[-1] != NESTED:
-        remarks.append(NESTED)
+    what = "has a Parameter around a Parameter, which torch.save never writes; it is read as one"
+    _remark(remarks, "data.pkl", what)
     return Record("reduce", name, (*inner.args[:1], *args[1:]))
-
-
-NESTED = Remark(
-    "data.pkl", "has a Parameter around a Parameter, which torch.save never writes; it is read as one"
-)
 
 
 def _require_sound(function: Global, args: tuple[Any, ...]) -> None:
@@ -144,120 +138,80 @@ def _require_sound(function: Global, args: tuple[Any, ...]) -> None:
         raise PickleFault(f"its pickle has a tensor {fault}") from None
 
 
-def _without_hooks(
-    rebuild: Callable[[tuple[Any, ...]], TensorRef], remarks: list[Remark], args: tuple[Any, ...]
-) -> TensorRef:
-    """Read a tensor; no description of one can keep hooks, which are functions."""
-    if len(args) > 5 and args[5] and (not remarks or remarks[-1] != HOOKS):
-        remarks.append(HOOKS)
-    return rebuild(args)
-
-
-HOOKS = Remark("data.pkl", "has tensors with hooks, which torch.save never writes; they are left out")
-
-
-def _rebuild_v1(args: tuple[Any, ...]) -> TensorRef:
-    if len(args) != 4:
-        raise PickleFault("its pickle has a malformed tensor")
-    return _tensor(args, False, None, None)
-
-
-def _rebuild_v2(args: tuple[Any, ...]) -> TensorRef:
-    if len(args) not in (6, 7) or type(args[4]) is not bool:
-        raise PickleFault("its pickle has a malformed tensor")
-    return _tensor(args, args[4], None, args[6] if len(args) > 6 else None)
-
-
-def _rebuild_v3(args: tuple[Any, ...]) -> TensorRef:
-    if len(args) not in (7, 8) or type(args[4]) is not bool or not isinstance(args[6], Global):
-        raise PickleFault("its pickle has a malformed tensor")
-    dtype = DTYPES.get(args[6].name) if args[6].module == "torch" else None
-    if dtype is None:
-        raise PickleFault(f"its pickle has a tensor of unknown dtype {args[6]}")
-    return _tensor(args, args[4], dtype, args[7] if len(args) > 7 else None)
-
-
-Rebuild = Callable[[tuple[Any, ...]], TensorRef]
-REBUILD: dict[Global, Rebuild] = {
-    REBUILD_V1: _rebuild_v1,
-    REBUILD_V2: _rebuild_v2,
-    REBUILD_V3: _rebuild_v3,
-}
-
-
 def _rebuild_from_type(name: Global, remarks: list[Remark], args: tuple[Any, ...]) -> Record | None:
     """A tensor of another type or with attributes; None, and so a plain Record, unless it is strided."""
     _require_sound(name, args)
     function, kind, inner, state = args
-    if not isinstance(function, Global) or function not in REBUILD:
+    if not isinstance(function, Global) or function not in FEWEST:
         return None
-    return Record("reduce", name, (_without_hooks(REBUILD[function], remarks, tuple(inner)), kind, state))
+    return Record("reduce", name, (_without_hooks(function, remarks, tuple(inner)), kind, state))
 
 
-REDUCERS: dict[Global, Callable[[tuple[Any, ...]], object]] = {
-    REBUILD_V1: _rebuild_v1,
-    **{name: partial(_require_sound, name) for name in READERS if isinstance(name, Global)},
-}
+def _without_hooks(name: Global, remarks: list[Remark], args: tuple[Any, ...]) -> TensorRef:
+    """Read a tensor; no description of one can keep hooks, which are functions."""
+    if len(args) > 5 and args[5]:
+        what = "has tensors with hooks, which torch.save never writes; they are left out"
+        _remark(remarks, "data.pkl", what)
+    return _rebuild(name, args)
 
 
-def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bits: Any) -> TensorRef:
+# Arguments of each function: storage, offset, shape and stride; whether gradients are required, and hooks;
+# the dtype; flags may follow the latter two.
+FEWEST = {REBUILD_V1: 4, REBUILD_V2: 6, REBUILD_V3: 7}
+
+
+def _rebuild(name: Global, args: tuple[Any, ...]) -> TensorRef:
     """A tensor whose every element lies in its storage."""
-    storage, offset, shape, stride = args[:4]
-    limit, kind = 0, ""
-    if isinstance(storage, StorageView):
-        kind = storage.kind or storage.storage.kind
-        limit = (storage.offset + storage.numel) * itemsize(kind)
-        offset = offset + storage.offset if is_count(offset) else offset
-        storage = storage.storage
-    elif isinstance(storage, Storage):
-        limit, kind = storage.nbytes, storage.kind
-    if not isinstance(storage, Storage):
+    fewest, most = FEWEST[name], FEWEST[name] + (name != REBUILD_V1)
+    if not fewest <= len(args) <= most or (fewest > 4 and type(args[4]) is not bool):
+        raise PickleFault("its pickle has a malformed tensor")
+    dtype = None
+    if name == REBUILD_V3:
+        if not isinstance(args[6], Global):
+            raise PickleFault("its pickle has a malformed tensor")
+        dtype = DTYPES.get(args[6].name) if args[6].module == "torch" else None
+        if dtype is None:
+            raise PickleFault(f"its pickle has a tensor of unknown dtype {args[6]}")
+    storage, offset, shape, stride, *more = args
+    if not isinstance(storage, Storage | StorageView):
         raise PickleFault("its pickle has a tensor without a storage")
+    bits = args[fewest] if len(args) > fewest else None
     if bits and (not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}):
         raise PickleFault("its pickle has a tensor with unknown flags")
-    conj, neg = (bits.get(flag) is True for flag in ("conj", "neg")) if bits else (False, False)
-    dtype = dtype or element_type(kind)
+    conj, neg = ((bits or {}).get(flag) is True for flag in ("conj", "neg"))
     try:
-        return checked_tensor(storage, dtype, shape, stride, offset, requires_grad, conj, neg, limit=limit)
+        return tensor_of_storage(storage, dtype, shape, stride, offset, bool(more and more[0]), conj, neg)
     except BadTensor as fault:
         raise PickleFault(f"its pickle has a tensor {fault}") from None
 
 
-class StorageKeys:
-    """Numbers storages in the order in which they are first referred to, as torch does."""
-
-    def __init__(self, device: str | None = None) -> None:
-        self.device = device
-        self.order: list[Storage] = []
-        self._ids: dict[int, tuple[object, ...]] = {}
-
-    def persistent_id(self, storage: Storage) -> tuple[object, ...]:
-        """Return the persistent id of a storage."""
-        if id(storage) not in self._ids:
-            key = str(len(self.order))
-            self.order.append(storage)
-            kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
-            numel = storage.nbytes // itemsize(storage.kind)
-            self._ids[id(storage)] = ("storage", kind, key, written_device(storage, self.device), numel)
-        return self._ids[id(storage)]
+REDUCERS: dict[Global, Callable[[tuple[Any, ...]], object]] = {
+    REBUILD_V1: partial(_rebuild, REBUILD_V1),
+    **{name: partial(_require_sound, name) for name in READERS if isinstance(name, Global)},
+}
 
 
-def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
+def tensor_of_storage(
+    storage: Storage | StorageView, dtype: DType | None, shape: Any, stride: Any, offset: Any, *flags: bool
+) -> TensorRef:
+    """Return a tensor as `checked_tensor` does; that of a view lies in the storage itself."""
+    if isinstance(storage, Storage):
+        return checked_tensor(storage, dtype or element_type(storage.kind), shape, stride, offset, *flags)
+    kind, root = storage.kind or storage.storage.kind, storage.storage
+    limit = (storage.offset + storage.numel) * itemsize(kind)
+    begin = offset + storage.offset if is_count(offset) else offset
+    return checked_tensor(root, dtype or element_type(kind), shape, stride, begin, *flags, limit=limit)
+
+
+def _reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
     """Return the callable and the arguments that rebuild a tensor, as torch writes them."""
-    args: tuple[object, ...] = (
-        tensor.storage,
-        tensor.offset,
-        (*tensor.shape,),  # copies, as torch writes a tuple for each tensor and the reader shares them
-        (*tensor.stride,),
-        tensor.requires_grad,
-        OrderedDict_(),
-    )
+    # Copies of shape and stride, as torch writes a tuple for each tensor and the reader shares them.
+    shape, stride, hooks = (*tensor.shape,), (*tensor.stride,), OrderedDict_()
     bits = {name: True for name, on in (("conj", tensor.conj), ("neg", tensor.neg)) if on}
-    typed = STORAGE_DTYPES.get(tensor.storage.kind)
-    if typed is tensor.dtype:
-        return REBUILD_V2, (*args, bits) if bits else args
-    args = (*args, Global("torch", tensor.dtype.name))
-    return REBUILD_V3, (*args, bits) if bits else args
+    is_typed = STORAGE_DTYPES.get(tensor.storage.kind) is tensor.dtype
+    more = [] if is_typed else [Global("torch", tensor.dtype.name)]
+    args = (tensor.storage, tensor.offset, shape, stride, tensor.requires_grad, hooks)
+    return REBUILD_V2 if is_typed else REBUILD_V3, (*args, *more, *filter(None, [bits]))
 
 
 def written_device(storage: Storage, device: str | None) -> str:
@@ -269,8 +223,18 @@ def write_torch_pickle(
     value: object, protocol: int = 2, device: str | None = None
 ) -> tuple[bytes, list[Storage]]:
     """Return the pickle of a value, and its storages in the order of their keys."""
-    keys = StorageKeys(device)
-    data = write_pickle(
-        value, protocol=protocol, persistent_id=keys.persistent_id, reduce_tensor=reduce_tensor
-    )
-    return data, keys.order
+    storages: list[Storage] = []
+    ids: dict[int, tuple[object, ...]] = {}
+
+    def persistent_id(storage: Storage) -> tuple[object, ...]:
+        """Number storages in the order in which they are first referred to, as torch does."""
+        if id(storage) not in ids:
+            kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
+            numel = storage.nbytes // itemsize(storage.kind)
+            location = written_device(storage, device)
+            ids[id(storage)] = ("storage", kind, str(len(storages)), location, numel)
+            storages.append(storage)
+        return ids[id(storage)]
+
+    data = write_pickle(value, protocol=protocol, persistent_id=persistent_id, reduce_tensor=_reduce_tensor)
+    return data, storages

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import BadModules, Parts, named
@@ -16,9 +17,9 @@ from ...errors import Damaged, Refused, Unsupported
 from ...files.copying import Output
 from ...inert_pickle.values import Global, OrderedDict_, Record, TooDeep, tensor_of
 from ...tensors.ref import Source, Storage
-from ..zip.writer import ZipWriter
 from .archive import Archive
 from .tensor_pickle import write_torch_pickle
+from .zip_writer import ZipWriter
 
 NAME = "torch-zip"
 EXTENSIONS = (".pt", ".pth", ".th", ".bin", ".ckpt")
@@ -32,17 +33,11 @@ def sniff(head: bytes) -> bool:
 def read(source: Source) -> Checkpoint:
     """Read the tree; no storage is read, unless it is compressed."""
     archive = Archive(source)
-    if is_torchscript(archive):
-        return replace(read_torchscript(archive), remarks=tuple(archive.remarks))
+    if "constants.pkl" in archive:
+        return replace(_read_torchscript(archive), remarks=tuple(archive.remarks))
     pickle = archive.read_pickle()
-    return Checkpoint(
-        source,
-        NAME,
-        pickle.value,
-        protocol=pickle.protocol,
-        names=pickle.names,
-        remarks=tuple(archive.remarks),
-    )
+    remarks = tuple(archive.remarks)
+    return Checkpoint(source, NAME, pickle.value, pickle.protocol, names=pickle.names, remarks=remarks)
 
 
 def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
@@ -94,21 +89,15 @@ LIST = re.compile(r"^  __(?P<kind>parameters|buffers)__ = \[(?P<names>.*)\]$", r
 QUOTED = re.compile(r'"([^"]*)"')
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
+class Declared(NamedTuple):
     """What a module's class declares. `buffers` is None in old archives, which do not list them."""
 
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...] | None
+    parameters: list[str]
+    buffers: list[str] | None
 
 
-def is_torchscript(archive: Archive) -> bool:
-    """Whether an archive was written by `torch.jit.save`."""
-    return "constants.pkl" in archive
-
-
-def read_torchscript(archive: Archive) -> Checkpoint:
-    """Read the model's state."""
+def _read_torchscript(archive: Archive) -> Checkpoint:
+    """Read the model's state from an archive that `torch.jit.save` wrote."""
     pickle = archive.read_pickle()
     try:
         state = OrderedDict_(named(pickle.value, _Modules(archive).parts))
@@ -120,9 +109,8 @@ def read_torchscript(archive: Archive) -> Checkpoint:
     if not state and "constants/0" not in archive:
         raise Unsupported(archive.source.path, "is a TorchScript archive without weights, only code")
     if not state:
-        raise _not_plain(
-            archive, "weights have no names: it was frozen, which makes them constants of the code"
-        )
+        frozen = "weights have no names: it was frozen, which makes them constants of the code"
+        raise _not_plain(archive, frozen)
     whole = Checkpoint(archive.source, TORCHSCRIPT, pickle.value, pickle.protocol, names=pickle.names)
     unread = ("code", *(name for name, _ in whole.tensors() if name not in state))
     return replace(whole, tree=state, unread=unread)
@@ -154,14 +142,13 @@ class _Modules:
         if declared is None or not isinstance(module, Record) or not isinstance(module.state, dict):
             raise _not_plain(self.archive, f"module {_what(module)} packs its state in its own way")
         present = {str(name): value for name, value in module.state.items() if value is not None}
-        parameters = {name: present[name] for name in present if name in declared.parameters}
-        if declared.buffers is None:
-            others = present.keys() - declared.parameters
-            buffers = {name: present[name] for name in present if name in others and tensor_of(present[name])}
-        else:
-            buffers = {name: present[name] for name in present if name in declared.buffers}
+        listed = declared.buffers
+        if listed is None:
+            listed = [name for name, value in present.items() if tensor_of(value)]
+        tensors = {name: value for name, value in present.items() if name in declared.parameters}
+        tensors |= {name: value for name, value in present.items() if name in listed}
         inside = {name: value for name, value in present.items() if self.declared(value) is not None}
-        return Parts({**parameters, **buffers}, inside)
+        return Parts(tensors, inside)
 
     def declared(self, value: object) -> Declared | None:
         """Return what a value's class declares; None when the value is not a module."""
@@ -182,10 +169,7 @@ class _Modules:
             if match["base"] == "Module":
                 end = END.search(text, match.end())
                 body = text[match.end() : end.start() if end else len(text)]
-                lists = {
-                    listed["kind"]: tuple(QUOTED.findall(listed["names"])) for listed in LIST.finditer(body)
-                }
-                declared[Global(module, match["name"])] = Declared(
-                    lists.get("parameters", ()), lists.get("buffers")
-                )
+                lists = {kind: QUOTED.findall(names) for kind, names in LIST.findall(body)}
+                like = Declared(lists.get("parameters", []), lists.get("buffers"))
+                declared[Global(module, match["name"])] = like
         return declared

@@ -21,7 +21,7 @@ from ...errors import Damaged
 from ...files.open_source import names_in
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import TensorRef
-from ..safetensors.format import parse_object
+from ..safetensors import parse_object
 from .pieces import MAX_RANKS, Candidates, Piece, Take, Wholes, whole_of
 
 NAME = "safetensors-ranks"

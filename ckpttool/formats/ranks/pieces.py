@@ -31,9 +31,9 @@ from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
 from ...tensors.values import MAX_EXPANSION
+from .. import safetensors
 from ..pytorch import legacy as torch_legacy
 from ..pytorch import zip as torch_zip
-from ..safetensors import format as safetensors
 from ..strangers import known
 from .sharded_values import with_pieces
 

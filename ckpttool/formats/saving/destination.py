@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import OutputExists, UsageFault
-from .. import folders
+from .. import folders, safetensors, shards
 from ..pytorch import zip as torch_zip
-from ..safetensors import format as safetensors
-from ..shards import writing as sharding
 from ..strangers import refuse_output, unwritable
 from .report import PICKLES, WHOLE
-
-# Formats whose header holds text.
-SAFETENSORS = (safetensors.NAME, sharding.SAFETENSORS)
 
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
@@ -40,7 +35,7 @@ class Destination:
 
     @property
     def has_metadata(self) -> bool:
-        return self.format in SAFETENSORS
+        return self.format in (safetensors.NAME, shards.SAFETENSORS)
 
     @property
     def is_folder(self) -> bool:
@@ -55,7 +50,10 @@ def destination(
     `keep`: a new folder gets the format of the folder that the checkpoint was read from.
     """
     refuse_output(path)
-    kind = _named(to) if to is not None else _format(path, checkpoint, keep)
+    known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
+    if to is not None and to not in known:
+        raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
+    kind = to or _format(path, checkpoint, keep)
     return Destination(path, kind, kind not in PICKLES and (checkpoint.full if full is None else full))
 
 
@@ -66,21 +64,14 @@ def format_of_name(path: str) -> str | None:
     return ENDINGS.get(os.path.splitext(path)[1].lower())
 
 
-def _named(to: str) -> str:
-    known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
-    if to not in known:
-        raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
-    return to
-
-
 def _format(path: str, checkpoint: Checkpoint, keep: bool) -> str:
     if folders.is_in_place(checkpoint, path):
         return checkpoint.format
-    found = format_of_name(path)
-    if keep and found in folders.NAMES and checkpoint.format in folders.NAMES and not folders.kind_of(path):
+    asked = format_of_name(path)
+    if keep and asked in folders.NAMES and checkpoint.format in folders.NAMES and not folders.kind_of(path):
         return checkpoint.format
-    if found is not None:
-        return found
+    if asked is not None:
+        return asked
     if path == "-":
         return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
     raise unwritable(path) or UsageFault(
@@ -91,82 +82,71 @@ def _format(path: str, checkpoint: Checkpoint, keep: bool) -> str:
 
 
 def require_sense(
-    path: str, kind: str, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
+    target: Destination, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
 ) -> None:
     """Check that options do not contradict each other, and that each has an effect."""
+    path, kind = target.path, target.format
     if full and state is not None:
         raise UsageFault(
             f"{path}: gets everything that is there, but one state of it was named ('{state}')",
             hint="leave out --full or --state",
         )
-    if full and kind == sharding.TORCH:
-        raise UsageFault(
-            f"{path}: {kind} holds only the model's state",
-            hint=f"write a .pt file, or shards of safetensors: --to {sharding.SAFETENSORS}",
-        )
+    if full and kind == shards.TORCH:
+        hint = f"write a .pt file, or shards of safetensors: --to {shards.SAFETENSORS}"
+        raise UsageFault(f"{path}: {kind} holds only the model's state", hint=hint)
     if keep_copies and (full or kind in PICKLES):
         raise UsageFault(
             f"{path}: keeps what is tied as one tensor, but copies were asked for",
             hint="leave out --keep-copies, or write safetensors without --full",
         )
-    if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
+    if shard_size is not None and kind not in (shards.SAFETENSORS, shards.TORCH):
         what, way = "is one file", "end OUTPUT in /"
-        if kind in folders.NAMES:
-            what, way = "is one folder that is not cut", f"say --to {sharding.SAFETENSORS}"
-        raise UsageFault(
-            f"{path}: {what}, but a shard size was given",
-            hint=f"{way} for a folder of shards, or leave out --shard-size",
-        )
-    if kind in folders.NAMES and path == "-":
+        if target.is_folder:
+            what, way = "is one folder that is not cut", f"say --to {shards.SAFETENSORS}"
+        hint = f"{way} for a folder of shards, or leave out --shard-size"
+        raise UsageFault(f"{path}: {what}, but a shard size was given", hint=hint)
+    if target.is_folder and path == "-":
         raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
 
 
-def require_device(path: str, kind: str, device: str) -> None:
+def require_device(target: Destination, device: str) -> None:
     """Check that a device can be written."""
-    if kind not in PICKLES:
-        raise UsageFault(
-            f"{path}: {kind} names no devices, but --device {device} was given",
-            hint="leave it out, or write a .pt file",
-        )
+    if target.format not in PICKLES:
+        what = f"{target.path}: {target.format} names no devices, but --device {device} was given"
+        raise UsageFault(what, hint="leave it out, or write a .pt file")
     if not re.fullmatch(r"[a-z]+(:[0-9]{1,3})?", device) or device == "meta":
         raise UsageFault(f"'{device[:80]}' is not a device", hint="say for example: --device cpu")
 
 
-def require_place(
-    checkpoint: Checkpoint, path: str, kind: str, force: bool, kept: Collection[str] = ()
-) -> None:
+def require_place(checkpoint: Checkpoint, target: Destination, force: bool, kept: Collection[str]) -> None:
     """Check that nothing is in the output's place, or that it may be replaced."""
-    if path == "-" or not _is_there(path):
+    path = target.path
+    if path == "-":
+        return
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # writing tells why
         return
     is_named_as_folder = path.endswith("/") or os.path.splitext(path)[1].lower() not in ENDINGS
-    if kind in folders.NAMES and is_named_as_folder and os.path.isdir(path) and not os.listdir(path):
+    if target.is_folder and is_named_as_folder and os.path.isdir(path) and not os.listdir(path):
         return  # an empty folder has nothing to lose
-    found = _conflict(checkpoint, path, kind, kept)
-    if found is not None:
-        raise OutputExists(f"{path}: already exists, and {found[0]}", hint=found[1])
+    for why, hint in _conflicts(checkpoint, target, kept):
+        raise OutputExists(f"{path}: already exists, and {why}", hint=hint)
     if not force:
         raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
 
 
-def _is_there(path: str) -> bool:
-    """Return whether there is something at a path; raise OSError if the disk can't tell."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # writing tells why
-        return False
-    return True
-
-
-def _conflict(checkpoint: Checkpoint, path: str, kind: str, kept: Collection[str]) -> tuple[str, str] | None:
-    """Return what keeps an output from being replaced even with `--force`, and what to do instead."""
+def _conflicts(
+    checkpoint: Checkpoint, target: Destination, kept: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield what keeps an output from being replaced even with `--force`, and what to do instead."""
+    path = target.path
     if folders.is_part_of_input(checkpoint, path):
-        return f"is a part of the input {checkpoint.path}", "name another output"
+        yield f"is a part of the input {checkpoint.path}", "name another output"
     if not os.path.isdir(path):
-        is_other = kind in folders.NAMES and os.path.exists(path)
-        return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
-    if kind not in folders.NAMES:
-        return "is a folder", "name a file in it"
-    others = folders.others(checkpoint, path, kept)
-    if others:
-        return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
-    return None
+        if target.is_folder and os.path.exists(path):
+            yield f"is a file, where {target.format} is a folder", "name a new folder"
+    elif not target.is_folder:
+        yield "is a folder", "name a file in it"
+    elif others := folders.others(checkpoint, path, kept):
+        yield f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"

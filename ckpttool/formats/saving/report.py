@@ -13,17 +13,16 @@ from ...checkpoint.states import is_optimizer
 from ...inert_pickle.known_names import names_in, names_that_run
 from ...inert_pickle.values import walk
 from ...tensors.ref import Storage, TensorRef
+from .. import safetensors, shards
 from ..dcp import reading as dcp
 from ..dcp import tree as dcp_tree
 from ..pytorch import zip as torch_zip
 from ..pytorch.tensor_pickle import written_device
-from ..safetensors import format as safetensors
-from ..shards import writing as sharding
 
-PICKLES = (torch_zip.NAME, sharding.TORCH)
+PICKLES = (torch_zip.NAME, shards.TORCH)
 # Formats that hold everything in a checkpoint, not only the model's state.
 WHOLE = (torch_zip.NAME, dcp.NAME)
-TENSORS_ALONE = (safetensors.NAME, sharding.SAFETENSORS, sharding.TORCH)
+TENSORS_ALONE = (safetensors.NAME, shards.SAFETENSORS, shards.TORCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def saved_whole(
 ) -> Saved:
     """Report on an output that holds everything, as far as its format can."""
     lost = checkpoint.unread
-    if kind in (torch_zip.NAME, dcp.NAME):  # which have no place for the text of a safetensors header
+    if kind in WHOLE:  # which have no place for the text of a safetensors header
         lost += _lost_metadata(checkpoint)
     apart = kind == dcp.NAME and not full
     if apart:
@@ -91,7 +90,7 @@ def saved_whole(
         len(state.tensors) + len(state.likes) if state else 0,
         lost,
         copied=copied(state) if state and apart else (),
-        mentions=_mentions(checkpoint, kind),
+        mentions=tuple(names_that_run(names_in(checkpoint.tree))) if kind in PICKLES else (),
         devices=_devices(checkpoint, walk(checkpoint.tree)) if kind in PICKLES else (),
         text_keys=dcp_tree.with_keys_made_text(checkpoint) if apart else (),
         keyed_by_text=_keyed_by_text(checkpoint, kind, full),
@@ -102,8 +101,10 @@ def saved_state(
     checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State, ties: Mapping[str, str]
 ) -> Saved:
     """Report on an output that holds only the model's tensors."""
-    lost = _beside(checkpoint, state) + checkpoint.unread
-    if kind == sharding.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
+    beside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
+    where = f"{state.where}." if state.path else ""
+    lost = (*(where + name for name in beside), *checkpoint.outside(state), *checkpoint.unread)
+    if kind == shards.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
         lost += _lost_metadata(checkpoint)
         devices = _devices(checkpoint, state.tensors.values())
         return Saved(path, kind, nbytes, len(state.tensors), lost, devices=devices)
@@ -114,10 +115,8 @@ def saved_state(
 def _devices(checkpoint: Checkpoint, values: Iterable[object]) -> tuple[str, ...]:
     """Return the devices other than the CPU that the storages among some values are written with."""
     storages = (value.storage if isinstance(value, TensorRef) else value for value in values)
-    locations = {
-        written_device(storage, checkpoint.device) for storage in storages if isinstance(storage, Storage)
-    }
-    return tuple(sorted(locations - {"cpu", "meta"}))
+    written = (written_device(value, checkpoint.device) for value in storages if isinstance(value, Storage))
+    return tuple(sorted({*written} - {"cpu", "meta"}))
 
 
 def _lost_metadata(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -145,27 +144,13 @@ def _keeps_numbers(optimizer: Any, kind: type) -> bool:
     return any(type(key) is kind and str(key) in numbers for key in state)
 
 
-def _mentions(checkpoint: Checkpoint, kind: str) -> tuple[str, ...]:
-    return tuple(names_that_run(names_in(checkpoint.tree))) if kind in PICKLES else ()
-
-
-def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
-    """Return what a file of only the state's tensors does not hold, by the shortest names that say it."""
-    inside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
-    where = f"{state.where}." if state.path else ""
-    return (*(where + name for name in inside), *checkpoint.outside(state))
-
-
 def copied(state: State) -> tuple[str, ...]:
     """Return the names whose bytes another name has too; a format without sharing gives each a copy."""
-    storages: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in state.tensors.items():
-        storages.setdefault(id(tensor.storage), []).append((*tensor.span, name))
+    reached: dict[int, int] = {}  # in each storage, how far the names before this one go
     names = set()
-    for spans in storages.values():
-        reached = 0
-        for begin, end, name in sorted(spans, key=lambda span: span[0]):
-            if begin < min(end, reached):
-                names.add(name)
-            reached = max(reached, end)
+    for name, tensor in sorted(state.tensors.items(), key=lambda item: item[1].span[0]):
+        (begin, end), before = tensor.span, reached.get(id(tensor.storage), 0)
+        if begin < min(end, before):
+            names.add(name)
+        reached[id(tensor.storage)] = max(before, end)
     return tuple(name for name in state.tensors if name in names)

@@ -11,7 +11,10 @@ import torch
 import ckpttool
 from ckpttool.errors import UsageFault
 from tests.support.crafting import dict_of, storage, tensor, text, torch_zip
+from tests.support.opening import convert
 from tests.support.running import Ran
+
+Cli = Callable[..., Ran]
 
 SAID = "torch.load needs map_location='cpu' on a machine without it; --device cpu writes it for any"
 
@@ -32,27 +35,20 @@ def on_cuda(tmp_path: Path) -> Path:
     return tagged(tmp_path / "in.pt", "cuda:0", "cpu")
 
 
-COMMANDS = [
-    ["convert"],
-    ["strip-prefix"],
-    ["add-prefix", "--prefix", "x."],
-    ["rename-keys", "--map", "module=x"],
-    ["slim"],
-    ["average"],
-]
+RENAMING = [["strip-prefix"], ["add-prefix", "--prefix", "x."], ["rename-keys", "--map", "module=x"]]
+COMMANDS = [["convert"], *RENAMING, ["slim"], ["average"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_the_device_is_said_and_can_be_mapped(
-    command: list[str], on_cuda: Path, cli: Callable[..., Ran], tmp_path: Path
+    command: list[str], on_cuda: Path, cli: Cli, tmp_path: Path
 ) -> None:
-    inputs = [on_cuda, on_cuda] if command == ["average"] else [on_cuda]
-    if command == ["average"]:
-        ran = cli(*command, *inputs, tmp_path / "out.pt")  # computed values are on the CPU
-        assert ran.code == 0, ran.err
-    else:
-        ran = cli(*command, *inputs, tmp_path / "out.pt")
-        assert ran.code == 0 and "cuda:0: " + SAID in ran.err
+    is_computed = command == ["average"]  # such values are on the CPU
+    inputs = [on_cuda, on_cuda] if is_computed else [on_cuda]
+    ran = cli(*command, *inputs, tmp_path / "out.pt")
+    assert ran.code == 0, ran.err
+    if not is_computed:
+        assert "cuda:0: " + SAID in ran.err
         with pytest.raises(RuntimeError, match="CUDA"):
             torch.load(tmp_path / "out.pt")
     ran = cli(*command, *inputs, tmp_path / "cpu.pt", "--device", "cpu")
@@ -60,7 +56,7 @@ def test_the_device_is_said_and_can_be_mapped(
     assert {value.device.type for value in torch.load(tmp_path / "cpu.pt").values()} == {"cpu"}
 
 
-def test_shards_of_torch_are_mapped_too(on_cuda: Path, cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_shards_of_torch_are_mapped_too(on_cuda: Path, cli: Cli, tmp_path: Path) -> None:
     ran = cli("convert", on_cuda, tmp_path / "a", "--to", "torch-sharded")
     assert ran.code == 0 and SAID in ran.err
     ran = cli("convert", on_cuda, tmp_path / "b", "--to", "torch-sharded", "--device", "cpu")
@@ -95,8 +91,7 @@ def test_a_device_may_be_any_that_torch_tags(tmp_path: Path) -> None:
 
 def test_values_and_sharing_stay(tmp_path: Path) -> None:
     weight = torch.arange(4.0)
-    torch.save({"a": weight, "b": weight[1:]}, tmp_path / "in.pt")
-    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "plain.pt")
+    convert({"a": weight, "b": weight[1:]}, tmp_path / "plain.pt")
     ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.pt", device="cpu")
     loaded = torch.load(tmp_path / "out.pt")
     assert loaded["b"].tolist() == [1, 2, 3]
@@ -104,17 +99,13 @@ def test_values_and_sharing_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["", "CPU!", "cpu,cuda", "meta", "a b"])
-def test_a_word_that_is_no_device_is_a_usage_error(
-    device: str, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_a_word_that_is_no_device_is_a_usage_error(device: str, cli: Cli, tmp_path: Path) -> None:
     path = tagged(tmp_path / "in.pt", "cpu")
     ran = cli("convert", path, tmp_path / "out.pt", "--device", device)
     assert ran.code == 2 and not (tmp_path / "out.pt").exists()
 
 
-def test_a_device_for_a_format_without_devices_is_a_usage_error(
-    cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_a_device_for_a_format_without_devices_is_a_usage_error(cli: Cli, tmp_path: Path) -> None:
     path = tagged(tmp_path / "in.pt", "cpu")
     ran = cli("convert", path, tmp_path / "out.safetensors", "--device", "cpu")
     assert ran.code == 2 and "--device" in ran.err
@@ -122,7 +113,5 @@ def test_a_device_for_a_format_without_devices_is_a_usage_error(
         ckpttool.save(ckpttool.open(path), tmp_path / "out.safetensors", device="cpu")
 
 
-def test_nothing_is_said_where_no_device_is_written(
-    on_cuda: Path, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_nothing_is_said_where_no_device_is_written(on_cuda: Path, cli: Cli, tmp_path: Path) -> None:
     assert "cuda" not in cli("convert", on_cuda, tmp_path / "out.safetensors").err

@@ -26,6 +26,7 @@ from ckpttool.tensors.ref import Source
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, name, program, text, tuple_of
+from tests.support.opening import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of tar files in general
 
@@ -83,16 +84,13 @@ def saved(
 ) -> Path:
     """Write a file as torch 0.1.11 would have."""
     facts = {"protocol_version": 1000, "little_endian": True, "type_sizes": {"int": 4}}
-    return tar(
-        path,
-        [
-            ("sys_info", pickle.dumps(facts, 2)),
-            ("pickle", program(body)),
-            ("tensors", tensors_member(tensors)),
-            ("storages", storages_member(storages, list(views) if isinstance(views, tuple) else views)),
-        ],
-        **given,
-    )
+    members = {
+        "sys_info": pickle.dumps(facts, 2),
+        "pickle": program(body),
+        "tensors": tensors_member(tensors),
+        "storages": storages_member(storages, list(views) if isinstance(views, tuple) else views),
+    }
+    return tar(path, members.items(), **given)
 
 
 WEIGHT, BIAS = torch.arange(12.0), torch.tensor([1, 2, 3])
@@ -123,12 +121,7 @@ def test_a_state_is_read_as_torch_reads_it(form: int, tmp_path: Path) -> None:
     ours, theirs = both(path)
     assert_same(ours, theirs)
     assert type(ours) is OrderedDict and ours["w"].shape == (3, 4)
-
-
-def test_the_format_is_named(tmp_path: Path) -> None:
-    checkpoint = ckpttool.open(saved(tmp_path / "f", ORDERED, STORAGES, TENSORS))
-    assert checkpoint.format == "torch-tar"
-    assert [found.shape for found in checkpoint.state().tensors.values()] == [(3, 4), (3,)]
+    assert ckpttool.open(path).format == "torch-tar"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.uint8, torch.int64])
@@ -140,9 +133,8 @@ def test_every_element_type_of_that_time_is_read(dtype: torch.dtype, tmp_path: P
 
 def test_tensors_that_share_a_storage_still_do(tmp_path: Path) -> None:
     tensors: Tensors = [(10, 1, (3, 4), (4, 1), 0), (11, 1, (4, 3), (1, 4), 0), (12, 1, (2,), (1,), 3)]
-    body = dict_of(
-        {"a": reference(10), "turned": reference(11), "part": reference(12), "again": reference(10)}
-    )
+    names = {"a": 10, "turned": 11, "part": 12, "again": 10}
+    body = dict_of({name: reference(key) for name, key in names.items()})
     ours, theirs = both(saved(tmp_path / "f", body, [(1, "cpu", WEIGHT)], tensors))
     assert_same(ours, theirs)
     assert ours["a"] is ours["again"] and ours["a"].data_ptr() == ours["turned"].data_ptr()
@@ -190,15 +182,14 @@ def test_a_tar_without_one_of_its_members_is_damaged(missing: str, tmp_path: Pat
     whole = saved(tmp_path / "f", ORDERED, STORAGES, TENSORS)
     with tarfile.open(whole) as archive:
         members = [(m.name, archive.extractfile(m).read()) for m in archive]  # type: ignore[union-attr]
-    with pytest.raises(Damaged, match=f"without '{missing}'"):
-        ckpttool.open(tar(tmp_path / "g", [each for each in members if each[0] != missing]))
+    refused(tar(tmp_path / "g", [each for each in members if each[0] != missing]), f"without '{missing}'")
 
 
 def test_a_duplicate_member_is_damaged(tmp_path: Path) -> None:
-    with pytest.raises(Damaged, match="holds 'pickle' twice"):
-        ckpttool.open(
-            tar(tmp_path / "f", [("pickle", b""), ("tensors", b""), ("storages", b""), ("pickle", b"")])
-        )
+    refused(
+        tar(tmp_path / "f", [("pickle", b""), ("tensors", b""), ("storages", b""), ("pickle", b"")]),
+        "holds 'pickle' twice",
+    )
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
@@ -207,8 +198,7 @@ def test_a_member_that_is_not_a_regular_file_is_damaged(kind: bytes, tmp_path: P
         info = tarfile.TarInfo("storages")
         info.type, info.linkname = kind, "/etc/passwd"
         archive.addfile(info)
-    with pytest.raises(Damaged, match="'storages' is not a regular file"):
-        ckpttool.open(tmp_path / "f")
+    refused(tmp_path / "f", "'storages' is not a regular file")
 
 
 HOSTILE: dict[str, tuple[bytes, Storages, Any, Any]] = {
@@ -233,8 +223,7 @@ HOSTILE: dict[str, tuple[bytes, Storages, Any, Any]] = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_members_that_do_not_fit_together_are_damaged(what: str, tmp_path: Path) -> None:
     body, storages, tensors, views = HOSTILE[what]
-    with pytest.raises(Damaged):
-        ckpttool.open(saved(tmp_path / "f", body, storages, tensors, views))
+    refused(saved(tmp_path / "f", body, storages, tensors, views))
 
 
 @pytest.mark.parametrize("member", ["storages", "tensors"])
@@ -242,16 +231,14 @@ def test_members_that_do_not_fit_together_are_damaged(what: str, tmp_path: Path)
 def test_a_count_that_the_member_can_not_hold_is_damaged(member: str, count: object, tmp_path: Path) -> None:
     parts = members()
     parts[member] = pickle.dumps(count, 2) + parts[member][len(pickle.dumps(2, 2)) :]
-    with pytest.raises(Damaged):
-        ckpttool.open(tar(tmp_path / "f", parts.items()))
+    refused(tar(tmp_path / "f", parts.items()))
 
 
 def test_more_dimensions_than_torch_has_are_damaged(tmp_path: Path) -> None:
     parts = members()
     at = parts["tensors"].index(struct.pack("<ii", 2, 0))
     parts["tensors"] = parts["tensors"][:at] + struct.pack("<i", 2**31 - 1) + parts["tensors"][at + 4 :]
-    with pytest.raises(Damaged):
-        ckpttool.open(tar(tmp_path / "f", parts.items()))
+    refused(tar(tmp_path / "f", parts.items()))
 
 
 def sealed(raw: bytearray, at: int = 0) -> bytearray:
@@ -271,8 +258,7 @@ def test_an_extended_header_of_digits_is_refused_at_once(tmp_path: Path) -> None
     """tarfile takes ten seconds for these 100 KB."""
     (tmp_path / "f").write_bytes(header(b"x", 100_000) + b"1" * 100_000 + bytes(352))
     began = time.process_time()
-    with pytest.raises(Damaged, match="extended header"):
-        ckpttool.open(tmp_path / "f")
+    refused(tmp_path / "f", "extended header")
     assert time.process_time() - began < 1
 
 
@@ -280,8 +266,7 @@ def test_a_sparse_member_whose_map_goes_on_behind_the_file_is_damaged(tmp_path: 
     raw = header(b"S", 0)
     raw[482], raw[483:495] = 1, b"00000000001\0"
     (tmp_path / "f").write_bytes(sealed(raw))
-    with pytest.raises(Damaged, match="'a' is not a regular file"):
-        ckpttool.open(tmp_path / "f")
+    refused(tmp_path / "f", "'a' is not a regular file")
 
 
 @pytest.mark.parametrize("record", [b"15 path=pickle\n", b"9 size=1\n", b"22 GNU.sparse.major=1\n", b"mtime"])
@@ -289,14 +274,12 @@ def test_an_extended_header_that_changes_the_next_entry_is_damaged(record: bytes
     raw = saved(tmp_path / "f", ORDERED, STORAGES, TENSORS).read_bytes()
     extended = header(b"x", len(record)) + record.ljust(512, b"\0")
     (tmp_path / "f").write_bytes(extended + raw)
-    with pytest.raises(Damaged, match="extended header"):
-        ckpttool.open(tmp_path / "f")
+    refused(tmp_path / "f", "extended header")
 
 
 def test_a_tar_of_many_files_is_refused_by_its_first_few(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(header(b"0", 0) + sealed(header(b"x", 0)) * 100_000)
-    with pytest.raises(Damaged, match="many files"):
-        ckpttool.open(tmp_path / "f")
+    refused(tmp_path / "f", "many files")
 
 
 def test_a_binary_size_field_is_read(tmp_path: Path) -> None:
@@ -311,13 +294,7 @@ def test_a_binary_size_field_is_read(tmp_path: Path) -> None:
 
 
 TIMES = st.sampled_from([0, 1480000000.25])
-FIELDS = [
-    *range(100),
-    *range(124, 136),
-    156,
-    *range(257, 265),
-    *range(345, 500),
-]  # name, size, kind, magic, folder
+FIELDS = [*range(100), *range(124, 136), 156, *range(257, 265), *range(345, 500)]  # name, size, kind, …
 
 
 @given(st.data())
@@ -333,9 +310,8 @@ def test_entries_are_those_that_tarfile_finds(data: st.DataObject) -> None:
     changed = bytearray(raw.getvalue())
     for _ in range(data.draw(st.integers(0, 3))):
         at = 512 * data.draw(st.integers(0, 6))
-        changed[at + data.draw(st.sampled_from(FIELDS))] = data.draw(
-            st.sampled_from(b"\x00\xff\x8017 /x5SLa")
-        )
+        byte = data.draw(st.sampled_from(b"\x00\xff\x8017 /x5SLa"))
+        changed[at + data.draw(st.sampled_from(FIELDS))] = byte
         sealed(changed, at)
     with tempfile.TemporaryFile() as file:
         file.write(changed)
@@ -355,8 +331,7 @@ def test_extended_headers_one_after_another_are_damaged(tmp_path: Path) -> None:
     info.type, info.size = tarfile.GNUTYPE_LONGNAME, 10
     block = info.tobuf(tarfile.GNU_FORMAT) + b"x" * 10 + bytes(502)
     (tmp_path / "f").write_bytes(block * 5000)
-    with pytest.raises(Damaged):
-        ckpttool.open(tmp_path / "f")
+    refused(tmp_path / "f")
 
 
 def test_a_file_cut_short_anywhere_is_damaged(tmp_path: Path) -> None:
@@ -365,8 +340,7 @@ def test_a_file_cut_short_anywhere_is_damaged(tmp_path: Path) -> None:
         last = archive.getmember("storages")
     for end in range(512, last.offset_data + last.size, 97):
         (tmp_path / "f").write_bytes(raw[:end])
-        with pytest.raises(Damaged):
-            ckpttool.open(tmp_path / "f")
+        refused(tmp_path / "f")
 
 
 @given(st.data())

@@ -11,11 +11,15 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from safetensors.torch import load_file, save_file
 from torch._subclasses import FakeTensorMode
 
@@ -25,10 +29,11 @@ from ckpttool.batchnorm.pool_files import pool_states
 from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import CkptToolError, Damaged, NoState, OutputExists, Refused, UsageFault
 from ckpttool.files.copying import Output
+from ckpttool.formats import safetensors
 from ckpttool.formats.pytorch import zip as torch_zip
-from ckpttool.formats.safetensors import format as safetensors
-from ckpttool.formats.zip.reader import read_directory
+from ckpttool.formats.pytorch.zip_reader import read_directory
 from ckpttool.tensors.cast import target
+from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import ByteRange, TensorRef
 from ckpttool.transforms.average import average
 from ckpttool.transforms.keys import add_prefix, strip_prefix
@@ -50,19 +55,8 @@ def saved(value: Any, folder: Path, name: str = "in.pt", **given: Any) -> Path:
 # Nothing counts before it was read back.
 
 
-def wrongly(change: Callable[..., Any], writer: Callable[..., Any]) -> Callable[..., Any]:
-    """A writer that writes something else than it was told, or leaves something undone."""
-
-    def write(*given: Any) -> Any:
-        return change(writer, *given)
-
-    return write
-
-
 def with_tree(change: Callable[[dict[Any, Any]], object]) -> Callable[..., Any]:
     def write(writer: Callable[..., Any], checkpoint: Checkpoint, out: Output, name: str) -> None:
-        from dataclasses import replace
-
         tree = dict(checkpoint.tree)  # type: ignore[call-overload]
         change(tree)
         writer(replace(checkpoint, tree=tree), out, name)
@@ -100,31 +94,19 @@ def shaped(tensors: dict[Any, Any]) -> None:
 
 
 def typed(tensors: dict[Any, Any]) -> None:
-    from dataclasses import replace
-
-    from ckpttool.tensors.dtypes import DTYPES
-
     tensors["module.w"] = replace(tensors["module.w"], dtype=DTYPES["int32"])
 
 
-TREES = {
-    "a tensor forgotten": with_tree(lambda tree: tree.pop("module.n")),
-    "a name changed": with_tree(lambda tree: tree.update({"module.m": tree.pop("module.n")})),
-    "another shape": with_tree(shaped),
-    "another type": with_tree(typed),
-    "cut short": cut_short,
-    "garbage": garbage,
-    "nothing": nothing,
+CHANGES: dict[str, Callable[[dict[Any, Any]], object]] = {
+    "a tensor forgotten": lambda tensors: tensors.pop("module.n"),
+    "a name changed": lambda tensors: tensors.update({"module.m": tensors.pop("module.n")}),
+    "a tensor more": lambda tensors: tensors.update(more=tensors["module.n"]),
+    "another shape": shaped,
+    "another type": typed,
 }
-TENSORS = {
-    "a tensor forgotten": with_tensors(lambda tensors: tensors.pop("module.n")),
-    "a tensor more": with_tensors(lambda tensors: tensors.update(more=tensors["module.n"])),
-    "another shape": with_tensors(shaped),
-    "another type": with_tensors(typed),
-    "cut short": cut_short,
-    "garbage": garbage,
-    "nothing": nothing,
-}
+WHOLLY = {"cut short": cut_short, "garbage": garbage, "nothing": nothing}
+TREES = {what: with_tree(change) for what, change in CHANGES.items()} | WHOLLY
+TENSORS = {what: with_tensors(change) for what, change in CHANGES.items()} | WHOLLY
 FAULTS = {".pt": (torch_zip, TREES), ".safetensors": (safetensors, TENSORS)}
 
 
@@ -132,13 +114,13 @@ FAULTS = {".pt": (torch_zip, TREES), ".safetensors": (safetensors, TENSORS)}
     ("ending", "what"), [(ending, what) for ending in FAULTS for what in FAULTS[ending][1]]
 )
 def test_what_was_written_wrongly_is_not_kept_and_the_old_file_stays(
-    ending: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ending: str, what: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     module, changes = FAULTS[ending]
     out = tmp_path / f"out{ending}"
     out.write_bytes(b"the old file")
     checkpoint = ckpttool.open(saved(STATE, tmp_path))
-    monkeypatch.setattr(module, "write", wrongly(changes[what], module.write))
+    monkeypatch.setattr(module, "write", partial(changes[what], module.write))
     with pytest.raises(CkptToolError, match=f"^{out}: ") as fault:
         ckpttool.save(checkpoint, out, force=True)
     assert fault.value.exit_code == 3
@@ -147,9 +129,9 @@ def test_what_was_written_wrongly_is_not_kept_and_the_old_file_stays(
 
 
 def test_a_fault_in_writing_is_exit_3_and_an_error_with_its_hint(
-    cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Callable[..., Ran], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_zip, "write", wrongly(TREES["another shape"], torch_zip.write))
+    monkeypatch.setattr(torch_zip, "write", partial(TREES["another shape"], torch_zip.write))
     ran = cli("convert", saved(STATE, tmp_path), tmp_path / "out.pt")
     assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 2)
     assert "does not read back as intended, and was not kept" in ran.err
@@ -159,17 +141,16 @@ def test_a_fault_in_writing_is_exit_3_and_an_error_with_its_hint(
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 @pytest.mark.parametrize("full", [False, True])
 def test_wrong_values_are_found_when_asked_for(
-    ending: str, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ending: str, full: bool, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     checkpoint = ckpttool.open(saved(RUN, tmp_path))
     copy = Output.copy
 
     def flipping(self: Output, data: ByteRange) -> None:
-        begin = self.position
+        last = self.position + data.nbytes - 1
         copy(self, data)
         self.settle()
-        raw = os.pread(self.fd, 1, begin + data.nbytes - 1)
-        os.pwrite(self.fd, bytes([raw[0] ^ 1]), begin + data.nbytes - 1)
+        os.pwrite(self.fd, bytes([os.pread(self.fd, 1, last)[0] ^ 1]), last)
 
     monkeypatch.setattr(Output, "copy", flipping)
     with pytest.raises(Damaged, match="does not read back as intended"):
@@ -261,16 +242,14 @@ def test_pooled_statistics_are_held_to_the_checksums_of_all_ranks_counters_too(t
 def test_what_is_expected_is_what_is_reported(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(1000), "turned": torch.ones(30, 40).t(), "tied": torch.ones(7)}
     path = saved({"model": {**tensors, "other": tensors["tied"]}, "momentum": torch.ones(5000)}, tmp_path)
-    for ending in ".pt", ".safetensors":
-        for verify_too in False, True:
-            for dry in False, True:
-                expected: list[int] = []
-                seen: list[int] = []
-                given: dict[str, Any] = {"progress": seen.append, "expect": expected.append, "force": True}
-                given |= {"verify": verify_too, "dry_run": dry}
-                ckpttool.save(ckpttool.open(path), tmp_path / f"out{ending}", **given)
-                (total,) = expected  # without the pickle, and what aligns storages
-                assert total == pytest.approx(sum(seen), rel=0.02), (ending, verify_too, dry)
+    for ending, verify_too, dry in product((".pt", ".safetensors"), (False, True), (False, True)):
+        expected: list[int] = []
+        seen: list[int] = []
+        given: dict[str, Any] = {"progress": seen.append, "expect": expected.append, "force": True}
+        given |= {"verify": verify_too, "dry_run": dry}
+        ckpttool.save(ckpttool.open(path), tmp_path / f"out{ending}", **given)
+        (total,) = expected  # without the pickle, and what aligns storages
+        assert total == pytest.approx(sum(seen), rel=0.02), (ending, verify_too, dry)
 
 
 def test_a_dry_run_finds_damage_too(tmp_path: Path) -> None:
@@ -290,7 +269,7 @@ def test_damage_in_what_is_not_written_does_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["safetensors-sharded", "torch-sharded", "dcp"])
-def test_folders_are_read_back_too(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_read_back_too(to: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     checkpoint = ckpttool.open(saved(STATE, tmp_path))
     monkeypatch.setattr("ckpttool.files.digest.digest", lambda tensors, _: str(id(tensors)))
     with pytest.raises(Damaged, match="does not read back as intended"):
@@ -302,7 +281,7 @@ def test_folders_are_read_back_too(to: str, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[range]]:
+def reads(monkeypatch: MonkeyPatch) -> Iterator[list[range]]:
     """Every stretch of a file that comes into this process, as (offset, end)."""
     seen: list[range] = []
 
@@ -333,22 +312,17 @@ def payloads(path: Path) -> dict[str, tuple[range, int | None]]:
 BIG = {f"module.{i}": torch.full((500_000,), float(i)) for i in range(3)}
 
 
-def test_payloads_from_pt_to_pt_are_read_once(tmp_path: Path, reads: list[range]) -> None:
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_payloads_are_read_once(name: str, tmp_path: Path, reads: list[range]) -> None:
     path = saved({"model": BIG, "epoch": 1}, tmp_path)
     before = payloads(path)
     reads.clear()
     with ckpttool.open(path) as checkpoint:
-        ckpttool.save(strip_prefix(checkpoint)[0], tmp_path / "out.pt")
-    assert 0 <= sum(map(len, reads)) - sum(each.nbytes for each in BIG.values()) < 500_000
-    assert [crc for _, crc in payloads(tmp_path / "out.pt").values()] == [crc for _, crc in before.values()]
-
-
-def test_payloads_to_safetensors_are_read_once(tmp_path: Path, reads: list[range]) -> None:
-    path = saved(BIG, tmp_path)
-    reads.clear()
-    with ckpttool.open(path) as checkpoint:
-        ckpttool.save(strip_prefix(checkpoint)[0], tmp_path / "out.safetensors")
-    assert 0 <= sum(map(len, reads)) - sum(each.nbytes for each in BIG.values()) < 500_000
+        ckpttool.save(strip_prefix(checkpoint)[0], tmp_path / name)
+    assert 0 <= sum(map(len, reads)) - sum(tensor.nbytes for tensor in BIG.values()) < 500_000
+    if name == "out.pt":
+        checksums, old = ([crc for _, crc in each.values()] for each in (payloads(tmp_path / name), before))
+        assert checksums == old
 
 
 def test_with_no_verify_a_wrong_checksum_is_copied_too(tmp_path: Path) -> None:
@@ -360,8 +334,6 @@ def test_with_no_verify_a_wrong_checksum_is_copied_too(tmp_path: Path) -> None:
     path.write_bytes(raw)
     ckpttool.save(strip_prefix(ckpttool.open(path))[0], tmp_path / "out.pt", verify=False)
     assert payloads(tmp_path / "out.pt")["0"][1] == crc
-    from ckpttool.analysis.verify import verify
-
     assert not verify(ckpttool.open(tmp_path / "out.pt")).ok
 
 
@@ -448,12 +420,10 @@ def test_a_dry_run_gives_the_same_answer_and_writes_nothing(choices: dict[str, A
 @pytest.mark.parametrize("dtype", ["fp16", "fp64"])
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 def test_a_dry_run_of_a_cast_reads_no_values(
-    ending: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ending: str, dtype: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    from ckpttool.transforms import selection
-
     path = saved({"w": torch.zeros(3_000_000), "t": torch.zeros(1000, 3000).t()}, tmp_path)
-    new, _ = selection.cast(ckpttool.open(path), target(dtype))
+    new, _ = cast(ckpttool.open(path), target(dtype))
     dry = ckpttool.save(new, tmp_path / f"out{ending}", dry_run=True)
     assert ckpttool.save(new, tmp_path / f"out{ending}") == dry
     assert dry.nbytes == (tmp_path / f"out{ending}").stat().st_size
@@ -469,10 +439,14 @@ def test_a_dry_run_refuses_what_the_format_can_t_hold(tmp_path: Path) -> None:
 def test_what_a_file_of_tensors_leaves_behind_is_named(tmp_path: Path) -> None:
     state = OrderedDict({**STATE, "module._extra_state": {"a": 1}})
     state._metadata = OrderedDict()  # type: ignore[attr-defined]
-    checkpoint = ckpttool.open(saved({"a": {"model": state, "x": 1}, 7: "seven", "epoch": 1}, tmp_path))
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1).state_dict()
+    tree = {"a": {"model": state, "x": 1}, 7: "seven", "epoch": 1, "optimizer": optimizer}
+    checkpoint = ckpttool.open(saved(tree, tmp_path))
     out = ckpttool.save(checkpoint, tmp_path / "out.safetensors")
-    assert set(out.left_out) == {"a.model.module._extra_state", "a.model._metadata", "a.x", "7", "epoch"}
+    inside = {"a.model.module._extra_state", "a.model._metadata", "a.x"}
+    assert set(out.left_out) == {*inside, "7", "epoch", "optimizer"}
     assert (out.keys, out.tied, out.copied) == (4, ("module.tied",), ("module.row",))
+    assert load_file(tmp_path / "out.safetensors").keys() == STATE.keys() - {"module.tied"}
     assert ckpttool.save(checkpoint, tmp_path / "full.safetensors", full=True).left_out == ()
     assert ckpttool.save(checkpoint, tmp_path / "out.pt").left_out == ()
 
@@ -523,8 +497,9 @@ def test_a_file_without_a_state_can_be_copied_but_not_made_safetensors(tmp_path:
     checkpoint = ckpttool.open(saved({"epoch": 1}, tmp_path))
     assert ckpttool.save(checkpoint, tmp_path / "out.pt").keys == 0
     assert torch.load(tmp_path / "out.pt") == {"epoch": 1}
-    with pytest.raises(NoState):
+    with pytest.raises(NoState, match="no dict of tensors"):
         ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
     ckpttool.save(checkpoint, tmp_path / "full.safetensors", full=True)
     assert ckpttool.open(tmp_path / "full.safetensors").tree == {"epoch": 1}
 
@@ -593,7 +568,7 @@ child('verify', 'verify', path)
 
 
 def test_an_output_that_a_failing_disk_can_not_tell_of_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     torch.save(STATE, tmp_path / "in.pt")
     (tmp_path / "out.pt").write_bytes(b"old")

@@ -10,6 +10,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ import ckpttool
 from ckpttool.errors import Damaged
 from ckpttool.files import copying
 from ckpttool.files.copying import Output
+from ckpttool.formats import Saved, safetensors
 from ckpttool.transforms.keys import add_prefix, rename_keys, strip_prefix
+from ckpttool.transforms.selection import select
 from tests.support.comparing import values
 from tests.support.extents import clone_range
+from tests.support.opening import opened
 from tests.support.running import Ran
 
 STATE = {f"module.layer{i}.weight": torch.full((5, 3), float(i)) for i in range(4)}
@@ -37,10 +41,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "m.safetensors"
 
 
-def strip(path: Path, **given: Any) -> Any:
+def save_over(path: Path, change: Callable[..., Any], out: Path | None = None, **given: Any) -> Saved:
     with ckpttool.open(path) as checkpoint:
-        new, _ = strip_prefix(checkpoint)
-        return ckpttool.save(new, path, force=True, **given)
+        return ckpttool.save(change(checkpoint)[0], out or path, force=True, **given)
+
+
+def strip(path: Path, **given: Any) -> Saved:
+    return save_over(path, strip_prefix, **given)
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -102,44 +109,30 @@ def test_the_file_is_the_same_whether_blocks_are_shared_or_copied(
 @pytest.mark.usefixtures("both_ways")
 def test_a_header_grows_into_its_padding(path: Path) -> None:
     strip(path)
-    with ckpttool.open(path) as checkpoint:
-        new, _ = add_prefix(checkpoint)
-        ckpttool.save(new, path, force=True)
+    save_over(path, add_prefix)
     assert contents(path) == of(STATE)
 
 
 def test_a_header_that_does_not_fit_makes_a_longer_file(path: Path) -> None:
     size = path.stat().st_size
-    with ckpttool.open(path) as checkpoint:
-        new, _ = add_prefix(checkpoint, "a.very.long.prefix." * 5)
-        ckpttool.save(new, path, force=True)
-        assert path.stat().st_size > size
+    save_over(path, partial(add_prefix, prefix="a.very.long.prefix." * 5))
+    assert path.stat().st_size > size
     assert sorted(load_file(path)) == ["a.very.long.prefix." * 5 + name for name in STATE]
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_tensors_whose_order_in_the_file_is_another_stay_where_they_are(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
-    state = {
-        "module.b": torch.ones(3),
-        "module.a": torch.zeros(2, dtype=torch.int64),
-        "module.c": torch.ones(1),
-    }
+    state = {"b": torch.ones(3), "a": torch.zeros(2, dtype=torch.int64), "c": torch.ones(1)}
     save_file(state, path)
-    with ckpttool.open(path) as checkpoint:
-        new, _ = rename_keys(checkpoint, [("module.a", "z"), ("module.b", "y"), ("module.c", "x")])
-        ckpttool.save(new, path, force=True)
+    save_over(path, lambda checkpoint: rename_keys(checkpoint, [("^a", "z"), ("^b", "y"), ("^c", "x")]))
     assert of(load_file(path)) == of(dict(zip("yzx", state.values(), strict=True)))
 
 
 def test_fewer_tensors_make_a_shorter_file(path: Path) -> None:
-    from ckpttool.transforms.selection import select
-
     size = path.stat().st_size
-    with ckpttool.open(path) as checkpoint:
-        new, _ = select(checkpoint, exclude=["*layer0*"])
-        ckpttool.save(new, path, force=True)
-        assert path.stat().st_size < size
+    save_over(path, partial(select, exclude=["*layer0*"]))
+    assert path.stat().st_size < size
     assert sorted(load_file(path)) == sorted(STATE)[1:]
 
 
@@ -162,11 +155,8 @@ def test_copies_of_ties_make_a_longer_file(tmp_path: Path) -> None:
 
 def test_a_whole_checkpoint_in_safetensors_is_not_taken_for_a_state(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
-    torch.save({"model": STATE, "epoch": 3}, tmp_path / "in.pt")
-    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), path, full=True)
-    with ckpttool.open(path) as checkpoint:
-        new, _ = strip_prefix(checkpoint)
-        ckpttool.save(new, path, full=True, force=True)
+    ckpttool.save(opened({"model": STATE, "epoch": 3}, tmp_path), path, full=True)
+    strip(path, full=True)
     again = ckpttool.open(path)
     assert again.tree["epoch"] == 3
     assert list(again.state().tensors) == list(PLAIN)
@@ -180,18 +170,18 @@ def test_the_values_are_compared_before_the_old_file_is_replaced(
     assert contents(path) == of(PLAIN)
     before = path.read_bytes()
     monkeypatch.setattr("ckpttool.files.digest.digest", lambda tensors, progress: id(tensors))
-    with ckpttool.open(path) as checkpoint, pytest.raises(Damaged, match="does not read back"):
-        ckpttool.save(rename_keys(checkpoint, [("layer", "l")])[0], path, force=True, verify=True)
+    with pytest.raises(Damaged, match="does not read back"):
+        save_over(path, lambda checkpoint: rename_keys(checkpoint, [("layer", "l")]), verify=True)
     assert path.read_bytes() == before
 
 
 def test_a_header_that_does_not_read_back_is_never_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpttool.formats.safetensors import format as safetensors
-
     right, before = safetensors.header, path.read_bytes()
-    monkeypatch.setattr(
-        safetensors, "header", lambda *given, **more: right(*given, **more).replace(b"layer1", b"layer2")
-    )
+
+    def wrong(*given: Any, **more: Any) -> bytes:
+        return right(*given, **more).replace(b"layer1", b"layer2")
+
+    monkeypatch.setattr(safetensors, "header", wrong)
     with pytest.raises(Damaged):
         strip(path)
     assert path.read_bytes() == before
@@ -225,23 +215,14 @@ def test_through_a_symbolic_link_the_file_behind_it_is_rewritten(path: Path) -> 
     assert contents(path) == of(PLAIN)
 
 
+@pytest.mark.parametrize("is_output", [False, True])
 @pytest.mark.usefixtures("both_ways")
-def test_other_hard_links_keep_what_they_have(path: Path) -> None:
-    other = path.parent / "backup.safetensors"
+def test_other_hard_links_keep_what_they_have(is_output: bool, path: Path) -> None:
+    other = path.parent / "other.safetensors"
     os.link(path, other)
-    strip(path)
-    assert contents(other) == of(STATE)
-    assert contents(path) == of(PLAIN)
-
-
-@pytest.mark.usefixtures("both_ways")
-def test_a_hard_link_as_output_does_not_change_the_input(path: Path) -> None:
-    other = path.parent / "out.safetensors"
-    os.link(path, other)
-    with ckpttool.open(path) as checkpoint:
-        ckpttool.save(strip_prefix(checkpoint)[0], other, force=True)
-    assert contents(path) == of(STATE)
-    assert contents(other) == of(PLAIN)
+    save_over(path, strip_prefix, other if is_output else path)
+    assert contents(path if is_output else other) == of(STATE)
+    assert contents(other if is_output else path) == of(PLAIN)
 
 
 def test_a_file_that_may_not_be_written_is_replaced_and_keeps_its_permissions(path: Path) -> None:
@@ -346,8 +327,8 @@ def test_killed_at_any_call_the_file_holds_the_old_names_or_the_new_for_every_re
         assert of(load_file(copy)) == contents(copy)
         assert contents(copy) in (of(STATE), of(PLAIN))
         seen.append(contents(copy) == of(PLAIN))
-        with ckpttool.open(copy) as checkpoint:  # and the next save leaves nothing of the killed one
-            ckpttool.save(rename_keys(checkpoint, [("^.*layer", "x")])[0], copy, force=True)
+        # And the next save leaves nothing of the killed one.
+        save_over(copy, lambda checkpoint: rename_keys(checkpoint, [("^.*layer", "x")]))
         assert os.listdir(copy.parent) == [copy.name]
         if ended:
             break
@@ -373,8 +354,7 @@ def test_whoever_reads_while_names_change_all_the_time_sees_one_set_of_them(tmp_
         try:
             while True:
                 for change in (strip_prefix, add_prefix):
-                    with ckpttool.open(path) as checkpoint:
-                        ckpttool.save(change(checkpoint)[0], path, force=True)
+                    save_over(path, change)
         finally:
             os._exit(1)
     try:

@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.errors import CkptToolError, Damaged, Refused, Unsupported
-from ckpttool.formats.zip import inflate
+from ckpttool.errors import CkptToolError, Refused, Unsupported
+from ckpttool.formats.pytorch import archive
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
+from tests.support.opening import refused
 
 LOCAL_SIZES, LOCAL_CRC, CENTRAL_SIZES, CENTRAL_CRC = 18, 14, 20, 16
 
@@ -124,38 +125,40 @@ def test_unused_records_are_not_inflated(tmp_path: Path) -> None:
     assert ckpttool.open(patched(path, "archive/data/0", lambda raw, _: b"x" * len(raw))).tree == {}
 
 
-def test_a_stream_that_is_cut_short_is_damaged(tmp_path: Path) -> None:
-    path = one_tensor(tmp_path / "f", 1000, os.urandom(4000))
-    patched(path, "archive/data/0", lambda raw, _: raw[: len(raw) // 2])
-    with pytest.raises(Damaged, match="'archive/data/0' does not inflate to exactly 4000 bytes"):
-        ckpttool.open(path)
+NOISE, RECORD = os.urandom(4000), "archive/data/0"
+SHORT = "does not inflate to exactly 4000 bytes"
+STREAMS: dict[str, tuple[bytes, Callable[[Path], object], str]] = {
+    "cut short": (
+        NOISE,
+        lambda path: patched(path, RECORD, lambda raw, _: raw[: len(raw) // 2]),
+        f"'{RECORD}' {SHORT}",
+    ),
+    "ending before its record": (
+        NOISE,
+        lambda path: patched(path, RECORD, lambda raw, _: raw + b"more"),
+        SHORT,
+    ),
+    "inflating to more than is stated": (bytes(8000), lambda path: restated(path, RECORD, size=4000), SHORT),
+    "inflating to less than is stated": (bytes(3000), lambda path: restated(path, RECORD, size=4000), SHORT),
+    "a wrong checksum": (
+        bytes(4000),
+        lambda path: restated(path, RECORD, crc=1),
+        f"'{RECORD}' does not match its checksum",
+    ),
+    "invalid": (
+        bytes(4000),
+        lambda path: patched(path, RECORD, lambda raw, _: b"\xff" * 9),
+        "not a valid deflate stream",
+    ),
+}
 
 
-def test_a_stream_that_ends_before_its_record_is_damaged(tmp_path: Path) -> None:
-    path = one_tensor(tmp_path / "f", 1000, os.urandom(4000))
-    patched(path, "archive/data/0", lambda raw, _: raw + b"more")
-    with pytest.raises(Damaged, match="does not inflate to exactly 4000 bytes"):
-        ckpttool.open(path)
-
-
-def test_a_stream_that_inflates_to_more_than_is_stated_is_damaged(tmp_path: Path) -> None:
-    path = one_tensor(tmp_path / "f", 1000, bytes(8000))
-    restated(path, "archive/data/0", size=4000)
-    with pytest.raises(Damaged, match="does not inflate to exactly 4000 bytes"):
-        ckpttool.open(path)
-
-
-def test_a_stream_that_inflates_to_less_than_is_stated_is_damaged(tmp_path: Path) -> None:
-    path = one_tensor(tmp_path / "f", 1000, bytes(3000))
-    restated(path, "archive/data/0", size=4000)
-    with pytest.raises(Damaged, match="does not inflate to exactly 4000 bytes"):
-        ckpttool.open(path)
-
-
-def test_a_wrong_checksum_is_damaged(tmp_path: Path) -> None:
-    path = restated(one_tensor(tmp_path / "f", 1000, bytes(4000)), "archive/data/0", crc=1)
-    with pytest.raises(Damaged, match="'archive/data/0' does not match its checksum"):
-        ckpttool.open(path)
+@pytest.mark.parametrize("what", STREAMS)
+def test_a_stream_that_is_not_what_the_directory_states_is_damaged(what: str, tmp_path: Path) -> None:
+    raw, change, said = STREAMS[what]
+    path = one_tensor(tmp_path / "f", 1000, raw)
+    change(path)
+    refused(path, said)
 
 
 def test_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
@@ -163,20 +166,15 @@ def test_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
     assert ckpttool.open(path).state().tensors["a"].storage.crc32 is None
 
 
-def test_an_invalid_stream_is_damaged(tmp_path: Path) -> None:
-    path = patched(
-        one_tensor(tmp_path / "f", 1000, bytes(4000)), "archive/data/0", lambda raw, _: b"\xff" * 9
-    )
-    with pytest.raises(Damaged, match="not a valid deflate stream"):
-        ckpttool.open(path)
-
-
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA], ids=["bzip2", "lzma"])
 def test_compression_methods_that_torch_lacks_are_unsupported(method: int, tmp_path: Path) -> None:
     torch.save(TREE, tmp_path / "in.pt")
-    with pytest.raises(Unsupported, match="compressed in a way that torch does not read") as refusal:
-        ckpttool.open(deflated(tmp_path / "in.pt", method=method))
-    assert "without compression" in str(refusal.value.hint)
+    refusal = refused(
+        deflated(tmp_path / "in.pt", method=method),
+        "compressed in a way that torch does not read",
+        Unsupported,
+    )
+    assert "without compression" in str(refusal.hint)
 
 
 # Bombs.
@@ -185,32 +183,25 @@ def test_compression_methods_that_torch_lacks_are_unsupported(method: int, tmp_p
 def test_a_size_beyond_what_deflate_can_do_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     path = one_tensor(tmp_path / "f", 1 << 28, bytes(1 << 20))
     restated(path, "archive/data/0", size=1 << 30)
-    with pytest.raises(Damaged, match="states a size that deflate can't reach"):
-        ckpttool.open(path)
+    refused(path, "states a size that deflate can't reach")
 
 
 def test_a_pickle_that_grows_too_much_is_refused(tmp_path: Path) -> None:
     body = b"]" * (8 << 20) + b"."
     path = torch_zip(tmp_path / "f", b"\x80\x02" + body, compression=zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 20_000
-    with pytest.raises(Refused, match=r"'archive/data\.pkl' would grow"):
-        ckpttool.open(path)
+    refused(path, r"'archive/data\.pkl' would grow", Refused)
 
 
 def test_the_growth_of_all_records_together_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inflate, "SMALL", 1 << 20)
+    monkeypatch.setattr(archive, "SMALL", 1 << 20)
     tensors = {str(i): tensor(storage(1 << 18, key=str(i)), (1 << 18,)) for i in range(3)}
-    path = torch_zip(
-        tmp_path / "f",
-        dict_of(tensors),
-        {k: bytes(1 << 20) for k in tensors},
-        compression=zipfile.ZIP_DEFLATED,
-    )
-    with pytest.raises(Refused, match="would grow from"):
-        ckpttool.open(path)
-    monkeypatch.setattr(inflate, "SMALL", 3 << 20)
+    records = dict.fromkeys(tensors, bytes(1 << 20))
+    path = torch_zip(tmp_path / "f", dict_of(tensors), records, compression=zipfile.ZIP_DEFLATED)
+    refused(path, "would grow from", Refused)
+    monkeypatch.setattr(archive, "SMALL", 3 << 20)
     assert len(ckpttool.open(path).state().tensors) == 3
 
 
@@ -220,14 +211,12 @@ def test_any_bytes_are_inflated_with_any_chunk_size(
 ) -> None:
     raw = raw * 4
     path = tmp_path_factory.mktemp("any") / "f"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=level) as archive:
-        archive.writestr(
-            "a/data.pkl",
-            b"\x80\x02" + dict_of({"a": tensor(storage(len(raw) // 4), (len(raw) // 4,))}) + b".",
-        )
-        archive.writestr("a/data/0", raw)
+    body = dict_of({"a": tensor(storage(len(raw) // 4), (len(raw) // 4,))})
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=level) as file:
+        file.writestr("a/data.pkl", b"\x80\x02" + body + b".")
+        file.writestr("a/data/0", raw)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inflate, "CHUNK", chunk)
+        patch.setattr(archive, "CHUNK", chunk)
         assert ckpttool.open(path).state().tensors["a"].storage.data.read() == raw
 
 

@@ -14,13 +14,13 @@ from itertools import chain, repeat
 from operator import le, sub
 from typing import Any, NamedTuple
 
-from ...checkpoint import full_json
-from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
-from ...errors import Damaged, Refused, Unsupported
-from ...files.copying import Output
-from ...inert_pickle.values import OrderedDict_
-from ...tensors.dtypes import DTYPES, DType
-from ...tensors.ref import (
+from ..checkpoint import full_json
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ..errors import Damaged, Refused, Unsupported
+from ..files.copying import Output
+from ..inert_pickle.values import OrderedDict_
+from ..tensors.dtypes import DTYPES, DType
+from ..tensors.ref import (
     MAX_AXES,
     MAX_BYTES,
     ByteRange,
@@ -31,7 +31,7 @@ from ...tensors.ref import (
     extent,
     is_count,
 )
-from ...tensors.values import require_bounded, stream
+from ..tensors.values import require_bounded, stream
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
@@ -66,25 +66,20 @@ def read(source: Source) -> Checkpoint:
     if size > MAX_HEADER or 8 + size > source.size:
         raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
     header = _parse(source, source.read(8, size))
-    metadata = _metadata(source, header.pop(METADATA, {}))
+    metadata = header.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Damaged(source.path, "its __metadata__ is not a map of text to text")
     tensors = _tensors(source, header, 8 + size)
-    is_full = full_json.ENTRY in metadata
-    tree, protocol = _tree(source, tensors, metadata)
-    return Checkpoint(source, NAME, tree, protocol, metadata, full=is_full)
-
-
-def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> tuple[object, int]:
-    """Return the tensors as a state with its ties, or the whole tree if the file holds one (`--full`)."""
-    # Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
-    text = metadata.pop(full_json.ENTRY, None)
-    if text is not None:
-        return full_json.decode_entry(source.path, tensors, text)
+    if (text := metadata.pop(full_json.ENTRY, None)) is not None:
+        tree, protocol = full_json.decode_entry(source.path, tensors, text)
+        return Checkpoint(source, NAME, tree, protocol, metadata, full=True)
     state = OrderedDict_(tensors)
+    # Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
     for name, kept in list(metadata.items()):
         if kept in tensors and name not in tensors and name not in RESERVED:
             state[name] = tensors[kept]
             del metadata[name]
-    return state, 2
+    return Checkpoint(source, NAME, state, 2, metadata)
 
 
 def _parse(source: Source, raw: bytes) -> dict[str, Any]:
@@ -104,17 +99,9 @@ def _entry(pairs: Pairs) -> tuple[Any, ...] | None:
     if len(pairs) != len(FIELD_NAMES):
         return None
     (first, dtype), (second, shape), (third, place) = pairs
-    if first != "dtype" or second != "shape" or third != "data_offsets":
+    if (first, second, third) != FIELD_NAMES or type(shape) is not list or type(place) is not list:
         return None
-    if type(shape) is not list or type(place) is not list or len(place) != 2:
-        return None
-    return dtype, tuple(shape), *place
-
-
-def _metadata(source: Source, metadata: object) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Damaged(source.path, "its __metadata__ is not a map of text to text")
-    return metadata
+    return (dtype, tuple(shape), *place) if len(place) == 2 else None
 
 
 def _tensors(source: Source, header: dict[str, Any], start: int) -> dict[str, TensorRef]:
@@ -157,17 +144,9 @@ def _columns(source: Source, header: dict[str, Any]) -> _Columns:
         return (), (), (), (), ()
     entries = [entry if type(entry) is tuple else _reordered(entry) for entry in header.values()]
     types, shapes, begins, ends = zip(*entries, strict=True)
-    try:
-        numbers = [*begins, *ends, *chain.from_iterable(shapes)]
-        is_regular = (
-            {*map(type, types)} == {str}
-            and {*map(type, numbers)} == {int}
-            and min(numbers) >= 0
-            and max(numbers) <= MAX_BYTES
-        )
-    except TypeError:
-        is_regular = False
-    if not is_regular:
+    numbers = [*begins, *ends, *chain.from_iterable(shapes)]
+    has_types = {*map(type, types)} == {str} and {*map(type, numbers)} == {int}
+    if not has_types or min(numbers) < 0 or max(numbers) > MAX_BYTES:
         name = next(name for name, entry in zip(header, entries, strict=True) if not _is_regular(*entry))
         raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
     if all(map(le, ends, begins[1:])):
@@ -179,9 +158,8 @@ def _columns(source: Source, header: dict[str, Any]) -> _Columns:
 
 def _reordered(entry: Any) -> tuple[Any, ...]:
     """Return an entry whose fields are in another order as a tuple too; what is none, as an irregular one."""
-    usual = None
-    if isinstance(entry, dict) and entry.keys() == {*FIELD_NAMES}:
-        usual = _entry([(name, entry[name]) for name in FIELD_NAMES])
+    is_entry = isinstance(entry, dict) and entry.keys() == {*FIELD_NAMES}
+    usual = _entry([(name, entry[name]) for name in FIELD_NAMES]) if is_entry else None
     return usual or (None, (), 0, 0)
 
 
@@ -207,9 +185,8 @@ def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> 
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise Damaged(source.path, f"tensor '{name}' has a shape larger than any file")
     if len(shape) > MAX_AXES:
-        raise Unsupported(
-            source.path, f"tensor '{name[:80]}' has {len(shape)} axes, and at most {MAX_AXES} are supported"
-        )
+        reason = f"tensor '{name[:80]}' has {len(shape)} axes, and at most {MAX_AXES} are supported"
+        raise Unsupported(source.path, reason)
     nbytes = 0 if 0 in shape else extent(shape) * dtype.itemsize
     return _Form(dtype, shape, contiguous_stride(shape), nbytes, dtype.storage or "UntypedStorage")
 
@@ -227,12 +204,6 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
             out.write_all(stream(tensor), tensor.nbytes)
 
 
-def write_full(checkpoint: Checkpoint, out: Output) -> None:
-    """Write a whole tree: its tensors, and the rest as JSON in the metadata."""
-    flat = full_json.encode_entry(checkpoint.path, checkpoint.tree, checkpoint.protocol)
-    write(checkpoint.path, flat.tensors, {**checkpoint.metadata, full_json.ENTRY: flat.text}, out)
-
-
 def ties(tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]) -> dict[str, str]:
     """Return the names that are another name of a tensor: name -> the first name of that tensor."""
     first: dict[tuple[object, ...], str] = {}
@@ -246,15 +217,11 @@ def ties(tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]) -> dict[
 
 def _rank(path: str, name: str, tensor: TensorRef) -> int:
     if name == METADATA:
-        raise Refused(
-            path, f"safetensors can't hold a tensor named '{name}'", hint="write a .pt file instead"
-        )
+        reason = f"safetensors can't hold a tensor named '{name}'"
+        raise Refused(path, reason, hint="write a .pt file instead")
     if tensor.dtype.safetensors is None:
-        raise Refused(
-            path,
-            f"safetensors can't hold '{name}': it has no type {tensor.dtype.name}",
-            hint="write a .pt file instead, which keeps every type",
-        )
+        reason = f"safetensors can't hold '{name}': it has no type {tensor.dtype.name}"
+        raise Refused(path, reason, hint="write a .pt file instead, which keeps every type")
     return RANK[tensor.dtype.safetensors]
 
 
@@ -266,11 +233,8 @@ def header(
     offset = 0
     for name, tensor in ordered:
         end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": tensor.dtype.safetensors,
-            "shape": tensor.shape,
-            "data_offsets": (offset, end),
-        }
+        place = offset, end
+        header[name] = {"dtype": tensor.dtype.safetensors, "shape": tensor.shape, "data_offsets": place}
         offset = end
     try:
         raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
@@ -319,29 +283,22 @@ def _but_minus_zero(text: str) -> int:
     return int(text)
 
 
-def payload_start(source: Source, tensors: Mapping[str, TensorRef]) -> int | None:
-    """Return the byte at which a file's payload begins; None if these tensors are not exactly its payload."""
-    if not all(
-        t.is_plain and isinstance(t.data, ByteRange) and t.data.source is source for t in tensors.values()
-    ):
+def header_in_place(
+    source: Source, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]
+) -> bytes | None:
+    """Return the header that takes the place of a file's own, if these tensors are exactly its payload."""
+    places = []
+    for item in tensors.items():
+        where = item[1].data if item[1].is_plain else None
+        if not isinstance(where, ByteRange) or where.source is not source:
+            return None
+        places.append((where.offset, where.nbytes, item))
+    places.sort(key=lambda place: place[:2])
+    if [*(begin for begin, _, _ in places), source.size][1:] != [begin + n for begin, n, _ in places]:
         return None
-    places = sorted(map(_place, tensors.values()))
-    ends = [offset + nbytes for offset, nbytes in places]
-    if [offset for offset, _ in places[1:]] + [source.size] != ends:
-        return None
-    return places[0][0]
-
-
-def by_place(item: tuple[str, TensorRef]) -> tuple[int, int]:
-    """Return the key that sorts (name, tensor) pairs by their place in the file."""
-    return _place(item[1])
-
-
-def _place(tensor: TensorRef) -> tuple[int, int]:
-    """Return a tensor's offset in the file, and its bytes."""
-    where = tensor.storage.data
-    offset = where.offset if isinstance(where, ByteRange) else 0
-    return offset + tensor.offset * tensor.dtype.itemsize, tensor.nbytes
+    start = places[0][0] if places else 0
+    new = header(source.path, [item for _, _, item in places], metadata, fill=start)
+    return new if len(new) == start else None
 
 
 def write_with_header(source: Source, header: bytes, out: Output) -> None:

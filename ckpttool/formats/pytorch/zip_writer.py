@@ -1,4 +1,4 @@
-"""Write the zip container that torch uses; the constants of the format. `reader` reads it.
+"""Write the zip container that torch uses; the constants of the format. `zip_reader` reads it.
 
 Format: PKWARE APPNOTE 6.3.
 """
@@ -18,13 +18,8 @@ CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 END = struct.Struct("<IHHHHIIH")
 END64 = struct.Struct("<IQHHIIQQQQ")
 LOCATOR64 = struct.Struct("<IIQI")
-SIGNATURES = LOCAL_SIGNATURE, CENTRAL_SIGNATURE, END_SIGNATURE, END64_SIGNATURE, LOCATOR64_SIGNATURE = (
-    0x04034B50,
-    0x02014B50,
-    0x06054B50,
-    0x06064B50,
-    0x07064B50,
-)
+LOCAL_SIGNATURE, CENTRAL_SIGNATURE = 0x04034B50, 0x02014B50
+END_SIGNATURE, END64_SIGNATURE, LOCATOR64_SIGNATURE = 0x06054B50, 0x06064B50, 0x07064B50
 FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 1
 PADDING_EXTRA = 0x4246  # "FB": what torch pads a local header with
@@ -109,19 +104,11 @@ class ZipWriter:
         number, path, header, extra, size = record
         narrow = min(size, FULL32)
         version = 45 if size >= FULL32 or header >= FULL32 else 0
-        self.out.write_at(
-            header,
-            LOCAL.pack(
-                LOCAL_SIGNATURE, version, UTF8, STORED, 0, 0, crc, narrow, narrow, len(path), len(extra)
-            )
-            + path
-            + extra,
-        )
-        wide = [size, size] if size >= FULL32 else []
-        wide += [header] if header >= FULL32 else []
+        alike = (UTF8, STORED, 0, 0, crc, narrow, narrow, len(path))
+        local = LOCAL.pack(LOCAL_SIGNATURE, version, *alike, len(extra))
+        self.out.write_at(header, local + path + extra)
+        wide = [size, size] * (size >= FULL32) + [header] * (header >= FULL32)
         more = struct.pack(f"<HH{len(wide)}Q", ZIP64_EXTRA, 8 * len(wide), *wide) if wide else b""
-        entry = CENTRAL.pack(
-            CENTRAL_SIGNATURE, version, version, UTF8, STORED, 0, 0, crc, narrow, narrow,
-            len(path), len(more), 0, 0, 0, 0, min(header, FULL32),
-        )  # fmt: skip
+        rest = (len(more), 0, 0, 0, 0, min(header, FULL32))
+        entry = CENTRAL.pack(CENTRAL_SIGNATURE, version, version, *alike, *rest)
         self._entries[number] = entry + path + more

@@ -3,7 +3,7 @@
 Whatever readers of zip files understand differently, torch's and Python's above all, is refused: duplicate
 names, a local header that disagrees with the central directory, records that overlap, folders that hold
 bytes. The data descriptors behind records are skipped, as all other readers do. A record is a range of the
-file; `inflate` reads the records that another tool than torch compressed. Format: PKWARE APPNOTE 6.3.
+file; `archive` reads the records that another tool than torch compressed. Format: PKWARE APPNOTE 6.3.
 
 A checkpoint may hold 100,000 records. Their local headers are read in the order of the file, a window at a
 time.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ...errors import Damaged, Unsupported
 from ...tensors.ref import ByteRange, Source
-from .writer import (
+from .zip_writer import (
     CENTRAL_SIGNATURE,
     DESCRIPTOR,
     END,
@@ -46,7 +46,7 @@ FOLDER, LINK, KIND = 0x10, 0o120000 << 16, 0o170000 << 16
 NOT_A_FILE = FOLDER | LINK & ~(0o100000 << 16)
 
 # Checksum and sizes in a local header whose record has them in a data descriptor behind it.
-BEHIND = (0, 0, 0)
+BEHIND = [0, 0, 0]
 
 # Bytes read at once for local headers: several headers, where records are small.
 WINDOW = 1 << 15
@@ -71,12 +71,11 @@ class Record(NamedTuple):
 # compression, checksum, bytes in the file, bytes once inflated. Entries sort in the order of the file.
 _Entry = tuple[int, bytes, str, int, int, int, int, int]
 
-
 # Flags, compression, checksum, bytes in the file, bytes once inflated.
-_Numbers = tuple[int, int, int, int, int]
+_Numbers = tuple[int, ...]
 
 
-class _Overlap(Exception):
+class _Overlap(Damaged):
     """A record begins before the one listed before it ends."""
 
 
@@ -88,10 +87,7 @@ def read_directory(source: Source, place: ByteRange | None = None) -> dict[str, 
     try:
         records = _records(place, _entries(place, count, raw), offset)
     except _Overlap:  # or not listed in the order of the file, as no writer of torch's does
-        try:
-            records = _records(place, sorted(_entries(place, count, raw)), offset)
-        except _Overlap as error:
-            raise Damaged(place.path, str(error)) from None
+        records = _records(place, sorted(_entries(place, count, raw)), offset)
     if len(set(map(str.lower, records))) != count:
         _refuse_duplicate(place, (entry[2] for entry in _entries(place, count, raw)))
     names = "\n" + "\n".join(records) + "\n"
@@ -212,12 +208,10 @@ def _require_file(place: ByteRange, name: str, attributes: int, size: int) -> No
 
 def _refuse_duplicate(place: ByteRange, names: Iterable[str]) -> None:
     """Name the record that is there twice; torch looks for records in any case of letters."""
-    seen: set[str] = set()
-    for name in names:
-        folded = name.lower()
-        if folded in seen:
+    seen: dict[str, int] = {}
+    for number, name in enumerate(names):
+        if seen.setdefault(name.lower(), number) != number:
             raise Damaged(place.path, f"holds the record '{name[:80]}' twice")
-        seen.add(folded)
 
 
 def _require_plain(place: ByteRange, name: str, size: int) -> None:
@@ -238,7 +232,7 @@ def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[st
     window, start, end, before = b"", 0, 0, ""
     for header, raw_name, name, flags, method, crc, packed, size in entries:
         if header < end:
-            raise _Overlap(f"its records '{before[:80]}' and '{name[:80]}' overlap")
+            raise _Overlap(place.path, f"its records '{before[:80]}' and '{name[:80]}' overlap")
         length = len(raw_name)
         at, named = header - start, header - start + fixed + length
         if named > len(window):
@@ -246,13 +240,11 @@ def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[st
             start, at, named = header, 0, fixed + length
             if named > len(window):
                 raise Damaged(place.path, f"its record '{name[:80]}' lies outside the file")
-        signature, own_flags, own_method, own_crc, own_packed, own_size, own_length, extra = unpack(
-            window, at
-        )
+        signature, own_flags, own_method, *mine, own_length, extra = unpack(window, at)
         if signature != LOCAL_SIGNATURE or own_length != length or window[at + fixed : named] != raw_name:
             raise Damaged(place.path, f"its record '{name[:80]}' has another name in its local header")
         data = header + fixed + length + extra
-        mine, theirs = (own_crc, own_packed, own_size), (crc, packed, size)
+        theirs = [crc, packed, size]
         as_listed = (mine == theirs and FULL32 not in mine) or (mine == BEHIND and flags & DESCRIPTOR)
         if not as_listed or own_flags != flags or own_method != method:
             whole, listed = (own_flags, own_method, *mine), (flags, method, *theirs)

@@ -1,1 +1,0 @@
-"""safetensors files: read strictly, written as the library writes them."""

@@ -1,0 +1,331 @@
+"""Shards of a bounded size with an index, in the layout of the Hugging Face Hub.
+
+`model-00001-of-00003.safetensors` and so on hold the tensors; `model.safetensors.index.json`, or another JSON
+file with a `weight_map`, says which holds which. Shards in torch's format are called `pytorch_model-….bin`.
+Every shard is opened and compared with the index: a name is in the shard that the index says and in no other,
+and a shard holds nothing that the index does not name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any, BinaryIO, NamedTuple
+
+from ..checkpoint import full_json
+from ..checkpoint.checkpoint import Checkpoint
+from ..errors import Damaged, Unreadable, Unsupported, UsageFault
+from ..files.commit import writing_into
+from ..files.copying import Output, settle_together
+from ..files.open_source import allow_open_files, open_source_descriptor
+from ..inert_pickle.values import OrderedDict_
+from ..tensors.ref import Source, TensorRef
+from . import safetensors
+from .pytorch import legacy as torch_legacy
+from .pytorch import zip as torch_zip
+from .strangers import stranger
+
+SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
+SHARD_FORMATS = ((safetensors, SAFETENSORS), (torch_zip, TORCH), (torch_legacy, TORCH))
+STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
+INDEX = ".index.json"
+
+# What transformers calls the file of a model that is not cut.
+ALONE = tuple(map("".join, STEMS.values()))
+
+# How shards are named: by transformers and what follows it; by torchtune, with the epoch.
+NUMBERED = re.compile(r"(?P<begin>.+-)(?P<number>\d{5,7})-of-(?P<count>\d{5,7})(?P<end>\.[a-z]+)")
+OF_TORCHTUNE = re.compile(r"(?P<begin>hf_model_)(?P<number>\d{4})(?P<end>_\d{1,6}\.pt)")
+
+# The most bytes of an index; as many as a safetensors header may have.
+MAX_INDEX = 100_000_000
+
+# The entry of an index's metadata that records which names are another name of a tensor.
+TIES = "ckpttool.ties"
+
+# Entries of an index's metadata that are counted again, or read here.
+KNOWN_FACTS = {"total_size", "total_parameters", full_json.ENTRY, TIES}
+
+# Shards that are written at once.
+TOGETHER = 8
+
+DEFAULT_SIZE = 5 * 10**9
+# Factors of units in capitals: `5G` is `5GB`, `5Gi` is `5GiB`.
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("", 1000), ("B", 1000), ("I", 1024), ("IB", 1024))
+}
+
+Opened = Callable[[BinaryIO], Output]
+Cut = Mapping[str, Mapping[str, TensorRef]]  # the name of a file -> the tensors in it
+WriteShard = Callable[[str, Mapping[str, TensorRef], Output], None]
+
+
+# Reading.
+
+
+def sniff(head: bytes) -> bool:
+    """Return whether a file that begins with these bytes may be an index."""
+    return head.lstrip()[:1] == b"{"
+
+
+def read(source: Source) -> Checkpoint:
+    """Read the index and the headers of all shards: one state in several files."""
+    index = _parse(source)
+    wanted = _wanted(source, index)
+    kind, shards = _read_shards(source, wanted)
+    state, facts = _joined(source, shards, wanted), index.get("metadata")
+    whole = _checkpoint(source, kind, shards, state)
+    if facts is None:
+        return whole
+    ties = facts.get(TIES, {}) if isinstance(facts, dict) else None
+    if not isinstance(ties, dict) or not isinstance(text := facts.get(full_json.ENTRY), str | None):
+        raise Damaged(source.path, "its index has malformed metadata")
+    for name, kept in ties.items():
+        if name in state or not isinstance(kept, str) or kept not in state:
+            raise Damaged(source.path, f"its index ties '{name[:80]}' to a tensor that is not there")
+        state[name] = state[kept]
+    unread = (f"metadata '{key}' of the index" for key in facts if key not in KNOWN_FACTS)
+    whole = replace(whole, unread=(*whole.unread, *unread), full=full_json.ENTRY in facts)
+    if text is None:
+        return whole
+    tree, protocol = full_json.decode_entry(source.path, state, text)
+    return replace(whole, tree=tree, protocol=protocol)
+
+
+class Series(NamedTuple):
+    """How the names of shards begin and end, and how many they say there are, or None where they don't."""
+
+    begin: str
+    end: str
+    total: int | None
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.begin}*{self.end}"
+
+    def missing(self, numbers: Collection[int]) -> list[int]:
+        """Return the first few numbers that are not there."""
+        every = range(1, (self.total or max(numbers)) + 1)
+        return list(islice((number for number in every if number not in numbers), 8))
+
+
+def series_in(names: Iterable[str]) -> dict[Series, dict[int, str]]:
+    """Return the shards among names, by series and number."""
+    series: dict[Series, dict[int, str]] = {}
+    for name in names:
+        if match := NUMBERED.fullmatch(name) or OF_TORCHTUNE.fullmatch(name):
+            count = match.groupdict().get("count")
+            like = Series(match["begin"], match["end"], int(count) if count else None)
+            series.setdefault(like, {})[int(match["number"])] = name
+    return series
+
+
+def without_index(path: str, names: Iterable[str]) -> Checkpoint | None:
+    """Return shards in a folder whose index is lost, by the numbers in their names; None if none has any."""
+    series = series_in(names)
+    if not series:
+        return None
+    whole = [numbers for like, numbers in series.items() if not like.missing(numbers)]
+    if not whole:
+        first, numbers = next(iter(series.items()))
+        lacking = ", ".join(map(str, first.missing(numbers)))
+        count = first.total or max(numbers)
+        reason = f"has no index, and of its {count} shards {first.pattern} it lacks number {lacking}"
+        raise Damaged(path, reason, hint="get them again, and the index with them")
+    if len(whole) > 1:
+        commands = (f"ckpttool merge {shlex.quote(path)}/{like.pattern} OUTPUT" for like in series)
+        raise Unreadable(path, "has several series of shards without an index", hint="; ".join(commands))
+    file_names = [name for _, name in sorted(whole[0].items())]
+    source = Source(path, open_source_descriptor(os.path.join(path, file_names[0])))
+    source.size = 0  # its bytes are those of the first shard, which counts itself
+    kind, shards = _read_shards(source, file_names)
+    wanted = {name: {*_state_of(source, name, shard)} for name, shard in shards.items()}
+    return _checkpoint(source, kind, shards, _joined(source, shards, wanted))
+
+
+def shard_names(source: Source) -> list[str]:
+    """Return the names of the shards that an index names, without opening them."""
+    return list(_wanted(source, _parse(source)))
+
+
+def _parse(source: Source) -> dict[str, Any]:
+    if source.path == "-":
+        raise Unsupported("-", "is the index of a sharded checkpoint, whose shards are not in it")
+    if source.size > MAX_INDEX:
+        raise Unsupported(source.path, "is too large for the index of a sharded checkpoint")
+    return safetensors.parse_object(source.path, source.read(0, source.size), "its index")
+
+
+def _wanted(source: Source, index: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the names that the index puts into each shard, the shards sorted by name."""
+    weight_map = index.get("weight_map")
+    if weight_map is None:
+        raise Unsupported(source.path, "is JSON, but not the index of a sharded checkpoint")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise Damaged(source.path, "its weight_map is not a map of names to files")
+    shards: dict[str, set[str]] = {name: set() for name in sorted(set(weight_map.values()))}
+    folded: dict[str, str] = {}
+    for name in shards:
+        if not name or name != os.path.normpath(name) or name[0] in "/." or "\\" in name or "\0" in name:
+            raise Damaged(source.path, f"names a shard outside its folder: {name[:80]!r}")
+        if (other := folded.setdefault(name.casefold(), name)) != name:
+            raise Damaged(source.path, f"names a shard twice: as '{other}' and '{name}'")
+    for key, name in weight_map.items():
+        shards[name].add(key)
+    return shards
+
+
+def _read_shards(source: Source, names: Collection[str]) -> tuple[str, dict[str, Checkpoint]]:
+    """Read the shards of a folder, which the messages call by its index or itself; and their format."""
+    folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
+    allow_open_files(len(names), source.path)
+    kinds: set[str] = set()
+    shards: dict[str, Checkpoint] = {}
+    files: dict[tuple[int, int], str] = {}
+    for name in names:
+        kind, shards[name] = _read_shard(source, folder, name)
+        kinds.add(kind)
+    for name, shard in shards.items():
+        # Two names of one file (a link, or a file system that ignores case) would be read twice.
+        facts = os.fstat(shard.source.fd)
+        if (other := files.setdefault((facts.st_dev, facts.st_ino), name)) != name:
+            raise Damaged(source.path, f"its shards '{other}' and '{name}' are the same file")
+    if len(kinds) > 1:
+        raise Damaged(source.path, "its shards are of different formats")
+    return next(iter(kinds), SAFETENSORS), shards
+
+
+def _read_shard(index: Source, folder: str, name: str) -> tuple[str, Checkpoint]:
+    """Read a shard; return the format that it makes of the whole, and the shard."""
+    path = os.path.join(folder, name)
+    try:
+        source = Source(path, open_source_descriptor(path))
+    except Unreadable as fault:
+        reason = f"its shard '{name}' can't be opened: {fault.reason}"
+        raise Damaged(index.path, reason, hint="get that file again") from None
+    head = source.read(0, min(source.size, 512))
+    for module, kind in SHARD_FORMATS:
+        if module.sniff(head):
+            return kind, module.read(source)
+    other = stranger(path, head)
+    raise Damaged(index.path, f"its shard '{name}' {other.reason}", hint=other.hint or "get that file again")
+
+
+def _state_of(index: Source, name: str, shard: Checkpoint) -> dict[str, object]:
+    tree = shard.tree
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise Damaged(index.path, f"its shard '{name}' holds something other than tensors by name")
+    return tree
+
+
+def _joined(index: Source, shards: Mapping[str, Checkpoint], wanted: Mapping[str, set[str]]) -> OrderedDict_:
+    """Return all shards as one state. A tie that a shard itself records needs no entry in the index."""
+    state = OrderedDict_()
+    for name, shard in shards.items():
+        tensors, listed = _state_of(index, name, shard), wanted[name]
+        if absent := listed - tensors.keys():
+            raise Damaged(index.path, f"'{min(absent)}' should be in the shard '{name}', and is not")
+        tied = {id(tensors[key]) for key in listed if isinstance(tensors[key], TensorRef)}
+        for key, value in tensors.items():
+            if key in state:
+                raise Damaged(index.path, f"'{key}' is in the shard '{name}' and in another")
+            if key not in listed and id(value) not in tied:
+                elsewhere = next((other for other, keys in wanted.items() if key in keys), None)
+                where = f"puts it in '{elsewhere}'" if elsewhere else "does not know it"
+                raise Damaged(index.path, f"'{key}' is in the shard '{name}', but the index {where}")
+            state[key] = value
+    return state
+
+
+def _checkpoint(
+    source: Source, kind: str, shards: Mapping[str, Checkpoint], state: OrderedDict_
+) -> Checkpoint:
+    first = next((shard.metadata for shard in shards.values()), {})
+    common = {
+        key: text
+        for key, text in first.items()
+        if all(shard.metadata.get(key) == text for shard in shards.values())
+    }
+    return Checkpoint(
+        source,
+        kind,
+        state,
+        max((shard.protocol for shard in shards.values()), default=2),
+        common,
+        tuple(shard.source for shard in shards.values()),
+        unread=tuple(
+            f"metadata '{key}' of the shard '{name}'"
+            for name, shard in shards.items()
+            for key in shard.metadata
+            if key not in common
+        ),
+        names=frozenset().union(*(shard.names for shard in shards.values())),
+        remarks=tuple(remark for shard in shards.values() for remark in shard.remarks),
+    )
+
+
+# Writing.
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a size such as `5GB`, `5G`, `500MB` or `1GiB` means."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    size = int(float(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0
+    if not size:
+        raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 5G, 500MB or 1GiB")
+    return size
+
+
+def cut_by_size(kind: str, tensors: Mapping[str, TensorRef], size: int) -> Cut:
+    """Cut a state into shards."""
+    # Tensors that share a storage go into one shard, so that they can share it there.
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(id(tensor.storage), []).append(name)
+    shards: list[set[str]] = [set()]
+    left = size
+    for names in groups.values():
+        nbytes = max(tensors[names[0]].storage.nbytes, *(tensors[name].nbytes for name in names))
+        if nbytes > left and shards[-1]:
+            shards.append(set())
+            left = size
+        shards[-1].update(names)
+        left -= nbytes
+    stem, ending = STEMS[kind]
+    return {
+        f"{stem}-{number:05d}-of-{len(shards):05d}{ending}": {
+            name: tensor for name, tensor in tensors.items() if name in names
+        }
+        for number, names in enumerate(shards, 1)
+    }
+
+
+def index_text(cut: Cut, metadata: Mapping[str, object]) -> str:
+    """Return the text of the index."""
+    total = sum(tensor.nbytes for tensors in cut.values() for tensor in tensors.values())
+    weight_map = {name: file for file, tensors in cut.items() for name in tensors}
+    content = {"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def write(folder: str, kind: str, cut: Cut, text: str, write_shard: WriteShard, opened: Opened) -> None:
+    """Write shards and their index into a folder."""
+    names = [*cut]
+    for first in range(0, len(names), TOGETHER):
+        with contextlib.ExitStack() as stack:
+            outputs = []
+            for name in names[first : first + TOGETHER]:
+                file = stack.enter_context(writing_into(os.path.join(folder, name)))
+                outputs.append(stack.enter_context(opened(file)))
+                write_shard(name, cut[name], outputs[-1])
+            settle_together(outputs)
+    with writing_into(os.path.join(folder, "".join(STEMS[kind]) + INDEX)) as file:
+        file.write(text.encode())

@@ -1,1 +1,0 @@
-"""Shards with an index, in the layout of the Hugging Face Hub."""

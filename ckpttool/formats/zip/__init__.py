@@ -1,1 +1,0 @@
-"""The zip container: read strictly, inflated, written."""
