@@ -160,8 +160,7 @@ def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Rena
     except TooSlow:
         where = f"'{watch.expression[:80]}' takes more than {KEY_SECONDS} s on the key '{watch.name[:80]}'"
         raise UsageFault(
-            f"--map: {where}",
-            hint="write it without repetitions inside repetitions, such as (.+)+ or (a|a)*",
+            f"--map: {where}", hint="write it without repetitions inside repetitions, such as (.+)+ or (a|a)*"
         ) from None
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         raise UsageFault(f"--map: {error}", hint="for example: --map '^backbone\\.=model.'") from None

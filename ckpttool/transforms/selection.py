@@ -52,11 +52,7 @@ class Selection:
 
 @takes_checkpoint
 def select(
-    checkpoint: Checkpoint,
-    *,
-    only: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    state: str | None = None,
+    checkpoint: Checkpoint, *, only: Iterable[str] = (), exclude: Iterable[str] = (), state: str | None = None
 ) -> tuple[Checkpoint, Selection]:
     """Return a checkpoint with fewer keys in its state.
 

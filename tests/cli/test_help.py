@@ -112,11 +112,7 @@ def test_the_help_of_every_command_ends_in_an_example(name: str, cli: Any) -> No
 
 @pytest.mark.parametrize("example", examples())
 def test_the_example_works_when_pasted(
-    example: str,
-    cli: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    example: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     prepare(tmp_path, example)
     if example.startswith("ckpttool merge "):

@@ -117,9 +117,7 @@ def test_parts_expanded_beyond_the_limit_are_refused_at_once(tmp_path: Path) -> 
         join_complex(checkpoint)
 
 
-def test_adjacent_parts_that_are_not_halves_of_one_number_are_joined_by_value(
-    tmp_path: Path,
-) -> None:
+def test_adjacent_parts_that_are_not_halves_of_one_number_are_joined_by_value(tmp_path: Path) -> None:
     base = numbers(12)
     parts = {
         "odd start.real": base[1::2],

@@ -261,11 +261,7 @@ def test_a_renaming_and_its_inverse_restore_the_file(names: list[str], prefix: s
     assert renamed(there, (f"^.{{{len(prefix)}}}", "")) == names
 
 
-HOSTILE = {
-    "repetition in a repetition": r"^((.+)+)+!$",
-    "the same twice": r"^(a|a)*$",
-    "a later rule": r"^x",
-}
+HOSTILE = {"repetition in a repetition": r"^((.+)+)+!$", "the same twice": r"^(a|a)*$", "a later rule": r"^x"}
 
 
 @pytest.mark.parametrize("case", HOSTILE)

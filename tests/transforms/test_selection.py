@@ -189,11 +189,7 @@ def test_slim_trims_storages_that_only_empty_tensors_use(tmp_path: Path) -> None
 
 def test_slim_keeps_parameters_and_types(tmp_path: Path) -> None:
     big = torch.randn(64)
-    state = {
-        "p": torch.nn.Parameter(big[:2]),
-        "c": (1j * numbers(9))[4],
-        "b": torch.tensor([True]),
-    }
+    state = {"p": torch.nn.Parameter(big[:2]), "c": (1j * numbers(9))[4], "b": torch.tensor([True])}
     found = loaded(selection.slim(opened(state, tmp_path)), tmp_path)
     assert isinstance(found["p"], torch.nn.Parameter)
     assert {key: values(each) for key, each in found.items()} == {k: values(t) for k, t in state.items()}
@@ -226,12 +222,7 @@ def test_a_file_nested_too_deep_to_copy_is_refused_by_every_change(tmp_path: Pat
     nested: Any = []
     for _ in range(250):
         nested = [nested]
-    state = {
-        "w": numbers(2),
-        "z": 1j * numbers(2),
-        "a.real": numbers(1),
-        "a.imag": numbers(1),
-    }
+    state = {"w": numbers(2), "z": 1j * numbers(2), "a.real": numbers(1), "a.imag": numbers(1)}
     checkpoint = opened({"model": state, "deep": nested, "epoch": 1}, tmp_path)
     for change in (
         lambda: selection.select(checkpoint, only=["w"]),

@@ -83,12 +83,7 @@ def command(
 
 
 def _report(
-    console: Console,
-    a: str,
-    b: str,
-    comparison: Comparison,
-    sort: str | None,
-    limits: Limits,
+    console: Console, a: str, b: str, comparison: Comparison, sort: str | None, limits: Limits
 ) -> None:
     from ..pages.diff import details, page
 

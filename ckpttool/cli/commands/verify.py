@@ -32,12 +32,7 @@ if TYPE_CHECKING:
 @options.state_option
 @options.reading
 def command(
-    files: tuple[str, ...],
-    against: str | None,
-    finite: bool,
-    no_code: bool,
-    state: str | None,
-    **given: Any,
+    files: tuple[str, ...], against: str | None, finite: bool, no_code: bool, state: str | None, **given: Any
 ) -> int:
     """Read every byte of each FILE: structure, checksums, values that are not finite.
 

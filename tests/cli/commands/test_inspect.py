@@ -221,10 +221,7 @@ def test_other_states_are_ready_to_paste_and_none_is_a_score_or_a_generator(tmp_
 def test_a_state_named_where_the_file_is_the_state(tmp_path: Path, cli: Any) -> None:
     torch.save({"a": ONE}, tmp_path / "f.pt")
     ran = cli("inspect", tmp_path / "f.pt", "--state", "model")
-    assert (ran.code, ran.err.splitlines()[1]) == (
-        3,
-        "hint: the file itself is the state: leave out --state",
-    )
+    assert (ran.code, ran.err.splitlines()[1]) == (3, "hint: the file itself is the state: leave out --state")
 
 
 def test_what_holds_only_tensors_beside_the_state_is_named_with_its_count_and_size(

@@ -402,9 +402,7 @@ def test_groups_with_ambiguous_parameters_are_refused(tmp_path: Path) -> None:
         to_names(saved(tmp_path, {**tree, "model": {"w": torch.ones(7)}}))
 
 
-def test_parameters_are_neither_added_nor_dropped_and_have_the_shape_of_the_model(
-    tmp_path: Path,
-) -> None:
+def test_parameters_are_neither_added_nor_dropped_and_have_the_shape_of_the_model(tmp_path: Path) -> None:
     net, optimizer = trained(named=True)
     checkpoint = saved(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
     live = shapes(net)
