@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
@@ -171,24 +173,70 @@ verbose_option = click.option(
 )
 
 
-def require_new_output(inputs: Sequence[str], output: str, force: bool, *, alone: bool = True) -> None:
-    """Refuse an OUTPUT that may be the last of several INPUTs."""
-    from .. import formats
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the options that all commands share which write say: taken apart here, and nowhere else."""
 
-    is_plain = len(inputs) == 1 and (alone or os.path.isdir(inputs[0]))
-    if force or output == "-" or is_plain or not os.path.lexists(output):
-        return
-    try:
-        formats.open(output).close()
-    except CkptToolError:
-        return  # it is no input, and the usual answer to an existing OUTPUT fits
-    command = click.get_current_context().command_path
-    shown = [*map(shlex.quote, inputs)]
-    words = " ".join([command, *shown[:2], *(["…"] if shown[2:] else []), shlex.quote(output), "OUTPUT"])
-    raise OutputExists(
-        f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT",
-        hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}",
-    )
+    console: Console
+    inputs: tuple[str, ...]
+    input: str  # the first of them
+    output: str
+    state: str | None = None
+    shard_size: int | None = None
+    device: str | None = None
+    companions: bool = False
+    verify: bool | None = None
+    dry_run: bool = False
+    force: bool = False
+
+    def saving(self) -> dict[str, Any]:
+        """Return the arguments of `formats.save`."""
+        names = ("state", "shard_size", "device", "verify", "force", "dry_run")
+        return {name: getattr(self, name) for name in names}
+
+    def require_new_output(self, *, alone: bool = True) -> None:
+        """Refuse an OUTPUT that may be the last of several INPUTs."""
+        from .. import formats
+
+        output, inputs = self.output, self.inputs
+        is_plain = len(inputs) == 1 and (alone or os.path.isdir(inputs[0]))
+        if self.force or output == "-" or is_plain or not os.path.lexists(output):
+            return
+        try:
+            formats.open(output).close()
+        except CkptToolError:
+            return  # it is no input, and the usual answer to an existing OUTPUT fits
+        shown = [*map(shlex.quote, inputs)]
+        command = click.get_current_context().command_path
+        words = " ".join([command, *shown[:2], *(["…"] if shown[2:] else []), shlex.quote(output), "OUTPUT"])
+        raise OutputExists(
+            f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT",
+            hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}",
+        )
+
+
+def _with_console(function: F) -> F:
+    """Hand a command its console in the place of the options that describe it."""
+
+    @wraps(function)
+    def command(as_json: bool, quiet: bool, verbose: bool, **given: Any) -> Any:
+        to_stderr = given.get("output") == "-"
+        return function(console=Console(as_json, quiet, verbose, to_stderr), **given)
+
+    return command  # type: ignore[return-value]
+
+
+def _with_job(function: F) -> F:
+    """Hand a command the options that it shares with others as one Job."""
+
+    @wraps(function)
+    def command(**given: Any) -> Any:
+        given.setdefault("inputs", (given.get("input"),))
+        given["input"] = given["inputs"][0]
+        shared = {each.name: given.pop(each.name) for each in fields(Job) if each.name in given}
+        return function(job=Job(**shared), **given)
+
+    return command  # type: ignore[return-value]
 
 
 def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -200,29 +248,12 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-reading = _all(json_option, quiet_option, verbose_option)  # The options of every command
+# The options of every command, which gets a `console` for them
+reading = _all(json_option, quiet_option, verbose_option, _with_console)
 
-# The options of every command that writes a state
-writing_options = _all(
-    state_option,
-    shard_size_option,
-    device_option,
-    companions_option,
-    verify_option,
-    dry_run_option,
-    force_option,
-    reading,
-)
+# What all commands have that write a state: their arguments and shared options become a `job`
+job_options = _all(companions_option, verify_option, dry_run_option, force_option, reading, _with_job)
+writing_options = _all(state_option, shard_size_option, device_option, job_options)
 
 # The arguments and options of every command that writes one file from another
 writing = _all(input_argument, output_argument, writing_options)
-
-
-def console(options: Mapping[str, Any]) -> Console:
-    """Return the console that a command's options ask for."""
-    return Console(
-        json=options.get("as_json", False),
-        quiet=options.get("quiet", False),
-        verbose=options.get("verbose", False),
-        to_stderr=options.get("output") == "-",
-    )

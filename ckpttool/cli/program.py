@@ -15,23 +15,17 @@ import click
 
 from .. import __version__
 from .commands import (
-    average,
     convert,
     convert_batchnorm,
     diff,
-    digest,
-    disarm,
-    doctor,
     gather_metrics,
     inspect,
     keys,
-    merge,
-    merge_lora,
-    optimizer,
+    load,
     prove,
-    reload,
+    ranks,
     slim,
-    split,
+    training,
     verify,
 )
 from .failure import Call, fail
@@ -48,7 +42,7 @@ and files: eval "$(_CKPTTOOL_COMPLETE=bash_source ckpttool)", or zsh_source.
 SECTIONS: dict[str, dict[click.Command, str]] = {
     "Look": {
         inspect.command: "Show what is in a file, without running any of it",
-        digest.command: "One SHA-256 for a model, the same in every format",
+        verify.digest: "One SHA-256 for a model, the same in every format",
     },
     "Rename": {
         keys.strip_prefix: "Take a wrapper's prefix off the keys",
@@ -57,26 +51,26 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
     },
     "Convert": {
         convert.command: "Write another format, or other element types",
-        merge.command: "Write what many ranks wrote as one checkpoint",
-        split.command: "Write one checkpoint as files for many ranks",
-        slim.command: "Write only the model's state, without unused bytes",
-        disarm.command: "Plain values for objects, as weights_only wants",
+        ranks.merge: "Write what many ranks wrote as one checkpoint",
+        ranks.split: "Write one checkpoint as files for many ranks",
+        slim.slim: "Write only the model's state, without unused bytes",
+        slim.disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm.command: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },
     "Train on": {
-        merge_lora.command: "Add a LoRA adapter to its base model",
-        average.command: "The mean of several checkpoints, rounded once",
-        optimizer.command: "Optimizer state by name or index, or for another order",
+        training.merge_lora: "Add a LoRA adapter to its base model",
+        training.average: "The mean of several checkpoints, rounded once",
+        training.optimizer: "Optimizer state by name or index, or for another order",
     },
     "Check": {
         diff.command: "What differs between two files, by name and value",
-        verify.command: "Read every byte: structure, checksums, NaN, infinity",
+        verify.verify: "Read every byte: structure, checksums, NaN, infinity",
         prove.command: "Whether a training run's record holds, bit for bit",
         gather_metrics.command: "Exact metrics from one prediction file per rank",
     },
     "Load": {
-        doctor.command: "Why it does not load, and the commands that fix it",
-        reload.command: "Load strictly into a plain model, in one process",
+        load.doctor: "Why it does not load, and the commands that fix it",
+        load.reload: "Load strictly into a plain model, in one process",
     },
 }
 

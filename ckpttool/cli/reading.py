@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from .failure import Call, describe, error_fields, fail
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+    from ..formats.one_of_several import Piece
 
 # What a note says before the names in a field of a result, by the result's class
 SAID = {
@@ -58,31 +59,32 @@ IF_ANY = {"shards", "text_keys", "keyed_by_text", "not_copied", "given_back", "n
 def open_file(console: Console, path: str) -> Checkpoint:
     """Open a file, and warn if it is one of several that hold a model together."""
     from .. import formats
-    from ..formats.one_of_several import piece_of
 
     checkpoint = formats.open(path)
+    note_piece(console, path)
+    return checkpoint
+
+
+def note_piece(console: Console, path: str) -> Piece | None:
+    """Warn if a file is one of several that hold a model together, and return what is known of them."""
+    from ..formats.one_of_several import piece_of
+
     if (piece := piece_of(path)) is not None:
         rest = f"the others ({console.names(piece.others)}) are" if piece.others else "the others are"
         way = f"The whole: {piece.way}" if piece.way.startswith("ckpttool ") else piece.way
         said = f"{printable(path)} is {piece.what}; {rest} not read. {way[:1].upper()}{way[1:]}"
         console.note(f"{coloured('warning:', 'yellow')} {said}", pasted=True)
-    return checkpoint
+    return piece
 
 
 def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, named: bool = False) -> None:
     """Note which state was chosen, if --state did not name it and there are others."""
     taken = checkpoint.found_state() if asked is None else None
-    if taken is not None:
+    if taken is not None and (others := checkpoint.other_states(taken.path)):
         file = f"{checkpoint.path}: " if named else ""
-        note_choice(console, taken.where, checkpoint.other_states(taken.path), file)
-
-
-def note_choice(console: Console, where: str, others: Sequence[str], file: str = "") -> None:
-    """Note that the state at `where` was chosen, if there are `others`; `file` comes first."""
-    if others:
-        taken = f"'{where}'" if where else "the file itself"
+        where = f"'{taken.where}'" if taken.where else "the file itself"
         flags = [f"--state {shlex.quote(other)}" for other in others]
-        console.note(f"{printable(file)}state: {printable(taken)}; also available: {console.names(flags)}")
+        console.note(f"{printable(file)}state: {printable(where)}; also available: {console.names(flags)}")
 
 
 def note_unread(console: Console, *checkpoints: Checkpoint) -> None:

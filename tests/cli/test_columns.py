@@ -13,8 +13,9 @@ from wcwidth import clip
 import ckpttool
 from ckpttool.analysis.stats import measure
 from ckpttool.analysis.summary import summarize, tensor_rows
+from ckpttool.cli.commands.inspect import stats_table, tensor_lines
 from ckpttool.cli.console import columns, cut, cut_front, cut_middle, left, right, table, wrapped
-from ckpttool.cli.pages.inspect import page, stats_table, tensor_lines
+from ckpttool.cli.inspect_page import page
 
 WIDE = "層重み"  # two columns each
 COMBINED = "e\N{COMBINING ACUTE ACCENT}"  # one column

@@ -12,7 +12,7 @@ import torch
 import ckpttool
 from ckpttool.analysis.summary import summarize
 from ckpttool.cli.console import columns
-from ckpttool.cli.pages.inspect import page
+from ckpttool.cli.inspect_page import page
 
 MONITOR = (
     "ModelCheckpoint{'monitor': 'val_loss', 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1}"

@@ -14,7 +14,8 @@ import torch
 import ckpttool
 from ckpttool.analysis.stats import measure
 from ckpttool.analysis.summary import summarize, tensor_rows
-from ckpttool.cli.pages.inspect import page, stats_table
+from ckpttool.cli.commands.inspect import stats_table
+from ckpttool.cli.inspect_page import page
 
 
 class Call:

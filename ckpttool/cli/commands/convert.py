@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import options
 from ..console import counted
-from ..options import Entry, Pair, SizesFor
-from ..rewriting import Outcome, Target, rewrite
+from ..options import Entry, Job, Pair, SizesFor
+from ..rewriting import Change, Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
-
-# Parameters of the options that change the tensors of one state
-OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "dtype")
 
 
 @click.command("convert")
@@ -78,7 +74,7 @@ OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "dtype")
     "--keep-copies", is_flag=True, help="Write tied tensors once per name if the format has no ties."
 )
 @options.writing
-def command(full: bool, keep_copies: bool, to: str | None, dtype: str | None, **given: Any) -> None:
+def command(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
     """Write a checkpoint in another format, whole, without running anything in it.
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
@@ -91,77 +87,58 @@ def command(full: bool, keep_copies: bool, to: str | None, dtype: str | None, **
       ckpttool convert last.pt last.safetensors --full
       ckpttool convert model.safetensors shards/ --shard-size 500MB
     """
-    from ...tensors.cast import target
+    from ...tensors import cast
 
-    changes = {**given, "dtype": target(dtype.lower()) if dtype else None}
+    if changes["dtype"]:
+        changes["dtype"] = cast.target(changes["dtype"].lower())
 
-    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
-        outcome = Outcome(f"converted {checkpoint.format}", of_state=any(changes[name] for name in OF_STATE))
-        for step in (_fewer, _laid_out, _complex, _cast):
-            checkpoint = step(checkpoint, outcome, changes)
-        return _described(checkpoint, changes["metadata"], target), outcome
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        outcome = Outcome(f"converted {checkpoint.format}")
+        outcome.of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
+        checkpoint = _changed(checkpoint, outcome, target.state, changes)
+        return _described(checkpoint, dict(changes["metadata"]), target), outcome
 
-    rewrite(given, transform, full=full, keep_copies=keep_copies, to=to)
-
-
-def _fewer(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from ...transforms.selection import drop, select
-
-    if options["drop"]:
-        checkpoint = drop(checkpoint, options["drop"])
-        outcome.left_out += options["drop"]
-    if options["only"] or options["exclude"]:
-        patterns = {name: options[name] for name in ("only", "exclude", "state")}
-        checkpoint, selection = select(checkpoint, **patterns)
-        outcome.left_out += selection.left_out
-    return checkpoint
+    rewrite(job, transform, full=full, keep_copies=keep_copies, to=to)
 
 
-def _laid_out(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+def _changed(
+    checkpoint: Checkpoint, outcome: Outcome, state: str | None, changes: dict[str, Any]
+) -> Checkpoint:
     from ...transforms import layout
+    from ...transforms.selection import cast, drop, select
 
-    for flag, change, done in (
-        ("permute", layout.permute, "permuted"),
-        ("reshape", layout.reshape, "reshaped"),
-    ):
-        if options[flag]:
-            checkpoint, names = change(checkpoint, options[flag], state=options["state"])
+    if names := changes["drop"]:
+        checkpoint = drop(checkpoint, names)
+        outcome.left_out += names
+    if changes["only"] or changes["exclude"]:
+        patterns = {name: changes[name] for name in ("only", "exclude")}
+        checkpoint, selection = select(checkpoint, state=state, **patterns)
+        outcome.left_out += selection.left_out
+    in_layout = ("permute", layout.permute, "permuted"), ("reshape", layout.reshape, "reshaped")
+    for flag, change, done in in_layout:
+        if changes[flag]:
+            checkpoint, names = change(checkpoint, changes[flag], state=state)
             outcome.done += f", {counted(len(names), 'tensor', 'tensors')} {done}"
-    if options["tie"]:
-        checkpoint = layout.tie(checkpoint, options["tie"], state=options["state"])
-        outcome.done += f", {counted(len(options['tie']), 'name', 'names')} tied"
-    return checkpoint
-
-
-def _complex(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from ...transforms.layout import join_complex, split_complex
-
-    if options["complex_"]:
-        change, done = (
-            (split_complex, "split") if options["complex_"] == "split" else (join_complex, "joined")
-        )
-        checkpoint, names = change(checkpoint, state=options["state"])
+    if ties := changes["tie"]:
+        checkpoint = layout.tie(checkpoint, ties, state=state)
+        outcome.done += f", {counted(len(ties), 'name', 'names')} tied"
+    if way := changes["complex_"]:
+        change_parts = layout.split_complex if way == "split" else layout.join_complex
+        checkpoint, names = change_parts(checkpoint, state=state)
+        done = "split" if way == "split" else "joined"
         outcome.done += f", {counted(len(names), 'complex tensor', 'complex tensors')} {done}"
+    if (dtype := changes["dtype"]) is not None:
+        checkpoint, outcome.casting = cast(checkpoint, dtype, state=state)
+        count = counted(outcome.casting.tensors, "tensor", "tensors")
+        outcome.done += f", {count} cast to {dtype.name}"
     return checkpoint
 
 
-def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from ...transforms.selection import cast
-
-    if (dtype := options["dtype"]) is not None:
-        checkpoint, report = cast(checkpoint, dtype, state=options["state"])
-        outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {dtype.name}"
-        outcome.casting = report
-    return checkpoint
-
-
-def _described(checkpoint: Checkpoint, metadata: Sequence[tuple[str, str]], target: Target) -> Checkpoint:
+def _described(checkpoint: Checkpoint, metadata: dict[str, str], target: Target) -> Checkpoint:
     from ...errors import UsageFault
     from ...transforms.selection import with_metadata
 
-    if not metadata:
-        return checkpoint
-    if not target.place.has_metadata:
+    if metadata and not target.place.has_metadata:
         what = f"--metadata: {target.place.format} has no place for it"
         raise UsageFault(what, hint="write safetensors, or leave it out")
-    return with_metadata(checkpoint, dict(metadata), state=target.state)
+    return with_metadata(checkpoint, metadata, state=target.state) if metadata else checkpoint

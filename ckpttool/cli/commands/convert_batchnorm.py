@@ -8,8 +8,9 @@ import click
 
 from .. import options
 from ..console import counted, stdout_kept_for_results
+from ..options import Job
 from ..reading import fields_of
-from ..rewriting import Outcome, Target, rewrite
+from ..rewriting import Change, Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...batchnorm.convert_states import Report
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 )
 @options.writing_options
 def command(
-    inputs: tuple[str, ...],
+    job: Job,
     to: Literal["sync", "plain"] | None,
     model: str | None,
     counts: tuple[str, ...],
@@ -64,7 +65,6 @@ def command(
     momentum: float | None,
     exclude: tuple[str, ...],
     keep_first: tuple[str, ...],
-    **given: Any,
 ) -> None:
     """Convert BatchNorm's state for SyncBatchNorm and back, and pool the statistics of several ranks.
 
@@ -87,21 +87,24 @@ def command(
       ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048 --momentum 0.1
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
+    from ... import formats
     from ...batchnorm.convert_states import Report, convert
+    from ...batchnorm.pool_files import pool_states
     from ...errors import NothingToDo
 
-    given_momentum = () if momentum is None else (str(momentum),)
-    of_several = {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first}
-    _check(inputs, to, {**of_several, "--momentum": given_momentum})
-    options.require_new_output(inputs, given["output"], given["force"])
+    of_ranks: dict[str, Any] = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
+    others = job.inputs[1:]
+    if not others:
+        _require_one(to, {"counts": counts, **of_ranks})
+    job.require_new_output()
     plain_or_sync: Literal["sync", "plain"] = to or "plain"
 
-    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
         pooled = None
         choices: dict[str, Any] = {"exclude": exclude, "state": target.state}
-        if inputs[1:]:
-            of_ranks = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
-            checkpoint, pooled = _pool(checkpoint, inputs[1:], counts, **of_ranks, **choices)
+        if others:
+            files = [checkpoint, *map(formats.open, others)]  # tensors that are kept refer to the open files
+            checkpoint, pooled = pool_states(files, dict(map(_counts, counts)) or None, **of_ranks, **choices)
         as_text = target.place.has_metadata and not target.place.full
         try:
             checkpoint, report = convert(
@@ -111,29 +114,18 @@ def command(
             if not pooled:
                 raise
             report = Report(())
-        return checkpoint, _outcome(len(inputs), plain_or_sync, pooled, report)
+        return checkpoint, _outcome(len(job.inputs), plain_or_sync, pooled, report)
 
-    rewrite({**given, "input": inputs[0]}, transform)
-
-
-def _pool(
-    first: Checkpoint, others: tuple[str, ...], counts: tuple[str, ...], **choices: Any
-) -> tuple[Checkpoint, PoolReport]:
-    from ... import formats
-    from ...batchnorm.pool_files import pool_states
-
-    opened = [formats.open(path) for path in others]  # tensors that are kept refer to the open files
-    return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
+    rewrite(job, transform)
 
 
-def _check(inputs: tuple[str, ...], to: str | None, of_several: dict[str, tuple[str, ...]]) -> None:
-    if inputs[1:]:
-        return
+def _require_one(to: str | None, of_ranks: dict[str, Any]) -> None:
+    """Refuse options that one INPUT does not have, and require the one that it needs."""
     if to is None:
         raise click.UsageError("--to is needed: sync or plain")
-    for flag, values in of_several.items():
-        if values:
-            raise click.UsageError(f"{flag} is for several INPUTs, one per rank")
+    for name, value in of_ranks.items():
+        if value not in (None, ()):
+            raise click.UsageError(f"--{name.replace('_', '-')} is for several INPUTs, one per rank")
 
 
 def _counts(text: str) -> tuple[str, tuple[int, ...]]:

@@ -45,7 +45,15 @@ class _Tolerance(click.FloatRange):
 @options.no_verify_option
 @options.reading
 def command(
-    a: str, b: str, sort: str | None, no_verify: bool, model_only: bool, state: str | None, **given: Any
+    console: Console,
+    a: str,
+    b: str,
+    sort: str | None,
+    no_verify: bool,
+    model_only: bool,
+    state: str | None,
+    ignore_prefix: bool,
+    **limits: float | None,
 ) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 
@@ -66,18 +74,15 @@ def command(
     """
     from ...analysis.checks import diff
 
-    console = options.console(given)
+    choices = {"model_only": model_only, "ignore_prefix": ignore_prefix, "verify": not no_verify}
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
-            choices: dict[str, Any] = {name: given[name] for name in ("rtol", "atol", "ignore_prefix")}
-            choices |= {"model_only": model_only, "state": state, "verify": not no_verify}
-            comparison = diff(mine, theirs, progress=progress, **choices)
+            comparison = diff(mine, theirs, progress=progress, state=state, **choices, **limits)  # type: ignore[arg-type]
         note_unread(console, mine, theirs)
         if model_only or comparison.aside_a or comparison.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):
                 note_state(console, checkpoint, state, named=True)
-    limits = {name: given[name] for name in ("rtol", "atol")}
     _report(console, a, b, comparison, sort, limits)
     return 0 if comparison.same else 1
 
@@ -85,7 +90,7 @@ def command(
 def _report(
     console: Console, a: str, b: str, comparison: Comparison, sort: str | None, limits: Limits
 ) -> None:
-    from ..pages.diff import details, page
+    from ..diff_page import details, page
 
     for names, file in ((comparison.aside_a, b), (comparison.aside_b, a)):
         if names:
@@ -102,7 +107,7 @@ def _report(
 
 
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
-    from ..pages.diff import relative
+    from ..diff_page import relative
 
     changed = comparison.changed
     if sort == "size":

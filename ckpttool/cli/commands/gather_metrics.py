@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from .. import options
-from ..console import counted, printable, to_json
+from ..console import Console, counted, printable, to_json
 
 if TYPE_CHECKING:
     from ...metrics.certificate import Certificate
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 @click.option("--out", metavar="FILE", type=click.Path(), help="Also write the certificate to FILE, as JSON.")
 @click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
 @options.reading
-def command(files: tuple[str, ...], samples: int | None, out: str | None, force: bool, **given: Any) -> None:
+def command(
+    console: Console, files: tuple[str, ...], samples: int | None, out: str | None, force: bool
+) -> None:
     """Recompute an evaluation's metrics from the prediction files of its ranks, one each, in any order.
 
     Every sample must appear in them exactly once. If a rank's file is missing, a sample appears twice or in
@@ -34,7 +36,6 @@ def command(files: tuple[str, ...], samples: int | None, out: str | None, force:
     from ...metrics.certificate import recompute
     from ...metrics.predictions import read
 
-    console = options.console(given)
     if out is not None and os.path.lexists(out):
         _require_replaceable(out, force)
     certificate = recompute([read(path) for path in files], samples)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
 from .. import options
 from ..console import show_names
-from ..rewriting import Outcome, Target, renaming_outcome, rewrite
+from ..options import Job
+from ..rewriting import Change, Target, renaming_outcome, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 )
 @options.writing
 def strip_prefix(
-    prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], keep: tuple[str, ...], **given: Any
+    job: Job, prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], keep: tuple[str, ...]
 ) -> None:
     """Take a wrapper's prefix off the keys that carry it.
 
@@ -46,7 +48,7 @@ def strip_prefix(
     """
     from ...transforms import keys
 
-    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
         left_out = drop
         if keep:
             checkpoint, others = _keep_alone(checkpoint, keep, target)
@@ -56,11 +58,10 @@ def strip_prefix(
         )
         outcome = renaming_outcome(f"stripped '{prefix}' from", renaming)
         outcome.left_out = left_out
-        if (rest := _what_is_left(list(renaming.names.values()), prefix)) is not None:
-            outcome.notes.append(rest)
+        outcome.notes.extend(_what_is_left(list(renaming.names.values()), prefix))
         return new, outcome
 
-    rewrite(given, transform)
+    rewrite(job, transform)
 
 
 def _keep_alone(
@@ -88,14 +89,14 @@ def _keep_alone(
     return drop(checkpoint, others), others
 
 
-def _what_is_left(names: list[str], prefix: str) -> str | None:
-    """Return a note on a wrapper's prefix that the new names still carry; None if they carry none."""
+def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
+    """Yield a note on a wrapper's prefix that the new names still carry, if they carry one."""
     from ...transforms.wrappers import found_prefixes, inner_prefixes
 
-    again = sum(name.startswith(prefix) for name in names)
-    if again:
+    if again := sum(name.startswith(prefix) for name in names):
         keys = f"{again} of {len(names)} keys"
-        return f"{keys} still begin with '{prefix}': --repeat strips it as often as it is there"
+        yield f"{keys} still begin with '{prefix}': --repeat strips it as often as it is there"
+        return
     for found, where, more in (
         (found_prefixes(names), "begin with", ""),
         (inner_prefixes(names), "hold inside", " --anywhere"),
@@ -103,8 +104,8 @@ def _what_is_left(names: list[str], prefix: str) -> str | None:
         if found and found[0].certain:
             left = found[0]
             command = f"ckpttool strip-prefix --prefix {left.prefix}{more}"
-            return f"{left.keys} of {left.of} keys still {where} '{left.prefix}': {command}"
-    return None
+            yield f"{left.keys} of {left.of} keys still {where} '{left.prefix}': {command}"
+            return
 
 
 @click.command("add-prefix")
@@ -112,7 +113,7 @@ def _what_is_left(names: list[str], prefix: str) -> str | None:
     "--prefix", default="module.", show_default=True, help="What to put before keys, including the dot."
 )
 @options.writing
-def add_prefix(prefix: str, **given: Any) -> None:
+def add_prefix(job: Job, prefix: str) -> None:
     """Put a wrapper's prefix before every key: the inverse of strip-prefix.
 
     For a script that loads into a model it has already wrapped in DistributedDataParallel.
@@ -123,7 +124,7 @@ def add_prefix(prefix: str, **given: Any) -> None:
     """
     from ...transforms import keys
 
-    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, renaming = keys.add_prefix(checkpoint, prefix, state=target.state)
         outcome = renaming_outcome(f"added '{prefix}' to", renaming)
         if not prefix.endswith("."):
@@ -137,7 +138,7 @@ def add_prefix(prefix: str, **given: Any) -> None:
             outcome.notes.append(f"{had}, and now begin with '{prefix * 2}'")
         return new, outcome
 
-    rewrite(given, transform)
+    rewrite(job, transform)
 
 
 @click.command("rename-keys")
@@ -150,7 +151,7 @@ def add_prefix(prefix: str, **given: Any) -> None:
     help="What to rename, as re.sub does. Repeatable; applied in order.",
 )
 @options.writing
-def rename_keys(rules: tuple[str, ...], **given: Any) -> None:
+def rename_keys(job: Job, rules: tuple[str, ...]) -> None:
     """Rename keys by regular expressions.
 
     Two keys that would get the same name are refused; module versions and the optimizer's parameter names
@@ -164,11 +165,11 @@ def rename_keys(rules: tuple[str, ...], **given: Any) -> None:
 
     pairs = [_pair(rule) for rule in rules]
 
-    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, renaming = keys.rename_keys(checkpoint, pairs, state=target.state)
         return new, renaming_outcome("renamed", renaming)
 
-    rewrite(given, transform)
+    rewrite(job, transform)
 
 
 def _pair(rule: str) -> tuple[str, str]:

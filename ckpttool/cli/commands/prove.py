@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 @options.dry_run_option
 @options.reading
 def command(
+    console: Console,
     run: str,
     flags: tuple[str, ...],
     start: int | None,
@@ -58,7 +59,6 @@ def command(
     program: str | None,
     run_code: bool,
     dry_run: bool,
-    **given: Any,
 ) -> int:
     """Check the record of a training run, and repeat a part of it, to the same bits.
 
@@ -75,7 +75,6 @@ def command(
     from ...proving.proof import prove
     from ...proving.replay import Replay
 
-    console = options.console(given)
     program = program or str(Path(__file__).parents[3] / "train" / "main.py")  # not in an installed wheel
     replay = None if no_replay else Replay(start, end, ranks, program, run_code, flags, dry_run)
     began = time.perf_counter()
@@ -83,8 +82,8 @@ def command(
     def announce(command: str) -> None:
         console.note(f"replays: {command}", pasted=True)
 
-    with console.steps("replaying") as progress:
-        proved = prove(run, replay=replay, announce=announce, progress=progress)
+    with console.bar("replaying") as bar:
+        proved = prove(run, replay=replay, announce=announce, progress=bar.step)
     if dry_run and proved.command:
         console.note(f"would replay: {shlex.join(proved.command)}", pasted=True)
     for note in proved.notes:

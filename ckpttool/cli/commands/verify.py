@@ -1,9 +1,9 @@
-"""The command `ckpttool verify`."""
+"""The commands that read every byte: `verify` and `digest`."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -31,8 +31,13 @@ if TYPE_CHECKING:
 )
 @options.state_option
 @options.reading
-def command(
-    files: tuple[str, ...], against: str | None, finite: bool, no_code: bool, state: str | None, **given: Any
+def verify(
+    console: Console,
+    files: tuple[str, ...],
+    against: str | None,
+    finite: bool,
+    no_code: bool,
+    state: str | None,
 ) -> int:
     """Read every byte of each FILE: structure, checksums, values that are not finite.
 
@@ -45,9 +50,7 @@ def command(
       ckpttool verify last.pt --no-code
     """
     from ... import formats
-    from ...analysis.verify import verify
-
-    console = options.console(given)
+    from ...analysis import verify as checks
 
     def answer(file: str) -> Answer:
         with ExitStack() as stack:
@@ -57,7 +60,7 @@ def command(
                 checkpoint.state(state)
             passes = checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
             with console.progress(passes, "reading") as progress:
-                verified = verify(
+                verified = checks.verify(
                     checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
                 )
             if other is not None:
@@ -97,3 +100,31 @@ def _line(file: str, against: str | None, verified: Verified) -> str:
         f"; no checksum covers {free}" if free else ""
     )
     return f"{printable(file)}: {verdict} ({checked})"
+
+
+@click.command("digest")
+@options.files_argument
+@options.state_option
+@options.no_verify_option
+@options.reading
+def digest(console: Console, files: tuple[str, ...], state: str | None, no_verify: bool) -> int:
+    """Print one SHA-256 for the names, types, shapes and values of the model in each FILE.
+
+    It is the same in every format; docs/digest.md defines it. With -q only the digest is printed.
+
+    \b
+    Example:
+      ckpttool digest model.safetensors
+    """
+    from ...analysis import checks
+
+    def answer(file: str) -> Answer:
+        with open_file(console, file) as checkpoint:
+            found = checkpoint.state(state)
+            note_state(console, checkpoint, state)
+            with console.progress(checkpoint.nbytes, "hashing") as progress:
+                value = checks.digest(checkpoint, state=state, verify=not no_verify, progress=progress)
+        data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
+        return Answer(f"{value}  {printable(file)}", data, in_quiet=value)
+
+    return answer_each(files, console, answer)

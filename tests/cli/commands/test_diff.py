@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from ckpttool.analysis.compare import Change, Comparison
 from ckpttool.analysis.compare_values import Norms
 from ckpttool.analysis.distances import Distance
-from ckpttool.cli.pages.diff import page
+from ckpttool.cli.diff_page import page
 from tests.support.running import Ran
 
 Cli = Callable[..., Ran]

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..console import coloured, columns, cut, cut_middle, left, printable, right
+from .console import coloured, columns, cut, cut_middle, left, printable, right
 
 if TYPE_CHECKING:
-    from ...analysis.compare import Change, Comparison
-    from ...analysis.compare_values import Norms
-    from ...analysis.distances import Distance
+    from ..analysis.compare import Change, Comparison
+    from ..analysis.compare_values import Norms
+    from ..analysis.distances import Distance
 
 MANY_STEPS = 9999  # How many ulps are shown at most
 
@@ -186,7 +186,7 @@ def _measured(mark: str, name: str, changes: list[Change]) -> Row:
 
 
 def _joined(norms: Iterable[Norms | None]) -> Norms:
-    from ...analysis.compare_values import Norms
+    from ..analysis.compare_values import Norms
 
     return sum((each for each in norms if each is not None), Norms())
 

@@ -1,19 +1,96 @@
-"""The command `ckpttool reload`."""
+"""The commands about a model of one's own, whose code they run: `doctor` and `reload`."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import options
 from ..console import Console, printable, show_bytes, stdout_kept_for_results
+from ..failure import mismatch_fields
 from ..options import Shape
-from ..reading import note_fields, note_state, open_file
+from ..reading import fields_of, note_fields, note_state, open_file
 
 if TYPE_CHECKING:
+    from ...models.diagnosis import Diagnosis
     from ...models.reloading import Reloaded
+
+
+WIDTH = 110  # Columns of a comment, if the terminal has no fewer
+
+
+@click.command("doctor")
+@options.file_argument
+@options.model_option
+@options.state_option
+@options.reading
+def doctor(console: Console, file: str, model: str, state: str | None) -> None:
+    """Say why FILE does not load into a model, and which commands fix it.
+
+    The output is a script: the commands are ready to paste, or to pipe into sh, and what follows # is for
+    reading. Each command was tried, in memory, on the names and shapes of FILE; the last one loads the result
+    strictly. Exit 0 if torch's load_state_dict takes FILE as it is, 1 if it does not. A wrapper's prefix is
+    a problem for torch alone: reload strips it by itself, and a remark says so.
+
+    \b
+    Example:
+      ckpttool doctor last.pt --model torchvision:resnet18
+    """
+    from ...models import doctor as models
+    from ...models.skeleton import skeleton
+
+    with open_file(console, file) as checkpoint, stdout_kept_for_results():
+        diagnosis = models.doctor(checkpoint, skeleton(model), state=state, spec=model)
+    console.result("\n".join(_script(diagnosis, model)), _fields(diagnosis))
+    if any(not problem.is_remark for problem in diagnosis.problems):
+        raise click.exceptions.Exit(1)
+
+
+def _fields(diagnosis: Diagnosis) -> dict[str, object]:
+    problems = [
+        {"kind": problem.kind, "message": problem.message, "remark": problem.is_remark}
+        | ({"command": problem.command} if problem.command else {})
+        for problem in diagnosis.problems
+    ]
+    data = fields_of(diagnosis, {}, without=("fit",))
+    return {**data, "problems": problems, **mismatch_fields(diagnosis.fit)}
+
+
+def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
+    """Yield the lines of a shell script: commands, and everything else as comments."""
+    verb = "loads" if diagnosis.loads else "does not load"
+    why = f": {diagnosis.fit}" if diagnosis.fit.distance else ""
+    yield from _comment(f"{diagnosis.path} {verb} into {spec}{why}")
+    wrong = [problem for problem in diagnosis.problems if not problem.is_remark]
+    for problem in wrong:
+        yield from _comment(f"{problem.kind}: {problem.message}")
+        if problem.command and problem.command != diagnosis.then:
+            yield problem.command
+    if diagnosis.then is None:
+        yield "# no command can fix that"
+    elif wrong:
+        yield diagnosis.then
+    if diagnosis.python:
+        yield f"# {'or in Python' if wrong else 'in Python'}: {printable(diagnosis.python)}"
+    for problem in diagnosis.problems:
+        if problem.is_remark:
+            yield from _comment(f"{problem.kind}: {problem.message}")
+            if problem.command:
+                yield f"#   {problem.command}"
+
+
+def _comment(text: str) -> list[str]:
+    """Return text as comment lines, no wider than the terminal."""
+    width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
+    return textwrap.wrap(
+        printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False
+    )
 
 
 @click.command("reload")
@@ -36,7 +113,14 @@ if TYPE_CHECKING:
     help="Names of FILE that the model may lack; they are ignored. Repeatable.",
 )
 @options.reading
-def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, **given: Any) -> None:
+def reload(
+    console: Console,
+    file: str,
+    model: str,
+    input_shape: tuple[int, ...] | None,
+    state: str | None,
+    **allowed: tuple[str, ...],
+) -> None:
     """Load FILE strictly into the plain model, in one process, and report it.
 
     Nothing distributed is started, and no code that FILE names is run; only --model runs code: yours.
@@ -48,20 +132,18 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     Example:
       ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
     """
-    from ...models.reloading import reload
+    from ...models import reloading
     from ...models.skeleton import skeleton, with_values
 
-    console = options.console(given)
     started = time.perf_counter()
-    with open_file(console, given["file"]) as checkpoint, stdout_kept_for_results():
+    with open_file(console, file) as checkpoint, stdout_kept_for_results():
         opened = time.perf_counter()
         # Values that the model keeps take part in the forward pass; else none of its own are needed.
-        build = with_values if input_shape and given["allow_missing"] else skeleton
+        build = with_values if input_shape and allowed["allow_missing"] else skeleton
         built = build(model)  # may take long, or leave the current folder
         seconds = opened - time.perf_counter()
         note_state(console, checkpoint, state)
-        allowed = {name: given[name] for name in ("allow_missing", "allow_unexpected")}
-        loaded = reload(checkpoint, built, state=state, assign=True, spec=model, **allowed)
+        loaded = reloading.reload(checkpoint, built, state=state, assign=True, spec=model, **allowed)
         seconds += time.perf_counter() - started
         shape = _forward(built, input_shape, model) if input_shape else None
     data: dict[str, object] = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ...analysis.module_tree import shape_in_words, tensors_in_words
-from ...analysis.other_contents import in_words
-from ...checkpoint.checkpoint import SHARDING
-from ..console import (
+from ..analysis.module_tree import tensors_in_words
+from ..analysis.other_contents import in_words
+from ..checkpoint.checkpoint import SHARDING
+from ..transforms.wrappers import LIGHTNING
+from .console import (
     coloured,
     columns,
     counted,
@@ -20,21 +23,23 @@ from ..console import (
     right,
     show_bytes,
     show_names,
-    table,
     wrapped,
 )
-from .inspect_others import MAX_OTHERS, others
 
 if TYPE_CHECKING:
-    from ...analysis.module_tree import Branch
-    from ...analysis.stats import Stats
-    from ...analysis.summary import Kinds, Summary, TensorRow
-    from ...checkpoint.ranks import Ranks
-    from ...transforms.wrappers import FoundPrefix
+    from ..analysis.module_tree import Branch
+    from ..analysis.other_contents import OtherRow
+    from ..analysis.summary import Kinds, Summary
+    from ..checkpoint.ranks import Ranks
+    from ..transforms.wrappers import FoundPrefix
+
+MAX_OTHERS = 12  # Values below one name that are shown without `-v`
+
+FIRST = ("hyper_parameters", "datamodule_hyper_parameters")  # Entries of a Lightning file that stand first
+
+FOLDED = ("loops", "callbacks")  # Entries of a Lightning file that hold its own bookkeeping
 
 MAX_LINES = 200  # Lines of modules that are shown without `-v`
-
-STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
 CALLS = "calls"  # the label of what torch.load would call without weights_only
 
@@ -52,7 +57,7 @@ def page(
     if summary.keys:
         yield ""
         yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
-    other = list(others(summary, everything=everything))
+    other = list(_others(summary, everything=everything))
     if other:
         yield ""
         yield "other contents"
@@ -238,64 +243,55 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
     return printable(whole), printable(brief)
 
 
-def tensor_lines(
-    rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
-) -> Iterator[str]:
-    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics."""
-    cells = [
-        (
-            *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
-            printable(row.shared_with or ""),
-            *(_figures(stats.get(row.name)) if stats else ()),
-        )
-        for row in rows
-    ]
-    if width is not None:
-        return table(cells, (0, 1, 4), width)
-    header = [(*STATS[:3], "bytes", "shared with", *STATS[3:])] if stats and cells else []
-    return map("\t".join, [*header, *cells])
-
-
-def stats_table(
-    rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
-) -> Iterator[str]:
-    """Yield a table of statistics with one line per tensor."""
-    cells: list[Sequence[str]] = [STATS]
-    for row in rows:
-        shape = row.sizes if row.shape is None else shape_in_words(row.shape)
-        first = printable(row.name), row.type, shape
-        cells.append((*first, *_figures(stats.get(row.name))))
-    if len(cells) == 1:
-        return
-    finite = not any(stat and stat.non_finite for stat in stats.values())
-    shown = [i for i, name in enumerate(STATS) if name != "not finite" or not finite]
-    widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
-    hidden: list[str] = []
-    for name in ("std", "mean"):
-        if width is not None and sum(widths[i] + 2 for i in shown) - 2 > width:
-            shown.remove(STATS.index(name))
-            hidden.insert(0, name)
-    yield from table([[line[i] for i in shown] for line in cells], (0, 1), width)
-    if hidden:
-        yield cut(f"without {', '.join(hidden)}, for which the terminal is too narrow; | cat has them", width)
-
-
-def _figures(stat: Stats | None) -> list[str]:
-    if stat is None:
-        return ["-"] * 5
-    numbers = stat.minimum, stat.maximum, stat.mean, stat.deviation
-    return [*map(_number, numbers), str(stat.non_finite)]
-
-
-def _number(value: float | int | None) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
-
-
 def _folded(line: str, width: int | None) -> list[str]:
     """Fold a fact into lines of `width` columns, each indented as the fact is."""
     if width is None or columns(line) <= width:
         return [line]
     parts = wrapped(line[INDENT:], max(width - INDENT, 20))
     return [(" " * INDENT if i else line[:INDENT]) + part for i, part in enumerate(parts)]
+
+
+def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
+    """Yield name and value of everything that no other part of the page shows."""
+    groups = [(name, list(rows)) for name, rows in groupby(summary.other, _group)]
+    lightning = any(name == LIGHTNING for name, _ in groups)
+    if lightning:
+        groups.sort(key=lambda group: group[0] not in FIRST)
+    training = [row.name for row in summary.optimizers] + [row.name for row in summary.schedulers]
+    shown = [name for name in training if name]
+    inside, around = tuple(f"{name}." for name in shown), {name.rpartition(".")[0] for name in shown}
+    if summary.model:
+        around.add(summary.state or "")
+    for name, rows in groups:
+        if lightning and name in FOLDED and not everything:
+            yield printable(name), _bookkeeping(name, rows)
+            continue
+        if not everything:
+            rows = [row for row in rows if row.name not in around and not row.name.startswith(inside)]
+        most = len(rows) if everything else MAX_OTHERS
+        yield from ((printable(row.name), _value(row)) for row in rows[:most])
+        if len(rows) > most:
+            yield f"{printable(name)}.…", f"{len(rows) - most:,} more: -v shows them all"
+    most = len(summary.other_tensors) if everything else MAX_OTHERS
+    for held in summary.other_tensors[:most]:
+        yield printable(held.name), f"{counted(held.tensors, 'tensor', 'tensors')}, {show_bytes(held.nbytes)}"
+    if len(summary.other_tensors) > most:
+        yield "…", f"{len(summary.other_tensors) - most:,} more with tensors: -v shows them all"
+
+
+def _group(row: OtherRow) -> str:
+    return row.name.partition(".")[0]
+
+
+def _bookkeeping(name: str, rows: Sequence[OtherRow]) -> str:
+    """Return the names of loops or callbacks, with keys such as `EarlyStopping{'mode': 'min'}`."""
+    keys = (re.split(r"[.{]", row.name[len(name) + 1 :])[0] for row in rows)
+    shown = printable(", ".join(filter(None, dict.fromkeys(keys))))
+    return f"{counted(len(rows), 'value', 'values')} of {shown}" if shown else _value(rows[0])
+
+
+def _value(row: OtherRow) -> str:
+    if row.has_value:
+        text = row.value if isinstance(row.value, str) else str(row.value)
+        return printable(text)[:200] if text else "''"
+    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
