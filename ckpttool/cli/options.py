@@ -80,6 +80,12 @@ class SizesFor(Pair):
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def option(flag: str, metavar: str, help: str, *names: str, **settings: Any) -> Callable[[F], F]:
+    """Return an option with a value; `multiple` adds to its help that it is repeatable."""
+    help += " Repeatable." if settings.get("multiple") else ""
+    return click.option(flag, *names, metavar=metavar, help=help, **settings)
+
+
 def _note_output(ctx: click.Context, argument: click.Parameter, output: str) -> str:
     """Record for the report of an error that stdout is the output file."""
     if (call := ctx.find_object(Call)) is not None:
@@ -117,24 +123,22 @@ output_argument = click.argument(
 file_argument = _argument("file", "FILE")
 files_argument = _argument("files", "FILE…", nargs=-1, required=True)
 
-state_option = click.option(
-    "--state",
-    metavar="WHERE",
-    help="Which state to use if the file holds several, dotted for nesting, e.g. model.ema.",
+state_option = option(
+    "--state", "WHERE", "Which state to use if the file holds several, dotted for nesting, e.g. model.ema."
 )
-model_option = click.option(
+model_option = option(
     "--model",
+    "SPEC",
+    "The model: torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10). Its code is run.",
     required=True,
-    metavar="SPEC",
-    help="The model: torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10). Its code is run.",
 )
 force_option = click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, but write nothing.")
-shard_size_option = click.option(
+shard_size_option = option(
     "--shard-size",
+    "SIZE",
+    "The largest size of a shard if OUTPUT is a folder of shards, e.g. 500MB or 1G.  [default: 5GB]",
     type=Size(),
-    metavar="SIZE",
-    help="The largest size of a shard if OUTPUT is a folder of shards, e.g. 500MB or 1G.  [default: 5GB]",
 )
 verify_option = click.option(
     "--verify/--no-verify",
@@ -144,10 +148,8 @@ verify_option = click.option(
 no_verify_option = click.option(
     "--no-verify", is_flag=True, help="Do not compare the bytes read with their checksums."
 )
-device_option = click.option(
-    "--device",
-    metavar="NAME",
-    help="The device that a .pt tags its storages with, e.g. cpu; default: as INPUT.",
+device_option = option(
+    "--device", "NAME", "The device that a .pt tags its storages with, e.g. cpu; default: as INPUT."
 )
 FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
 to_option = click.option(

@@ -105,9 +105,9 @@ def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, Tenso
     done: dict[tuple[object, ...], object] = {}
 
     def put(key: object, value: object) -> object:
-        if not isinstance(key, str) or key not in tensors or plain_tensor(value) is None:
+        new = tensors.get(key) if isinstance(key, str) and plain_tensor(value) is not None else None
+        if new is None:
             return value
-        new = tensors[key]
         return done.setdefault((id(value), *new.view), with_plain_tensor(value, new))
 
     return replace_state(
@@ -222,40 +222,35 @@ def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
 
 def _pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
     """Return the names whose both parts are there, of one float type and one shape."""
+    halves = ((key.removesuffix(".real"), real) for key, real in tensors.items() if key.endswith(".real"))
     return tuple(
-        key.removesuffix(".real")
-        for key, real in tensors.items()
-        if key.endswith(".real") and _is_pair(real, tensors.get(key.removesuffix(".real") + ".imag"))
+        name
+        for name, real in halves
+        if (imag := tensors.get(f"{name}.imag")) is not None
+        and real.dtype.name in WHOLES
+        and (real.dtype, real.shape) == (imag.dtype, imag.shape)
     )
 
 
 def _join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
     """Return a state with each named pair as one complex tensor. Raises Collision."""
-    joined: dict[object, TensorRef] = {}  # tied pairs become tied tensors
-    new: Container = type(old)()
     for name in names:
         if name in old:
             both = f"'{name}.real' and '{name}.imag'"
             raise Collision(f"{both} would be joined into '{name}', which already exists")
+    joined: dict[object, TensorRef] = {}  # tied pairs become tied tensors
+    new: Container = type(old)()
     for key, value in old.items():
-        name = str(key).removesuffix(".real").removesuffix(".imag")
-        if name not in names or name == key:
+        name, _, part = str(key).rpartition(".")
+        if name not in names or part not in ("real", "imag"):
             new[key] = value
-        elif str(key).endswith(".real"):
+        elif part == "real":
             real, imag = tensors[f"{name}.real"], tensors[f"{name}.imag"]
             pair = real.view, imag.view
             if pair not in joined:
                 joined[pair] = _as_one(real, imag) or _whole(name, real, imag)
             new[name] = replace(joined[pair])
     return new
-
-
-def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
-    return (
-        imag is not None
-        and real.dtype.name in WHOLES
-        and (real.dtype, real.shape) == (imag.dtype, imag.shape)
-    )
 
 
 def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:

@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 from ..errors import Collision, UsageFault
 
@@ -79,7 +80,7 @@ def strip_names(
 ) -> Renaming:
     """Strip a prefix from the names that carry it; other names stay."""
     _require(prefix)
-    hints = replace(PREFIXES, dots=lambda old, new: f"with its dot: --prefix {prefix}.")
+    hints = PREFIXES._replace(dots=lambda old, new: f"with its dot: --prefix {prefix}.")
     if repeat and anywhere and prefix.endswith("."):
         return checked(names, partial(_without, prefix.split(".")[:-1]), hints)
     # Match only where a part begins, so that `submodule.` is never taken for `module.`.
@@ -109,8 +110,7 @@ def _require(prefix: str) -> None:
         raise UsageFault("the prefix is empty", hint="give it with its dot: --prefix module.")
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(NamedTuple):
     """The way out of a refused renaming."""
 
     same: str  # two keys would get the same name
@@ -129,8 +129,7 @@ MAPS = Hints(
 
 def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> Renaming:
     """Return the renaming that a rule makes, refused when it is not one-to-one."""
-    renamed: dict[str, str] = {}
-    owners: dict[str, str] = {}
+    owners: dict[str, str] = {}  # new name -> old name
     for old in names:
         new = rule(old)
         if new in owners:
@@ -142,12 +141,11 @@ def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> R
                 f"'{old}' would be named '{new}', with a dot too many", hint=hints.dots(old, new)
             )
         owners[new] = old
-        renamed[old] = new
-    return Renaming(renamed)
+    return Renaming({old: new for new, old in owners.items()})
 
 
 def _has_empty_part(name: str) -> bool:
-    return f".{name}.".find("..") >= 0
+    return ".." in f".{name}."
 
 
 def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Renaming:
@@ -155,7 +153,7 @@ def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Rena
     rules = list(rules)
     try:
         with _time_limit() as watch:
-            hints = replace(MAPS, dots=partial(_with_its_dot, rules, watch))
+            hints = MAPS._replace(dots=partial(_with_its_dot, rules, watch))
             return checked(names, _applied(rules, watch), hints)
     except TooSlow:
         where = f"'{watch.expression[:80]}' takes more than {KEY_SECONDS} s on the key '{watch.name[:80]}'"
@@ -191,9 +189,8 @@ def _time_limit() -> Iterator[_Watch]:
     """Raise TooSlow in the matching of one key that takes too long; only in the main thread."""
     watch = _Watch()
     is_main = threading.current_thread() is threading.main_thread()
-    if (
-        not is_main or signal.getsignal(signal.SIGVTALRM) is None
-    ):  # None: of a handler that Python can't restore
+    # A handler that Python can't restore is None.
+    if not is_main or signal.getsignal(signal.SIGVTALRM) is None:
         yield watch
         return
     # `re` backtracks without end on some keys, and only a signal interrupts it. Others use SIGALRM.

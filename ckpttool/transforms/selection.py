@@ -68,14 +68,14 @@ def select(
     """
     target = checkpoint.state(state)
     keys = [key for key in target.container if isinstance(key, str)]
-    only, exclude = tuple(only), tuple(exclude)
-    for flag, patterns in (("--only", only), ("--exclude", exclude)):
+    fitting: dict[str, set[str]] = {"--only": set(), "--exclude": set()}
+    for flag, patterns in (("--only", only := tuple(only)), ("--exclude", tuple(exclude))):
         for pattern in patterns:
-            if not any(fnmatchcase(key, pattern) for key in keys):
+            if not (matches := {key for key in keys if fnmatchcase(key, pattern)}):
                 hint = _wider(flag, pattern, keys)
                 raise NothingToDo(f"{checkpoint.path}: no key matches '{pattern}'", hint=hint)
-    kept = {key for key in keys if not only or any(fnmatchcase(key, pattern) for pattern in only)}
-    kept -= {key for key in kept if any(fnmatchcase(key, pattern) for pattern in exclude)}
+            fitting[flag] |= matches
+    kept = (fitting["--only"] if only else set(keys)) - fitting["--exclude"]
     if not kept:
         raise NothingToDo(f"{checkpoint.path}: no key would be left", hint="give fewer patterns")
     new = replace_state(
@@ -118,16 +118,11 @@ def _map_tensors(
 ) -> dict[object, object]:
     """Return the same dict with each tensor changed, inside a Parameter too; ties stay ties."""
     done: dict[int, object] = {}
-
-    def changed(value: object) -> object:
-        tensor = plain_tensor(value)
-        if tensor is None:
-            return value
+    for value in container.values():
         if id(value) not in done:
-            done[id(value)] = with_plain_tensor(value, change(tensor))
-        return done[id(value)]
-
-    return remade(container, ((key, changed(value)) for key, value in container.items()))
+            tensor = plain_tensor(value)
+            done[id(value)] = value if tensor is None else with_plain_tensor(value, change(tensor))
+    return remade(container, ((key, done[id(value)]) for key, value in container.items()))
 
 
 @takes_checkpoint

@@ -18,57 +18,47 @@ if TYPE_CHECKING:
 @click.command("convert")
 @options.to_option
 @options.full_option
-@click.option(
+@options.option(
     "--dtype",
-    metavar="TYPE",
-    help="Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …).",
+    "TYPE",
+    "Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …).",
 )
-@click.option(
-    "--only",
-    multiple=True,
-    metavar="GLOB",
-    help="Keep only the keys that match, e.g. 'layer1.*'. Repeatable.",
-)
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out the keys that match. Repeatable.")
-@click.option(
+@options.option("--only", "GLOB", "Keep only the keys that match, e.g. 'layer1.*'.", multiple=True)
+@options.option("--exclude", "GLOB", "Leave out the keys that match.", multiple=True)
+@options.option(
     "--permute",
+    "GLOB=AXES",
+    "Put axes in another order: 'fc.weight=1,0' transposes.",
     type=SizesFor(),
     multiple=True,
-    metavar="GLOB=AXES",
-    help="Put axes in another order: 'fc.weight=1,0' transposes. Repeatable.",
 )
-@click.option(
+@options.option(
     "--reshape",
+    "GLOB=SHAPE",
+    "Give the same elements another shape: 'fc.weight=10,64,1,1'.",
     type=SizesFor(),
     multiple=True,
-    metavar="GLOB=SHAPE",
-    help="Give the same elements another shape: 'fc.weight=10,64,1,1'. Repeatable.",
 )
-@click.option(
+@options.option(
     "--tie",
+    "NEW=OLD",
+    "Give a tensor a second name: 'lm_head.weight=embed.weight'.",
     type=Pair(),
     multiple=True,
-    metavar="NEW=OLD",
-    help="Give a tensor a second name: 'lm_head.weight=embed.weight'. Repeatable.",
 )
-@click.option(
-    "--drop",
-    multiple=True,
-    metavar="NAME",
-    help="Leave out what is stored there, e.g. optimizer. Repeatable.",
-)
+@options.option("--drop", "NAME", "Leave out what is stored there, e.g. optimizer.", multiple=True)
 @click.option(
     "--complex",
     "complex_",
     type=click.Choice(["split", "join"]),
     help="Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
 )
-@click.option(
+@options.option(
     "--metadata",
+    "NAME=TEXT",
+    "Add text to the header of safetensors: 'format=pt', which some readers want.",
     type=Entry(),
     multiple=True,
-    metavar="NAME=TEXT",
-    help="Add text to the header of safetensors: 'format=pt', which some readers want. Repeatable.",
 )
 @click.option(
     "--keep-copies", is_flag=True, help="Write tied tensors once per name if the format has no ties."

@@ -25,35 +25,32 @@ if TYPE_CHECKING:
     type=click.Choice(["sync", "plain"]),
     help="For SyncBatchNorm, or for BatchNorm1d, 2d and 3d.  [default: plain, for several INPUTs]",
 )
-@click.option(
+@options.option(
     "--model",
-    metavar="SPEC",
-    help="The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
+    "SPEC",
+    "The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
 )
-@click.option(
+@options.option(
     "--counts",
+    "[GLOB=]N0,N1,…",
+    "Values per channel in each INPUT's batch: batch × positions; of layers matching GLOB.",
     multiple=True,
-    metavar="[GLOB=]N0,N1,…",
-    help="Values per channel in each INPUT's batch: batch × positions; of layers matching GLOB. Repeatable.",
 )
-@click.option(
+@options.option(
     "--cumulative",
+    "GLOB",
+    "Layers with momentum=None: ranks are also weighted by their counters of batches.",
     multiple=True,
-    metavar="GLOB",
-    help="Layers with momentum=None: ranks are also weighted by their counters of batches. Repeatable.",
 )
-@click.option(
+@options.option(
     "--momentum",
+    "M",
+    "The layers' momentum, e.g. 0.1: add the variance between ranks that averaging removed.",
     type=float,
-    metavar="M",
-    help="The layers' momentum, e.g. 0.1: add the variance between ranks that averaging removed.",
 )
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Skip layers that match GLOB. Repeatable.")
-@click.option(
-    "--keep-first",
-    multiple=True,
-    metavar="GLOB",
-    help="Keys in which INPUTs may differ: the first INPUT's are taken. Repeatable.",
+@options.option("--exclude", "GLOB", "Skip layers that match GLOB.", multiple=True)
+@options.option(
+    "--keep-first", "GLOB", "Keys in which INPUTs may differ: the first INPUT's are taken.", multiple=True
 )
 @options.writing_options
 def command(

@@ -32,8 +32,8 @@ class _Tolerance(click.FloatRange):
 @click.command("diff")
 @click.argument("a", metavar="A", type=click.Path(allow_dash=True), callback=options.note_inputs)
 @click.argument("b", metavar="B", type=click.Path(), callback=options.note_inputs)
-@click.option("--rtol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X times |b|.")
-@click.option("--atol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X.")
+@options.option("--rtol", "X", "Tolerate differences up to X times |b|.", type=_Tolerance(0))
+@options.option("--atol", "X", "Tolerate differences up to X.", type=_Tolerance(0))
 @click.option("--ignore-prefix", is_flag=True, help="Match names that differ only in wrappers' prefixes.")
 @click.option("--model-only", is_flag=True, help="Compare only the models' states.")
 @click.option(

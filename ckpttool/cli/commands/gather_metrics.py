@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @click.command("gather-metrics")
 @options.files_argument
-@click.option("--samples", type=click.IntRange(min=0), metavar="N", help="How many samples there must be.")
-@click.option("--out", metavar="FILE", type=click.Path(), help="Also write the certificate to FILE, as JSON.")
+@options.option("--samples", "N", "How many samples there must be.", type=click.IntRange(min=0))
+@options.option("--out", "FILE", "Also write the certificate to FILE, as JSON.", type=click.Path())
 @click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
 @options.reading
 def command(

@@ -30,7 +30,7 @@ STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
 @click.command("inspect")
 @options.files_argument
-@click.option("--depth", type=click.IntRange(1), metavar="N", help="Show modules N levels deep.")
+@options.option("--depth", "N", "Show modules N levels deep.", type=click.IntRange(1))
 @click.option("--tensors", "listed", is_flag=True, help="One line per tensor: name, dtype, shape, bytes.")
 @click.option(
     "--stats", "measured", is_flag=True, help="Read every value: min, max, mean, standard deviation, NaN."

@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 @click.option("--prefix", default="module.", show_default=True, help="What to remove, including the dot.")
 @click.option("--repeat", is_flag=True, help="Repeat until none is left, e.g. module.module.conv.weight.")
 @click.option("--anywhere", is_flag=True, help="Also remove it inside a name, e.g. 0._orig_mod.weight.")
-@click.option("--drop", multiple=True, metavar="KEY", help="Leave out a key, e.g. n_averaged. Repeatable.")
-@click.option(
-    "--keep",
-    multiple=True,
-    metavar="NAME",
-    help="Keep, of everything but the keys, only this, e.g. hyper_parameters. Repeatable.",
+@options.option("--drop", "KEY", "Leave out a key, e.g. n_averaged.", multiple=True)
+@options.option(
+    "--keep", "NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.", multiple=True
 )
 @options.writing
 def strip_prefix(

@@ -96,21 +96,16 @@ def _comment(text: str) -> list[str]:
 @click.command("reload")
 @options.file_argument
 @options.model_option
-@click.option(
-    "--input-shape", type=Shape(), metavar="N,…", help="Also run a forward pass on zeros of this shape."
-)
+@options.option("--input-shape", "N,…", "Also run a forward pass on zeros of this shape.", type=Shape())
 @options.state_option
-@click.option(
+@options.option(
     "--allow-missing",
+    "GLOB",
+    "Names of the model that FILE may lack or have in another shape; they keep its values.",
     multiple=True,
-    metavar="GLOB",
-    help="Names of the model that FILE may lack or have in another shape; they keep its values. Repeatable.",
 )
-@click.option(
-    "--allow-unexpected",
-    multiple=True,
-    metavar="GLOB",
-    help="Names of FILE that the model may lack; they are ignored. Repeatable.",
+@options.option(
+    "--allow-unexpected", "GLOB", "Names of FILE that the model may lack; they are ignored.", multiple=True
 )
 @options.reading
 def reload(

@@ -20,28 +20,26 @@ if TYPE_CHECKING:
 @click.command("prove")
 @click.argument("run", metavar="RUN", type=click.Path(), callback=options.note_inputs)
 @click.argument("flags", metavar="[-- TRAINER FLAGS…]", nargs=-1)
-@click.option(
+@options.option(
     "--from",
+    "STEP",
+    "Replay from the last checkpoint up to STEP; 0: from the start.",
     "start",
     type=click.IntRange(0),
-    metavar="STEP",
-    help="Replay from the last checkpoint up to STEP; 0: from the start.",
 )
-@click.option(
-    "--to", "end", type=click.IntRange(1), metavar="STEP", help="Replay up to STEP.  [default: the last one]"
-)
-@click.option(
+@options.option("--to", "STEP", "Replay up to STEP.  [default: the last one]", "end", type=click.IntRange(1))
+@options.option(
     "--ranks",
+    "N",
+    "Replay on N ranks, if the run has --virtual-ranks.  [default: the run's]",
     type=click.IntRange(1),
-    metavar="N",
-    help="Replay on N ranks, if the run has --virtual-ranks.  [default: the run's]",
 )
 @click.option("--no-replay", is_flag=True, help="Check the chain and the checkpoints only; needs no torch.")
-@click.option(
+@options.option(
     "--program",
+    "FILE",
+    "The train/main.py to replay with.  [default: that of this repository]",
     type=click.Path(),
-    metavar="FILE",
-    help="The train/main.py to replay with.  [default: that of this repository]",
 )
 @click.option(
     "--run-code", is_flag=True, help="Let the replay run files that the run names as model, data or task."

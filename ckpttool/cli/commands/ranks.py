@@ -23,20 +23,18 @@ if TYPE_CHECKING:
 @options.inputs_and_output
 @options.to_option
 @options.full_option
-@click.option(
-    "--dtype", metavar="TYPE", help="Cast the model's floating-point tensors to bf16, fp16, fp32 or fp64."
-)
-@click.option(
+@options.option("--dtype", "TYPE", "Cast the model's floating-point tensors to bf16, fp16, fp32 or fp64.")
+@options.option(
     "--take-rank",
+    "R",
+    "Where ranks should hold the same values, take those of rank R instead of comparing all.",
     type=click.IntRange(0),
-    metavar="R",
-    help="Where ranks should hold the same values, take those of rank R instead of comparing all.",
 )
-@click.option(
+@options.option(
     "--take-step",
+    "N",
+    "Where files state different training steps, take them all the same, as those of step N.",
     type=click.IntRange(0),
-    metavar="N",
-    help="Where files state different training steps, take them all the same, as those of step N.",
 )
 @options.writing_options
 def merge(
@@ -143,7 +141,7 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
 @click.command("split")
 @options.input_argument
 @options.output_argument
-@click.option("--ranks", type=click.IntRange(1), required=True, metavar="W", help="How many ranks there are.")
+@options.option("--ranks", "W", "How many ranks there are.", type=click.IntRange(1), required=True)
 @click.option(
     "--as",
     "form",
@@ -151,17 +149,17 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
     required=True,
     help="dtensor: a file of DTensors a rank, as FSDP2 saves them; dcp: a folder that any ranks load.",
 )
-@click.option(
+@options.option(
     "--device",
-    metavar="TYPE",
-    help="The type of the ranks' devices, with dtensor: cuda, cpu, xpu.  [default: INPUT's, else cuda]",
+    "TYPE",
+    "The type of the ranks' devices, with dtensor: cuda, cpu, xpu.  [default: INPUT's, else cuda]",
 )
-@click.option("--axis", metavar="NAME", help="The name of the mesh's axis, where the training names it.")
-@click.option(
+@options.option("--axis", "NAME", "The name of the mesh's axis, where the training names it.")
+@options.option(
     "--whole",
+    "GLOB",
+    "Keys that each rank holds whole, besides integers and BatchNorm's statistics.",
     multiple=True,
-    metavar="GLOB",
-    help="Keys that each rank holds whole, besides integers and BatchNorm's statistics. Repeatable.",
 )
 @click.option(
     "--replace-all",

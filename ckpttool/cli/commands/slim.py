@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @click.command("slim")
 @options.writing
-@click.option(
+@options.option(
     "--model",
-    metavar="SPEC",
-    help="Name the tensors of an average that lists them in the order of this model's parameters.",
+    "SPEC",
+    "Name the tensors of an average that lists them in the order of this model's parameters.",
 )
 def slim(job: Job, model: str | None) -> None:
     """Write only the model's state, without bytes that none of its tensors uses.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("average")
 @options.inputs_and_output
-@click.option("--weights", metavar="W,W,…", help="The weight of each INPUT; equal if not given.")
+@options.option("--weights", "W,W,…", "The weight of each INPUT; equal if not given.")
 @options.writing_options
 def average(job: Job, weights: str | None) -> None:
     """Write the mean of several checkpoints of one model: only its state, every number rounded once.
@@ -113,10 +113,10 @@ def merge_lora(job: Job, adapter: str) -> None:
     required=True,
     help="What the state is keyed by in OUTPUT: parameter names, torch's indices, torchtitan's flat names.",
 )
-@click.option(
+@options.option(
     "--model",
-    metavar="SPEC",
-    help="Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
+    "SPEC",
+    "Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
 )
 @click.option(
     "--order",

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @click.command("verify")
 @options.files_argument
-@click.option(
+@options.option(
     "--against",
-    metavar="OTHER",
+    "OTHER",
+    "Also compare the contents with those of OTHER, whatever its format.",
     type=click.Path(),
-    help="Also compare the contents with those of OTHER, whatever its format.",
 )
 @click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
 @click.option(

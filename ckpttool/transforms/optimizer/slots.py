@@ -86,9 +86,9 @@ def entry_of(state: Mapping[Any, Any], key: int | str) -> Any:
 def _shape(entry: Any) -> Shape | None:
     for value in map(entry.get, MOMENTA) if isinstance(entry, dict) else ():
         tensor = plain_tensor(value) or special_tensor(value) or value
-        if isinstance(tensor, SpecialTensor) or not isinstance(tensor, Record):
-            if (shape := getattr(tensor, "shape", None)) is not None:
-                return tuple(shape)
+        is_tensor = isinstance(tensor, SpecialTensor) or not isinstance(tensor, Record)
+        if is_tensor and (shape := getattr(tensor, "shape", None)) is not None:
+            return tuple(shape)
     return None
 
 
