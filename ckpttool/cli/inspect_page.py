@@ -29,7 +29,7 @@ from .console import (
 if TYPE_CHECKING:
     from ..analysis.module_tree import Branch
     from ..analysis.other_contents import OtherRow
-    from ..analysis.summary import Kinds, Summary
+    from ..analysis.summary import Summary
     from ..checkpoint.ranks import Ranks
     from ..transforms.wrappers import FoundPrefix
 
@@ -105,11 +105,11 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
         yield "state", "none: tensors are not whole without the missing ranks"
         return
     if summary.state is not None:
-        where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
         tensors = counted(summary.keys, "tensor", "tensors")
-        yield "state", f"{where}{whole}: {tensors}, {summary.parameters:,} parameters"
-        yield "dtypes", _dtypes(summary.here)
+        yield "state", f"{_place(summary.state)}{whole}: {tensors}, {summary.parameters:,} parameters"
+        dtypes = (f"{count} {dtype}" for dtype, count in summary.here.dtypes.items())
+        yield "dtypes", ", ".join(dtypes) or "none"
         pieces = [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]
         if pieces:
             yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
@@ -134,16 +134,13 @@ def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
     if ranks.replicated:
         yield "replicated", f"on several ranks: {show_names(ranks.replicated, most)}"
     if ranks.missing:
-        yield (
-            "missing",
-            f"the files of {'rank' if len(ranks.missing) == 1 else 'ranks'} "
-            + show_names([*map(str, ranks.missing)], most)
-            + (f": {show_names(ranks.lacking, most)}" if ranks.lacking else ""),
-        )
+        numbers = show_names([*map(str, ranks.missing)], most)
+        lacking = f": {show_names(ranks.lacking, most)}" if ranks.lacking else ""
+        yield "missing", f"the files of {'rank' if len(ranks.missing) == 1 else 'ranks'} {numbers}{lacking}"
 
 
-def _dtypes(kinds: Kinds) -> str:
-    return ", ".join(f"{count} {dtype}" for dtype, count in kinds.dtypes.items()) or "none"
+def _place(name: str) -> str:
+    return f"'{printable(name)}'" if name else "the file itself"
 
 
 def _tie(names: Sequence[str], most: int) -> str:
@@ -159,12 +156,11 @@ def _prefix(prefix: FoundPrefix) -> str:
 
 def _training(summary: Summary) -> Iterator[tuple[str, str]]:
     for row in summary.optimizers:
-        kind = row.kind or "of an unknown kind"
         state = f"state of {row.with_state} of {counted(row.parameters, 'parameter', 'parameters')}"
         kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
         size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
-        where = f"'{printable(row.name)}'" if row.name else "the file itself"
-        yield "optimizer", f"{where}: {kind}, {state}{size}{kept}"
+        kind = row.kind or "of an unknown kind"
+        yield "optimizer", f"{_place(row.name)}: {kind}, {state}{size}{kept}"
         for settings in row.settings[:MAX_OTHERS]:
             yield "", printable("; ".join(in_words(settings)))
     for scheduler in summary.schedulers:
@@ -191,10 +187,8 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
         share = max(summary.nbytes, 1)
         yield "bytes", ", ".join(f"{n} {show_bytes(c)} ({c / share:.0%})" for n, c in parts if c > 0)
     if summary.unused:
-        yield (
-            "unused",
-            f"{show_bytes(summary.unused)} of storages that no tensor uses: slim leaves them out",
-        )
+        unused = show_bytes(summary.unused)
+        yield "unused", f"{unused} of storages that no tensor uses: slim leaves them out"
 
 
 def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> Iterator[str]:
@@ -207,11 +201,8 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     insides = [_inside(branch, usual, closed=level == deepest) for level, branch in shown]
     counts = [f"{branch.parameters:,}" for _, branch in shown]
     sizes = [show_bytes(branch.nbytes) for _, branch in shown]
-    first, second, third = (
-        max(map(columns, names)),
-        max(len("parameters"), *map(len, counts)),
-        max(map(len, sizes)),
-    )
+    first, third = max(map(columns, names)), max(map(len, sizes))
+    second = max(len("parameters"), *map(len, counts))
     if width:
         space = width - second - third - 6  # for names and contents
         wanted = max(columns(brief) for _, brief in insides)
@@ -253,7 +244,9 @@ def _folded(line: str, width: int | None) -> list[str]:
 
 def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
     """Yield name and value of everything that no other part of the page shows."""
-    groups = [(name, list(rows)) for name, rows in groupby(summary.other, _group)]
+    groups = [
+        (name, list(rows)) for name, rows in groupby(summary.other, lambda row: row.name.partition(".")[0])
+    ]
     lightning = any(name == LIGHTNING for name, _ in groups)
     if lightning:
         groups.sort(key=lambda group: group[0] not in FIRST)
@@ -277,10 +270,6 @@ def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
         yield printable(held.name), f"{counted(held.tensors, 'tensor', 'tensors')}, {show_bytes(held.nbytes)}"
     if len(summary.other_tensors) > most:
         yield "…", f"{len(summary.other_tensors) - most:,} more with tensors: -v shows them all"
-
-
-def _group(row: OtherRow) -> str:
-    return row.name.partition(".")[0]
 
 
 def _bookkeeping(name: str, rows: Sequence[OtherRow]) -> str:

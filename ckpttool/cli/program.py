@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -186,9 +187,8 @@ def group() -> None:
     """
 
 
-for section in SECTIONS.values():
-    for each_command in section:
-        group.add_command(each_command)
+for member in chain.from_iterable(SECTIONS.values()):
+    group.add_command(member)
 
 
 def main() -> NoReturn:

@@ -109,28 +109,26 @@ def answer_each(
 ) -> int:
     """Print the answer for each file, and return the highest exit code."""
     if len(files) == 1:  # its JSON is one object, and an error is raised
-        one_answer = answer(files[0])
-        console.result(one_answer.text, one_answer.data, in_quiet=one_answer.in_quiet)
-        return one_answer.code
+        found = answer(files[0])
+        console.result(found.text, found.data, in_quiet=found.in_quiet)
+        return found.code
     call = Call(click.get_current_context().command_path)
     highest, objects = 0, []
     for number, path in enumerate(files):
         call.paths = (path,)
         try:
-            one_answer = answer(path)
+            found = answer(path)
         except Exception as error:
             if os.environ.get("CKPTTOOL_DEBUG") == "1":
                 raise
-            highest = max(highest, describe(error, call)[-1])
-            if console.json:
-                objects.append({"path": path, **error_fields(error, call)})
-            else:
+            found = Answer("", error_fields(error, call), describe(error, call)[-1])
+            if not console.json:
                 fail(error, as_json=False, call=call)
-            continue
-        highest = max(highest, one_answer.code)
-        objects.append({"path": path, **one_answer.data})
-        if not console.json:
-            console.result(between * bool(number) + one_answer.text, {}, in_quiet=one_answer.in_quiet)
+        else:
+            if not console.json:
+                console.result(between * bool(number) + found.text, {}, in_quiet=found.in_quiet)
+        highest = max(highest, found.code)
+        objects.append({"path": path, **found.data})
     if console.json:
         console.result("", {"files": objects})
     return highest

@@ -109,9 +109,9 @@ class Companions:
 def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
     """Return the outcome of a renaming; `done` stands before "3 of 4 keys"."""
     renamed = {old: new for old, new in renaming.names.items() if old != new}
-    kept = tuple(old for old, new in renaming.names.items() if old == new)
+    kept = tuple(old for old in renaming.names if old not in renamed)
     also = {where: theirs.renamed for where, theirs in renaming.also.items()}
-    done = f"{done} {renaming.renamed} of {len(renaming.names)} keys"
+    done = f"{done} {len(renamed)} of {len(renaming.names)} keys"
     return Outcome(done, renamed, kept=kept, also_renamed=also)
 
 
@@ -120,6 +120,7 @@ def rewrite(
 ) -> None:
     """Open INPUT, transform it, write OUTPUT and report it; `choices` are further ones of `formats.save`."""
     from .. import formats
+    from ..checkpoint.states import is_optimizer
     from ..formats.saving.destination import destination
     from ..formats.saving.report import WHOLE
 
@@ -147,7 +148,8 @@ def rewrite(
     if piece:
         outcome.fields = {**outcome.fields, "piece": fields_of(piece)}
     outcome.left_out += new.unread
-    if saved.format == "dcp" and full and _has_optimizer(new):
+    values = new.tree.values() if isinstance(new.tree, dict) else ()
+    if saved.format == "dcp" and full and any(map(is_optimizer, values)):
         outcome.notes.append(
             "torch's dcp.load finds only the tensors of its optimizer: --full puts the settings into an "
             "entry of ckpttool's own; without --full dcp.load finds them too"
@@ -174,17 +176,11 @@ def _attributes(checkpoint: Checkpoint, where: str | None, known: Sequence[str])
     return tuple(name for name in names if name not in known)
 
 
-def _has_optimizer(checkpoint: Checkpoint) -> bool:
-    from ..checkpoint.states import is_optimizer
-
-    tree = checkpoint.tree
-    return isinstance(tree, dict) and any(map(is_optimizer, tree.values()))
-
-
 def _report(
     console: Console, outcome: Outcome, saved: Saved, companions: Companions, seconds: float, *, dry: bool
 ) -> None:
     lost = [name for name in saved.left_out if name not in outcome.left_out]
+    versions = [name for name in lost if name == "_metadata" or name.endswith("._metadata")]
     also = {where: count for where, count in outcome.also_renamed.items() if where not in saved.left_out}
     for note in map(printable, outcome.notes):
         console.note(note)
@@ -194,11 +190,11 @@ def _report(
     note_fields(console, outcome.result)
     note_fields(console, outcome)
     console.note_names("renamed too", [f"{where} ({count} keys)" for where, count in also.items()])
-    without_versions = [name for name in lost if not _is_versions(name)]
-    console.note_names(f"left out, as {saved.format} {saved.why_left_out}", without_versions)
+    others = [name for name in lost if name not in versions]
+    console.note_names(f"left out, as {saved.format} {saved.why_left_out}", others)
     note_fields(console, saved)
     companions.note(console, dry=dry)
-    for note in _warnings(console, saved, [name for name in lost if _is_versions(name)]):
+    for note in _warnings(console, saved, versions):
         console.note(note)
     data = {
         **fields_of(outcome.result),
@@ -257,21 +253,13 @@ def _warnings(console: Console, saved: Saved, versions: Sequence[str]) -> Iterat
         )
 
 
-def _is_versions(name: str) -> bool:
-    return name == "_metadata" or name.endswith("._metadata")
-
-
 def _to_indices(saved: Saved) -> str:
     """Return the command that keys the optimizers of the output by numbers."""
     if saved.path == "-":
         return "ckpttool optimizer IN OUT --to indices"
     path = shlex.quote(saved.path)
-    output = shlex.quote(_unused(saved.path)) if saved.format == "dcp" else f"{path} --force"
-    return f"ckpttool optimizer {path} {output} --to indices"
-
-
-def _unused(folder: str) -> str:
-    """Return the path of a .pt file next to a folder that does not exist yet."""
-    stem = folder.rstrip("/")
-    paths = (f"{stem}{number}.pt" for number in ("", *range(2, 1000)))
-    return next(path for path in paths if not os.path.lexists(path))
+    if saved.format != "dcp":
+        return f"ckpttool optimizer {path} {path} --force --to indices"
+    files = (f"{saved.path.rstrip('/')}{number}.pt" for number in ("", *range(2, 1000)))
+    unused = next(file for file in files if not os.path.lexists(file))
+    return f"ckpttool optimizer {path} {shlex.quote(unused)} --to indices"

@@ -36,9 +36,8 @@ def permute(
                 f"{len(tensor.shape)} axes of '{key}'",
                 hint="count axes from 0: 1,0 transposes a matrix",
             )
-        return replace(
-            tensor, shape=tuple(tensor.shape[a] for a in axes), stride=tuple(tensor.stride[a] for a in axes)
-        )
+        shape, stride = (tuple(sizes[axis] for axis in axes) for sizes in (tensor.shape, tensor.stride))
+        return replace(tensor, shape=shape, stride=stride)
 
     return _by_pattern(checkpoint, rules, moved, state)
 
@@ -52,9 +51,8 @@ def reshape(
         if len(shape) > MAX_AXES:
             raise UsageFault(f"a shape of {len(shape)} axes, and torch has at most {MAX_AXES}")
         if prod(shape) != tensor.numel:
-            raise UsageFault(
-                f"{checkpoint.path}: '{key}' has {tensor.numel} elements, and {_listed(shape)} {prod(shape)}"
-            )
+            counts = f"has {tensor.numel} elements, and {_listed(shape)} {prod(shape)}"
+            raise UsageFault(f"{checkpoint.path}: '{key}' {counts}")
         stride = _strides(tensor, shape)
         if stride is None:
             raise UsageFault(
@@ -85,19 +83,16 @@ def _by_pattern(
 ) -> tuple[Checkpoint, tuple[str, ...]]:
     """Apply rules in order to every tensor whose key matches their pattern."""
     target = checkpoint.state(where)
-    tensors = dict(target.tensors)
-    changed: dict[str, None] = {}
+    tensors = target.tensors
+    changed: dict[str, TensorRef] = {}
     for pattern, sizes in rules:
         fitting = [key for key in tensors if fnmatchcase(key, pattern)]
         if not fitting:
-            raise NothingToDo(
-                f"{checkpoint.path}: no tensor's key matches '{pattern}'",
-                hint=f"the first key is '{next(iter(tensors), '')}'",
-            )
+            hint = f"the first key is '{next(iter(tensors), '')}'"
+            raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
-            tensors[key] = change(key, tensors[key], sizes)
-            changed[key] = None
-    return _with_tensors(checkpoint, target, {key: tensors[key] for key in changed}), tuple(changed)
+            changed[key] = change(key, changed.get(key, tensors[key]), sizes)
+    return _with_tensors(checkpoint, target, changed), tuple(changed)
 
 
 def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, TensorRef]) -> Checkpoint:

@@ -89,9 +89,7 @@ def test_a_folder_that_is_changed_in_place_keeps_its_files_and_says_nothing(fold
     assert (folder / "config.json").read_text() == "{}"
 
 
-def test_links_are_followed_only_within_the_folder_and_the_hub_cache(
-    folder: Path, tmp_path: Path, cli: Any
-) -> None:
+def test_links_are_followed_within_folder_and_hub_cache(folder: Path, tmp_path: Path, cli: Any) -> None:
     (tmp_path / "id_rsa").write_text("secret")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "tokenizer_config.json").write_text("secret")

@@ -107,9 +107,7 @@ def test_an_input_that_can_t_be_read_is_one_line_and_exit_3(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_with_json_the_error_is_one_object_on_stdout_and_the_line_on_stderr(
-    command: str, cli: Any, tmp_path: Path
-) -> None:
+def test_with_json_an_error_is_an_object_and_a_line(command: str, cli: Any, tmp_path: Path) -> None:
     ran = cli(*arguments(command, tmp_path / "missing.pt", tmp_path / "out.pt"), "--json")
     assert ran.code == 3
     message, hint = f"{tmp_path}/missing.pt: no such file", f"see what is there: ls {tmp_path}"
@@ -326,9 +324,7 @@ def test_a_folder_with_other_files_is_not_replaced_even_by_force(cli: Any, tmp_p
         ("verify ZIPPED", "file too large"),
     ],
 )
-def test_a_full_disk_is_one_line_with_the_file_and_leaves_nothing(
-    words: str, said: str, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_line_and_leaves_nothing(words: str, said: str, tmp_path: Path) -> None:
     torch.save({"module.a": torch.ones(1 << 18)}, tmp_path / "in.pt")
     with (
         zipfile.ZipFile(tmp_path / "in.pt") as plain,
@@ -439,9 +435,7 @@ def test_colour_is_for_terminals_without_NO_COLOR(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["inspect", "in.pt"], ["strip-prefix", "in.pt", "-"]], ids=lambda a: a[0]
 )
-def test_a_reader_that_stops_early_ends_the_command_without_a_word(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_reader_that_stops_early_ends_the_command(arguments: list[str], tmp_path: Path) -> None:
     torch.save({"module.a": torch.ones(1)}, tmp_path / "in.pt")
     reader, writer = os.pipe()
     os.close(reader)

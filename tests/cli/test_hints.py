@@ -32,9 +32,7 @@ def sparse(tmp_path: Path) -> Path:
     return saved(tmp_path / "s.pt", {"w[0]": torch.eye(2).to_sparse(), "b": TWO})
 
 
-def test_what_can_t_be_averaged_is_left_out_by_the_command_that_can(
-    sparse: Path, cli: Cli, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_what_can_t_be_averaged_is_left_out(sparse: Path, cli: Cli, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     ran = cli("average", sparse, sparse, "mean.pt")
     assert ran.code == 3
@@ -44,16 +42,12 @@ def test_what_can_t_be_averaged_is_left_out_by_the_command_that_can(
     assert list(torch.load("plain.pt")) == ["b"]
 
 
-def test_what_safetensors_can_t_hold_is_kept_by_another_format(
-    sparse: Path, cli: Cli, tmp_path: Path
-) -> None:
+def test_what_safetensors_can_t_hold_another_format_keeps(sparse: Path, cli: Cli, tmp_path: Path) -> None:
     ran = cli("convert", sparse, tmp_path / "o.safetensors")
     assert f"hint: keep them: ckpttool convert {sparse} out.pt; or leave them out: " in ran.err
 
 
-def test_a_dtype_that_can_t_be_averaged_has_the_whole_command(
-    cli: Cli, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_dtype_that_can_t_be_averaged_has_a_command(cli: Cli, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     path = saved(tmp_path / "q.pt", {"w": torch.zeros(2).to(torch.float8_e4m3fn)})
     ran = cli("average", path, path, "mean.pt")
@@ -136,9 +130,7 @@ def test_keys_that_differ_between_ranks_are_all_in_the_hint(count: int, cli: Cli
         ("nothing", "the first key is 'module.conv.weight'"),
     ],
 )
-def test_a_pattern_that_matches_behind_a_prefix_says_so(
-    pattern: str, hint: str, cli: Cli, tmp_path: Path
-) -> None:
+def test_a_pattern_that_matches_behind_a_prefix(pattern: str, hint: str, cli: Cli, tmp_path: Path) -> None:
     keys = ("module.conv.weight", "module.fc.0.weight", "module.fc.1.weight")
     path = saved(tmp_path / "m.pt", dict.fromkeys(keys, TWO))
     ran = cli("convert", path, tmp_path / "o.pt", "--only", pattern)

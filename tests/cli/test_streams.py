@@ -115,18 +115,14 @@ def test_a_result_that_stdout_has_no_space_for_is_one_line_and_exit_3(
 
 @NOT_FULL
 @pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["inspect", "--help"]], ids=" ".join)
-def test_help_that_stdout_has_no_space_for_is_one_line_and_exit_3(
-    words: list[str], into_a_full_disk: Run
-) -> None:
+def test_help_for_a_full_stdout_is_one_line_and_exit_3(words: list[str], into_a_full_disk: Run) -> None:
     code, lines = into_a_full_disk(words)
     assert (code, lines[0]) == (3, "error: stdout: no space left on device")
 
 
 @NOT_FULL
 @pytest.mark.parametrize("name", WRITERS)
-def test_an_output_that_stdout_has_no_space_for_is_one_line_and_exit_3(
-    name: str, into_a_full_disk: Run
-) -> None:
+def test_an_output_for_a_full_stdout_is_one_line_and_exit_3(name: str, into_a_full_disk: Run) -> None:
     code, lines = into_a_full_disk(words_of(name, "-"))
     assert code == 3
     assert lines[0].startswith("error: ") and lines[0].endswith("no space left on device")
@@ -150,9 +146,7 @@ def test_a_reader_that_has_gone_is_exit_141_without_a_word(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_reader_of_the_output_that_has_gone_is_exit_141_without_a_word(
-    name: str, into_a_broken_pipe: Run
-) -> None:
+def test_a_reader_of_the_output_that_has_gone_is_exit_141(name: str, into_a_broken_pipe: Run) -> None:
     assert into_a_broken_pipe(words_of(name, "-")) == (141, [])
 
 

@@ -138,9 +138,7 @@ def test_the_optimizer_s_state_changes_its_keys_without_torch(
     assert not failures(without_torch, folder, commands)
 
 
-def test_the_optimizer_s_state_of_dcp_gets_indices_without_torch(
-    without_torch: dict[str, str], folder: Path
-) -> None:
+def test_the_optimizer_of_dcp_gets_indices_without_torch(without_torch: dict[str, str], folder: Path) -> None:
     INPUTS["DCP folder"](folder / "in")
     assert not failures(without_torch, folder, ["optimizer in out.pt --to indices"])
 
@@ -202,9 +200,7 @@ convert IN OUT/
 
 
 @pytest.mark.parametrize("command", MOVE_BYTES.strip().splitlines())
-def test_commands_that_only_move_bytes_import_no_numpy(
-    command: str, without_torch: dict[str, str], tmp_path: Path
-) -> None:
+def test_moving_bytes_imports_no_numpy(command: str, without_torch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise AssertionError")
     env = without_torch | {"PYTHONPATH": os.pathsep.join([str(tmp_path), without_torch["PYTHONPATH"]])}
     torch.save({"model": {"module.w": torch.ones(2)}}, tmp_path / "in.pt")

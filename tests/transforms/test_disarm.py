@@ -210,9 +210,7 @@ def test_attributes_in_slots_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "<i2", ">i4", "i8", "u1", "u2", "u4", ">u8", "f2", ">f4", "f8"])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_an_array_becomes_a_tensor_of_its_type_shape_and_values(
-    dtype: str, order: Any, tmp_path: Path
-) -> None:
+def test_an_array_becomes_a_tensor_of_its_kind(dtype: str, order: Any, tmp_path: Path) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype, order=order)
     found = of(array, tmp_path)
     assert (found.numpy() == array).all()
@@ -317,9 +315,7 @@ def test_a_whole_optimizer_keeps_its_state_by_parameter(tmp_path: Path) -> None:
     ],
     ids=lambda beside: next(iter(beside)),
 )
-def test_what_arrays_and_objects_become_is_not_taken_for_the_state(
-    beside: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_objects_become_is_no_state(beside: dict[str, Any], tmp_path: Path) -> None:
     value = {"weights_of_mine": {"w": torch.rand(2, 2), "v": torch.rand(2)}, **beside}
     torch.save(value, tmp_path / "in.pt")
     digest = ckpttool.digest(tmp_path / "in.pt")
@@ -503,9 +499,7 @@ def test_what_lies_outside_the_file_is_refused(body: bytes, tmp_path: Path) -> N
     assert not (tmp_path / "safe.pt").exists()
 
 
-def test_a_dtensor_is_kept_where_torch_knows_its_names_and_refused_with_others(
-    one_rank: None, tmp_path: Path
-) -> None:
+def test_a_dtensor_is_kept_where_torch_knows_its_names(one_rank: None, tmp_path: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -151,12 +151,9 @@ def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report) -> 
     done = f"pooled the statistics of {ranks} ranks in {many}" if pooled else f"converted {many} for {to}"
     if pooled and not pooled.exact:
         done += ", assuming equal counts (--counts gives others)"
-    for verb, names, what in (
-        ("added", report.added, ("counter", "counters")),
-        ("recorded", report.recorded, ("kind", "kinds")),
-        ("removed", report.restored, ("kind", "kinds")),
-    ):
+    kinds = (("recorded", report.recorded, "kind"), ("removed", report.restored, "kind"))
+    for verb, names, what in (("added", report.added, "counter"), *kinds):
         if names:
-            done += f", {counted(len(names), *what)} {verb}"
+            done += f", {counted(len(names), what, f'{what}s')} {verb}"
     none_pooled = {"pooled": (), "from_first": ()}
     return Outcome(done, fields={**fields_of(report), **none_pooled, **fields_of(pooled)})

@@ -15,10 +15,10 @@ import click
 from ...errors import SeveralCheckpoints
 from .. import options
 from ..console import Console, columns, counted, cut, printable, show_bytes, table, terminal_width
+from ..diff_page import number
 from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
-    from ...analysis.other_contents import OtherRow
     from ...analysis.run_folder import Entry
     from ...analysis.stats import Stats
     from ...analysis.summary import Summary, TensorRow
@@ -123,13 +123,17 @@ def _fields(
 ) -> dict[str, object]:
     here, renamed = summary.here, {"nbytes": "bytes", "unused": "unused_bytes", "running": "could_run"}
     own = ("likes", "modules", "here", "outside", "other", *([] if summary.ranks else ["ranks"]))
-    data = fields_of(summary, renamed, without=own)
-    return data | {
+    return fields_of(summary, renamed, without=own) | {
         "dtypes": here.dtypes,
         "devices": here.devices,
         "state_bytes": here.nbytes,
         "tensors": [_tensor_fields(row, stats) for row in rows],
-        "other": [_other_fields(row) for row in summary.other],
+        "other": [
+            {"name": row.name, "type": row.type}
+            | ({"value": row.value} if row.has_value else {})
+            | ({"size": row.size} if row.size is not None else {})
+            for row in summary.other
+        ],
     }
 
 
@@ -138,17 +142,8 @@ def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[st
     if row.kind is None:
         del fields["kind"], fields["local_shape"]
     if row.name in stats:
-        found = stats[row.name]
-        fields["stats"] = asdict(found) if found else None
-    return fields
-
-
-def _other_fields(row: OtherRow) -> dict[str, object]:
-    fields: dict[str, object] = {"name": row.name, "type": row.type}
-    if row.has_value:
-        fields["value"] = row.value
-    if row.size is not None:
-        fields["size"] = row.size
+        measured = stats[row.name]
+        fields["stats"] = asdict(measured) if measured else None
     return fields
 
 
@@ -179,8 +174,7 @@ def stats_table(
     cells: list[Sequence[str]] = [STATS]
     for row in rows:
         shape = row.sizes if row.shape is None else shape_in_words(row.shape)
-        first = printable(row.name), row.type, shape
-        cells.append((*first, *_figures(stats.get(row.name))))
+        cells.append((printable(row.name), row.type, shape, *_figures(stats.get(row.name))))
     if len(cells) == 1:
         return
     finite = not any(stat and stat.non_finite for stat in stats.values())
@@ -200,13 +194,7 @@ def _figures(stat: Stats | None) -> list[str]:
     if stat is None:
         return ["-"] * 5
     numbers = stat.minimum, stat.maximum, stat.mean, stat.deviation
-    return [*map(_number, numbers), str(stat.non_finite)]
-
-
-def _number(value: float | int | None) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
+    return [*("-" if value is None else number(value, 4) for value in numbers), str(stat.non_finite)]
 
 
 def _run_page(folder: str, entries: Sequence[Entry], width: int | None) -> Iterator[str]:

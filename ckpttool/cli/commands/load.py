@@ -153,10 +153,13 @@ def reload(
         "parameters": {"loaded": loaded.covered.parameters, "of": loaded.covered.of_parameters},
         "bytes": {"loaded": loaded.covered.nbytes, "of": loaded.covered.of_nbytes},
         "seconds": round(seconds, 4),
+        **({"output_shape": shape} if shape else {}),
     }
-    if shape:
-        data["output_shape"] = shape
-    console.result(_line(console, loaded, model, input_shape, shape, seconds), data)
+    note_fields(console, loaded)
+    said = "on the meta device, without values, as no file holds them"
+    console.note_names(said, _without_values(loaded))
+    forward = f"\nforward pass: {list(input_shape)} -> {shape}" if input_shape else ""
+    console.result(_line(loaded, model, seconds) + forward, data)
 
 
 def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
@@ -187,28 +190,16 @@ def _without_values(loaded: Reloaded) -> list[str]:
     return [name for name in loaded.without_values if name not in loaded.kept]
 
 
-def _line(
-    console: Console,
-    loaded: Reloaded,
-    spec: str,
-    given: tuple[int, ...] | None,
-    made: list[int] | str | None,
-    seconds: float,
-) -> str:
+def _line(loaded: Reloaded, spec: str, seconds: float) -> str:
     stripped = f" without '{loaded.prefix}'" if loaded.prefix else ""
     count, covered = len(loaded.loaded), loaded.covered
-    of = count + len(loaded.kept)
     how = "strictly"
     if loaded.kept or loaded.ignored:
         how = (
             f"{covered.parameters} of its {covered.of_parameters} parameters, "
             f"{show_bytes(covered.nbytes)} of {show_bytes(covered.of_nbytes)}"
         )
-    line = (
-        f"loaded {count} of {of} tensors{stripped} into {spec}, {how}, "
+    return (
+        f"loaded {count} of {count + len(loaded.kept)} tensors{stripped} into {spec}, {how}, "
         f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"
     )
-    note_fields(console, loaded)
-    said = "on the meta device, without values, as no file holds them"
-    console.note_names(said, _without_values(loaded))
-    return line + (f"\nforward pass: {list(given)} -> {made}" if given else "")

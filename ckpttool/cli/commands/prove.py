@@ -98,17 +98,16 @@ def _line(console: Console, run: str, proved: Proved, seconds: float) -> str:
         counted(proved.lines, "line", "lines"),
         counted(len(proved.checkpoints), "checkpoint", "checkpoints"),
     ]
+    verdict = "the chain holds"
     if proved.replayed:
         on = f" on {counted(proved.ranks, 'rank', 'ranks')}" if proved.ranks > 1 else ""
         checked.append(f"steps {proved.replayed[0] + 1} to {proved.replayed[1]} replayed{on}")
-    steps = [
-        finding.step for finding in proved.findings if finding.kind == "replay" and finding.step is not None
-    ]
-    verdict = "proved" if proved.replayed else "the chain holds" if proved.ok else ""
+        verdict = "proved"
     if not proved.ok:
-        verdict = (
-            f"differs at step {steps[0]}" if steps else counted(len(proved.findings), "problem", "problems")
-        )
+        replays = (finding.step for finding in proved.findings if finding.kind == "replay")
+        step = next((step for step in replays if step is not None), None)
+        problems = counted(len(proved.findings), "problem", "problems")
+        verdict = problems if step is None else f"differs at step {step}"
     head = f"; head {proved.head}" if console.verbose else ""
     return f"{printable(run)}: {verdict} ({', '.join(checked)}, {seconds:.1f} s){head}"
 

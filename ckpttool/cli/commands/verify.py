@@ -63,11 +63,10 @@ def verify(
                 verified = checks.verify(
                     checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
                 )
-            if other is not None:
-                note_unread(console, checkpoint, other)
-            if other is not None and verified.compared == "state":
-                for each in (checkpoint, other):
-                    note_state(console, each, state, named=True)
+            compared = [checkpoint, other] if other is not None else []
+            note_unread(console, *compared)
+            for each in compared if verified.compared == "state" else ():
+                note_state(console, each, state, named=True)
         _note(console, verified)
         return Answer(
             _line(file, against, verified),
@@ -96,10 +95,8 @@ def _line(file: str, against: str | None, verified: Verified) -> str:
     same = f", same {what} as {printable(against)}" if against and verified.ok else ""
     verdict = f"ok{same}" if verified.ok else counted(len(verified.problems), "problem", "problems")
     free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in verified.free.items())
-    checked = f"{show_bytes(verified.checked_bytes)} checked" + (
-        f"; no checksum covers {free}" if free else ""
-    )
-    return f"{printable(file)}: {verdict} ({checked})"
+    uncovered = f"; no checksum covers {free}" if free else ""
+    return f"{printable(file)}: {verdict} ({show_bytes(verified.checked_bytes)} checked{uncovered})"
 
 
 @click.command("digest")

@@ -224,9 +224,7 @@ def test_a_state_named_where_the_file_is_the_state(tmp_path: Path, cli: Any) -> 
     assert (ran.code, ran.err.splitlines()[1]) == (3, "hint: the file itself is the state: leave out --state")
 
 
-def test_what_holds_only_tensors_beside_the_state_is_named_with_its_count_and_size(
-    tmp_path: Path, cli: Any
-) -> None:
+def test_tensors_beside_the_state_are_named_with_count_and_size(tmp_path: Path, cli: Any) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()

@@ -90,9 +90,7 @@ def test_any_number_of_ranks_goes_on_from_dcp(
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
 
 
-def test_names_are_given_to_an_optimizer_only_if_they_are_certain(
-    hybrid: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_an_optimizer_gets_names_only_if_certain(hybrid: Path, tmp_path: Path, cli: Cli) -> None:
     ran = cli("merge", hybrid, tmp_path / "run.pt")
     assert ran.code == 0
     assert "more than one assignment of the state's tensors fits: it stays keyed by numbers" in ran.err
@@ -182,9 +180,7 @@ def test_the_file_of_a_rank_as_the_last_argument_is_no_output(run: Path, cli: Cl
     assert files[1].read_bytes() == before
 
 
-def test_full_in_dcp_is_said_to_hide_the_optimizer_s_settings_from_torch(
-    run: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_full_in_dcp_hides_the_optimizer_s_settings_from_torch(run: Path, tmp_path: Path, cli: Cli) -> None:
     assert (
         "without --full dcp.load finds them too"
         in cli("merge", run, tmp_path / "a", "--to", "dcp", "--full").err
@@ -204,9 +200,7 @@ def test_full_in_dcp_is_said_to_hide_the_optimizer_s_settings_from_torch(
 
 
 @pytest.mark.parametrize("output", ["one.pt", "one.safetensors", "new/", "beside/actor/one.pt"])
-def test_what_lies_beside_the_files_of_ranks_is_named(
-    output: str, run: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_what_lies_beside_the_ranks_is_named(output: str, run: Path, tmp_path: Path, cli: Cli) -> None:
     folder = Path(shutil.copytree(run, tmp_path / "beside" / "actor"))
     of_run = ["custom_checkpoint_0.pkl", "model.safetensors.index.json", "optimizer.pt", "scheduler.bin"]
     for name in (*of_run, "huggingface/training_args.bin", "latest", ".hidden"):
@@ -235,9 +229,7 @@ def test_the_files_of_the_ranks_are_never_overwritten(run: Path, tmp_path: Path,
     assert first.read_bytes() == before
 
 
-def test_a_dcp_folder_of_several_ranks_is_merged_as_torch_merges_it(
-    run_ranks: RunRanks, tmp_path: Path, cli: Cli
-) -> None:
+def test_a_dcp_folder_of_ranks_is_merged_as_by_torch(run_ranks: RunRanks, tmp_path: Path, cli: Cli) -> None:
     run_ranks(4, shardings.save_sharded, str(tmp_path / "d"), timeout=60)
     assert cli("merge", tmp_path / "d", tmp_path / "out.pt").code == 0
     dcp_to_torch_save(tmp_path / "d", tmp_path / "torch.pt")
@@ -263,9 +255,7 @@ def test_hugging_face_s_pieces_are_merged(kind: str, run_ranks: RunRanks, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
-def test_what_accelerate_saves_is_one_checkpoint(
-    kind: str, run_ranks: RunRanks, tmp_path: Path, cli: Cli
-) -> None:
+def test_what_accelerate_saves_is_merged(kind: str, run_ranks: RunRanks, tmp_path: Path, cli: Cli) -> None:
     pytest.importorskip("accelerate")
     run_ranks(2, shardings.save_as_accelerate, str(tmp_path / "saved"), timeout=60)
     (tmp_path / "saved" / kind / "random_states_0.pkl").write_bytes(b"\x80\x02N.")

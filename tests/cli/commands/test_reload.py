@@ -71,9 +71,7 @@ def test_json_has_the_fields_that_scripts_rely_on(net: str, state: Any, cli: Any
     assert (found["state"], found["output_shape"]) == ("model", [1, 3])
 
 
-def test_a_model_of_other_sizes_is_exit_1_with_both_sizes(
-    net: str, state: Any, cli: Any, tmp_path: Path
-) -> None:
+def test_other_sizes_are_exit_1_with_both_sizes(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", f"{net}(classes=7)")
     assert (ran.code, ran.out) == (1, "")
@@ -89,9 +87,7 @@ def hint(ran: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_the_hint_for_other_sizes_is_the_reload_that_works(
-    prefix: str, net: str, state: Any, cli: Any, tmp_path: Path
-) -> None:
+def test_the_hint_for_other_sizes_works(prefix: str, net: str, state: Any, cli: Any, tmp_path: Path) -> None:
     """A reload strips wrappers' prefixes itself, so a command that only strips them would not help."""
     torch.save({prefix + name: value for name, value in state.items()}, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", f"{net}(classes=7)")
@@ -201,9 +197,7 @@ def test_tensors_that_stay_without_values_are_said(cli: Any, tmp_path: Path) -> 
     assert cli("reload", tmp_path / "f.pt", "--model", f"{tmp_path}/net.py:Net").err == ""
 
 
-def test_what_the_model_keeps_takes_part_in_the_forward_pass(
-    net: str, state: Any, cli: Any, tmp_path: Path
-) -> None:
+def test_what_the_model_keeps_takes_part_in_forward(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
     torch.save({name: value for name, value in state.items() if not name.startswith("3.")}, tmp_path / "f.pt")
     words = ["reload", tmp_path / "f.pt", "--model", net, "--allow-missing", "3.*"]
     for more in ([], ["--input-shape", "2,3,5,5"]):

@@ -53,9 +53,7 @@ def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
         (["$=.x=1"], ["backbone.0.weight.x=1", "head.bias.x=1"]),
     ],
 )
-def test_maps_are_regular_expressions_applied_in_order(
-    maps: list[str], wanted: list[str], path: Path, cli: Cli
-) -> None:
+def test_maps_are_applied_in_order(maps: list[str], wanted: list[str], path: Path, cli: Cli) -> None:
     arguments = [word for each in maps for word in ("--map", each)]
     assert cli("rename-keys", path, path.parent / "out.pt", *arguments).code == 0
     assert keys(path.parent / "out.pt") == wanted

@@ -62,9 +62,7 @@ def test_safetensors_gets_the_bytes_of_save_file(ddp: Path, cli: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("ending", [".pt", ".pth", ".th", ".bin", ".ckpt", ".PT"])
-def test_a_pt_keeps_everything_and_its_names_follow(
-    ending: str, training: Path, cli: Any, tmp_path: Path
-) -> None:
+def test_a_pt_keeps_all_and_its_names_follow(ending: str, training: Path, cli: Any, tmp_path: Path) -> None:
     out = tmp_path / f"out{ending}"
     assert cli("strip-prefix", training, out).code == 0
     assert_whole(out)
@@ -256,9 +254,7 @@ def test_a_pipe_in_and_a_pipe_out(process: Any, tmp_path: Path) -> None:
     assert load(ran.stdout).keys() == plain().keys()
 
 
-def test_a_directory_of_format_ending_in_slash_is_a_folder_of_shards(
-    ddp: Path, cli: Any, tmp_path: Path
-) -> None:
+def test_a_name_ending_in_slash_is_a_folder_of_shards(ddp: Path, cli: Any, tmp_path: Path) -> None:
     assert cli("strip-prefix", ddp, f"{tmp_path}/shards/").code == 0
     assert (tmp_path / "shards").is_dir()
 
@@ -289,9 +285,7 @@ def lightning(tmp_path: Path) -> Path:
     return tmp_path / "lit.ckpt"
 
 
-def test_keep_writes_plain_keys_and_only_what_is_named_beside_them(
-    lightning: Path, cli: Any, tmp_path: Path
-) -> None:
+def test_keep_writes_plain_keys_and_what_is_named(lightning: Path, cli: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     ran = cli("strip-prefix", lightning, out, "--prefix", "model.", "--keep", "hyper_parameters", "--json")
     assert ran.code == 0, ran.err
@@ -309,9 +303,7 @@ def test_keep_of_several_names(lightning: Path, cli: Any, tmp_path: Path) -> Non
     assert list(torch.load(tmp_path / "out.pt")) == ["epoch", "state_dict", "hyper_parameters"]
 
 
-def test_keep_of_a_missing_name_is_exit_1_and_hints_those_there_are(
-    lightning: Path, cli: Any, tmp_path: Path
-) -> None:
+def test_keep_of_a_missing_name_hints_those_there_are(lightning: Path, cli: Any, tmp_path: Path) -> None:
     ran = cli("strip-prefix", lightning, tmp_path / "out.pt", "--prefix", "model.", "--keep", "hparams")
     assert (ran.code, ran.err.splitlines()) == (
         1,

@@ -156,9 +156,7 @@ def test_each_value_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_adapter", [torch.float32, torch.float64])
-def test_a_product_is_added_to_the_weight_that_the_adapter_holds_whole(
-    of_adapter: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_product_is_added_to_the_adapter_s_own_weight(of_adapter: torch.dtype, tmp_path: Path) -> None:
     base, own = torch.zeros(10, 4).bfloat16(), torch.randn(10, 4, dtype=of_adapter)
     a, b = factors(4, 10)
     saved({"embed.weight": base, "tied.weight": base}, tmp_path / "base.pt")
@@ -232,9 +230,7 @@ def test_the_shapes_of_a_layer_say_whether_it_is_turned(said: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_square_layer_is_turned_as_the_setting_says_unless_another_is_against_it(
-    said: bool, tmp_path: Path
-) -> None:
+def test_a_square_layer_is_turned_as_the_setting_says(said: bool, tmp_path: Path) -> None:
     same, other = ((4, 5), (5, 4)) if said else ((5, 4), (4, 5))
     made = save_layers(tmp_path, {"square": (4, 4), "same": same}, fan_in_fan_out=said)["square"]
     torch.testing.assert_close(merge(tmp_path)["square.weight"], made.t() if said else made)
@@ -343,9 +339,7 @@ def test_an_adapter_with_its_name_in_the_keys_is_told_how_to_lose_it(cli: Any, t
 @pytest.mark.parametrize(
     "held", [{"lm_head.lora_A.weight": A, "lm_head.lora_B.weight": B}, {"lm_head.weight": A}]
 )
-def test_an_output_layer_that_the_base_does_not_store_may_be_tied(
-    held: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_an_output_layer_not_stored_may_be_tied(held: dict[str, torch.Tensor], tmp_path: Path) -> None:
     saved({"embed_tokens.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
     save_adapter(tmp_path, held)
     with pytest.raises(Refused, match=r"'lm_head\.weight': the model has no such .* and may tie"):

@@ -97,9 +97,7 @@ def merged(folder: Path, base: str) -> tuple[dict[str, torch.Tensor], Merged]:
 
 
 @pytest.mark.parametrize("kind", TIED)
-def test_an_output_layer_tied_to_an_embedding_that_is_saved_whole_keeps_the_base_s_values(
-    kind: str, tmp_path: Path
-) -> None:
+def test_an_output_layer_tied_to_a_saved_embedding_keeps_its_values(kind: str, tmp_path: Path) -> None:
     base = TIED[kind](tmp_path)
     adapter(tmp_path, {EMBEDDING: NEW}, modules_to_save=["embed_tokens"])
     state, report = merged(tmp_path, base)
