@@ -73,8 +73,7 @@ def test_companions_of_a_folder_are_copied_by_every_command(
 
 def test_companions_need_a_folder_and_a_place(folder: Path, tmp_path: Path, cli: Any) -> None:
     ran = cli("convert", folder / "model.safetensors", tmp_path / "a.pt", "--companions")
-    assert ran.code == 2
-    assert f"hint: name the folder: {folder}" in ran.err
+    assert ran.code == 2 and f"hint: name the folder: {folder}" in ran.err
     ran = cli("convert", folder, "-", "--companions")
     assert ran.code == 2 and "--companions" in ran.err
 

@@ -278,8 +278,7 @@ def test_files_come_from_stdin_and_go_to_stdout(process: Any, tmp_path: Path) ->
     torch.save({"module.a": torch.ones(3)}, tmp_path / "in.pt")
     raw = (tmp_path / "in.pt").read_bytes()
     ran = process("strip-prefix", "-", "-", input=raw)
-    assert ran.returncode == 0
-    assert torch.load(io.BytesIO(ran.stdout))["a"].tolist() == [1, 1, 1]
+    assert ran.returncode == 0 and torch.load(io.BytesIO(ran.stdout))["a"].tolist() == [1, 1, 1]
     assert ran.stderr.startswith(b"stripped 'module.' from 1 of 1 keys -> - (")
     assert b"-: torch-zip" in process("inspect", "-", input=raw).stdout
 
@@ -355,8 +354,7 @@ def test_names_of_files_in_messages_can_t_steer_the_terminal(cli: Any, tmp_path:
 
 def test_a_file_name_that_is_not_unicode_is_reported_in_json(process: Any, tmp_path: Path) -> None:
     ran = process("inspect", os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt"), "--json")
-    assert ran.returncode == 3
-    assert json.loads(ran.stdout)["error"]["kind"] == "unreadable"
+    assert ran.returncode == 3 and json.loads(ran.stdout)["error"]["kind"] == "unreadable"
 
 
 def test_a_bug_of_this_program_is_not_hidden(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,7 @@ def test_the_versions_are_shown(process: Any) -> None:
 @pytest.mark.parametrize("typed, meant", [("strip-prefx", "strip-prefix"), ("strip", "strip-prefix")])
 def test_a_misspelt_command_is_answered_with_similar_ones(typed: str, meant: str, cli: Any) -> None:
     ran = cli(typed)
-    assert ran.code == 2
-    assert f"there is no command '{typed}'; did you mean {meant}" in ran.err
+    assert ran.code == 2 and f"there is no command '{typed}'; did you mean {meant}" in ran.err
 
 
 def test_a_shell_can_ask_for_completions(process: Any) -> None:

@@ -64,16 +64,14 @@ def test_an_average_of_a_wrapped_file_and_a_plain_one_strips_the_prefix(
     wrapped = saved(tmp_path / "w.pt", {"module.a": TWO, "module.b": TWO})
     files = [wrapped, saved(tmp_path / "p.pt", {"a": TWO, "b": TWO})]
     ran = cli("average", *(files if wrapped_first else files[::-1]), "mean.pt")
-    assert ran.code == 3
-    assert f"ckpttool strip-prefix {wrapped} plain.safetensors --prefix module." in ran.err
+    assert ran.code == 3 and f"ckpttool strip-prefix {wrapped} plain.safetensors --prefix module." in ran.err
     assert pasted(cli, ran.err).code == 0
 
 
 def test_a_name_without_an_ending_may_be_a_dcp_folder(cli: Cli, tmp_path: Path) -> None:
     path = saved(tmp_path / "p.pt", {"a": TWO})
     ran = cli("convert", path, tmp_path / "folder")
-    assert ran.code == 2
-    assert f"ckpttool convert IN {tmp_path}/folder --to dcp" in ran.err
+    assert ran.code == 2 and f"ckpttool convert IN {tmp_path}/folder --to dcp" in ran.err
 
 
 def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Cli, tmp_path: Path) -> None:
@@ -93,8 +91,7 @@ def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Cli, t
 
 def test_metrics_of_a_folder_name_its_files(cli: Cli, tmp_path: Path) -> None:
     ran = cli("gather-metrics", tmp_path)
-    assert ran.code == 3
-    assert "is not a prediction file but a folder" in ran.err
+    assert ran.code == 3 and "is not a prediction file but a folder" in ran.err
     assert f"ckpttool gather-metrics {tmp_path}/*.safetensors" in ran.err
 
 
@@ -140,8 +137,7 @@ def test_a_pattern_that_matches_behind_a_prefix(pattern: str, hint: str, cli: Cl
 def test_a_tie_that_is_there_already_is_nothing_to_do(cli: Cli, tmp_path: Path) -> None:
     path = saved(tmp_path / "t.pt", {"a": TWO, "b": TWO, "c": torch.zeros(2)})
     ran = cli("convert", path, tmp_path / "o.pt", "--tie", "a=b")
-    assert ran.code == 1
-    assert f"nothing to do: {path}: 'a' and 'b' are one tensor already" in ran.err
+    assert ran.code == 1 and f"nothing to do: {path}: 'a' and 'b' are one tensor already" in ran.err
     assert cli("convert", path, tmp_path / "o.pt", "--tie", "a=c").code == 3
 
 

@@ -101,7 +101,6 @@ def test_what_is_no_prediction_file_is_said_to_be_none(folder: Path, cli: Any) -
     rows = sorted(str(path) for path in Path().glob("rank*"))
     for name in ("metrics.json", "notes.txt", "empty", "sub", "0.pt"):
         ran = cli("gather-metrics", name, *rows)
-        assert ran.code == 3
-        assert f"{name}: is not a prediction file" in ran.err
+        assert ran.code == 3 and f"{name}: is not a prediction file" in ran.err
         assert "checkpoint" not in ran.err and "hint: " in ran.err, name
     assert "name the files of ranks alone" in cli("gather-metrics", "metrics.json", *rows).err

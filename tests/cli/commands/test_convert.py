@@ -44,8 +44,7 @@ def test_the_result_is_one_line(path: Path, cli: Cli) -> None:
 
 def test_what_safetensors_can_t_hold_is_named(path: Path, cli: Cli) -> None:
     ran = cli("convert", path, path.parent / "out.safetensors")
-    assert ran.code == 0
-    assert ran.err == "left out, as safetensors holds only tensors: optimizer, epoch, best\n"
+    assert (ran.code, ran.err) == (0, "left out, as safetensors holds only tensors: optimizer, epoch, best\n")
     assert list(load_file(path.parent / "out.safetensors")) == sorted(STATE)
 
 
@@ -100,8 +99,7 @@ def test_overflows_are_counted(values: list[float], said: str, cli: Cli, tmp_pat
     torch.save({"w": torch.tensor([*values, math.inf, math.nan])}, tmp_path / "in.pt")
     words = ["convert", tmp_path / "in.pt", tmp_path / "out.pt", "--dtype", "fp16"]
     ran = cli(*words)
-    assert ran.code == 0
-    assert ran.err == said + "\n"
+    assert (ran.code, ran.err) == (0, said + "\n")
     ran = cli(*words, "--force", "--verify", "--json")
     assert ran.json["overflows"] == int(said[0])
 
@@ -115,15 +113,13 @@ def test_no_overflow_is_not_mentioned_and_a_dry_run_does_not_know(path: Path, cl
 
 def test_an_unknown_type_is_exit_2_and_lists_the_known_ones(path: Path, cli: Cli) -> None:
     ran = cli("convert", path, path.parent / "out.pt", "--dtype", "int8")
-    assert ran.code == 2
-    assert "--dtype int8: not a dtype to cast to" in ran.err and "bf16" in ran.err
+    assert ran.code == 2 and "--dtype int8: not a dtype to cast to" in ran.err and "bf16" in ran.err
     assert not (path.parent / "out.pt").exists()
 
 
 def test_nothing_to_cast_is_exit_1(path: Path, cli: Cli) -> None:
     ran = cli("convert", path, path.parent / "out.pt", "--dtype", "fp32")
-    assert ran.code == 1
-    assert "no tensor to cast" in ran.err
+    assert ran.code == 1 and "no tensor to cast" in ran.err
 
 
 # --only, --exclude, --drop
@@ -132,8 +128,7 @@ def test_nothing_to_cast_is_exit_1(path: Path, cli: Cli) -> None:
 def test_keys_are_selected_and_the_others_are_named(path: Path, cli: Cli) -> None:
     patterns = ["--only", "stem.*", "--only", "head.w*", "--exclude", "*.bias"]
     ran = cli("convert", path, path.parent / "out.pt", *patterns)
-    assert ran.code == 0
-    assert ran.err == "left out: stem.bias, head.count\n"
+    assert (ran.code, ran.err) == (0, "left out: stem.bias, head.count\n")
     assert list(torch.load(path.parent / "out.pt")["model"]) == ["stem.weight", "head.weight"]
 
 
@@ -149,8 +144,7 @@ def test_many_names_are_cut_short_unless_asked_for(cli: Cli, tmp_path: Path) -> 
 
 def test_a_pattern_that_matches_nothing_is_exit_1(path: Path, cli: Cli) -> None:
     ran = cli("convert", path, path.parent / "out.pt", "--only", "body.*")
-    assert ran.code == 1
-    assert "no key matches 'body.*'" in ran.err and "stem.weight" in ran.err
+    assert ran.code == 1 and "no key matches 'body.*'" in ran.err and "stem.weight" in ran.err
     assert not (path.parent / "out.pt").exists()
 
 
@@ -165,8 +159,7 @@ def test_entries_are_dropped_by_name(path: Path, cli: Cli) -> None:
 
 def test_dropping_a_missing_name_is_exit_1(path: Path, cli: Cli) -> None:
     ran = cli("convert", path, path.parent / "out.pt", "--drop", "scheduler")
-    assert ran.code == 1
-    assert "holds nothing named 'scheduler'" in ran.err and "ckpttool inspect" in ran.err
+    assert ran.code == 1 and "holds nothing named 'scheduler'" in ran.err and "ckpttool inspect" in ran.err
 
 
 def test_state_selects_what_is_converted(cli: Cli, tmp_path: Path) -> None:
@@ -176,8 +169,7 @@ def test_state_selects_what_is_converted(cli: Cli, tmp_path: Path) -> None:
     cli("convert", tmp_path / "in.pt", tmp_path / "b.safetensors", "--state", "ema", "--dtype", "fp16")
     assert torch.equal(load_file(tmp_path / "b.safetensors")["w"], (base + 1).half())
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "c.safetensors", "--state", "emma")
-    assert ran.code == 3
-    assert "no state named 'emma'" in ran.err and "model, ema" in ran.err
+    assert ran.code == 3 and "no state named 'emma'" in ran.err and "model, ema" in ran.err
 
 
 # --complex
@@ -208,8 +200,7 @@ def test_complex_parts_are_cast(cli: Cli, tmp_path: Path) -> None:
 def test_a_collision_is_exit_3_and_names_both(cli: Cli, tmp_path: Path) -> None:
     torch.save({"z": torch.complex(base, base), "z.real": base}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--complex", "split")
-    assert ran.code == 3
-    assert "'z' would be split into 'z.real', which already exists" in ran.err
+    assert ran.code == 3 and "'z' would be split into 'z.real', which already exists" in ran.err
 
 
 def test_complex_takes_only_split_and_join(path: Path, cli: Cli) -> None:
@@ -266,8 +257,7 @@ def test_permute_reshape_and_tie_change_the_layout(cli: Cli, tmp_path: Path) -> 
     torch.save({"a.weight": base, "b.weight": base + 1, "c": torch.arange(6)}, tmp_path / "in.pt")
     flags = ["--permute", "*.weight=1,0", "--reshape", "c=2,3,1", "--tie", "head=a.weight"]
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags)
-    assert ran.code == 0
-    assert "2 tensors permuted, 1 tensor reshaped, 1 name tied" in ran.out
+    assert ran.code == 0 and "2 tensors permuted, 1 tensor reshaped, 1 name tied" in ran.out
     found = torch.load(tmp_path / "out.pt")
     assert list(found) == ["a.weight", "b.weight", "c", "head"]
     assert torch.equal(found["a.weight"], base.T) and torch.equal(found["b.weight"], base.T + 1)
@@ -363,6 +353,5 @@ def test_metadata_that_has_no_place_or_another_meaning_is_refused(
 ) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / output, "--metadata", given)
-    assert ran.code == 2
-    assert said in ran.err
+    assert ran.code == 2 and said in ran.err
     assert not (tmp_path / output).exists()

@@ -81,8 +81,7 @@ def test_out_gets_the_certificate_and_is_not_overwritten_unasked(folder, cli):
     assert cli("gather-metrics", *FILES, "--out", "eval.json").out.endswith("-> eval.json\n")
     assert json.loads(Path("eval.json").read_text()) == expected
     refused = cli("gather-metrics", *FILES, "--out", "eval.json")
-    assert refused.code == 2
-    assert "--force" in refused.err
+    assert refused.code == 2 and "--force" in refused.err
     assert cli("gather-metrics", *FILES, "--out", "eval.json", "--force").code == 0
 
 
@@ -123,8 +122,7 @@ def wrong(kind: str) -> list[str]:
 )
 def test_wrong_files_are_exit_1_and_name_samples_and_files(folder, cli, kind, said):
     answer = cli("gather-metrics", *wrong(kind), "--json")
-    assert answer.code == 1
-    assert said in answer.json["error"]["message"]
+    assert answer.code == 1 and said in answer.json["error"]["message"]
     assert answer.json["error"]["kind"] == CheckFailed.kind
 
 

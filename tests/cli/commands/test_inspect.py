@@ -123,8 +123,7 @@ def test_json_of_a_file_without_a_state(tmp_path: Path, cli: Any) -> None:
 def test_state_selects_what_is_shown(checkpoint: Path, cli: Any) -> None:
     assert cli("inspect", checkpoint, "--state", "ema", "--json").json["state"] == "ema"
     ran = cli("inspect", checkpoint, "--state", "teacher")
-    assert ran.code == 3
-    assert "hint: there are: model, ema" in ran.err
+    assert ran.code == 3 and "hint: there are: model, ema" in ran.err
 
 
 def test_quiet_prints_nothing(checkpoint: Path, cli: Any) -> None:

@@ -55,8 +55,7 @@ def same_tensors(one: Any, other: Any) -> None:
 
 def test_one_process_goes_on_where_the_ranks_were(run: Path, tmp_path: Path, cli: Cli) -> None:
     ran = cli("merge", run, tmp_path / "run.pt")
-    assert ran.code == 0
-    assert ran.out.startswith("merged 4 ranks of DTensor -> ")
+    assert ran.code == 0 and ran.out.startswith("merged 4 ranks of DTensor -> ")
     assert "run         DTensor, 4 ranks, step 3\n" in cli("inspect", run).out
     saved = torch.load(tmp_path / "run.pt", weights_only=True)
     model = shardings.net()
@@ -99,8 +98,7 @@ def test_an_optimizer_gets_names_only_if_certain(hybrid: Path, tmp_path: Path, c
 
 def test_safetensors_get_the_model_alone_or_with_full_everything(run: Path, tmp_path: Path, cli: Cli) -> None:
     ran = cli("merge", run, tmp_path / "model.safetensors")
-    assert ran.code == 0
-    assert "left out, as safetensors holds only tensors: optimizer" in ran.err
+    assert ran.code == 0 and "left out, as safetensors holds only tensors: optimizer" in ran.err
     assert cli("merge", run, tmp_path / "all.safetensors", "--full").code == 0
     assert cli("merge", run, tmp_path / "all.pt").code == 0
     assert ckpttool.diff(tmp_path / "all.safetensors", tmp_path / "all.pt", model_only=False).same
@@ -143,8 +141,7 @@ def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Pa
     assert f"copied along: {tmp_path}/a/fsdp_config.json, {tmp_path}/a/config.json" in again.err
     (tmp_path / "a" / "config.json").write_text("older")
     again = cli("merge", run, tmp_path / "a" / "n.safetensors", "--companions")
-    assert again.code == 2
-    assert "config.json: already exists" in again.err
+    assert again.code == 2 and "config.json: already exists" in again.err
     assert not (tmp_path / "a" / "n.safetensors").exists()
     assert cli("merge", run, f"{tmp_path}/b/", "--companions").code == 0
     (tmp_path / "b" / "config.json").write_text("older")
@@ -175,8 +172,7 @@ def test_the_file_of_a_rank_as_the_last_argument_is_no_output(run: Path, cli: Cl
     files = sorted(run.glob("model_*.pt"))[:2]
     before = files[1].read_bytes()
     ran = cli("merge", *files)
-    assert ran.code == 2
-    assert "the last argument is the OUTPUT" in ran.err and "--force" not in ran.err
+    assert ran.code == 2 and "the last argument is the OUTPUT" in ran.err and "--force" not in ran.err
     assert files[1].read_bytes() == before
 
 
@@ -206,8 +202,7 @@ def test_what_lies_beside_the_ranks_is_named(output: str, run: Path, tmp_path: P
     for name in (*of_run, "huggingface/training_args.bin", "latest", ".hidden"):
         (folder / name).write_bytes(b"{}")
     ran = cli("merge", folder, f"{tmp_path}/{output}")
-    assert ran.code == 0
-    assert "not copied (--companions does): fsdp_config.json, config.json\n" in ran.err
+    assert ran.code == 0 and "not copied (--companions does): fsdp_config.json, config.json\n" in ran.err
     assert f"other files of the folder, not copied: {', '.join(of_run[:3])}" in ran.err
     again = cli("merge", folder, f"{tmp_path}/{output}", "--force", "--json")
     assert sorted(again.json["not_copied"]) == sorted(
@@ -223,8 +218,7 @@ def test_the_files_of_the_ranks_are_never_overwritten(run: Path, tmp_path: Path,
     first = folder / "model_world_size_4_rank_0.pt"
     before = first.read_bytes()
     ran = cli("merge", folder, first, "--force")
-    assert ran.code == 2
-    assert "is a part of the input" in ran.err
+    assert ran.code == 2 and "is a part of the input" in ran.err
     assert cli("merge", folder, f"{folder}/", "--force").code == 2
     assert first.read_bytes() == before
 
@@ -244,14 +238,12 @@ def test_hugging_face_s_pieces_are_merged(kind: str, run_ranks: RunRanks, tmp_pa
     folder = tmp_path / "hf"
     run_ranks(4, shardings.save_as_hugging_face, str(folder), timeout=60)
     ran = cli("merge", folder / kind, tmp_path / "out.safetensors")
-    assert ran.code == 0
-    assert "no file says how many ranks there were; those of 4 were found" in ran.err
+    assert ran.code == 0 and "no file says how many ranks there were; those of 4 were found" in ran.err
     assert ckpttool.digest(tmp_path / "out.safetensors") == ckpttool.digest(f"{folder}-whole.pt")
     for path in sorted((folder / kind).glob("shard-00002-*")):
         path.unlink()
     ran = cli("merge", folder / kind, tmp_path / "gap.safetensors")
-    assert ran.code == 3
-    assert "the file of rank 1 is missing" in ran.err
+    assert ran.code == 3 and "the file of rank 1 is missing" in ran.err
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
@@ -260,8 +252,7 @@ def test_what_accelerate_saves_is_merged(kind: str, run_ranks: RunRanks, tmp_pat
     run_ranks(2, shardings.save_as_accelerate, str(tmp_path / "saved"), timeout=60)
     (tmp_path / "saved" / kind / "random_states_0.pkl").write_bytes(b"\x80\x02N.")
     ran = cli("merge", tmp_path / "saved" / kind, tmp_path / "out.pt")
-    assert ran.code == 0
-    assert "random_states_0.pkl" in ran.err
+    assert ran.code == 0 and "random_states_0.pkl" in ran.err
     saved, whole = torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "saved-whole.pt")
     same_tensors(saved["model"], whole["model"])
     for name, moments in whole["optimizer"]["state"].items():

@@ -51,8 +51,7 @@ def test_the_order_of_another_model(path: Path, cli: Cli) -> None:
     out = path.with_name("out.pt")
     spec = f"{path.with_name('nets.py')}:make(order='ba')"
     ran = cli("optimizer", path, out, "--to", "indices", "--model", spec)
-    assert ran.code == 3
-    assert "orders that both fit" in ran.err and "--order state" in ran.err
+    assert ran.code == 3 and "orders that both fit" in ran.err and "--order state" in ran.err
     ran = cli("optimizer", path, out, "--to", "indices", "--model", spec, "--order", "state", "--json")
     assert (ran.code, ran.json["moved"], ran.json["parameters"]) == (0, 4, 4)
     assert ran.json["ordered"] == ["optimizer"]
@@ -73,8 +72,7 @@ def test_everything_stays_in_safetensors_too(path: Path, cli: Cli) -> None:
 def test_what_can_not_be_known_is_exit_3_and_a_file_without_an_optimizer_exit_1(path: Path, cli: Cli) -> None:
     torch.save(torch.load(path, weights_only=True)["optimizer"], path)
     ran = cli("optimizer", path, path.with_name("out.pt"), "--to", "names")
-    assert ran.code == 3
-    assert "names no parameters" in ran.err and "--model SPEC" in ran.err
+    assert ran.code == 3 and "names no parameters" in ran.err and "--model SPEC" in ran.err
     torch.save({"w": torch.ones(1)}, path)
     assert cli("optimizer", path, path.with_name("out.pt"), "--to", "names").code == 1
     assert cli("optimizer", path, path.with_name("out.pt")).code == 2

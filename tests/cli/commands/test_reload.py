@@ -144,8 +144,7 @@ def test_a_forward_pass_that_fails_is_a_failed_check(
 ) -> None:
     torch.save(state if name == "make" else torch.nn.Linear(1, 1).state_dict(), tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", net.replace("make", name), "--input-shape", shape)
-    assert ran.code == 1
-    assert words in ran.err
+    assert ran.code == 1 and words in ran.err
     assert "hint: the state loads" in ran.err
 
 
@@ -161,8 +160,7 @@ def test_a_spec_that_makes_no_model_is_a_usage_error(
 ) -> None:
     torch.save(state, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", spec.format(net.partition(":")[0]))
-    assert ran.code == 2
-    assert words in ran.err
+    assert ran.code == 2 and words in ran.err
 
 
 def test_a_factory_that_leaves_the_current_folder_does_not_move_the_file(
@@ -192,8 +190,7 @@ def test_tensors_that_stay_without_values_are_said(cli: Any, tmp_path: Path) -> 
     )
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", f"{tmp_path}/net.py:meta")
-    assert ran.code == 0
-    assert "on the meta device, without values, as no file holds them: mask" in ran.err
+    assert ran.code == 0 and "on the meta device, without values, as no file holds them: mask" in ran.err
     assert cli("reload", tmp_path / "f.pt", "--model", f"{tmp_path}/net.py:Net").err == ""
 
 

@@ -26,8 +26,7 @@ def path(tmp_path: Path) -> Path:
 def test_only_the_state_is_written_and_the_rest_is_named(ending: str, path: Path, cli: Cli) -> None:
     out = path.parent / f"out{ending}"
     ran = cli("slim", path, out)
-    assert ran.code == 0
-    assert ran.err == "left out: args, run.optimizer, run.epoch\n"
+    assert (ran.code, ran.err) == (0, "left out: args, run.optimizer, run.epoch\n")
     assert ran.out.startswith(f"slimmed {path.stat().st_size / 1000:.0f} kB -> {out} (")
     loaded = torch.load(out) if ending == ".pt" else load_file(out)
     assert {name: tensor.tolist() for name, tensor in loaded.items()} == {"part": [10, 11, 12], "own": [1, 1]}
@@ -59,8 +58,7 @@ def test_a_state_that_is_the_file_leaves_nothing_behind(cli: Cli, tmp_path: Path
 def test_a_file_without_a_state_is_exit_3(cli: Cli, tmp_path: Path) -> None:
     torch.save({"epoch": 1}, tmp_path / "in.pt")
     ran = cli("slim", tmp_path / "in.pt", tmp_path / "out.pt")
-    assert ran.code == 3
-    assert "holds no dict of tensors" in ran.err
+    assert ran.code == 3 and "holds no dict of tensors" in ran.err
     assert not (tmp_path / "out.pt").exists()
 
 

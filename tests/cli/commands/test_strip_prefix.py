@@ -191,8 +191,7 @@ def test_keys_without_the_prefix_are_named(cli: Any, tmp_path: Path) -> None:
 def test_a_collision_names_both_keys_and_writes_nothing(cli: Any, tmp_path: Path) -> None:
     torch.save({"module.a": torch.ones(1), "a": torch.zeros(1)}, tmp_path / "in.pt")
     ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt")
-    assert ran.code == 3
-    assert "'module.a' and 'a' would both be named 'a'" in ran.err
+    assert ran.code == 3 and "'module.a' and 'a' would both be named 'a'" in ran.err
     assert not (tmp_path / "out.pt").exists()
 
 

@@ -62,12 +62,10 @@ def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
 def test_a_flipped_bit_is_exit_1_with_the_tensor_s_name(path: Path, cli: Cli) -> None:
     damage(path)
     ran = cli("verify", path)
-    assert ran.code == 1
-    assert ran.err == "checksum: model.w: its bytes do not match their checksum\n"
+    assert (ran.code, ran.err) == (1, "checksum: model.w: its bytes do not match their checksum\n")
     assert ran.out.startswith(f"{path}: 1 problem (")
     ran = cli("verify", path, "--json")
-    assert ran.code == 1
-    assert ran.json["ok"] is False
+    assert ran.code == 1 and ran.json["ok"] is False
     assert ran.json["problems"] == [
         {"kind": "checksum", "name": "model.w", "message": "its bytes do not match their checksum"}
     ]
@@ -94,8 +92,7 @@ def test_values_that_are_not_finite_are_named_and_with_finite_a_problem(cli: Cli
 def test_storages_without_checksums_are_counted(cli: Cli, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "in.safetensors")
     ran = cli("verify", tmp_path / "in.safetensors")
-    assert ran.code == 0
-    assert ran.err == ""
+    assert (ran.code, ran.err) == (0, "")
     free = "56 bytes of values, 120 bytes of contents"
     assert ran.out.endswith(f"no checksum covers {free})\n")
 
@@ -103,8 +100,7 @@ def test_storages_without_checksums_are_counted(cli: Cli, tmp_path: Path) -> Non
 def test_against_a_file_of_another_format(path: Path, cli: Cli) -> None:
     save_file(STATE, path.parent / "same.safetensors")
     ran = cli("verify", path, "--against", path.parent / "same.safetensors")
-    assert ran.code == 0
-    assert f"ok, same model state as {path.parent / 'same.safetensors'} (" in ran.out
+    assert ran.code == 0 and f"ok, same model state as {path.parent / 'same.safetensors'} (" in ran.out
 
 
 def test_differences_are_exit_1_by_name(path: Path, cli: Cli) -> None:
@@ -136,8 +132,7 @@ def test_many_problems_are_cut_short_and_the_rest_is_counted(cli: Cli, tmp_path:
 
 def test_the_other_file_must_be_readable(path: Path, cli: Cli) -> None:
     ran = cli("verify", path, "--against", path.parent / "none.pt")
-    assert ran.code == 3
-    assert "none.pt: no such file" in ran.err
+    assert ran.code == 3 and "none.pt: no such file" in ran.err
 
 
 def test_quiet_leaves_the_exit_code(path: Path, cli: Cli) -> None:
