@@ -31,11 +31,9 @@ def permute(
 
     def moved(key: str, tensor: TensorRef, axes: Sizes) -> TensorRef:
         if sorted(axes) != list(range(len(tensor.shape))):
-            raise UsageFault(
-                f"{checkpoint.path}: {_listed(axes)} is not a permutation of the "
-                f"{len(tensor.shape)} axes of '{key}'",
-                hint="count axes from 0: 1,0 transposes a matrix",
-            )
+            what = f"is not a permutation of the {len(tensor.shape)} axes of '{key}'"
+            hint = "count axes from 0: 1,0 transposes a matrix"
+            raise UsageFault(f"{checkpoint.path}: {_listed(axes)} {what}", hint=hint)
         shape, stride = (tuple(sizes[axis] for axis in axes) for sizes in (tensor.shape, tensor.stride))
         return replace(tensor, shape=shape, stride=stride)
 
@@ -55,10 +53,9 @@ def reshape(
             raise UsageFault(f"{checkpoint.path}: '{key}' {counts}")
         stride = _strides(tensor, shape)
         if stride is None:
-            raise UsageFault(
-                f"{checkpoint.path}: '{key}' is a strided view and can't be viewed as {_listed(shape)}",
-                hint="make it contiguous first: convert to .safetensors, then convert that",
-            )
+            hint = "make it contiguous first: convert to .safetensors, then convert that"
+            what = f"is a strided view and can't be viewed as {_listed(shape)}"
+            raise UsageFault(f"{checkpoint.path}: '{key}' {what}", hint=hint)
         return replace(tensor, shape=shape, stride=stride)
 
     return _by_pattern(checkpoint, rules, shaped, state)
@@ -116,10 +113,8 @@ def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str 
     more: dict[object, object] = {}
     for new, old in pairs:
         if old not in target.tensors:
-            raise NothingToDo(
-                f"{checkpoint.path}: no tensor is named '{old}'",
-                hint=f"the first key is '{next(iter(target.tensors), '')}'",
-            )
+            hint = f"the first key is '{next(iter(target.tensors), '')}'"
+            raise NothingToDo(f"{checkpoint.path}: no tensor is named '{old}'", hint=hint)
         known = target.tensors.get(new)
         if new != old and known is not None and known.view == target.tensors[old].view:
             raise NothingToDo(f"{checkpoint.path}: '{new}' and '{old}' are one tensor already")

@@ -119,9 +119,8 @@ class Hints(NamedTuple):
     dots: Callable[[str, str], str] | None = None
 
 
-PREFIXES = Hints(
-    "the two differ only in the prefix: keep them distinct, or remove one first", "give a shorter --prefix"
-)
+SAME = "the two differ only in the prefix: keep them distinct, or remove one first"
+PREFIXES = Hints(SAME, "give a shorter --prefix")
 MAPS = Hints(
     "give a --map that keeps them distinct, or remove one first", "give a --map that leaves something"
 )
@@ -137,9 +136,8 @@ def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> R
         if not new:
             raise Collision(f"'{old}' would be left without a name", hint=hints.none)
         if hints.dots and new != old and _has_empty_part(new) and not _has_empty_part(old):
-            raise UsageFault(
-                f"'{old}' would be named '{new}', with a dot too many", hint=hints.dots(old, new)
-            )
+            what = f"'{old}' would be named '{new}', with a dot too many"
+            raise UsageFault(what, hint=hints.dots(old, new))
         owners[new] = old
     return Renaming({old: new for new, old in owners.items()})
 

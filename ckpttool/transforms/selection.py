@@ -175,9 +175,10 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
         doomed.setdefault(id(entry[0]), set()).add(entry[1])
 
     def change(value: object) -> object:
-        if not isinstance(value, dict) or id(value) not in doomed:
+        names = doomed.get(id(value))
+        if not isinstance(value, dict) or names is None:
             return value
-        return remade(value, ((key, item) for key, item in value.items() if key not in doomed[id(value)]))
+        return remade(value, ((key, item) for key, item in value.items() if key not in names))
 
     return checkpoint.rebuilt(change)
 
@@ -191,11 +192,11 @@ def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | Non
         if (id(value), rest) in tried or not isinstance(value, dict | list | tuple):
             continue
         tried.add((id(value), rest))
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if str(key) == rest and isinstance(value, dict):
-                return value, key
-            if rest.startswith(f"{key}."):
-                stack.append((item, rest[len(f"{key}.") :]))
+        if isinstance(value, dict) and (found := [key for key in value if str(key) == rest]):
+            return value, found[0]
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        below = ((item, f"{key}.") for key, item in items)
+        stack += [(item, rest[len(start) :]) for item, start in below if rest.startswith(start)]
     return None
 
 
@@ -224,13 +225,11 @@ class _Trimmer:
     def __init__(self, state: State) -> None:
         self.spans: dict[int, tuple[int, int]] = {}
         self.done: dict[int, Storage] = {}
-        for tensor in state.tensors.values():
-            if tensor.numel:
-                begin, end = tensor.span
-                begin -= begin % WIDEST
-                end = min(end + -end % WIDEST, tensor.storage.nbytes)
-                known = self.spans.get(id(tensor.storage), (begin, end))
-                self.spans[id(tensor.storage)] = min(begin, known[0]), max(end, known[1])
+        for tensor in (tensor for tensor in state.tensors.values() if tensor.numel):
+            begin, end = tensor.span
+            begin, end = begin - begin % WIDEST, min(end + -end % WIDEST, tensor.storage.nbytes)
+            known = self.spans.get(id(tensor.storage), (begin, end))
+            self.spans[id(tensor.storage)] = min(begin, known[0]), max(end, known[1])
         for value in walk(state.others):  # nested tensors keep their whole storages, and their ties
             if isinstance(value, TensorRef | Storage):
                 old = value if isinstance(value, Storage) else value.storage

@@ -117,8 +117,7 @@ def test_names_keep_their_number_and_order_or_are_refused(names: list[str], old:
     except UsageFault:
         assert any("" in name.split(".") for name in wanted)
         return
-    assert list(renaming.names) == names
-    assert list(renaming.names.values()) == wanted
+    assert (list(renaming.names), list(renaming.names.values())) == (names, wanted)
     assert renaming.renamed == sum(a != b for a, b in zip(names, wanted, strict=True))
 
 

@@ -8,7 +8,7 @@ import click
 
 from .. import options
 from ..console import counted
-from ..options import Entry, Job, Pair, SizesFor
+from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite
 
 if TYPE_CHECKING:
@@ -19,50 +19,42 @@ if TYPE_CHECKING:
 @options.to_option
 @options.full_option
 @options.option(
-    "--dtype",
-    "TYPE",
-    "Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …).",
+    "--dtype TYPE", "Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …)."
 )
-@options.option("--only", "GLOB", "Keep only the keys that match, e.g. 'layer1.*'.", multiple=True)
-@options.option("--exclude", "GLOB", "Leave out the keys that match.", multiple=True)
+@options.option("--only GLOB", "Keep only the keys that match, e.g. 'layer1.*'.", multiple=True)
+@options.option("--exclude GLOB", "Leave out the keys that match.", multiple=True)
 @options.option(
-    "--permute",
-    "GLOB=AXES",
+    "--permute GLOB=AXES",
     "Put axes in another order: 'fc.weight=1,0' transposes.",
-    type=SizesFor(),
+    type=options.sizes_for,
     multiple=True,
 )
 @options.option(
-    "--reshape",
-    "GLOB=SHAPE",
+    "--reshape GLOB=SHAPE",
     "Give the same elements another shape: 'fc.weight=10,64,1,1'.",
-    type=SizesFor(),
+    type=options.sizes_for,
     multiple=True,
 )
 @options.option(
-    "--tie",
-    "NEW=OLD",
+    "--tie NEW=OLD",
     "Give a tensor a second name: 'lm_head.weight=embed.weight'.",
-    type=Pair(),
+    type=options.pair,
     multiple=True,
 )
-@options.option("--drop", "NAME", "Leave out what is stored there, e.g. optimizer.", multiple=True)
-@click.option(
+@options.option("--drop NAME", "Leave out what is stored there, e.g. optimizer.", multiple=True)
+@options.option(
     "--complex",
+    "Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
     "complex_",
     type=click.Choice(["split", "join"]),
-    help="Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
 )
 @options.option(
-    "--metadata",
-    "NAME=TEXT",
+    "--metadata NAME=TEXT",
     "Add text to the header of safetensors: 'format=pt', which some readers want.",
-    type=Entry(),
+    type=options.entry,
     multiple=True,
 )
-@click.option(
-    "--keep-copies", is_flag=True, help="Write tied tensors once per name if the format has no ties."
-)
+@options.flag("--keep-copies", "Write tied tensors once per name if the format has no ties.")
 @options.writing
 def command(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
     """Write a checkpoint in another format, whole, without running anything in it.

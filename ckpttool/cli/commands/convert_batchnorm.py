@@ -20,37 +20,33 @@ if TYPE_CHECKING:
 
 @click.command("convert-batchnorm")
 @options.inputs_and_output
-@click.option(
+@options.option(
     "--to",
+    "For SyncBatchNorm, or for BatchNorm1d, 2d and 3d.  [default: plain, for several INPUTs]",
     type=click.Choice(["sync", "plain"]),
-    help="For SyncBatchNorm, or for BatchNorm1d, 2d and 3d.  [default: plain, for several INPUTs]",
 )
 @options.option(
-    "--model",
-    "SPEC",
+    "--model SPEC",
     "The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
 )
 @options.option(
-    "--counts",
-    "[GLOB=]N0,N1,…",
+    "--counts [GLOB=]N0,N1,…",
     "Values per channel in each INPUT's batch: batch × positions; of layers matching GLOB.",
     multiple=True,
 )
 @options.option(
-    "--cumulative",
-    "GLOB",
+    "--cumulative GLOB",
     "Layers with momentum=None: ranks are also weighted by their counters of batches.",
     multiple=True,
 )
 @options.option(
-    "--momentum",
-    "M",
+    "--momentum M",
     "The layers' momentum, e.g. 0.1: add the variance between ranks that averaging removed.",
     type=float,
 )
-@options.option("--exclude", "GLOB", "Skip layers that match GLOB.", multiple=True)
+@options.option("--exclude GLOB", "Skip layers that match GLOB.", multiple=True)
 @options.option(
-    "--keep-first", "GLOB", "Keys in which INPUTs may differ: the first INPUT's are taken.", multiple=True
+    "--keep-first GLOB", "Keys in which INPUTs may differ: the first INPUT's are taken.", multiple=True
 )
 @options.writing_options
 def command(

@@ -32,14 +32,14 @@ class _Tolerance(click.FloatRange):
 @click.command("diff")
 @click.argument("a", metavar="A", type=click.Path(allow_dash=True), callback=options.note_inputs)
 @click.argument("b", metavar="B", type=click.Path(), callback=options.note_inputs)
-@options.option("--rtol", "X", "Tolerate differences up to X times |b|.", type=_Tolerance(0))
-@options.option("--atol", "X", "Tolerate differences up to X.", type=_Tolerance(0))
-@click.option("--ignore-prefix", is_flag=True, help="Match names that differ only in wrappers' prefixes.")
-@click.option("--model-only", is_flag=True, help="Compare only the models' states.")
-@click.option(
+@options.option("--rtol X", "Tolerate differences up to X times |b|.", type=_Tolerance(0))
+@options.option("--atol X", "Tolerate differences up to X.", type=_Tolerance(0))
+@options.flag("--ignore-prefix", "Match names that differ only in wrappers' prefixes.")
+@options.flag("--model-only", "Compare only the models' states.")
+@options.option(
     "--sort",
+    "Order the rows by name, or by the largest relative difference, instead of in the order of A.",
     type=click.Choice(["name", "size"]),
-    help="Order the rows by name, or by the largest relative difference, instead of in the order of A.",
 )
 @options.state_option
 @options.no_verify_option
@@ -142,13 +142,7 @@ def _verdict(a: str, b: str, comparison: Comparison, limits: Limits) -> str:
         return f"{a} and {b} are the same within {within} ({compared} compared, {differ})"
     if comparison.same:
         return f"{a} and {b} are the same ({compared} compared)"
-    parts = [
-        f"{len(names)} {what}"
-        for names, what in (
-            (comparison.changed, "changed"),
-            (comparison.only_a, f"only in {a}"),
-            (comparison.only_b, f"only in {b}"),
-        )
-        if names
-    ]
+    only = ((comparison.only_a, f"only in {a}"), (comparison.only_b, f"only in {b}"))
+    lists = ((comparison.changed, "changed"), *only)
+    parts = [f"{len(names)} {what}" for names, what in lists if names]
     return f"{a} and {b} differ: {', '.join(parts)} ({compared} compared)"

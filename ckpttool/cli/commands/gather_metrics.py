@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @click.command("gather-metrics")
 @options.files_argument
-@options.option("--samples", "N", "How many samples there must be.", type=click.IntRange(min=0))
-@options.option("--out", "FILE", "Also write the certificate to FILE, as JSON.", type=click.Path())
-@click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
+@options.option("--samples N", "How many samples there must be.", type=click.IntRange(min=0))
+@options.option("--out FILE", "Also write the certificate to FILE, as JSON.", type=click.Path())
+@options.flag("--force", "Replace the file of --out if it exists.")
 @options.reading
 def command(
     console: Console, files: tuple[str, ...], samples: int | None, out: str | None, force: bool
@@ -33,6 +33,7 @@ def command(
     Example:
       ckpttool gather-metrics eval/rank*.safetensors
     """
+    from ...files.commit import replacing
     from ...metrics.certificate import recompute
     from ...metrics.predictions import read
 
@@ -40,7 +41,8 @@ def command(
         _require_replaceable(out, force)
     certificate = recompute([read(path) for path in files], samples)
     if out is not None:
-        _write(out, certificate)
+        with replacing(out) as file:
+            file.write(f"{to_json(certificate.statement())}\n".encode())
     console.result(_in_words(certificate, out), certificate.statement())
 
 
@@ -59,13 +61,6 @@ def _require_replaceable(out: str, force: bool) -> None:
             f"{out}: is a prediction file, and --out names the certificate to write",
             hint="name a file that is not there yet, e.g. --out metrics.json",
         )
-
-
-def _write(path: str, certificate: Certificate) -> None:
-    from ...files.commit import replacing
-
-    with replacing(path) as file:
-        file.write(f"{to_json(certificate.statement())}\n".encode())
 
 
 def _in_words(certificate: Certificate, out: str | None) -> str:

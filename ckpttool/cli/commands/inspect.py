@@ -30,11 +30,9 @@ STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
 @click.command("inspect")
 @options.files_argument
-@options.option("--depth", "N", "Show modules N levels deep.", type=click.IntRange(1))
-@click.option("--tensors", "listed", is_flag=True, help="One line per tensor: name, dtype, shape, bytes.")
-@click.option(
-    "--stats", "measured", is_flag=True, help="Read every value: min, max, mean, standard deviation, NaN."
-)
+@options.option("--depth N", "Show modules N levels deep.", type=click.IntRange(1))
+@options.flag("--tensors", "One line per tensor: name, dtype, shape, bytes.", "listed")
+@options.flag("--stats", "Read every value: min, max, mean, standard deviation, NaN.", "measured")
 @options.state_option
 @options.no_verify_option
 @options.reading

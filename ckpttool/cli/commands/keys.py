@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 @click.command("strip-prefix")
-@click.option("--prefix", default="module.", show_default=True, help="What to remove, including the dot.")
-@click.option("--repeat", is_flag=True, help="Repeat until none is left, e.g. module.module.conv.weight.")
-@click.option("--anywhere", is_flag=True, help="Also remove it inside a name, e.g. 0._orig_mod.weight.")
-@options.option("--drop", "KEY", "Leave out a key, e.g. n_averaged.", multiple=True)
+@options.option("--prefix", "What to remove, including the dot.", default="module.", show_default=True)
+@options.flag("--repeat", "Repeat until none is left, e.g. module.module.conv.weight.")
+@options.flag("--anywhere", "Also remove it inside a name, e.g. 0._orig_mod.weight.")
+@options.option("--drop KEY", "Leave out a key, e.g. n_averaged.", multiple=True)
 @options.option(
-    "--keep", "NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.", multiple=True
+    "--keep NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.", multiple=True
 )
 @options.writing
 def strip_prefix(
@@ -106,8 +106,8 @@ def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
 
 
 @click.command("add-prefix")
-@click.option(
-    "--prefix", default="module.", show_default=True, help="What to put before keys, including the dot."
+@options.option(
+    "--prefix", "What to put before keys, including the dot.", default="module.", show_default=True
 )
 @options.writing
 def add_prefix(job: Job, prefix: str) -> None:
@@ -139,13 +139,12 @@ def add_prefix(job: Job, prefix: str) -> None:
 
 
 @click.command("rename-keys")
-@click.option(
-    "--map",
+@options.option(
+    "--map REGEX=REPLACEMENT",
+    "What to rename, as re.sub does. Repeatable; applied in order.",
     "rules",
     multiple=True,
     required=True,
-    metavar="REGEX=REPLACEMENT",
-    help="What to rename, as re.sub does. Repeatable; applied in order.",
 )
 @options.writing
 def rename_keys(job: Job, rules: tuple[str, ...]) -> None:

@@ -14,7 +14,6 @@ import click
 from .. import options
 from ..console import Console, printable, show_bytes, stdout_kept_for_results
 from ..failure import mismatch_fields
-from ..options import Shape
 from ..reading import fields_of, note_fields, note_state, open_file
 
 if TYPE_CHECKING:
@@ -96,16 +95,15 @@ def _comment(text: str) -> list[str]:
 @click.command("reload")
 @options.file_argument
 @options.model_option
-@options.option("--input-shape", "N,…", "Also run a forward pass on zeros of this shape.", type=Shape())
+@options.option("--input-shape N,…", "Also run a forward pass on zeros of this shape.", type=options.shape)
 @options.state_option
 @options.option(
-    "--allow-missing",
-    "GLOB",
+    "--allow-missing GLOB",
     "Names of the model that FILE may lack or have in another shape; they keep its values.",
     multiple=True,
 )
 @options.option(
-    "--allow-unexpected", "GLOB", "Names of FILE that the model may lack; they are ignored.", multiple=True
+    "--allow-unexpected GLOB", "Names of FILE that the model may lack; they are ignored.", multiple=True
 )
 @options.reading
 def reload(

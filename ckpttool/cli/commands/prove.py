@@ -21,29 +21,24 @@ if TYPE_CHECKING:
 @click.argument("run", metavar="RUN", type=click.Path(), callback=options.note_inputs)
 @click.argument("flags", metavar="[-- TRAINER FLAGS…]", nargs=-1)
 @options.option(
-    "--from",
-    "STEP",
+    "--from STEP",
     "Replay from the last checkpoint up to STEP; 0: from the start.",
     "start",
     type=click.IntRange(0),
 )
-@options.option("--to", "STEP", "Replay up to STEP.  [default: the last one]", "end", type=click.IntRange(1))
+@options.option("--to STEP", "Replay up to STEP.  [default: the last one]", "end", type=click.IntRange(1))
 @options.option(
-    "--ranks",
-    "N",
+    "--ranks N",
     "Replay on N ranks, if the run has --virtual-ranks.  [default: the run's]",
     type=click.IntRange(1),
 )
-@click.option("--no-replay", is_flag=True, help="Check the chain and the checkpoints only; needs no torch.")
+@options.flag("--no-replay", "Check the chain and the checkpoints only; needs no torch.")
 @options.option(
-    "--program",
-    "FILE",
+    "--program FILE",
     "The train/main.py to replay with.  [default: that of this repository]",
     type=click.Path(),
 )
-@click.option(
-    "--run-code", is_flag=True, help="Let the replay run files that the run names as model, data or task."
-)
+@options.flag("--run-code", "Let the replay run files that the run names as model, data or task.")
 @options.dry_run_option
 @options.reading
 def command(

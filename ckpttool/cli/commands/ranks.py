@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 @options.inputs_and_output
 @options.to_option
 @options.full_option
-@options.option("--dtype", "TYPE", "Cast the model's floating-point tensors to bf16, fp16, fp32 or fp64.")
+@options.option("--dtype TYPE", "Cast the model's floating-point tensors to bf16, fp16, fp32 or fp64.")
 @options.option(
-    "--take-rank",
-    "R",
+    "--take-rank R",
     "Where ranks should hold the same values, take those of rank R instead of comparing all.",
     type=click.IntRange(0),
 )
 @options.option(
-    "--take-step",
-    "N",
+    "--take-step N",
     "Where files state different training steps, take them all the same, as those of step N.",
     type=click.IntRange(0),
 )
@@ -141,30 +139,27 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
 @click.command("split")
 @options.input_argument
 @options.output_argument
-@options.option("--ranks", "W", "How many ranks there are.", type=click.IntRange(1), required=True)
-@click.option(
+@options.option("--ranks W", "How many ranks there are.", type=click.IntRange(1), required=True)
+@options.option(
     "--as",
+    "dtensor: a file of DTensors a rank, as FSDP2 saves them; dcp: a folder that any ranks load.",
     "form",
     type=click.Choice(("dtensor", "dcp")),
     required=True,
-    help="dtensor: a file of DTensors a rank, as FSDP2 saves them; dcp: a folder that any ranks load.",
 )
 @options.option(
-    "--device",
-    "TYPE",
+    "--device TYPE",
     "The type of the ranks' devices, with dtensor: cuda, cpu, xpu.  [default: INPUT's, else cuda]",
 )
-@options.option("--axis", "NAME", "The name of the mesh's axis, where the training names it.")
+@options.option("--axis NAME", "The name of the mesh's axis, where the training names it.")
 @options.option(
-    "--whole",
-    "GLOB",
+    "--whole GLOB",
     "Keys that each rank holds whole, besides integers and BatchNorm's statistics.",
     multiple=True,
 )
-@click.option(
+@options.flag(
     "--replace-all",
-    is_flag=True,
-    help="With --force, also remove OUTPUT's files of a kind that INPUT lacks, such as an optimizer's.",
+    "With --force, also remove OUTPUT's files of a kind that INPUT lacks, such as an optimizer's.",
 )
 @options.state_option
 @options.job_options

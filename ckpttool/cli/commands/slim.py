@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 @click.command("slim")
 @options.writing
 @options.option(
-    "--model",
-    "SPEC",
-    "Name the tensors of an average that lists them in the order of this model's parameters.",
+    "--model SPEC", "Name the tensors of an average that lists them in the order of this model's parameters."
 )
 def slim(job: Job, model: str | None) -> None:
     """Write only the model's state, without bytes that none of its tensors uses.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("average")
 @options.inputs_and_output
-@options.option("--weights", "W,W,…", "The weight of each INPUT; equal if not given.")
+@options.option("--weights W,W,…", "The weight of each INPUT; equal if not given.")
 @options.writing_options
 def average(job: Job, weights: str | None) -> None:
     """Write the mean of several checkpoints of one model: only its state, every number rounded once.
@@ -107,21 +107,20 @@ def merge_lora(job: Job, adapter: str) -> None:
 
 @click.command("optimizer")
 @options.writing
-@click.option(
+@options.option(
     "--to",
+    "What the state is keyed by in OUTPUT: parameter names, torch's indices, torchtitan's flat names.",
     type=click.Choice(["names", "indices", "flat"]),
     required=True,
-    help="What the state is keyed by in OUTPUT: parameter names, torch's indices, torchtitan's flat names.",
 )
 @options.option(
-    "--model",
-    "SPEC",
+    "--model SPEC",
     "Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
 )
-@click.option(
+@options.option(
     "--order",
+    "An optimizer without names lists its parameters in the order of the file's state, or of --model.",
     type=click.Choice(["state", "model"]),
-    help="An optimizer without names lists its parameters in the order of the file's state, or of --model.",
 )
 def optimizer(job: Job, to: Form, model: str | None, order: Order | None) -> None:
     """Key the state of every optimizer in a file by parameter names, or by torch's indices.

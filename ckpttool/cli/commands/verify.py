@@ -18,16 +18,14 @@ if TYPE_CHECKING:
 @click.command("verify")
 @options.files_argument
 @options.option(
-    "--against",
-    "OTHER",
+    "--against OTHER",
     "Also compare the contents with those of OTHER, whatever its format.",
     type=click.Path(),
 )
-@click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
-@click.option(
+@options.flag("--finite", "Count NaN and infinity as problems.")
+@options.flag(
     "--no-code",
-    is_flag=True,
-    help="Count as problems names that could run, all but harmless ones, and records nothing refers to.",
+    "Count as problems names that could run, all but harmless ones, and records nothing refers to.",
 )
 @options.state_option
 @options.reading

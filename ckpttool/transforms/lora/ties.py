@@ -135,11 +135,11 @@ class Ties:
         if tied and is_input and root in ROOTS:
             return "lm_head.weight"
         other = "lm_head.weight" if is_input else "model.embed_tokens.weight"
+        config = "keep the model's config.json next to it, with tie_word_embeddings false where it isn't tied"
         raise Refused(
             self.adapter.checkpoint.path,
             f"holds '{name[:80]}' whole, and {self.base} does not name the layer that it may tie to it",
-            hint=f"name it: {tying(self.base, other, name)}; or keep the model's config.json next to it, "
-            "with tie_word_embeddings false where it isn't tied",
+            hint=f"name it: {tying(self.base, other, name)}; or {config}",
         )
 
     def _is_tied(self) -> bool | None:

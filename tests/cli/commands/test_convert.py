@@ -53,22 +53,11 @@ def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
     ran = cli("convert", path, out, "--exclude", "head.*", "--dtype", "bf16", "--json")
     assert (ran.code, ran.err) == (0, "")
     assert 0 <= ran.json["seconds"] < 60
-    assert ran.json | {"seconds": 0} == {
-        "output": str(out),
-        "format": "safetensors",
-        "keys": 2,
-        "renamed": 0,
-        "also_renamed": {},
-        "left_out": ["head.weight", "head.count", "optimizer", "epoch", "best"],
-        "kept": [],
-        "tied": [],
-        "copied": [],
-        "mentions": [],
-        "devices": [],
-        "bytes": out.stat().st_size,
-        "seconds": 0,
-        "overflows": 0,
-    }
+    left_out = ["head.weight", "head.count", "optimizer", "epoch", "best"]
+    counts = {"keys": 2, "renamed": 0, "bytes": out.stat().st_size, "seconds": 0, "overflows": 0}
+    nothing: dict[str, Any] = {key: [] for key in ("kept", "tied", "copied", "mentions", "devices")}
+    written = {"output": str(out), "format": "safetensors", "also_renamed": {}, "left_out": left_out}
+    assert ran.json | {"seconds": 0} == written | counts | nothing
 
 
 def test_a_whole_checkpoint_goes_into_safetensors_and_back(path: Path, cli: Cli) -> None:
@@ -111,17 +100,6 @@ def test_no_overflow_is_not_mentioned_and_a_dry_run_does_not_know(path: Path, cl
     assert ran.err == ""
 
 
-def test_an_unknown_type_is_exit_2_and_lists_the_known_ones(path: Path, cli: Cli) -> None:
-    ran = cli("convert", path, path.parent / "out.pt", "--dtype", "int8")
-    assert ran.code == 2 and "--dtype int8: not a dtype to cast to" in ran.err and "bf16" in ran.err
-    assert not (path.parent / "out.pt").exists()
-
-
-def test_nothing_to_cast_is_exit_1(path: Path, cli: Cli) -> None:
-    ran = cli("convert", path, path.parent / "out.pt", "--dtype", "fp32")
-    assert ran.code == 1 and "no tensor to cast" in ran.err
-
-
 # --only, --exclude, --drop
 
 
@@ -142,12 +120,6 @@ def test_many_names_are_cut_short_unless_asked_for(cli: Cli, tmp_path: Path) -> 
     assert (ran.out, ran.err) == ("", "")
 
 
-def test_a_pattern_that_matches_nothing_is_exit_1(path: Path, cli: Cli) -> None:
-    ran = cli("convert", path, path.parent / "out.pt", "--only", "body.*")
-    assert ran.code == 1 and "no key matches 'body.*'" in ran.err and "stem.weight" in ran.err
-    assert not (path.parent / "out.pt").exists()
-
-
 def test_entries_are_dropped_by_name(path: Path, cli: Cli) -> None:
     drop = ["--drop", "optimizer", "--drop", "model.head.count"]
     ran = cli("convert", path, path.parent / "out.pt", *drop, "--json")
@@ -155,11 +127,6 @@ def test_entries_are_dropped_by_name(path: Path, cli: Cli) -> None:
     loaded = torch.load(path.parent / "out.pt")
     assert list(loaded) == ["model", "epoch", "best"]
     assert "head.count" not in loaded["model"]
-
-
-def test_dropping_a_missing_name_is_exit_1(path: Path, cli: Cli) -> None:
-    ran = cli("convert", path, path.parent / "out.pt", "--drop", "scheduler")
-    assert ran.code == 1 and "holds nothing named 'scheduler'" in ran.err and "ckpttool inspect" in ran.err
 
 
 def test_state_selects_what_is_converted(cli: Cli, tmp_path: Path) -> None:
@@ -195,16 +162,6 @@ def test_complex_parts_are_cast(cli: Cli, tmp_path: Path) -> None:
     change = ["--complex", "split", "--dtype", "bf16"]
     assert cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", *change).code == 0
     assert torch.equal(load_file(tmp_path / "out.safetensors")["z.imag"], base.bfloat16())
-
-
-def test_a_collision_is_exit_3_and_names_both(cli: Cli, tmp_path: Path) -> None:
-    torch.save({"z": torch.complex(base, base), "z.real": base}, tmp_path / "in.pt")
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--complex", "split")
-    assert ran.code == 3 and "'z' would be split into 'z.real', which already exists" in ran.err
-
-
-def test_complex_takes_only_split_and_join(path: Path, cli: Cli) -> None:
-    assert cli("convert", path, path.parent / "out.pt", "--complex", "both").code == 2
 
 
 # Ties.
@@ -271,21 +228,25 @@ def test_permute_reshape_and_tie_change_the_layout(cli: Cli, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (["--permute", "w=0,0"], 2, "0,0 is not a permutation of the 2 axes of 'w'"),
-        (["--permute", "w=1,x"], 2, "'1,x' is not a shape"),
-        (["--reshape", "w"], 2, "'w' is not two parts separated by ="),
-        (["--reshape", "w=5"], 2, "'w' has 12 elements, and 5 5"),
-        (["--tie", "w=w"], 3, "'w' would be another name of 'w', but already exists"),
-        (["--tie", "x=y"], 1, "no tensor is named 'y'"),
-        (["--permute", "x*=1,0"], 1, "no tensor's key matches 'x*'"),
+        ("--dtype int8", 2, ["--dtype int8: not a dtype to cast to", "bf16"]),
+        ("--dtype fp32", 1, ["no tensor to cast"]),
+        ("--only body.*", 1, ["no key matches 'body.*'", "first key is 'w'"]),
+        ("--drop scheduler", 1, ["holds nothing named 'scheduler'", "ckpttool inspect"]),
+        ("--complex both", 2, ["--complex"]),
+        ("--complex split", 3, ["'z' would be split into 'z.real', which already exists"]),
+        ("--permute w=0,0", 2, ["0,0 is not a permutation of the 2 axes of 'w'"]),
+        ("--permute w=1,x", 2, ["'1,x' is not a shape"]),
+        ("--reshape w", 2, ["'w' is not two parts separated by ="]),
+        ("--reshape w=5", 2, ["'w' has 12 elements, and 5 5"]),
+        ("--tie w=w", 3, ["'w' would be another name of 'w', but already exists"]),
+        ("--tie x=y", 1, ["no tensor is named 'y'"]),
+        ("--permute x*=1,0", 1, ["no tensor's key matches 'x*'"]),
     ],
 )
-def test_an_impossible_layout_is_an_error_and_nothing_is_written(
-    flags: list[str], code: int, said: str, cli: Cli, tmp_path: Path
-) -> None:
-    torch.save({"w": base}, tmp_path / "in.pt")
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags)
-    assert (ran.code, ran.out) == (code, "") and said in ran.err
+def test_an_impossible_change_is_refused(flags: str, code: int, said: Any, cli: Cli, tmp_path: Path) -> None:
+    torch.save({"w": base, "z": torch.complex(base, base), "z.real": base}, tmp_path / "in.pt")
+    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags.split())
+    assert (ran.code, ran.out) == (code, "") and all(words in ran.err for words in said)
     assert not (tmp_path / "out.pt").exists()
 
 

@@ -78,15 +78,13 @@ def test_values_that_are_not_finite_have_a_column_where_there_are_any(tmp_path: 
 
 def test_tensors_for_grep_have_their_figures_too_when_asked(checkpoint: Path, cli: Any) -> None:
     lines = cli("inspect", checkpoint, "--tensors", "--stats").out.splitlines()
-    assert lines[1] == "model.module.fc.weight\tfloat32\t[2,3]\t24\t\t1\t1\t1\t0\t0"
-    assert len(lines) == 5
+    assert (lines[1], len(lines)) == ("model.module.fc.weight\tfloat32\t[2,3]\t24\t\t1\t1\t1\t0\t0", 5)
 
 
 def test_json_names_the_class_of_a_pickled_model(tmp_path: Path, cli: Any) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "f.pt")
     found = cli("inspect", tmp_path / "f.pt", "--json").json
-    assert found["model"] == "torch.nn.modules.linear.Linear"
-    assert found["state_bytes"] == 24
+    assert (found["model"], found["state_bytes"]) == ("torch.nn.modules.linear.Linear", 24)
 
 
 def test_json_has_the_fields_that_scripts_rely_on(checkpoint: Path, cli: Any) -> None:

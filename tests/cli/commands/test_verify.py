@@ -80,8 +80,7 @@ def test_structural_damage_is_exit_3(path: Path, cli: Cli) -> None:
 def test_values_that_are_not_finite_are_named_and_with_finite_a_problem(cli: Cli, tmp_path: Path) -> None:
     torch.save({"w": torch.tensor([nan, 1.0, nan]), "v": torch.tensor([1.0])}, tmp_path / "in.pt")
     ran = cli("verify", tmp_path / "in.pt")
-    assert ran.code == 0
-    assert ran.err == "NaN or infinite values: w (2)\n"
+    assert (ran.code, ran.err) == (0, "NaN or infinite values: w (2)\n")
     ran = cli("verify", tmp_path / "in.pt", "--finite")
     assert ran.code == 1
     assert "non-finite: w: 2 of its values are NaN or infinite" in ran.err
@@ -123,8 +122,7 @@ def test_many_problems_are_cut_short_and_the_rest_is_counted(cli: Cli, tmp_path:
     torch.save({f"a{i:02}": torch.ones(1) for i in range(15)} | {"w": torch.ones(1)}, tmp_path / "in.pt")
     torch.save({"w": torch.ones(1)}, tmp_path / "other.pt")
     ran = cli("verify", tmp_path / "in.pt", "--against", tmp_path / "other.pt")
-    assert len(ran.err.splitlines()) == 11
-    assert ran.err.splitlines()[-1] == "and 5 more: -v shows them"
+    assert (len(ran.err.splitlines()), ran.err.splitlines()[-1]) == (11, "and 5 more: -v shows them")
     assert ": 15 problems (" in ran.out
     ran = cli("verify", tmp_path / "in.pt", "--against", tmp_path / "other.pt", "-v")
     assert len(ran.err.splitlines()) == 15
