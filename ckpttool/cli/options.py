@@ -184,10 +184,8 @@ class Job:
         shown = [*map(shlex.quote, inputs)]
         command = click.get_current_context().command_path
         words = " ".join([command, *shown[:2], *(["…"] if shown[2:] else []), shlex.quote(output), "OUTPUT"])
-        raise OutputExists(
-            f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT",
-            hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}",
-        )
+        what = f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT"
+        raise OutputExists(what, hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}")
 
 
 def _with_console(function: F) -> F:

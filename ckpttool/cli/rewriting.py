@@ -161,10 +161,8 @@ def _refuse_state(state: str | None, path: str, output: str) -> None:
     """Raise UsageFault if --state is given, which has no effect where everything is written unchanged."""
     if state is not None:
         words = ["ckpttool", "slim", "--state", state, path, output]
-        raise UsageFault(
-            f"{output}: gets everything in the input, so --state '{state}' would have no effect",
-            hint=f"for that state alone: {shlex.join(words)}",
-        )
+        what = f"{output}: gets everything in the input, so --state '{state}' would have no effect"
+        raise UsageFault(what, hint=f"for that state alone: {shlex.join(words)}")
 
 
 def _attributes(checkpoint: Checkpoint, where: str | None, known: Sequence[str]) -> tuple[str, ...]:

@@ -155,9 +155,8 @@ def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Rena
             return checked(names, _applied(rules, watch), hints)
     except TooSlow:
         where = f"'{watch.expression[:80]}' takes more than {KEY_SECONDS} s on the key '{watch.name[:80]}'"
-        raise UsageFault(
-            f"--map: {where}", hint="write it without repetitions inside repetitions, such as (.+)+ or (a|a)*"
-        ) from None
+        hint = "write it without repetitions inside repetitions, such as (.+)+ or (a|a)*"
+        raise UsageFault(f"--map: {where}", hint=hint) from None
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         raise UsageFault(f"--map: {error}", hint="for example: --map '^backbone\\.=model.'") from None
 

@@ -107,9 +107,8 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
     caster = Caster(to)
     new = replace_state(checkpoint, target, lambda old: _map_tensors(old, caster.cast))
     if not caster.report.tensors:
-        raise NothingToDo(
-            f"{checkpoint.path}: no tensor to cast: none has a float dtype other than {to.name}"
-        )
+        what = f"{checkpoint.path}: no tensor to cast: none has a float dtype other than {to.name}"
+        raise NothingToDo(what)
     return new, caster.report
 
 
@@ -145,10 +144,9 @@ def with_metadata(
         if name == full_json.ENTRY:
             raise UsageFault(f"the metadata '{name}' is what --full keeps", hint="choose another name")
         if text in tensors and name not in tensors and name not in OF_TORCH:
-            raise UsageFault(
-                f"the metadata '{name}' would be read as another name of the tensor '{text}'",
-                hint=f"choose another text, or tie them: convert --tie {shlex.quote(f'{name}={text}')}",
-            )
+            what = f"the metadata '{name}' would be read as another name of the tensor '{text}'"
+            hint = f"choose another text, or tie them: convert --tie {shlex.quote(f'{name}={text}')}"
+            raise UsageFault(what, hint=hint)
     return replace(checkpoint, metadata={**checkpoint.metadata, **texts})
 
 
@@ -168,10 +166,8 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     for name in names:
         entry = _entry(checkpoint.tree, name)
         if entry is None:
-            raise NothingToDo(
-                f"{checkpoint.path}: holds nothing named '{name}'",
-                hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
-            )
+            hint = f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}"
+            raise NothingToDo(f"{checkpoint.path}: holds nothing named '{name}'", hint=hint)
         doomed.setdefault(id(entry[0]), set()).add(entry[1])
 
     def change(value: object) -> object:

@@ -57,10 +57,8 @@ def _require_replaceable(out: str, force: bool) -> None:
         if not force:
             raise OutputExists(f"{out}: already exists", hint="write it anyway with --force") from None
     else:
-        raise OutputExists(
-            f"{out}: is a prediction file, and --out names the certificate to write",
-            hint="name a file that is not there yet, e.g. --out metrics.json",
-        )
+        what = f"{out}: is a prediction file, and --out names the certificate to write"
+        raise OutputExists(what, hint="name a file that is not there yet, e.g. --out metrics.json")
 
 
 def _in_words(certificate: Certificate, out: str | None) -> str:

@@ -70,10 +70,8 @@ def _keep_alone(
     from ...transforms.selection import drop
 
     if not target.place.holds_all:
-        raise UsageFault(
-            f"--keep: {target.place.format} holds only the tensors of the state",
-            hint="name a .pt file, which holds what --keep names",
-        )
+        hint = "name a .pt file, which holds what --keep names"
+        raise UsageFault(f"--keep: {target.place.format} holds only the tensors of the state", hint=hint)
     state = checkpoint.state(target.state)
     of_model = len([*own_attributes(state.module)])  # they come first, and can't be taken out of the object
     outside = checkpoint.outside(state)[of_model:]

@@ -176,10 +176,8 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
             out = model(torch.zeros(shape, dtype=dtype))
     except (Exception, SystemExit) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckFailed(
-            f"{spec}: the forward pass failed on zeros of shape {list(shape)}: {reason}",
-            hint="the state loads; check --input-shape (batch first)",
-        ) from error
+        what = f"{spec}: the forward pass failed on zeros of shape {list(shape)}: {reason}"
+        raise CheckFailed(what, hint="the state loads; check --input-shape (batch first)") from error
     return list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
 
 

@@ -187,9 +187,8 @@ def split(
         return
     of_mesh = {"--device": job.device, "--axis": axis, "--whole": whole, "--replace-all": replace_all}
     if useless := [flag for flag, value in of_mesh.items() if value]:
-        raise UsageFault(
-            f"{useless[0]} has no effect on a DCP folder, which has no mesh", hint="leave it out"
-        )
+        hint = "leave it out"
+        raise UsageFault(f"{useless[0]} has no effect on a DCP folder, which has no mesh", hint=hint)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         outcome = Outcome("wrote for any number of ranks", of_state=False, fields={"ranks": ranks})

@@ -76,10 +76,8 @@ def disarm(job: Job) -> None:
     from ...transforms import disarm as transforms
 
     if format_of_name(job.output) not in (torch_zip.NAME, None):
-        raise UsageFault(
-            f"{job.output}: disarm writes a .pt file",
-            hint="safetensors and folders of it hold no objects: ckpttool convert writes them",
-        )
+        hint = "safetensors and folders of it hold no objects: ckpttool convert writes them"
+        raise UsageFault(f"{job.output}: disarm writes a .pt file", hint=hint)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, disarmed = transforms.disarm(checkpoint, state=target.state)

@@ -125,11 +125,9 @@ class Adapter:
                 whole[module] = tensor
             other = keys.setdefault((module, part), key)
             if other != key:
-                raise Refused(
-                    self.checkpoint.path,
-                    f"holds '{other[:80]}' and '{key[:80]}', which are the same tensor of the model",
-                    hint="leave out one of the two: ckpttool convert FILE NEWFILE --exclude KEY",
-                )
+                what = f"holds '{other[:80]}' and '{key[:80]}', which are the same tensor of the model"
+                hint = "leave out one of the two: ckpttool convert FILE NEWFILE --exclude KEY"
+                raise Refused(self.checkpoint.path, what, hint=hint)
         return factors, whole
 
     def _no_factor(self, key: str) -> Unsupported:
@@ -139,11 +137,9 @@ class Adapter:
             return Unsupported(self.checkpoint.path, f"holds '{key[:80]}', {said}")
         file, adapter = shlex.quote(self.checkpoint.path), named[1]
         wanted = shlex.quote(rf"(\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}=\1")
-        return Unsupported(
-            self.checkpoint.path,
-            f"holds '{key[:80]}' with the adapter's name '{adapter[:40]}' in it, which PEFT's files lack",
-            hint=f"take it out: ckpttool rename-keys {file} {file} --force --map {wanted}",
-        )
+        what = f"holds '{key[:80]}' with the adapter's name '{adapter[:40]}' in it, which PEFT's files lack"
+        hint = f"take it out: ckpttool rename-keys {file} {file} --force --map {wanted}"
+        return Unsupported(self.checkpoint.path, what, hint=hint)
 
 
 def open_adapter(folder: str | os.PathLike[str]) -> Adapter:

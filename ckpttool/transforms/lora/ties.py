@@ -136,11 +136,9 @@ class Ties:
             return "lm_head.weight"
         other = "lm_head.weight" if is_input else "model.embed_tokens.weight"
         config = "keep the model's config.json next to it, with tie_word_embeddings false where it isn't tied"
-        raise Refused(
-            self.adapter.checkpoint.path,
-            f"holds '{name[:80]}' whole, and {self.base} does not name the layer that it may tie to it",
-            hint=f"name it: {tying(self.base, other, name)}; or {config}",
-        )
+        what = f"holds '{name[:80]}' whole, and {self.base} does not name the layer that it may tie to it"
+        hint = f"name it: {tying(self.base, other, name)}; or {config}"
+        raise Refused(self.adapter.checkpoint.path, what, hint=hint)
 
     def _is_tied(self) -> bool | None:
         """Return whether the base ties its output layer to the embeddings; None if nothing says so."""

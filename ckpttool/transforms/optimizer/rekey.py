@@ -60,10 +60,8 @@ def rekeyed(
         raise UsageFault("the order of a model needs the model", hint="give it: --model SPEC")
     optimizers = [(dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value)]
     if not optimizers:
-        raise NothingToDo(
-            f"{checkpoint.path}: holds no optimizer's state",
-            hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
-        )
+        hint = f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}"
+        raise NothingToDo(f"{checkpoint.path}: holds no optimizer's state", hint=hint)
     live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
     source = ParameterSource(checkpoint, live, state, order)
     changes = [_change(where, optimizer, source, to, checkpoint.path) for where, optimizer in optimizers]
@@ -105,9 +103,8 @@ def _change(where: str, old: Any, source: ParameterSource, to: Form, file: str) 
         groups, live_names = (named, set[str]()) if live is None else _in_order(named, live)
         moved = _moved(named, groups, optimizer["state"])
     except BadOptimizer as fault:
-        raise Refused(
-            file, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=fault.hint
-        ) from None
+        hint = fault.hint
+        raise Refused(file, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=hint) from None
     new = _with_keys(optimizer, groups, by_name=to != "indices")
     new = flattened(new) if to == "flat" else new
     return _Change(where, old, new, sum(map(len, groups)), moved, is_ordered, live_names)
@@ -121,9 +118,8 @@ def _in_order(groups: Groups, live: Mapping[str, Shape]) -> tuple[Groups, set[st
     for slot in chain(*groups):
         name = bare[str(slot.name)]
         if name not in place:
-            raise BadOptimizer(
-                f"keeps '{slot.name}', which the model does not have; none is added or dropped"
-            )
+            what = f"keeps '{slot.name}', which the model does not have; none is added or dropped"
+            raise BadOptimizer(what)
         check_shape(slot, live[name], "the model")
     ordered = [sorted(group, key=lambda slot: place[bare[str(slot.name)]]) for group in groups]
     return ordered, set(bare.values())
@@ -133,9 +129,8 @@ def _moved(before: Groups, after: Groups, state: Mapping[Any, Any]) -> int:
     moved = sum(old.key != new.key for old, new in zip(chain(*before), chain(*after), strict=True))
     entries = (entry_of(state, slot.key) for slot in chain(*before))
     if moved and any(isinstance(entry, dict) and any(name in entry for name in FLAT) for entry in entries):
-        raise BadOptimizer(
-            "is LBFGS, which keeps all parameters in one vector: it can't be put in another order"
-        )
+        what = "is LBFGS, which keeps all parameters in one vector: it can't be put in another order"
+        raise BadOptimizer(what)
     return moved
 
 
