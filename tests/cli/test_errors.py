@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import pty
@@ -221,9 +220,7 @@ NEAR = {
 
 
 @pytest.mark.parametrize("what", NEAR)
-def test_a_missing_file_hints_at_similar_files(
-    what: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_hints_at_similar_files(what: str, cli: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for made in ("runs/last.pt", "runs/best.safetensors", "runs/notes.txt", "empty/x"):
         Path(made).parent.mkdir(exist_ok=True)
@@ -261,26 +258,6 @@ def test_a_missing_state_hints_the_states_of_the_file(cli: Any, tmp_path: Path) 
         out = [tmp_path / "out.pt"] if command == ["slim"] else []
         ran = cli(*command, tmp_path / "in.pt", *out, "--state", "nosuch")
         assert_one_line(ran, 3, "holds no state named 'nosuch'", "hint: there are: model, ema.net")
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_the_output_may_be_the_input(suffix: str, cli: Any, tmp_path: Path) -> None:
-    path = tmp_path / f"in{suffix}"
-    (save_file if suffix == ".safetensors" else torch.save)({"module.a": torch.ones(1)}, path)
-    ran = cli("strip-prefix", path, path)
-    assert_one_line(ran, 2, "already exists", "--force")
-    assert cli("strip-prefix", path, path, "--force").code == 0
-    assert [row["name"] for row in cli("inspect", path, "--json").json["tensors"]] == ["a"]
-    assert [found.name for found in tmp_path.iterdir()] == [path.name]
-
-
-def test_files_come_from_stdin_and_go_to_stdout(process: Any, tmp_path: Path) -> None:
-    torch.save({"module.a": torch.ones(3)}, tmp_path / "in.pt")
-    raw = (tmp_path / "in.pt").read_bytes()
-    ran = process("strip-prefix", "-", "-", input=raw)
-    assert ran.returncode == 0 and torch.load(io.BytesIO(ran.stdout))["a"].tolist() == [1, 1, 1]
-    assert ran.stderr.startswith(b"stripped 'module.' from 1 of 1 keys -> - (")
-    assert b"-: torch-zip" in process("inspect", "-", input=raw).stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

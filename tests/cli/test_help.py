@@ -150,8 +150,7 @@ def test_the_help_of_the_tool_gives_each_command_one_line_that_fits_80_columns(p
 def test_commands_are_shown_in_the_order_of_their_use(cli: Any) -> None:
     names = [command.name for commands in SECTIONS.values() for command in commands]
     assert list(group.commands) == names
-    shown = re.findall(r"^  ([a-z]+(?:-[a-z]+)*)  ", cli("--help").out, re.MULTILINE)
-    assert shown == names
+    assert re.findall(r"^  ([a-z]+(?:-[a-z]+)*)  ", cli("--help").out, re.MULTILINE) == names
 
 
 def test_the_versions_are_shown(process: Any) -> None:
@@ -167,8 +166,7 @@ def test_a_misspelt_command_is_answered_with_similar_ones(typed: str, meant: str
 
 
 def test_a_shell_can_ask_for_completions(process: Any) -> None:
-    script = process(env={"_CKPTTOOL_COMPLETE": "bash_source"}).stdout.decode()
-    assert "complete -o nosort -F" in script
+    assert "complete -o nosort -F" in process(env={"_CKPTTOOL_COMPLETE": "bash_source"}).stdout.decode()
     asked = {"_CKPTTOOL_COMPLETE": "bash_complete", "COMP_WORDS": "ckpttool conv", "COMP_CWORD": "1"}
     assert "plain,convert" in process(env=asked).stdout.decode().splitlines()
 

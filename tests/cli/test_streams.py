@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,9 +162,7 @@ def test_a_reader_of_help_and_of_errors_that_has_gone_is_exit_141(
     assert into_a_broken_pipe(words)[0] == 141
 
 
-def test_a_reader_of_completions_that_has_gone_is_exit_141(
-    into_a_broken_pipe: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_of_completions_that_has_gone_is_exit_141(into_a_broken_pipe: Run, monkeypatch: Any) -> None:
     monkeypatch.setenv("_CKPTTOOL_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", "ckpttool ")
     monkeypatch.setenv("COMP_CWORD", "1")

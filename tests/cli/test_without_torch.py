@@ -122,9 +122,7 @@ def test_commands_that_need_no_torch_run_without_it_on_files_of_every_format(
     kind: str, without_torch: dict[str, str], folder: Path
 ) -> None:
     INPUTS[kind](folder / "in")
-    commands = NEED_NO_TORCH.replace("IN", "in").strip().splitlines()
-    found = failures(without_torch, folder, commands)
-    assert not found
+    assert not failures(without_torch, folder, NEED_NO_TORCH.replace("IN", "in").strip().splitlines())
 
 
 @pytest.mark.parametrize(

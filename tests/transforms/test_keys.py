@@ -240,8 +240,7 @@ def test_the_counter_of_an_average_stays_beside_the_stripped_model(tmp_path: Pat
 
 def test_a_key_with_the_prefix_inside_stays_whole_in_a_file(tmp_path: Path) -> None:
     state = {f"module.{key}": value for key, value in Net().state_dict().items()}
-    found = rewritten(ckpttool.strip_prefix, saved(state, tmp_path / "f.pt"))
-    assert "features.module.0.weight" in found
+    assert "features.module.0.weight" in rewritten(ckpttool.strip_prefix, saved(state, tmp_path / "f.pt"))
 
 
 def test_half_the_keys_carry_the_prefix_and_the_others_stay_in_their_places(tmp_path: Path) -> None:
@@ -364,6 +363,7 @@ def test_a_state_in_two_places_stays_one(tmp_path: Path) -> None:
         ({"0._orig_mod.w": ONE}, "", "1 of 1 keys hold '_orig_mod.' inside: --prefix _orig_mod. --anywhere"),
         ({"state_dict": {"_orig_mod.a": ONE, "b": ONE}}, "state_dict", "'_orig_mod.': --prefix _orig_mod."),
         ({"conv.weight": ONE}, "", "the first key is 'conv.weight'"),
+        ({"s": {"model.a.w": ONE, "model.b.w": ONE}}, "s", "all keys begin with 'model.': --prefix model."),
     ],
 )
 def test_the_hint_names_the_prefix_that_there_is(tree: Any, where: str, hint: str, tmp_path: Path) -> None:

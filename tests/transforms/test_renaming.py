@@ -256,8 +256,7 @@ def test_rules_that_change_no_key_are_nothing_to_do(tmp_path: Path) -> None:
 def test_a_renaming_and_its_inverse_restore_the_file(names: list[str], prefix: str) -> None:
     assume(not any(name.startswith(prefix) for name in names))
     assume("" not in f"{prefix}a".split("."))
-    there = renamed(names, ("^", prefix))
-    assert renamed(there, (f"^.{{{len(prefix)}}}", "")) == names
+    assert renamed(renamed(names, ("^", prefix)), (f"^.{{{len(prefix)}}}", "")) == names
 
 
 HOSTILE = {"repetition in a repetition": r"^((.+)+)+!$", "the same twice": r"^(a|a)*$", "a later rule": r"^x"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 
 from tests.support.comparing import assert_same
-from tests.support.running import Ran
-
-Cli = Callable[..., Ran]
 
 base = torch.linspace(-1, 1, 12).reshape(3, 4)
 STATE = OrderedDict(
@@ -33,7 +29,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "in.pt"
 
 
-def test_the_result_is_one_line(path: Path, cli: Cli) -> None:
+def test_the_result_is_one_line(path: Path, cli: Any) -> None:
     out = path.parent / "out.pt"
     ran = cli("convert", path, out)
     assert (ran.code, ran.err) == (0, "")
@@ -42,13 +38,13 @@ def test_the_result_is_one_line(path: Path, cli: Cli) -> None:
     assert_same(torch.load(path), torch.load(out))
 
 
-def test_what_safetensors_can_t_hold_is_named(path: Path, cli: Cli) -> None:
+def test_what_safetensors_can_t_hold_is_named(path: Path, cli: Any) -> None:
     ran = cli("convert", path, path.parent / "out.safetensors")
     assert (ran.code, ran.err) == (0, "left out, as safetensors holds only tensors: optimizer, epoch, best\n")
     assert list(load_file(path.parent / "out.safetensors")) == sorted(STATE)
 
 
-def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
+def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Any) -> None:
     out = path.parent / "out.safetensors"
     ran = cli("convert", path, out, "--exclude", "head.*", "--dtype", "bf16", "--json")
     assert (ran.code, ran.err) == (0, "")
@@ -60,7 +56,7 @@ def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
     assert ran.json | {"seconds": 0} == written | counts | nothing
 
 
-def test_a_whole_checkpoint_goes_into_safetensors_and_back(path: Path, cli: Cli) -> None:
+def test_a_whole_checkpoint_goes_into_safetensors_and_back(path: Path, cli: Any) -> None:
     flat, back = path.parent / "flat.safetensors", path.parent / "back.pt"
     ran = cli("convert", path, flat, "--full")
     assert (ran.code, ran.err) == (0, "")
@@ -72,7 +68,7 @@ def test_a_whole_checkpoint_goes_into_safetensors_and_back(path: Path, cli: Cli)
 # --dtype
 
 
-def test_floats_are_cast_and_counted(path: Path, cli: Cli) -> None:
+def test_floats_are_cast_and_counted(path: Path, cli: Any) -> None:
     ran = cli("convert", path, path.parent / "out.safetensors", "--dtype", "bf16")
     assert "converted torch-zip, 3 tensors cast to bfloat16 -> " in ran.out
     loaded = load_file(path.parent / "out.safetensors")
@@ -84,43 +80,31 @@ def test_floats_are_cast_and_counted(path: Path, cli: Cli) -> None:
     ("values", "said"),
     [([1e5, 1.0], "1 finite value became infinite"), ([1e5, -1e6], "2 finite values became infinite")],
 )
-def test_overflows_are_counted(values: list[float], said: str, cli: Cli, tmp_path: Path) -> None:
+def test_overflows_are_counted(values: list[float], said: str, cli: Any, tmp_path: Path) -> None:
     torch.save({"w": torch.tensor([*values, math.inf, math.nan])}, tmp_path / "in.pt")
     words = ["convert", tmp_path / "in.pt", tmp_path / "out.pt", "--dtype", "fp16"]
     ran = cli(*words)
     assert (ran.code, ran.err) == (0, said + "\n")
-    ran = cli(*words, "--force", "--verify", "--json")
-    assert ran.json["overflows"] == int(said[0])
+    assert cli(*words, "--force", "--verify", "--json").json["overflows"] == int(said[0])
 
 
-def test_no_overflow_is_not_mentioned_and_a_dry_run_does_not_know(path: Path, cli: Cli) -> None:
+def test_no_overflow_is_not_mentioned_and_a_dry_run_does_not_know(path: Path, cli: Any) -> None:
     ran = cli("convert", path, path.parent / "out.pt", "--dtype", "fp16", "--dry-run", "--json")
     assert "overflows" not in ran.json
-    ran = cli("convert", path, path.parent / "out.pt", "--dtype", "fp16")
-    assert ran.err == ""
+    assert cli("convert", path, path.parent / "out.pt", "--dtype", "fp16").err == ""
 
 
 # --only, --exclude, --drop
 
 
-def test_keys_are_selected_and_the_others_are_named(path: Path, cli: Cli) -> None:
+def test_keys_are_selected_and_the_others_are_named(path: Path, cli: Any) -> None:
     patterns = ["--only", "stem.*", "--only", "head.w*", "--exclude", "*.bias"]
     ran = cli("convert", path, path.parent / "out.pt", *patterns)
     assert (ran.code, ran.err) == (0, "left out: stem.bias, head.count\n")
     assert list(torch.load(path.parent / "out.pt")["model"]) == ["stem.weight", "head.weight"]
 
 
-def test_many_names_are_cut_short_unless_asked_for(cli: Cli, tmp_path: Path) -> None:
-    torch.save({f"a{i}": base for i in range(9)} | {"b": base}, tmp_path / "in.pt")
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--only", "b")
-    assert ran.err == "left out: a0, a1, a2, a3 and 5 more\n"
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--only", "b", "--force", "-v")
-    assert ran.err == f"left out: {', '.join(f'a{i}' for i in range(9))}\n"
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--only", "b", "--force", "-q")
-    assert (ran.out, ran.err) == ("", "")
-
-
-def test_entries_are_dropped_by_name(path: Path, cli: Cli) -> None:
+def test_entries_are_dropped_by_name(path: Path, cli: Any) -> None:
     drop = ["--drop", "optimizer", "--drop", "model.head.count"]
     ran = cli("convert", path, path.parent / "out.pt", *drop, "--json")
     assert ran.json["left_out"] == ["optimizer", "model.head.count"]
@@ -129,7 +113,7 @@ def test_entries_are_dropped_by_name(path: Path, cli: Cli) -> None:
     assert "head.count" not in loaded["model"]
 
 
-def test_state_selects_what_is_converted(cli: Cli, tmp_path: Path) -> None:
+def test_state_selects_what_is_converted(cli: Any, tmp_path: Path) -> None:
     torch.save({"model": {"w": base}, "ema": {"w": base + 1}}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "a.safetensors")
     assert "state: 'model'; also available: --state ema" in ran.err
@@ -142,7 +126,7 @@ def test_state_selects_what_is_converted(cli: Cli, tmp_path: Path) -> None:
 # --complex
 
 
-def test_complex_tensors_are_split_and_joined(cli: Cli, tmp_path: Path) -> None:
+def test_complex_tensors_are_split_and_joined(cli: Any, tmp_path: Path) -> None:
     phases = torch.complex(base, -base)
     torch.save({"z": phases.conj(), "wide": phases.to(torch.complex128), "w": base}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "split.safetensors", "--complex", "split")
@@ -157,7 +141,7 @@ def test_complex_tensors_are_split_and_joined(cli: Cli, tmp_path: Path) -> None:
     assert torch.equal(loaded["wide"], phases.to(torch.complex128))
 
 
-def test_complex_parts_are_cast(cli: Cli, tmp_path: Path) -> None:
+def test_complex_parts_are_cast(cli: Any, tmp_path: Path) -> None:
     torch.save({"z": torch.complex(base, -base).conj()}, tmp_path / "in.pt")
     change = ["--complex", "split", "--dtype", "bf16"]
     assert cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", *change).code == 0
@@ -167,7 +151,7 @@ def test_complex_parts_are_cast(cli: Cli, tmp_path: Path) -> None:
 # Ties.
 
 
-def test_ties_and_copies_are_named(cli: Cli, tmp_path: Path) -> None:
+def test_ties_and_copies_are_named(cli: Any, tmp_path: Path) -> None:
     torch.save({"embed": base, "head": base, "row": base[0]}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", "--json")
     assert ran.json["tied"] == ["head"]
@@ -181,7 +165,7 @@ def test_ties_and_copies_are_named(cli: Cli, tmp_path: Path) -> None:
 # Where from and where to.
 
 
-def test_a_dry_run_reports_what_the_run_with_verify_reports(path: Path, cli: Cli) -> None:
+def test_a_dry_run_reports_what_the_run_with_verify_reports(path: Path, cli: Any) -> None:
     dry = cli("convert", path, path.parent / "out.safetensors", "--dry-run", "--json").json
     assert dry["dry_run"] is True
     assert sorted(file.name for file in path.parent.iterdir()) == ["in.pt"]
@@ -189,7 +173,7 @@ def test_a_dry_run_reports_what_the_run_with_verify_reports(path: Path, cli: Cli
     assert {**dry, "seconds": 0} == {**ran, "seconds": 0, "dry_run": True}
 
 
-def test_to_sets_the_format(path: Path, cli: Cli) -> None:
+def test_to_sets_the_format(path: Path, cli: Any) -> None:
     assert cli("convert", path, path.parent / "weights", "--to", "safetensors").code == 0
     assert sorted(load_file(path.parent / "weights")) == sorted(STATE)
     assert cli("convert", path, path.parent / "out", "--to", "onnx").code == 2
@@ -202,7 +186,7 @@ def test_a_file_is_converted_from_pipe_to_pipe(path: Path, process: Any, tmp_pat
     assert_same(torch.load(path), torch.load(io.BytesIO(back.stdout)))
 
 
-def test_a_safetensors_file_stays_as_it_is_and_becomes_a_pt_file(cli: Cli, tmp_path: Path) -> None:
+def test_a_safetensors_file_stays_as_it_is_and_becomes_a_pt_file(cli: Any, tmp_path: Path) -> None:
     save_file(dict(STATE), tmp_path / "in.safetensors", metadata={"format": "pt"})
     assert cli("convert", tmp_path / "in.safetensors", tmp_path / "same.safetensors").code == 0
     assert (tmp_path / "same.safetensors").read_bytes() == (tmp_path / "in.safetensors").read_bytes()
@@ -210,7 +194,7 @@ def test_a_safetensors_file_stays_as_it_is_and_becomes_a_pt_file(cli: Cli, tmp_p
     assert torch.equal(torch.load(tmp_path / "out.pt")["stem.weight"], base)
 
 
-def test_permute_reshape_and_tie_change_the_layout(cli: Cli, tmp_path: Path) -> None:
+def test_permute_reshape_and_tie_change_the_layout(cli: Any, tmp_path: Path) -> None:
     torch.save({"a.weight": base, "b.weight": base + 1, "c": torch.arange(6)}, tmp_path / "in.pt")
     flags = ["--permute", "*.weight=1,0", "--reshape", "c=2,3,1", "--tie", "head=a.weight"]
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags)
@@ -243,14 +227,14 @@ def test_permute_reshape_and_tie_change_the_layout(cli: Cli, tmp_path: Path) -> 
         ("--permute x*=1,0", 1, ["no tensor's key matches 'x*'"]),
     ],
 )
-def test_an_impossible_change_is_refused(flags: str, code: int, said: Any, cli: Cli, tmp_path: Path) -> None:
+def test_an_impossible_change_is_refused(flags: str, code: int, said: Any, cli: Any, tmp_path: Path) -> None:
     torch.save({"w": base, "z": torch.complex(base, base), "z.real": base}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags.split())
     assert (ran.code, ran.out) == (code, "") and all(words in ran.err for words in said)
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_naming_a_state_is_refused_if_everything_is_kept(cli: Cli, tmp_path: Path) -> None:
+def test_naming_a_state_is_refused_if_everything_is_kept(cli: Any, tmp_path: Path) -> None:
     source, out = tmp_path / "in 1.pt", tmp_path / "out.pt"
     torch.save({"model": {"w": base}, "ema": {"w": base}}, source)
     assert cli("convert", source, out).err == ""
@@ -263,7 +247,7 @@ def test_naming_a_state_is_refused_if_everything_is_kept(cli: Cli, tmp_path: Pat
     assert cli("convert", source, out, "--force", "--state", "ema", "--dtype", "fp16").code == 0
 
 
-def test_types_and_formats_are_accepted_in_any_case(cli: Cli, tmp_path: Path) -> None:
+def test_types_and_formats_are_accepted_in_any_case(cli: Any, tmp_path: Path) -> None:
     torch.save({"w": base}, tmp_path / "in.pt")
     flags = ["--dtype", "BF16", "--to", "Safetensors", "--json"]
     assert cli("convert", tmp_path / "in.pt", tmp_path / "out", *flags).json["format"] == "safetensors"
@@ -274,7 +258,7 @@ def test_types_and_formats_are_accepted_in_any_case(cli: Cli, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("output", ["out.safetensors", "shards/"])
-def test_text_is_added_to_the_header(output: str, cli: Cli, tmp_path: Path) -> None:
+def test_text_is_added_to_the_header(output: str, cli: Any, tmp_path: Path) -> None:
     path, out = tmp_path / "in.safetensors", tmp_path / output
     save_file({"w": torch.ones(2)}, path, metadata={"who": "me", "when": "then"})
     ran = cli(
@@ -292,7 +276,7 @@ def test_text_is_added_to_the_header(output: str, cli: Cli, tmp_path: Path) -> N
         assert opened.metadata() == {"format": "pt", "who": "a=b", "when": "then"}
 
 
-def test_a_file_with_metadata_equals_that_of_save_file(cli: Cli, tmp_path: Path) -> None:
+def test_a_file_with_metadata_equals_that_of_save_file(cli: Any, tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     torch.save(state, tmp_path / "in.pt")
     assert cli("convert", tmp_path / "in.pt", tmp_path / "o.safetensors", "--metadata", "format=pt").code == 0
@@ -310,7 +294,7 @@ def test_a_file_with_metadata_equals_that_of_save_file(cli: Cli, tmp_path: Path)
     ],
 )
 def test_metadata_that_has_no_place_or_another_meaning_is_refused(
-    output: str, given: str, said: str, cli: Cli, tmp_path: Path
+    output: str, given: str, said: str, cli: Any, tmp_path: Path
 ) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / output, "--metadata", given)

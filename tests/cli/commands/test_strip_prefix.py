@@ -86,13 +86,8 @@ def test_json_has_the_fields_that_scripts_rely_on(ddp: Path, cli: Any, tmp_path:
     out = tmp_path / "out.pt"
     ran = cli("strip-prefix", ddp, out, "--json")
     assert ran.err == ""
-    assert {key: ran.json[key] for key in ("output", "keys", "renamed", "left_out", "bytes")} == {
-        "output": str(out),
-        "keys": 9,
-        "renamed": 9,
-        "left_out": [],
-        "bytes": out.stat().st_size,
-    }
+    counts = {"keys": 9, "renamed": 9, "bytes": out.stat().st_size}
+    assert ran.json | {"output": str(out), "left_out": [], **counts} == ran.json
     assert ran.json["seconds"] >= 0
 
 
@@ -100,6 +95,8 @@ def test_json_has_the_fields_that_scripts_rely_on(ddp: Path, cli: Any, tmp_path:
 def test_a_dry_run_tells_the_exact_size_and_writes_nothing(
     name: str, training: Path, cli: Any, tmp_path: Path
 ) -> None:
+    said = cli("strip-prefix", training, tmp_path / name, "--dry-run").out
+    assert said.startswith("would have stripped 'module.'")
     dry = cli("strip-prefix", training, tmp_path / name, "--dry-run", "--json").json
     assert not (tmp_path / name).exists()
     wet = cli("strip-prefix", training, tmp_path / name, "--json").json
@@ -108,22 +105,12 @@ def test_a_dry_run_tells_the_exact_size_and_writes_nothing(
     assert dry["bytes"] == (tmp_path / name).stat().st_size
 
 
-def test_a_dry_run_says_would_have(ddp: Path, cli: Any, tmp_path: Path) -> None:
-    assert cli("strip-prefix", ddp, tmp_path / "out.pt", "--dry-run").out.startswith(
-        "would have stripped 'module.'"
-    )
-
-
-def test_a_dry_run_refuses_what_the_run_would_refuse(ddp: Path, cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "out.pt").write_bytes(b"old")
-    assert cli("strip-prefix", ddp, tmp_path / "out.pt", "--dry-run").code == 2
-
-
 def test_an_existing_output_needs_force(ddp: Path, cli: Any, tmp_path: Path) -> None:
     (tmp_path / "out.pt").write_bytes(b"old")
     ran = cli("strip-prefix", ddp, tmp_path / "out.pt")
     assert (ran.code, (tmp_path / "out.pt").read_bytes()) == (2, b"old")
     assert "hint: write it anyway with --force" in ran.err
+    assert cli("strip-prefix", ddp, tmp_path / "out.pt", "--dry-run").code == 2
     assert cli("strip-prefix", ddp, tmp_path / "out.pt", "--force").code == 0
     assert list(torch.load(tmp_path / "out.pt")) == list(plain())
 
@@ -170,10 +157,8 @@ def test_nothing_to_strip_exits_1_and_names_the_prefix_there_is(cli: Any, tmp_pa
     assert "no key begins with 'module.'" in ran.err
     assert "--prefix _orig_mod." in ran.err
     assert not (tmp_path / "out.pt").exists()
-    assert (
-        cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--json").json["error"]["kind"]
-        == "nothing-to-do"
-    )
+    ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--json")
+    assert ran.json["error"]["kind"] == "nothing-to-do"
 
 
 def test_keys_without_the_prefix_are_named(cli: Any, tmp_path: Path) -> None:
@@ -186,13 +171,6 @@ def test_keys_without_the_prefix_are_named(cli: Any, tmp_path: Path) -> None:
     assert "kept as they were: k0, k2, k4, k6, k8, k10" in ran.err
     ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--force", "-q")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
-
-
-def test_a_collision_names_both_keys_and_writes_nothing(cli: Any, tmp_path: Path) -> None:
-    torch.save({"module.a": torch.ones(1), "a": torch.zeros(1)}, tmp_path / "in.pt")
-    ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt")
-    assert ran.code == 3 and "'module.a' and 'a' would both be named 'a'" in ran.err
-    assert not (tmp_path / "out.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -256,14 +234,6 @@ def test_a_pipe_in_and_a_pipe_out(process: Any, tmp_path: Path) -> None:
 def test_a_name_ending_in_slash_is_a_folder_of_shards(ddp: Path, cli: Any, tmp_path: Path) -> None:
     assert cli("strip-prefix", ddp, f"{tmp_path}/shards/").code == 0
     assert (tmp_path / "shards").is_dir()
-
-
-def test_the_prefix_that_all_keys_have_is_named(cli: Any, tmp_path: Path) -> None:
-    torch.save(
-        {"state_dict": {"model.a.w": torch.ones(1), "model.b.w": torch.ones(1)}}, tmp_path / "light.ckpt"
-    )
-    ran = cli("strip-prefix", tmp_path / "light.ckpt", tmp_path / "out.ckpt")
-    assert (ran.code, ran.err.splitlines()[1]) == (1, "hint: all keys begin with 'model.': --prefix model.")
 
 
 @pytest.fixture
