@@ -57,8 +57,7 @@ def page(
     if summary.keys:
         yield ""
         yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
-    other = list(_others(summary, everything=everything))
-    if other:
+    if other := list(_others(summary, everything=everything)):
         yield ""
         yield "other contents"
         widest = max(columns(name) for name, _ in other)
@@ -281,6 +280,5 @@ def _bookkeeping(name: str, rows: Sequence[OtherRow]) -> str:
 
 def _value(row: OtherRow) -> str:
     if row.has_value:
-        text = row.value if isinstance(row.value, str) else str(row.value)
-        return printable(text)[:200] if text else "''"
+        return printable(str(row.value))[:200] or "''"
     return printable(row.type) + (f" of {row.size}" if row.size is not None else "")

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from types import FrameType
@@ -128,22 +128,18 @@ class Commands(click.Group):
         name = args[0]
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        raise click.UsageError(f"there is no command '{name}'{_suggestion(name, self.commands)}", ctx)
+        from difflib import get_close_matches
+
+        close = get_close_matches(name, self.commands, cutoff=0.5)
+        meant = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise click.UsageError(f"there is no command '{name}'{meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one table for each section, with the same columns in all."""
         widest = max(map(len, self.commands))
         for title, commands in SECTIONS.items():
             with formatter.section(title):
-                rows = [(f"{command.name:{widest}}", line) for command, line in commands.items()]
-                formatter.write_dl(rows)
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, known, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+                formatter.write_dl([(f"{command.name:{widest}}", line) for command, line in commands.items()])
 
 
 def _show_versions(ctx: click.Context, option: click.Parameter, asked: bool) -> None:

@@ -110,12 +110,10 @@ def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
 
 def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> None:
     hint = f"ckpttool diff --model-only {shlex.quote(one.path)} {shlex.quote(other.path)}"
-    if a.tensors.keys() != b.tensors.keys():
-        hint = stripping(one.path, a, b) or stripping(other.path, b, a) or hint
     for mine, theirs, has, lacks in ((a, b, one, other), (b, a, other, one)):
-        for name in mine.tensors:
-            if name not in theirs.tensors:
-                raise Refused(lacks.path, f"has no '{name}', which {has.path} has", hint=hint)
+        if absent := [name for name in mine.tensors if name not in theirs.tensors]:
+            hint = stripping(one.path, a, b) or stripping(other.path, b, a) or hint
+            raise Refused(lacks.path, f"has no '{absent[0]}', which {has.path} has", hint=hint)
     for name, tensor in a.tensors.items():
         against = b.tensors[name]
         if (tensor.dtype, tensor.shape) != (against.dtype, against.shape):

@@ -84,18 +84,17 @@ def strip_prefix(
         NoState: the file holds no state, or none at `state`.
     """
     target, doomed = checkpoint.state(state), set(drop)
-    absent = sorted(doomed - target.container.keys())
-    if absent:
+    if absent := sorted(doomed - target.container.keys()):
         message = f"{checkpoint.path}: there is no key '{absent[0]}' to drop"
         raise NothingToDo(message, hint=_first_key(target))
 
-    def stripped(one: State) -> Renaming:
-        names = [name for name in _keys(one) if name not in doomed]
+    def stripped(carrier: State) -> Renaming:
+        names = [name for name in _keys(carrier) if name not in doomed]
         return strip_names(names, prefix, repeat=repeat, anywhere=anywhere)
 
     renaming = stripped(target)
-    others = [(other, stripped(other)) for other in _others(checkpoint, target)] if state is None else []
-    others = [(other, theirs) for other, theirs in others if theirs.renamed]
+    all_others = [(other, stripped(other)) for other in _others(checkpoint, target)] if state is None else []
+    others = [(other, theirs) for other, theirs in all_others if theirs.renamed]
     if not renaming.renamed:
         raise _nothing(checkpoint, target, prefix, [other for other, _ in others])
     return _apply(checkpoint, target, renaming, others)

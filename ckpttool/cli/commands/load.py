@@ -167,10 +167,10 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
     from ...errors import CheckFailed
 
     model.eval()
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     first = next((m for m in model.modules() if not [*m.children()] and [*m.parameters()]), None)
-    if isinstance(first, torch.nn.Embedding):  # takes indices
-        dtype = torch.int64
+    is_of_indices = isinstance(first, torch.nn.Embedding)
+    dtype = torch.int64 if is_of_indices else next(floats, torch.float32)
     try:
         with torch.inference_mode():
             out = model(torch.zeros(shape, dtype=dtype))
