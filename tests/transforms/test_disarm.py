@@ -235,24 +235,13 @@ def test_the_state_of_numpy_s_generator_can_be_set_from_what_it_became(tmp_path:
 
 
 def test_objects_are_converted_inside_all_containers_and_named(tmp_path: Path) -> None:
-    value = {
-        "list": [Config(1.0)],
-        "tuple": (1, np.float64(2)),
-        ("key", np.int64(3)): 4,
-        np.int64(5): np.str_("six"),
-        "set": {np.str_("a")},
-        "args": argparse.Namespace(deep={"path": pathlib.Path("x")}),
-    }
+    value = {"list": [Config(1.0)], "tuple": (1, np.float64(2)), ("key", np.int64(3)): 4}
+    value |= {np.int64(5): np.str_("six"), "set": {np.str_("a")}}
+    value |= {"args": argparse.Namespace(deep={"path": pathlib.Path("x")})}
     torch.save(value, tmp_path / "in.pt")
     loaded, report = disarmed(tmp_path / "in.pt")
-    assert loaded == {
-        "list": [{"lr": 1.0, "inner": None}],
-        "tuple": (1, 2.0),
-        ("key", 3): 4,
-        5: "six",
-        "set": {"a"},
-        "args": {"deep": {"path": "x"}},
-    }
+    wanted = {"list": [{"lr": 1.0, "inner": None}], "tuple": (1, 2.0), ("key", 3): 4, 5: "six"}
+    assert loaded == wanted | {"set": {"a"}, "args": {"deep": {"path": "x"}}}
     names = {change.name: (change.was, change.now) for change in report.changed}
     assert names["list.0"] == (f"{Config.__module__}.Config", "dict")
     assert (names["tuple.1"], names["set.0"][1]) == (("numpy.float64", "float"), "str")
@@ -528,12 +517,7 @@ def test_lists_that_double_sixty_times_take_no_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_keys_that_become_equal_lose_no_entry(is_last: bool, tmp_path: Path) -> None:
-    pairs: list[tuple[Any, int]] = [
-        (pathlib.PurePosixPath("a"), 1),
-        ("a", 2),
-        (decimal.Decimal(1), 3),
-        ("1", 4),
-    ]
+    pairs: list[Any] = [(pathlib.PurePosixPath("a"), 1), ("a", 2), (decimal.Decimal(1), 3), ("1", 4)]
     given = dict(reversed(pairs) if is_last else pairs)
     torch.save({"of": given, "all": {pathlib.PurePosixPath("a"), "a"}}, tmp_path / "in.pt")
     with ckpttool.open(tmp_path / "in.pt") as checkpoint:

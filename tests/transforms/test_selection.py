@@ -128,9 +128,8 @@ def test_dropping_a_missing_name_is_nothing_to_do(name: str, tmp_path: Path) -> 
 
 
 def storage_bytes(found: dict[str, torch.Tensor]) -> int:
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found.values()}.values()
-    )
+    storages = (tensor.untyped_storage() for tensor in found.values())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_slim_keeps_only_the_state(tmp_path: Path) -> None:
@@ -151,13 +150,8 @@ def test_slim_cuts_bytes_that_no_tensor_uses(tmp_path: Path) -> None:
 
 def test_slim_keeps_ties_and_overlaps_and_strides(tmp_path: Path) -> None:
     big = numbers(1000)
-    state = {
-        "a": big[100:200],
-        "b": big[150:160],
-        "c": big[100:200].view(10, 10).t(),
-        "d": big[101:190:7],
-        "empty": big[5:5],
-    }
+    state = {"a": big[100:200], "b": big[150:160], "c": big[100:200].view(10, 10).t()}
+    state |= {"d": big[101:190:7], "empty": big[5:5]}
     found = loaded(selection.slim(opened(state, tmp_path)), tmp_path)
     for key, before in state.items():
         assert found[key].stride() == before.stride()

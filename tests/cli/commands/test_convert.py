@@ -240,10 +240,8 @@ def test_naming_a_state_is_refused_if_everything_is_kept(cli: Any, tmp_path: Pat
     assert cli("convert", source, out).err == ""
     assert "--state ema" in cli("convert", source, out, "--force", "--dtype", "fp16").err
     ran = cli("convert", source, out, "--force", "--state", "ema")
-    assert (ran.code, ran.err.splitlines()[1]) == (
-        2,
-        f"hint: for that state alone: ckpttool slim --state ema '{source}' {out}",
-    )
+    hint = f"hint: for that state alone: ckpttool slim --state ema '{source}' {out}"
+    assert (ran.code, ran.err.splitlines()[1]) == (2, hint)
     assert cli("convert", source, out, "--force", "--state", "ema", "--dtype", "fp16").code == 0
 
 

@@ -92,12 +92,8 @@ def test_many_differences_are_at_most_40_rows_of_modules(
             value += 1 + int(name.split(".")[1])
     ran = cli("diff", *pair_of(tmp_path, state, other))
     assert rows(ran.out) == expected
-    said = ran.out.splitlines()[-2]
-    assert (
-        said.strip() == "-v shows every tensor"
-        if count < 60
-        else said.startswith("  and 20 more that differ")
-    )
+    said = "  -v shows every tensor" if count < 60 else "  and 20 more that differ"
+    assert ran.out.splitlines()[-2].startswith(said)
     assert len(rows(cli("diff", "-v", *pair_of(tmp_path, state, other)).out)) == 4 * count
 
 
@@ -109,14 +105,8 @@ def test_a_module_s_row_joins_its_tensors_without_counters(cli: Any, tmp_path: P
             value += 1 if "num" in name else torch.tensor([3, 0, 0, 0, 0, 0, 0, 0])
     ran = cli("diff", *pair_of(tmp_path, blocks(30), other))
     cosine = (4 + 7) / (8**0.5 * (16 + 7) ** 0.5)
-    assert ran.out.splitlines()[1].split() == [
-        "~",
-        "blocks.0.*",
-        "22.2%",
-        f"{3 / 23**0.5:.3g}",
-        f"{cosine:.6f}",
-        "3",
-    ]
+    row = f"~ blocks.0.* 22.2% {3 / 23**0.5:.3g} {cosine:.6f} 3"
+    assert ran.out.splitlines()[1].split() == row.split()
 
 
 def test_names_of_one_file_alone_are_grouped_too(cli: Any, tmp_path: Path) -> None:
@@ -192,10 +182,8 @@ def test_the_same_within_a_tolerance_is_said_as_such(cli: Any, tmp_path: Path) -
     theirs = {"model": {"w": torch.full((2,), 5.0), "n": torch.ones(2)}, "lr": 0.2}
     a, b = pair_of(tmp_path, mine, theirs)
     ran = cli("diff", a, b, "--rtol", 10)
-    assert (ran.code, ran.out) == (
-        0,
-        f"{a} and {b} are the same within rtol 10 (2 tensors compared, 2 values differ by less)\n",
-    )
+    said = f"{a} and {b} are the same within rtol 10 (2 tensors compared, 2 values differ by less)\n"
+    assert (ran.code, ran.out) == (0, said)
     data = cli("diff", a, b, "--rtol", 10, "--json").json
     assert (data["same"], data["identical"], data["tolerated"]) == (True, False, ["w", "lr"])
     assert (data["rtol"], data["atol"]) == (10.0, None)
@@ -235,15 +223,14 @@ def test_names_that_differ_in_a_prefix_get_a_hint_and_match_on_request(cli: Any,
 
 
 def test_nan_and_signed_zeros_are_reported(cli: Any, tmp_path: Path) -> None:
-    torch.save({"z": torch.tensor([0.0, 1.0]), "w": torch.tensor([1.0, 2.0])}, tmp_path / "a.pt")
-    torch.save({"z": torch.tensor([-0.0, 1.0]), "w": torch.tensor([float("nan"), 2.5])}, tmp_path / "b.pt")
-    lines = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt").out.splitlines()
+    a = {"z": torch.tensor([0.0, 1.0]), "w": torch.tensor([1.0, 2.0])}
+    files = pair_of(tmp_path, a, {"z": torch.tensor([-0.0, 1.0]), "w": torch.tensor([float("nan"), 2.5])})
+    lines = cli("diff", *files).out.splitlines()
     assert lines[1].endswith("only in bits")
     assert lines[2].endswith("1 NaN on one side")
-    lines = cli("diff", "-v", tmp_path / "a.pt", tmp_path / "b.pt").out.splitlines()
-    assert lines[0].startswith(
-        "~ z  float32 [2]: 1 of 2 differs only in bits (NaN, or the sign of zero), at [0]"
-    )
+    lines = cli("diff", "-v", *files).out.splitlines()
+    said = "~ z  float32 [2]: 1 of 2 differs only in bits (NaN, or the sign of zero), at [0]"
+    assert lines[0].startswith(said)
     assert lines[1].startswith("~ w  float32 [2]: 2 of 2 differ, 1 by NaN on one side, by up to 0.5")
     assert ", at [0]: 1 -> nan; relative 0.2" in lines[1]
 
@@ -260,20 +247,14 @@ def test_a_missing_or_damaged_file_is_exit_3(files: tuple[Path, Path], cli: Any,
     [
         (torch.tensor(3000001), torch.tensor(3000000.5), "3000001 -> 3000000.5"),
         (torch.tensor(16777217), torch.tensor(16777216.0).bfloat16(), "16777217 -> 16777216"),
-        (
-            torch.tensor(2**63 - 1),
-            torch.tensor(2.0**63).double(),
-            "9223372036854775807 -> 9.2233720368547758e+18",
-        ),
+        (torch.tensor(2**63 - 1), torch.tensor(2.0**63).double(), f"{2**63 - 1} -> 9.2233720368547758e+18"),
     ],
     ids=str,
 )
 def test_integers_and_floats_are_shown_in_digits_that_differ(
     a: torch.Tensor, b: torch.Tensor, said: str, cli: Any, tmp_path: Path
 ) -> None:
-    torch.save({"n": a}, tmp_path / "a.pt")
-    torch.save({"n": b}, tmp_path / "b.pt")
-    ran = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--atol", "0")
+    ran = cli("diff", *pair_of(tmp_path, {"n": a}, {"n": b}), "--atol", "0")
     assert ran.out.splitlines()[0] == f"~ n  {said}"
 
 
@@ -284,23 +265,18 @@ def test_a_tensor_that_became_infinite_or_nan_comes_first_among_many(cli: Any, t
     for name, value in (("layer58.x0.weight", torch.inf), ("layer59.x0.weight", torch.nan)):
         other[name] = state[name].clone()
         other[name][0, 0] = value
-    torch.save(state, tmp_path / "a.pt")
-    torch.save(other, tmp_path / "b.pt")
-    page = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt").out
-    assert "layer58" in page
-    assert "layer59" in page
-    first = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--sort", "size", "--json").json["changed"][:2]
+    files = pair_of(tmp_path, state, other)
+    page = cli("diff", *files).out
+    assert "layer58" in page and "layer59" in page
+    first = cli("diff", *files, "--sort", "size", "--json").json["changed"][:2]
     assert {change["name"] for change in first} == {"layer58.x0.weight", "layer59.x0.weight"}
 
 
 def test_both_sides_are_grouped_at_one_depth(cli: Any, tmp_path: Path) -> None:
     """Of each part one file has one block, the other three: the rows of the first are no deeper for that."""
     old = {f"p{i}.block.0.{name}": torch.ones(2) for i in range(15) for name in ("a", "b", "c")}
-    new = {
-        f"p{i}.block.{j}.{name}": torch.ones(2) for i in range(15) for j in (0, 1, 2) for name in ("d", "e")
-    }
-    torch.save(old, tmp_path / "a.pt")
-    torch.save(new, tmp_path / "b.pt")
-    lines = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt").out.splitlines()
+    paths = [f"p{i}.block.{j}" for i in range(15) for j in (0, 1, 2)]
+    new = {f"{path}.{name}": torch.ones(2) for path in paths for name in ("d", "e")}
+    lines = cli("diff", *pair_of(tmp_path, old, new)).out.splitlines()
     names = {line[0]: line.split()[1] for line in lines if ".*" in line}
     assert names["-"].count(".") == names["+"].count("."), lines

@@ -106,17 +106,11 @@ def wrong(kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (
-            "a file is missing",
-            "rank 1 of 3 is missing; samples 1, 4, 7, 10, 13, 16 and 7 more of 40 are missing",
-        ),
+        ("a file is missing", "1 of 3 is missing; samples 1, 4, 7, 10, 13, 16 and 7 more of 40 are missing"),
         ("a file twice", "rank 1 has several files: rank1.safetensors, ./rank1.safetensors; samples 1, 4,"),
         ("a sample twice", "sample 0 appears more than once: in rank0.safetensors, rank1.safetensors"),
         ("a gap", "sample 37 of 40 is missing"),
-        (
-            "another checkpoint",
-            "rank1.safetensors: is of a different evaluation than rank0.safetensors: its checkpoint",
-        ),
+        ("another checkpoint", f"{FILES[1]}: is of a different evaluation than {FILES[0]}: its checkpoint"),
         ("a label beyond", "has a label that is not one of the 3 classes"),
     ],
 )

@@ -236,9 +236,8 @@ def test_a_square_layer_is_turned_as_the_setting_says(said: bool, tmp_path: Path
     torch.testing.assert_close(merge(tmp_path)["square.weight"], made.t() if said else made)
     (tmp_path / "out.pt").unlink()
     save_layers(tmp_path, {"square": (4, 4), "same": same, "other": other}, fan_in_fan_out=said)
-    with pytest.raises(
-        Unsupported, match="product of 'square' is transposed: its weight is square, and 'other'"
-    ):
+    said_so = "product of 'square' is transposed: its weight is square, and 'other'"
+    with pytest.raises(Unsupported, match=said_so):
         merge(tmp_path)
     assert not (tmp_path / "out.pt").exists()
 
@@ -349,23 +348,16 @@ def test_an_output_layer_not_stored_may_be_tied(held: dict[str, torch.Tensor], t
 @pytest.mark.parametrize("of_adapter", [torch.float16, torch.float64])
 def test_what_the_adapter_holds_whole_takes_the_model_s_type(of_adapter: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(2)
-    held = {
-        "head.weight": torch.randn(2, 5).to(of_adapter),
-        "fc.base_layer.bias": torch.randn(5).to(of_adapter),
-    }
-    base = {
-        "fc.weight": torch.ones(5, 4),
-        "fc.bias": torch.ones(5),
-        "head.weight": torch.ones(2, 5).bfloat16(),
-    }
+    head, bias = torch.randn(2, 5).to(of_adapter), torch.randn(5).to(of_adapter)
+    held = {"head.weight": head, "fc.base_layer.bias": bias}
+    base = {"fc.weight": torch.ones(5, 4), "fc.bias": torch.ones(5)}
+    base["head.weight"] = torch.ones(2, 5).bfloat16()
     saved(base, tmp_path / "base.pt")
     save_adapter(tmp_path, GOOD | held, modules_to_save=["head"])
     found = merge(tmp_path)
     for name, adapter_name in (("head.weight", "head.weight"), ("fc.bias", "fc.base_layer.bias")):
-        assert torch.equal(
-            found[name], base[name].copy_(held[adapter_name])
-        )  # as PEFT's load_state_dict does
-        assert found[name].dtype == base[name].dtype
+        wanted = base[name].copy_(held[adapter_name])  # as PEFT's load_state_dict does
+        assert torch.equal(found[name], wanted) and found[name].dtype == base[name].dtype
 
 
 def test_a_folder_without_an_adapter_is_unreadable(tmp_path: Path) -> None:
@@ -455,12 +447,8 @@ def test_settings_that_are_no_small_file_are_refused_at_once(kind: str, tmp_path
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 def test_a_base_s_settings_that_are_no_file_are_passed_over(kind: str, tmp_path: Path) -> None:
     saved({"model.embed_tokens.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
-    save_adapter(
-        tmp_path,
-        {"model.embed_tokens.weight": torch.zeros(5, 4)},
-        modules_to_save=["embed_tokens"],
-        task_type="SEQ_CLS",
-    )
+    whole = {"model.embed_tokens.weight": torch.zeros(5, 4)}
+    save_adapter(tmp_path, whole, modules_to_save=["embed_tokens"], task_type="SEQ_CLS")
     config = tmp_path / "config.json"
     os.mkfifo(config) if kind == "FIFO" else config.symlink_to("/dev/zero")
     assert merge(tmp_path)["model.embed_tokens.weight"].sum() == 0
