@@ -63,12 +63,9 @@ def prepare(folder: Path, example: str) -> None:
     (folder / "eval").mkdir()
     for rank in range(2):
         index = np.arange(rank, 5, 2)
-        predictions.write(
-            folder / f"eval/rank{rank}.safetensors",
-            predictions.Predictions(index, index % 2, index % 2, index / 4),
-            predictions.Evaluation(2, 5),
-            rank,
-        )
+        rows = predictions.Predictions(index, index % 2, index % 2, index / 4)
+        file = folder / f"eval/rank{rank}.safetensors"
+        predictions.write(file, rows, predictions.Evaluation(2, 5), rank)
 
 
 def prepare_ranks(folder: Path, run_ranks: Any) -> None:

@@ -81,10 +81,8 @@ def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Any, t
     assert ran.code == 3
     assert "is the folder of a training run, in which each checkpoint is a file: last.pt, best.pt" in ran.err
     assert f"{tmp_path}/last.pt: torch-zip" in pasted(cli, ran.err).out
-    assert [entry["path"] for entry in cli("inspect", tmp_path, "--json").json["checkpoints"]] == [
-        f"{tmp_path}/last.pt",
-        f"{tmp_path}/best.pt",
-    ]
+    wanted = [f"{tmp_path}/last.pt", f"{tmp_path}/best.pt"]
+    assert [entry["path"] for entry in cli("inspect", tmp_path, "--json").json["checkpoints"]] == wanted
 
 
 def test_metrics_of_a_folder_name_its_files(cli: Any, tmp_path: Path) -> None:

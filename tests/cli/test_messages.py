@@ -152,9 +152,8 @@ def test_module_versions_that_are_left_out_are_explained(cli: Any) -> None:
     ran = cli("convert", "in.pt", "out.safetensors")
     assert ran.err.splitlines() == ["left out, as safetensors holds only tensors: epoch"]
     ran = cli("convert", "in.pt", "again.safetensors", "-v")
-    assert ran.err.splitlines()[-1] == (
-        "left out: torch's versions of modules (model._metadata), which load_state_dict can do without"
-    )
+    wanted = "left out: torch's versions of modules (model._metadata), which load_state_dict can do without"
+    assert ran.err.splitlines()[-1] == wanted
     ran = cli("convert", "in.pt", "third.safetensors", "--json")
     assert ran.json["left_out"] == ["model._metadata", "epoch"]
 

@@ -83,10 +83,8 @@ def run(env: dict[str, str], folder: Path, *arguments: str) -> subprocess.Comple
 def failures(env: dict[str, str], folder: Path, commands: list[str]) -> str:
     """Run commands one after another in one process; say which failed, and how."""
     words = json.dumps([command.split() for command in commands])
-    process = [sys.executable, "-c", RUN_ALL]
-    ran = subprocess.run(
-        process, env=env, cwd=folder, input=words, capture_output=True, text=True, check=False
-    )
+    given: Any = {"env": env, "cwd": folder, "input": words, "capture_output": True, "text": True}
+    ran = subprocess.run([sys.executable, "-c", RUN_ALL], check=False, **given)
     return ran.stdout + ran.stderr
 
 
@@ -107,13 +105,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_the_stubs_hide_the_library(name: str, without_torch: dict[str, str], tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", f"import {name}"],
-        env=without_torch,
-        cwd=tmp_path,
-        capture_output=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", f"import {name}"]
+    ran = subprocess.run(command, env=without_torch, cwd=tmp_path, capture_output=True, check=False)
     assert f"No module named '{name}'".encode() in ran.stderr
 
 
@@ -210,10 +203,5 @@ def test_moving_bytes_imports_no_numpy(command: str, without_torch: dict[str, st
 def test_the_declared_dependencies_are_those_of_a_plain_install() -> None:
     tomllib: Any = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {name.partition(">")[0] for name in project["dependencies"]} == {
-        "ml_dtypes",
-        "click",
-        "numpy",
-        "tqdm",
-        "wcwidth",
-    }
+    wanted = {"ml_dtypes", "click", "numpy", "tqdm", "wcwidth"}
+    assert {name.partition(">")[0] for name in project["dependencies"]} == wanted

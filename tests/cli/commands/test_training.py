@@ -36,9 +36,8 @@ def test_to_names_and_back_keeps_everything_else(path: Path, cli: Any) -> None:
     assert ran.code == 0, ran.err
     assert "it names no parameters: they were taken in the order of the file's state" in ran.err
     assert ran.out.startswith(f"keyed 1 optimizer of 4 parameters by names -> {named} (")
-    assert list(torch.load(named, weights_only=True)["optimizer"]["state"]) == [
-        *("a.weight", "a.bias", "b.weight", "b.bias")
-    ]
+    wanted = ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert list(torch.load(named, weights_only=True)["optimizer"]["state"]) == wanted
     assert cli("optimizer", named, back, "--to", "indices").code == 0
     assert cli("diff", path, back).code == 0
 

@@ -64,9 +64,8 @@ def test_a_flipped_bit_is_exit_1_with_the_tensor_s_name(path: Path, cli: Any) ->
     assert ran.out.startswith(f"{path}: 1 problem (")
     ran = cli("verify", path, "--json")
     assert ran.code == 1 and ran.json["ok"] is False
-    assert ran.json["problems"] == [
-        {"kind": "checksum", "name": "model.w", "message": "its bytes do not match their checksum"}
-    ]
+    wanted = [{"kind": "checksum", "name": "model.w", "message": "its bytes do not match their checksum"}]
+    assert ran.json["problems"] == wanted
 
 
 def test_structural_damage_is_exit_3(path: Path, cli: Any) -> None:

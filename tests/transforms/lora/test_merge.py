@@ -92,9 +92,8 @@ def test_an_embedding_that_is_targeted_and_saved_whole_counts_as_both(whole: obj
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter))
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=whole)
-    assert "base_model.model.embed_tokens.base_layer.weight" in load_file(
-        tmp_path / "adapter" / "adapter_model.safetensors"
-    )
+    held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert "base_model.model.embed_tokens.base_layer.weight" in held
     found = merge(tmp_path)
     for name, tensor in model.merge_and_unload().state_dict().items():
         torch.testing.assert_close(found[name], tensor)
