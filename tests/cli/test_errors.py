@@ -230,9 +230,7 @@ def test_a_missing_file_hints_at_similar_files(what: str, cli: Any, tmp_path: Pa
     assert_one_line(cli("verify", "runs/last.pt", "--against", path), 3)
 
 
-def test_a_folder_without_a_checkpoint_hints_which_files_it_should_hold(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_a_checkpoint_hints_at_files(cli: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/LICENSE").touch()

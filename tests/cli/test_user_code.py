@@ -60,9 +60,7 @@ def test_what_the_model_prints_goes_to_stderr(command: str, folder: Path, warm_p
         assert word in ran.stderr
 
 
-def test_an_output_on_stdout_holds_nothing_that_the_model_s_code_prints(
-    folder: Path, warm_python: WarmPython
-) -> None:
+def test_an_output_on_stdout_holds_no_prints_of_the_model(folder: Path, warm_python: WarmPython) -> None:
     ran = warm_python.run(
         "-m", "ckpttool", "optimizer", "last.pt", "-", "--to", "names", "--model", "net.py:make"
     )

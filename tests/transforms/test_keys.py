@@ -99,9 +99,7 @@ def test_stripping_undoes_adding(names: list[str], prefix: str) -> None:
 
 
 @given(names, prefixes, st.booleans(), st.booleans())
-def test_stripping_keeps_number_and_order_or_refuses(
-    names: list[str], prefix: str, repeat: bool, anywhere: bool
-) -> None:
+def test_stripping_keeps_order_or_refuses(names: Any, prefix: str, repeat: bool, anywhere: bool) -> None:
     try:
         renaming = strip_names(names, prefix, repeat=repeat, anywhere=anywhere)
     except (Collision, UsageFault):

@@ -195,9 +195,7 @@ def test_layers_of_one_s_own_are_never_said_to_be_untied(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("case", ["nothing says", "another architecture"])
-def test_a_layer_that_may_be_tied_and_has_no_name_is_refused_with_the_way_on(
-    cli: Any, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_may_be_tied_is_refused(cli: Any, case: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     name = EMBEDDING if case == "nothing says" else "encoder.shared.weight"
     state = base_state()
