@@ -125,7 +125,7 @@ def test_only_the_state_is_written_and_the_rest_is_named(ending: str, training: 
     out = training.parent / f"out{ending}"
     ran = cli("slim", training, out)
     assert (ran.code, ran.err) == (0, "left out: args, run.optimizer, run.epoch\n")
-    assert ran.out.startswith(f"slimmed {path.stat().st_size / 1000:.0f} kB -> {out} (")
+    assert ran.out.startswith(f"slimmed {training.stat().st_size / 1000:.0f} kB -> {out} (")
     loaded = torch.load(out) if ending == ".pt" else load_file(out)
     assert {name: tensor.tolist() for name, tensor in loaded.items()} == {"part": [10, 11, 12], "own": [1, 1]}
     assert out.stat().st_size < 3_000
