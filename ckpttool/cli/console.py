@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -56,43 +56,17 @@ class Console:
         if names:
             self.note(f"{said}: {self.names(names)}")
 
-    @property
-    def draws(self) -> bool:
-        """Whether a progress bar is drawn: on a terminal, and not with -q or --json."""
-        return not (self.quiet or self.json) and sys.stderr.isatty()
-
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Progress | None]:
         """Draw a bar of bytes on stderr while the block runs; yield what to call after each piece."""
         with self.bar(label) as bar:
-            if self.draws:
-                bar.expect(total)
-            yield bar.add if self.draws else None
-
-    @contextmanager
-    def steps(self, label: str) -> Iterator[Callable[[int, int], None]]:
-        """Yield what draws a bar of steps, called with the steps that are done and how many there are."""
-        shown: list[Any] = []
-
-        def show(done: int, of: int) -> None:
-            if self.draws and not shown:
-                from tqdm import tqdm
-
-                tqdm.monitor_interval = 0  # no thread to watch the bar
-                shown.append(tqdm(total=of, desc=label, unit="step", leave=False))
-            for bar in shown:
-                bar.update(min(done, of) - bar.n)
-
-        try:
-            yield show
-        finally:
-            for bar in shown:
-                bar.close()
+            bar.expect(total)
+            yield bar.calls.get("progress")
 
     @contextmanager
     def bar(self, label: str) -> Iterator[Bar]:
-        """Yield a bar of bytes, drawn on stderr from its `expect` on until the block ends."""
-        bar = Bar(label)
+        """Yield a progress bar, drawn until the block ends: on a terminal, and not with -q or --json."""
+        bar = Bar(label, drawn=not (self.quiet or self.json) and sys.stderr.isatty())
         try:
             yield bar
         finally:
@@ -100,25 +74,38 @@ class Console:
 
 
 class Bar:
-    """A progress bar of bytes."""
+    """A progress bar on stderr, of bytes or of steps, from when their number is known."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, label: str, *, drawn: bool) -> None:
+        self._label, self._drawn = label, drawn
         self._shown: Any = None
 
-    def expect(self, total: int) -> None:
-        """Draw the bar for a work of about `total` bytes, if that is worth a bar."""
-        if total < BAR_FROM:
-            return
+    @property
+    def calls(self) -> dict[str, Any]:
+        """What takes the progress of a work of bytes, by the names of arguments; {} if nothing is drawn."""
+        return {"progress": self.add, "expect": self.expect} if self._drawn else {}
+
+    def _draw(self, total: int, **units: Any) -> None:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # no thread to watch the bar
-        self._shown = tqdm(total=total, desc=self._label, unit="B", unit_scale=True, leave=False)
+        self._shown = tqdm(total=total, desc=self._label, leave=False, **units)
+
+    def expect(self, total: int) -> None:
+        """Draw the bar for a work of about `total` bytes, if that is worth a bar."""
+        if self._drawn and total >= BAR_FROM:
+            self._draw(total, unit="B", unit_scale=True)
 
     def add(self, count: int) -> None:
         """Count more bytes as done."""
         if self._shown is not None:  # tqdm drops the bar when it goes past its total
             self._shown.update(min(count, self._shown.total - self._shown.n))
+
+    def step(self, done: int, of: int) -> None:
+        """Draw how many steps are done, of how many."""
+        if self._drawn and self._shown is None:
+            self._draw(of, unit="step")
+        self.add(done - (self._shown.n if self._shown else 0))
 
     def close(self) -> None:
         """Erase the bar."""

@@ -7,6 +7,7 @@ import os
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import TYPE_CHECKING
 
 import click
@@ -67,11 +68,9 @@ def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> in
             pass  # a full disk may be what went wrong
         if call.to_stderr:
             return code
-    label = (
-        coloured("nothing to do:", "yellow") if isinstance(error, NothingToDo) else coloured("error:", "red")
-    )
+    label, colour = ("nothing to do:", "yellow") if isinstance(error, NothingToDo) else ("error:", "red")
     with suppress(OSError):
-        click.echo(f"{label} {printable(message)}", err=True)
+        click.echo(f"{coloured(label, colour)} {printable(message)}", err=True)
         if hint:
             click.echo(f"{coloured('hint:', 'cyan')} {printable(hint)}", err=True)
     return code
@@ -79,8 +78,7 @@ def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> in
 
 def error_fields(error: BaseException, call: Call) -> dict[str, object]:
     """Return the JSON of an error: the object `error`, and the fields that the command has on success."""
-    kind, message, hint, _ = describe(error, call)
-    body: dict[str, object] = {"kind": kind, "message": message, "hint": hint}
+    body: dict[str, object] = dict(zip(("kind", "message", "hint"), describe(error, call), strict=False))
     if isinstance(error, Mismatch):
         return {"loaded": 0, **mismatch_fields(error), "error": body | mismatch_fields(error)}
     return {"error": body}
@@ -101,14 +99,14 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
     if isinstance(error, CkptToolError):
         hint = _extra_of(error.__cause__) or _own_hint(error) or error.hint or _usual_hint(error, call)
         return error.kind, _with_file(error, call), hint, error.exit_code
-    if isinstance(error, click.UsageError):
-        command = error.ctx.command_path if error.ctx else call.command
-        message = error.format_message().replace("\n\t", " ")  # click's lists of choices
-        if isinstance(error, click.NoSuchOption) and command == "ckpttool" and error.option_name in SHARED:
-            return "usage", message, f"options follow the command: ckpttool COMMAND {error.option_name}", 2
-        return "usage", message, f"{command} --help", error.exit_code
     if isinstance(error, click.ClickException):
-        return "usage", error.format_message(), f"{call.command} --help", error.exit_code
+        ctx = error.ctx if isinstance(error, click.UsageError) else None
+        command = ctx.command_path if ctx else call.command
+        hint = f"{command} --help"
+        if isinstance(error, click.NoSuchOption) and command == "ckpttool" and error.option_name in SHARED:
+            hint = f"options follow the command: ckpttool COMMAND {error.option_name}"
+        message = error.format_message().replace("\n\t", " ")  # click's lists of choices
+        return "usage", message, hint, error.exit_code
     if isinstance(error, MemoryError):
         hint = "close other programs, or use a machine with more memory"
         return "memory", ": ".join([*call.paths[:1], "not enough memory"]), hint, 3
@@ -117,10 +115,9 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
         where = os.fsdecode(named) if named else "stdout" if _is_of_click(error) else ""
         message = f"{where}: " * bool(where) + reason(error)
         return "system", message, HINTS.get(error.errno or 0, "check the disk and the permissions"), 3
-    if isinstance(error, ImportError) and not (error.name or "").startswith("ckpttool"):
+    if isinstance(error, ImportError) and (library := _library(error)) != "ckpttool":
         if (hint := _extra_of(error)) is not None:
-            return "not-installed", f"this needs {_library(error)}, which is not installed", hint, 2
-        library = _library(error)
+            return "not-installed", f"this needs {library}, which is not installed", hint, 2
         reinstall = f"pip install --force-reinstall {library}" if library else install()
         return "unsupported", f"a library can't be imported: {error}", reinstall, 3
     raise error
@@ -128,10 +125,10 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
 
 def _with_file(error: CkptToolError, call: Call) -> str:
     """Return the message, which names the input where there is one and the library did not know it."""
-    if len(call.paths) != 1 or isinstance(error, UsageFault | FileError):
+    is_named = len(call.paths) != 1 or isinstance(error, UsageFault | FileError)
+    if is_named or error.message.startswith(f"{call.paths[0]}:"):
         return error.message
-    path = call.paths[0]
-    return error.message if error.message.startswith(f"{path}:") else f"{path}: {error.message}"
+    return f"{call.paths[0]}: {error.message}"
 
 
 def _own_hint(error: CkptToolError) -> str | None:
@@ -158,10 +155,8 @@ def _usual_hint(error: CkptToolError, call: Call) -> str:
 
 def _is_of_click(error: OSError) -> bool:
     """Whether click raised the error while it printed: what was printed then went to stdout."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("click.")
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("click.")
 
 
 def _library(error: ImportError) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
@@ -14,68 +16,57 @@ from .console import Console
 from .failure import Call
 
 
-class Shape(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers separated by commas: `1,3,32,32`."""
-
-    name = "shape"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = value.split(",")
-        if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-            self.fail(f"'{value}' is not a shape such as 1,3,32,32", param, ctx)
-        return tuple(int(part) for part in parts)
+def shape(value: str) -> tuple[int, ...]:
+    """Read whole numbers separated by commas: `1,3,32,32`."""
+    parts = value.split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+        raise click.BadParameter(f"'{value}' is not a shape such as 1,3,32,32")
+    return tuple(int(part) for part in parts)
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes: `500MB`, `5G`, `1GiB`."""
+def size(value: str) -> int:
+    """Read a number of bytes: `500MB`, `5G`, `1GiB`. Raises UsageFault if the text is no size."""
+    from ..formats.shards import parse_size
 
-    name = "size"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        """Return the bytes. Raises UsageFault if the text is no size."""
-        from ..formats.shards import parse_size
-
-        return value if isinstance(value, int) else parse_size(value)
+    return parse_size(value)
 
 
-class Pair(click.ParamType):  # type: ignore[type-arg]
-    """Two parts separated by =, at the last one: names may hold others."""
-
-    name = "pair"
-    cut = staticmethod(str.rpartition)
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, Any]:
-        if isinstance(value, tuple):
-            return value
-        left, equals, right = self.cut(value, "=")
-        if not (left and equals and right):
-            self.fail(f"'{value}' is not two parts separated by =", param, ctx)
-        return left, self.second(right, param, ctx)
-
-    def second(self, value: str, param: Any, ctx: Any) -> Any:
-        """Convert the second part; a subclass may fail there."""
-        return value
+def pair(value: str) -> tuple[str, str]:
+    """Read two parts separated by =, at the last one: names may hold others."""
+    return _parts(value, *value.rpartition("="))
 
 
-class Entry(Pair):
-    """A name and a text separated by =, at the first one: the text may hold others."""
-
-    name = "entry"
-    cut = staticmethod(str.partition)
+def entry(value: str) -> tuple[str, str]:
+    """Read a name and a text separated by =, at the first one: the text may hold others."""
+    return _parts(value, *value.partition("="))
 
 
-class SizesFor(Pair):
-    """A shell pattern of keys, and whole numbers: `*.weight=1,0`."""
+def sizes_for(value: str) -> tuple[str, tuple[int, ...]]:
+    """Read a shell pattern of keys, and whole numbers: `*.weight=1,0`."""
+    pattern, sizes = pair(value)
+    return pattern, shape(sizes)
 
-    name = "sizes"
 
-    def second(self, value: str, param: Any, ctx: Any) -> tuple[int, ...]:
-        return Shape().convert(value, param, ctx)
+def _parts(value: str, left: str, equals: str, right: str) -> tuple[str, str]:
+    if not (left and equals and right):
+        raise click.BadParameter(f"'{value}' is not two parts separated by =")
+    return left, right
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def option(said: str, help: str, *names: str, **settings: Any) -> Callable[[F], F]:
+    """Return an option, as its help says it: `--model SPEC`; "Repeatable." is added if it is `multiple`."""
+    name, _, metavar = said.partition(" ")
+    is_said = not settings.get("multiple") or "Repeatable" in help
+    help += "" if is_said else " Repeatable."
+    return click.option(name, *names, metavar=metavar or None, help=help, **settings)
+
+
+def flag(name: str, help: str, *names: str) -> Callable[[F], F]:
+    """Return an option without a value."""
+    return click.option(name, *names, is_flag=True, help=help)
 
 
 def _note_output(ctx: click.Context, argument: click.Parameter, output: str) -> str:
@@ -115,37 +106,29 @@ output_argument = click.argument(
 file_argument = _argument("file", "FILE")
 files_argument = _argument("files", "FILE…", nargs=-1, required=True)
 
-state_option = click.option(
-    "--state",
-    metavar="WHERE",
-    help="Which state to use if the file holds several, dotted for nesting, e.g. model.ema.",
+state_option = option(
+    "--state WHERE", "Which state to use if the file holds several, dotted for nesting, e.g. model.ema."
 )
-model_option = click.option(
-    "--model",
+model_option = option(
+    "--model SPEC",
+    "The model: torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10). Its code is run.",
     required=True,
-    metavar="SPEC",
-    help="The model: torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10). Its code is run.",
 )
-force_option = click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, but write nothing.")
-shard_size_option = click.option(
-    "--shard-size",
-    type=Size(),
-    metavar="SIZE",
-    help="The largest size of a shard if OUTPUT is a folder of shards, e.g. 500MB or 1G.  [default: 5GB]",
+force_option = flag("--force", "Replace OUTPUT if it exists.")
+dry_run_option = flag("--dry-run", "Say what would be written, but write nothing.")
+shard_size_option = option(
+    "--shard-size SIZE",
+    "The largest size of a shard if OUTPUT is a folder of shards, e.g. 500MB or 1G.  [default: 5GB]",
+    type=size,
 )
-verify_option = click.option(
+verify_option = option(
     "--verify/--no-verify",
+    "Also compare the values written with those read; or do not even compare bytes with checksums.",
     default=None,
-    help="Also compare the values written with those read; or do not even compare bytes with checksums.",
 )
-no_verify_option = click.option(
-    "--no-verify", is_flag=True, help="Do not compare the bytes read with their checksums."
-)
-device_option = click.option(
-    "--device",
-    metavar="NAME",
-    help="The device that a .pt tags its storages with, e.g. cpu; default: as INPUT.",
+no_verify_option = flag("--no-verify", "Do not compare the bytes read with their checksums.")
+device_option = option(
+    "--device NAME", "The device that a .pt tags its storages with, e.g. cpu; default: as INPUT."
 )
 FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
 to_option = click.option(
@@ -154,41 +137,79 @@ to_option = click.option(
     metavar="FORMAT",
     help=f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
 )
-full_option = click.option(
-    "--full", is_flag=True, help="Keep everything, also in safetensors: optimizer, counters, settings."
+full_option = flag("--full", "Keep everything, also in safetensors: optimizer, counters, settings.")
+companions_option = flag(
+    "--companions", "Also copy the small files of the model in INPUT's folder: config.json, the tokenizer."
 )
-companions_option = click.option(
-    "--companions",
-    is_flag=True,
-    help="Also copy the small files of the model in INPUT's folder: config.json, the tokenizer.",
-)
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."
-)
+json_option = flag("--json", "Print one JSON object on stdout, also for errors.", "as_json")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only errors.")
 verbose_option = click.option(
     "-v", "--verbose", is_flag=True, help="Show every name, not only the first few."
 )
 
 
-def require_new_output(inputs: Sequence[str], output: str, force: bool, *, alone: bool = True) -> None:
-    """Refuse an OUTPUT that may be the last of several INPUTs."""
-    from .. import formats
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the options that all commands share which write say: taken apart here, and nowhere else."""
 
-    is_plain = len(inputs) == 1 and (alone or os.path.isdir(inputs[0]))
-    if force or output == "-" or is_plain or not os.path.lexists(output):
-        return
-    try:
-        formats.open(output).close()
-    except CkptToolError:
-        return  # it is no input, and the usual answer to an existing OUTPUT fits
-    command = click.get_current_context().command_path
-    shown = [*map(shlex.quote, inputs)]
-    words = " ".join([command, *shown[:2], *(["…"] if shown[2:] else []), shlex.quote(output), "OUTPUT"])
-    raise OutputExists(
-        f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT",
-        hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}",
-    )
+    console: Console
+    inputs: tuple[str, ...]
+    input: str  # the first of them
+    output: str
+    state: str | None = None
+    shard_size: int | None = None
+    device: str | None = None
+    companions: bool = False
+    verify: bool | None = None
+    dry_run: bool = False
+    force: bool = False
+
+    def saving(self) -> dict[str, Any]:
+        """Return the arguments of `formats.save`."""
+        names = ("state", "shard_size", "device", "verify", "force", "dry_run")
+        return {name: getattr(self, name) for name in names}
+
+    def require_new_output(self, *, alone: bool = True) -> None:
+        """Refuse an OUTPUT that may be the last of several INPUTs."""
+        from .. import formats
+
+        output, inputs = self.output, self.inputs
+        is_plain = len(inputs) == 1 and (alone or os.path.isdir(inputs[0]))
+        if self.force or output == "-" or is_plain or not os.path.lexists(output):
+            return
+        try:
+            formats.open(output).close()
+        except CkptToolError:
+            return  # it is no input, and the usual answer to an existing OUTPUT fits
+        shown = [*map(shlex.quote, inputs)]
+        command = click.get_current_context().command_path
+        words = " ".join([command, *shown[:2], *(["…"] if shown[2:] else []), shlex.quote(output), "OUTPUT"])
+        what = f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT"
+        raise OutputExists(what, hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}")
+
+
+def _with_console(function: F) -> F:
+    """Hand a command its console in the place of the options that describe it."""
+
+    @wraps(function)
+    def command(as_json: bool, quiet: bool, verbose: bool, **given: Any) -> Any:
+        to_stderr = given.get("output") == "-"
+        return function(console=Console(as_json, quiet, verbose, to_stderr), **given)
+
+    return command  # type: ignore[return-value]
+
+
+def _with_job(function: F) -> F:
+    """Hand a command the options that it shares with others as one Job."""
+
+    @wraps(function)
+    def command(**given: Any) -> Any:
+        given.setdefault("inputs", (given.get("input"),))
+        given["input"] = given["inputs"][0]
+        shared = {each.name: given.pop(each.name) for each in fields(Job) if each.name in given}
+        return function(job=Job(**shared), **given)
+
+    return command  # type: ignore[return-value]
 
 
 def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -200,29 +221,12 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-reading = _all(json_option, quiet_option, verbose_option)  # The options of every command
+# The options of every command, which gets a `console` for them
+reading = _all(json_option, quiet_option, verbose_option, _with_console)
 
-# The options of every command that writes a state
-writing_options = _all(
-    state_option,
-    shard_size_option,
-    device_option,
-    companions_option,
-    verify_option,
-    dry_run_option,
-    force_option,
-    reading,
-)
+# What all commands have that write a state: their arguments and shared options become a `job`
+job_options = _all(companions_option, verify_option, dry_run_option, force_option, reading, _with_job)
+writing_options = _all(state_option, shard_size_option, device_option, job_options)
 
 # The arguments and options of every command that writes one file from another
 writing = _all(input_argument, output_argument, writing_options)
-
-
-def console(options: Mapping[str, Any]) -> Console:
-    """Return the console that a command's options ask for."""
-    return Console(
-        json=options.get("as_json", False),
-        quiet=options.get("quiet", False),
-        verbose=options.get("verbose", False),
-        to_stderr=options.get("output") == "-",
-    )

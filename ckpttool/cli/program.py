@@ -6,8 +6,9 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -15,23 +16,17 @@ import click
 
 from .. import __version__
 from .commands import (
-    average,
     convert,
     convert_batchnorm,
     diff,
-    digest,
-    disarm,
-    doctor,
     gather_metrics,
     inspect,
     keys,
-    merge,
-    merge_lora,
-    optimizer,
+    load,
     prove,
-    reload,
+    ranks,
     slim,
-    split,
+    training,
     verify,
 )
 from .failure import Call, fail
@@ -48,7 +43,7 @@ and files: eval "$(_CKPTTOOL_COMPLETE=bash_source ckpttool)", or zsh_source.
 SECTIONS: dict[str, dict[click.Command, str]] = {
     "Look": {
         inspect.command: "Show what is in a file, without running any of it",
-        digest.command: "One SHA-256 for a model, the same in every format",
+        verify.digest: "One SHA-256 for a model, the same in every format",
     },
     "Rename": {
         keys.strip_prefix: "Take a wrapper's prefix off the keys",
@@ -57,26 +52,26 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
     },
     "Convert": {
         convert.command: "Write another format, or other element types",
-        merge.command: "Write what many ranks wrote as one checkpoint",
-        split.command: "Write one checkpoint as files for many ranks",
-        slim.command: "Write only the model's state, without unused bytes",
-        disarm.command: "Plain values for objects, as weights_only wants",
+        ranks.merge: "Write what many ranks wrote as one checkpoint",
+        ranks.split: "Write one checkpoint as files for many ranks",
+        slim.slim: "Write only the model's state, without unused bytes",
+        slim.disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm.command: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },
     "Train on": {
-        merge_lora.command: "Add a LoRA adapter to its base model",
-        average.command: "The mean of several checkpoints, rounded once",
-        optimizer.command: "Optimizer state by name or index, or for another order",
+        training.merge_lora: "Add a LoRA adapter to its base model",
+        training.average: "The mean of several checkpoints, rounded once",
+        training.optimizer: "Optimizer state by name or index, or for another order",
     },
     "Check": {
         diff.command: "What differs between two files, by name and value",
-        verify.command: "Read every byte: structure, checksums, NaN, infinity",
+        verify.verify: "Read every byte: structure, checksums, NaN, infinity",
         prove.command: "Whether a training run's record holds, bit for bit",
         gather_metrics.command: "Exact metrics from one prediction file per rank",
     },
     "Load": {
-        doctor.command: "Why it does not load, and the commands that fix it",
-        reload.command: "Load strictly into a plain model, in one process",
+        load.doctor: "Why it does not load, and the commands that fix it",
+        load.reload: "Load strictly into a plain model, in one process",
     },
 }
 
@@ -133,22 +128,18 @@ class Commands(click.Group):
         name = args[0]
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        raise click.UsageError(f"there is no command '{name}'{_suggestion(name, self.commands)}", ctx)
+        from difflib import get_close_matches
+
+        close = get_close_matches(name, self.commands, cutoff=0.5)
+        meant = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise click.UsageError(f"there is no command '{name}'{meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one table for each section, with the same columns in all."""
         widest = max(map(len, self.commands))
         for title, commands in SECTIONS.items():
             with formatter.section(title):
-                rows = [(f"{command.name:{widest}}", line) for command, line in commands.items()]
-                formatter.write_dl(rows)
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, known, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+                formatter.write_dl([(f"{command.name:{widest}}", line) for command, line in commands.items()])
 
 
 def _show_versions(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
@@ -192,9 +183,8 @@ def group() -> None:
     """
 
 
-for section in SECTIONS.values():
-    for each_command in section:
-        group.add_command(each_command)
+for member in chain.from_iterable(SECTIONS.values()):
+    group.add_command(member)
 
 
 def main() -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from .failure import Call, describe, error_fields, fail
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+    from ..formats.one_of_several import Piece
 
 # What a note says before the names in a field of a result, by the result's class
 SAID = {
@@ -58,31 +59,32 @@ IF_ANY = {"shards", "text_keys", "keyed_by_text", "not_copied", "given_back", "n
 def open_file(console: Console, path: str) -> Checkpoint:
     """Open a file, and warn if it is one of several that hold a model together."""
     from .. import formats
-    from ..formats.one_of_several import piece_of
 
     checkpoint = formats.open(path)
+    note_piece(console, path)
+    return checkpoint
+
+
+def note_piece(console: Console, path: str) -> Piece | None:
+    """Warn if a file is one of several that hold a model together, and return what is known of them."""
+    from ..formats.one_of_several import piece_of
+
     if (piece := piece_of(path)) is not None:
         rest = f"the others ({console.names(piece.others)}) are" if piece.others else "the others are"
         way = f"The whole: {piece.way}" if piece.way.startswith("ckpttool ") else piece.way
         said = f"{printable(path)} is {piece.what}; {rest} not read. {way[:1].upper()}{way[1:]}"
         console.note(f"{coloured('warning:', 'yellow')} {said}", pasted=True)
-    return checkpoint
+    return piece
 
 
 def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, named: bool = False) -> None:
     """Note which state was chosen, if --state did not name it and there are others."""
     taken = checkpoint.found_state() if asked is None else None
-    if taken is not None:
+    if taken is not None and (others := checkpoint.other_states(taken.path)):
         file = f"{checkpoint.path}: " if named else ""
-        note_choice(console, taken.where, checkpoint.other_states(taken.path), file)
-
-
-def note_choice(console: Console, where: str, others: Sequence[str], file: str = "") -> None:
-    """Note that the state at `where` was chosen, if there are `others`; `file` comes first."""
-    if others:
-        taken = f"'{where}'" if where else "the file itself"
+        where = f"'{taken.where}'" if taken.where else "the file itself"
         flags = [f"--state {shlex.quote(other)}" for other in others]
-        console.note(f"{printable(file)}state: {printable(taken)}; also available: {console.names(flags)}")
+        console.note(f"{printable(file)}state: {printable(where)}; also available: {console.names(flags)}")
 
 
 def note_unread(console: Console, *checkpoints: Checkpoint) -> None:
@@ -107,28 +109,26 @@ def answer_each(
 ) -> int:
     """Print the answer for each file, and return the highest exit code."""
     if len(files) == 1:  # its JSON is one object, and an error is raised
-        one_answer = answer(files[0])
-        console.result(one_answer.text, one_answer.data, in_quiet=one_answer.in_quiet)
-        return one_answer.code
+        found = answer(files[0])
+        console.result(found.text, found.data, in_quiet=found.in_quiet)
+        return found.code
     call = Call(click.get_current_context().command_path)
     highest, objects = 0, []
     for number, path in enumerate(files):
         call.paths = (path,)
         try:
-            one_answer = answer(path)
+            found = answer(path)
         except Exception as error:
             if os.environ.get("CKPTTOOL_DEBUG") == "1":
                 raise
-            highest = max(highest, describe(error, call)[-1])
-            if console.json:
-                objects.append({"path": path, **error_fields(error, call)})
-            else:
+            found = Answer("", error_fields(error, call), describe(error, call)[-1])
+            if not console.json:
                 fail(error, as_json=False, call=call)
-            continue
-        highest = max(highest, one_answer.code)
-        objects.append({"path": path, **one_answer.data})
-        if not console.json:
-            console.result(between * bool(number) + one_answer.text, {}, in_quiet=one_answer.in_quiet)
+        else:
+            if not console.json:
+                console.result(between * bool(number) + found.text, {}, in_quiet=found.in_quiet)
+        highest = max(highest, found.code)
+        objects.append({"path": path, **found.data})
     if console.json:
         console.result("", {"files": objects})
     return highest

@@ -6,25 +6,23 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
-from .options import console as console_of
-from .reading import fields_of, note_fields, note_state, open_file
+from .options import Job
+from .reading import fields_of, note_fields, note_piece, note_state
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
-    from ..checkpoint.state import State
     from ..formats import Saved
     from ..formats.saving.destination import Destination
     from ..tensors.cast import CastReport
     from ..transforms.renaming import Renaming
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What the user asked for: which state of INPUT, and where the output goes."""
 
     state: str | None
@@ -50,7 +48,9 @@ class Outcome:
     fields: Mapping[str, object] = field(default_factory=dict)  # more of the JSON
 
 
-Transform = Callable[["Checkpoint", Target], tuple["Checkpoint", Outcome]]
+# What a transform makes of the checkpoint that was read, and how it is told
+Change = tuple["Checkpoint", Outcome]
+Transform = Callable[["Checkpoint", Target], Change]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +62,24 @@ class Companions:
     others: Sequence[str] = ()
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, given: Mapping[str, Any], place: Destination) -> Companions:
+    def of(cls, checkpoint: Checkpoint, job: Job, place: Destination) -> Companions:
         """Look into INPUT's folder; an existing file in a companion's place is refused without --force."""
         from ..formats import folders
 
-        path, wanted = given["input"], given["companions"]
-        folder = path if os.path.isdir(path) else None
+        folder = job.input if os.path.isdir(job.input) else None
+        wanted = job.companions
         if folders.is_in_place(checkpoint, place.path):
             return cls({})
         if wanted and place.path == "-":
             raise UsageFault("--companions: stdout has no room for them", hint="name a file or a folder")
         found, others = folders.listed_beside(checkpoint, place.path, folder)
-        if not wanted and folder is None and not place.is_folder:
-            return cls({})
         if not wanted:
-            return cls({}, [os.path.basename(path) for path in found], others)
+            shown = folder is not None or place.is_folder
+            return cls({}, [os.path.basename(path) for path in found], others) if shown else cls({})
         if folder is None and folders.folder_of(checkpoint) is None:
-            where = shlex.quote(os.path.dirname(path) or ".")
-            raise UsageFault(f"--companions: {path} is not a folder", hint=f"name the folder: {where}")
-        places = folders.companion_targets(found, place.path, is_folder=place.is_folder, force=given["force"])
+            where = shlex.quote(os.path.dirname(job.input) or ".")
+            raise UsageFault(f"--companions: {job.input} is not a folder", hint=f"name the folder: {where}")
+        places = folders.companion_targets(found, place.path, is_folder=place.is_folder, force=job.force)
         return cls(dict(zip(found, places, strict=True)), others=others)
 
     @property
@@ -88,16 +87,17 @@ class Companions:
         """The names of what is copied, which may be in a folder that is replaced."""
         return [os.path.basename(place) for place in self.copied.values()]
 
-    def copy(
-        self, console: Console, settings: Mapping[str, object] | None = None, *, dry: bool = False
-    ) -> None:
-        """Copy what is to be copied, and name everything."""
+    def copy(self, settings: Mapping[str, object] | None = None) -> None:
+        """Copy what is to be copied; a config.json with these settings changed."""
         from ..formats import folders
 
+        folders.copy_companions(list(self.copied), list(self.copied.values()), settings or {})
+
+    def note(self, console: Console, *, dry: bool) -> None:
+        """Name what was copied, and what was not."""
         console.note_names("not copied (--companions does)", self.left)
         console.note_names("other files of the folder, not copied", self.others)
-        if self.copied and not dry:
-            folders.copy_companions(list(self.copied), list(self.copied.values()), settings or {})
+        if not dry:
             console.note_names("copied along", list(self.copied.values()))
 
     def fields(self) -> dict[str, object]:
@@ -109,85 +109,76 @@ class Companions:
 def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
     """Return the outcome of a renaming; `done` stands before "3 of 4 keys"."""
     renamed = {old: new for old, new in renaming.names.items() if old != new}
-    kept = tuple(old for old, new in renaming.names.items() if old == new)
+    kept = tuple(old for old in renaming.names if old not in renamed)
     also = {where: theirs.renamed for where, theirs in renaming.also.items()}
-    done = f"{done} {renaming.renamed} of {len(renaming.names)} keys"
+    done = f"{done} {len(renamed)} of {len(renaming.names)} keys"
     return Outcome(done, renamed, kept=kept, also_renamed=also)
 
 
 def rewrite(
-    given: Mapping[str, Any],
-    transform: Transform,
-    *,
-    opening: Callable[[], Checkpoint] | None = None,
-    **choices: Any,
+    job: Job, transform: Transform, *, opening: Callable[[], Checkpoint] | None = None, **choices: Any
 ) -> None:
     """Open INPUT, transform it, write OUTPUT and report it; `choices` are further ones of `formats.save`."""
     from .. import formats
-    from ..formats.one_of_several import piece_of
+    from ..checkpoint.states import is_optimizer
     from ..formats.saving.destination import destination
+    from ..formats.saving.report import WHOLE
 
-    started, console = time.perf_counter(), console_of(given)
-    shared = ("state", "shard_size", "device", "verify", "force", "dry_run")
-    choices = {name: given.get(name) for name in shared} | choices
-    with opening() if opening else open_file(console, given["input"]) as checkpoint:
+    started, console = time.perf_counter(), job.console
+    choices = job.saving() | choices
+    with opening() if opening else formats.open(job.input) as checkpoint:
+        piece = None if opening else note_piece(console, job.input)
         to, full = choices.get("to"), choices.get("full")
-        place = destination(given["output"], checkpoint, to, full=full, keep="to" not in choices)
+        place = destination(job.output, checkpoint, to, full=full, keep="to" not in choices)
         choices["to"] = place.format
-        companions = Companions.of(checkpoint, given, place)
-        new, outcome = transform(checkpoint, Target(given["state"], place))
-        if replace(place, full=False).holds_all and not (outcome.of_state or full):
-            _refuse_state(choices["state"], given["input"], place.path)
+        companions = Companions.of(checkpoint, job, place)
+        new, outcome = transform(checkpoint, Target(job.state, place))
+        if place.format in WHOLE and not (outcome.of_state or full):
+            _refuse_state(choices["state"], job.input, place.path)
         elif not full:
             note_state(console, checkpoint, choices["state"])
         if new.opened != checkpoint.opened:
-            _name_attributes(checkpoint.state(choices["state"]), outcome)
+            outcome.left_out += _attributes(checkpoint, choices["state"], outcome.left_out)
         if outcome.where is not None:
             choices["state"] = outcome.where
         with console.bar("writing") as bar:
-            if console.draws:
-                choices |= {"progress": bar.add, "expect": bar.expect}
-            saved = formats.save(new, place.path, kept=companions.names, **choices)
-    if not opening and (piece := piece_of(given["input"])):
+            saved = formats.save(new, place.path, kept=companions.names, **bar.calls, **choices)
+        if not job.dry_run:
+            companions.copy(outcome.settings)
+    if piece:
         outcome.fields = {**outcome.fields, "piece": fields_of(piece)}
     outcome.left_out += new.unread
-    if saved.format == "dcp" and full and _has_optimizer(new):
+    values = new.tree.values() if isinstance(new.tree, dict) else ()
+    if saved.format == "dcp" and full and any(map(is_optimizer, values)):
         outcome.notes.append(
             "torch's dcp.load finds only the tensors of its optimizer: --full puts the settings into an "
             "entry of ckpttool's own; without --full dcp.load finds them too"
         )
-    _report(console, outcome, saved, companions, time.perf_counter() - started, dry=choices["dry_run"])
+    _report(console, outcome, saved, companions, time.perf_counter() - started, dry=job.dry_run)
 
 
 def _refuse_state(state: str | None, path: str, output: str) -> None:
     """Raise UsageFault if --state is given, which has no effect where everything is written unchanged."""
     if state is not None:
         words = ["ckpttool", "slim", "--state", state, path, output]
-        raise UsageFault(
-            f"{output}: gets everything in the input, so --state '{state}' would have no effect",
-            hint=f"for that state alone: {shlex.join(words)}",
-        )
+        what = f"{output}: gets everything in the input, so --state '{state}' would have no effect"
+        raise UsageFault(what, hint=f"for that state alone: {shlex.join(words)}")
 
 
-def _name_attributes(state: State, outcome: Outcome) -> None:
-    """Add the attributes of a pickled model to what is left out, where its tensors took its place."""
+def _attributes(checkpoint: Checkpoint, where: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the attributes of a pickled model, which are left out where its tensors took its place."""
     from ..checkpoint.pickled_modules import own_attributes
 
+    state = checkpoint.state(where)
     names = (".".join([*state.path, name]) for name, _ in own_attributes(state.module))
-    outcome.left_out += tuple(name for name in names if name not in outcome.left_out)
-
-
-def _has_optimizer(checkpoint: Checkpoint) -> bool:
-    from ..checkpoint.states import is_optimizer
-
-    tree = checkpoint.tree
-    return isinstance(tree, dict) and any(map(is_optimizer, tree.values()))
+    return tuple(name for name in names if name not in known)
 
 
 def _report(
     console: Console, outcome: Outcome, saved: Saved, companions: Companions, seconds: float, *, dry: bool
 ) -> None:
     lost = [name for name in saved.left_out if name not in outcome.left_out]
+    versions = [name for name in lost if name == "_metadata" or name.endswith("._metadata")]
     also = {where: count for where, count in outcome.also_renamed.items() if where not in saved.left_out}
     for note in map(printable, outcome.notes):
         console.note(note)
@@ -197,11 +188,11 @@ def _report(
     note_fields(console, outcome.result)
     note_fields(console, outcome)
     console.note_names("renamed too", [f"{where} ({count} keys)" for where, count in also.items()])
-    without_versions = [name for name in lost if not _is_versions(name)]
-    console.note_names(f"left out, as {saved.format} {saved.why_left_out}", without_versions)
+    others = [name for name in lost if name not in versions]
+    console.note_names(f"left out, as {saved.format} {saved.why_left_out}", others)
     note_fields(console, saved)
-    companions.copy(console, outcome.settings, dry=dry)
-    for note in _warnings(console, saved, [name for name in lost if _is_versions(name)]):
+    companions.note(console, dry=dry)
+    for note in _warnings(console, saved, versions):
         console.note(note)
     data = {
         **fields_of(outcome.result),
@@ -260,21 +251,13 @@ def _warnings(console: Console, saved: Saved, versions: Sequence[str]) -> Iterat
         )
 
 
-def _is_versions(name: str) -> bool:
-    return name == "_metadata" or name.endswith("._metadata")
-
-
 def _to_indices(saved: Saved) -> str:
     """Return the command that keys the optimizers of the output by numbers."""
     if saved.path == "-":
         return "ckpttool optimizer IN OUT --to indices"
     path = shlex.quote(saved.path)
-    output = shlex.quote(_unused(saved.path)) if saved.format == "dcp" else f"{path} --force"
-    return f"ckpttool optimizer {path} {output} --to indices"
-
-
-def _unused(folder: str) -> str:
-    """Return the path of a .pt file next to a folder that does not exist yet."""
-    stem = folder.rstrip("/")
-    paths = (f"{stem}{number}.pt" for number in ("", *range(2, 1000)))
-    return next(path for path in paths if not os.path.lexists(path))
+    if saved.format != "dcp":
+        return f"ckpttool optimizer {path} {path} --force --to indices"
+    files = (f"{saved.path.rstrip('/')}{number}.pt" for number in ("", *range(2, 1000)))
+    unused = next(file for file in files if not os.path.lexists(file))
+    return f"ckpttool optimizer {path} {shlex.quote(unused)} --to indices"

@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -109,12 +110,10 @@ def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
 
 def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> None:
     hint = f"ckpttool diff --model-only {shlex.quote(one.path)} {shlex.quote(other.path)}"
-    if a.tensors.keys() != b.tensors.keys():
-        hint = stripping(one.path, a, b) or stripping(other.path, b, a) or hint
     for mine, theirs, has, lacks in ((a, b, one, other), (b, a, other, one)):
-        for name in mine.tensors:
-            if name not in theirs.tensors:
-                raise Refused(lacks.path, f"has no '{name}', which {has.path} has", hint=hint)
+        if absent := [name for name in mine.tensors if name not in theirs.tensors]:
+            hint = stripping(one.path, a, b) or stripping(other.path, b, a) or hint
+            raise Refused(lacks.path, f"has no '{absent[0]}', which {has.path} has", hint=hint)
     for name, tensor in a.tensors.items():
         against = b.tensors[name]
         if (tensor.dtype, tensor.shape) != (against.dtype, against.shape):
@@ -137,10 +136,8 @@ class _Averaging:
 
     def entry(self, name: str, value: object) -> object:
         """Return the result's value for an entry of the last file's state."""
-        tensor = plain_tensor(value)
-        if tensor is None:
-            return value
-        return with_plain_tensor(value, self.tensor(name, tensor))
+        last = plain_tensor(value)
+        return value if last is None else with_plain_tensor(value, self.tensor(name, last))
 
     def tensor(self, name: str, last: TensorRef) -> TensorRef:
         inputs = [state.tensors[name] for state in self.states]
@@ -160,11 +157,9 @@ class _Averaging:
         self.averaged.append(name)
         views = tuple(tensor.view for tensor in inputs)
         if views not in self.storages:
-            kind = last.dtype.storage or "UntypedStorage"
-            origins = tuple(tensor.storage for tensor in inputs)
-            self.storages[views] = Storage(
-                self._computed(inputs, part), kind, last.storage.location, origins=origins
-            )
+            kind, origins = last.dtype.storage or "UntypedStorage", tuple(tensor.storage for tensor in inputs)
+            data = self._computed(inputs, part)
+            self.storages[views] = Storage(data, kind, last.storage.location, origins=origins)
         new = TensorRef.contiguous(self.storages[views], last.dtype, last.shape)
         return replace(new, requires_grad=last.requires_grad)
 
@@ -191,15 +186,14 @@ class _Work:
         self._weights = weights
         self._idle: list[Means] = []
 
-    def take(self) -> Means:
-        """Return one that no thread uses."""
+    @contextmanager
+    def means(self) -> Iterator[Means]:
+        """Lend one that no thread uses."""
         try:
-            return self._idle.pop()
+            means = self._idle.pop()
         except IndexError:  # not asked first: another thread may take the last one in between
-            return Means(self._weights, self.part)
-
-    def give_back(self, means: Means) -> None:
-        """Keep one for the next who takes it."""
+            means = Means(self._weights, self.part)
+        yield means
         self._idle.append(means)
 
 
@@ -247,24 +241,23 @@ def _means_of_stretches(
     work: _Work, inputs: list[ByteRange | Computed], start: int, nbytes: int
 ) -> Iterator[memoryview]:
     """Yield a part of the means' bytes."""
-    means = work.take()
-    parts = (data.part(start, nbytes) for data in inputs)
-    blocks = (part.chunks(buffer) for part, buffer in zip(parts, means.buffers, strict=True))
-    yield from map(means.of, zip(*blocks, strict=True))
-    work.give_back(means)
+    with work.means() as means:
+        parts = (data.part(start, nbytes) for data in inputs)
+        blocks = (part.chunks(buffer) for part, buffer in zip(parts, means.buffers, strict=True))
+        yield from map(means.of, zip(*blocks, strict=True))
 
 
 def _means(work: _Work, inputs: list[TensorRef], start: int, nbytes: int) -> Iterator[memoryview]:
     """Yield a part of the means' bytes; inputs of any layout are read from their beginning."""
-    means, at, end = work.take(), 0, start + nbytes
-    for block in zip(*(in_pieces(each, len(means.buffers[0])) for each in inputs), strict=True):
-        if at >= end:
-            break
-        begin, at = at, at + len(block[0])
-        if at > start:
-            piece = means.of(block)[max(start - begin, 0) : end - begin]
-            yield _swapped(piece, work.part) if inputs[-1].is_swapped else piece
-    work.give_back(means)
+    at, end = 0, start + nbytes
+    with work.means() as means:
+        for block in zip(*(in_pieces(each, len(means.buffers[0])) for each in inputs), strict=True):
+            if at >= end:
+                break
+            begin, at = at, at + len(block[0])
+            if at > start:
+                piece = means.of(block)[max(start - begin, 0) : end - begin]
+                yield _swapped(piece, work.part) if inputs[-1].is_swapped else piece
 
 
 def _swapped(piece: memoryview, part: DType) -> memoryview:

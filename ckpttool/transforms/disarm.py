@@ -174,13 +174,12 @@ class _Disarmer:
 
     def value(self, value: object, path: Path) -> object:
         """Return a value of the tree in its plain form."""
-        kind = type(value)
-        if kind is TensorRef or kind is str:
-            return value
-        if kind is int:
-            return self.integer(value, path)  # type: ignore[arg-type]
-        if kind is Global:
-            return self.name(value, path)  # type: ignore[arg-type]
+        if type(value) is int and value.bit_length() >= MAX_INTEGER:
+            self.note(path, "int", "text")
+            return hex(value)
+        if type(value) is Global and value not in DTYPE_NAMES:
+            self.note(path, str(value), "text")
+            return str(value)
         if not isinstance(value, CONTAINERS):
             return value
         if id(value) in self.done:
@@ -206,18 +205,6 @@ class _Disarmer:
         self.note(path, "tuple that holds itself", "list")
         made: list[object] = []
         return self.done.setdefault(id(value), made)
-
-    def integer(self, value: int, path: Path) -> int | str:
-        if value.bit_length() < MAX_INTEGER:
-            return value
-        self.note(path, "int", "text")
-        return hex(value)
-
-    def name(self, value: Global, path: Path) -> object:
-        if value in DTYPE_NAMES:
-            return value
-        self.note(path, str(value), "text")
-        return str(value)
 
     # Containers. Mutable ones are known before their contents, so that a cycle finds them.
 
@@ -248,9 +235,8 @@ class _Disarmer:
         self.done[id(of)] = made
         pairs = list(items)
         places = [(*path, in_brief(key)) for key, _ in pairs]
-        for key, (_, item), at in zip(
-            self.plain_keys([key for key, _ in pairs], places), pairs, places, strict=True
-        ):
+        keys = self.plain_keys([key for key, _ in pairs], places)
+        for key, (_, item), at in zip(keys, pairs, places, strict=True):
             made[key] = self.value(item, at)
         return made
 
@@ -264,9 +250,15 @@ class _Disarmer:
     # Objects.
 
     def record(self, value: Record, path: Path) -> object:
-        like = special_tensor(value)
-        if tensor_of(value) is not None or like is not None:
-            return self.tensor(value, like, path)
+        plain, like = tensor_of(value), special_tensor(value)
+        if plain is not None or like is not None:
+            if is_tensor_taken(value) and (plain is None or not wraps(value).attributes):
+                return value
+            if plain is not None:
+                return self.wrapped(value, plain, path)
+            assert like is not None
+            self.refused[dotted(path)] = like
+            return None
         if is_value(value):
             return value
         number = scalar_of(value)
@@ -279,16 +271,6 @@ class _Disarmer:
             self.note(path, value.type_name, "text")
             return text
         return self.other(value, path)
-
-    def tensor(self, value: Record, like: SpecialTensor | None, path: Path) -> object:
-        plain = tensor_of(value)
-        if is_tensor_taken(value) and (plain is None or not wraps(value).attributes):
-            return value
-        if plain is None:
-            assert like is not None
-            self.refused[dotted(path)] = like
-            return None
-        return self.wrapped(value, plain, path)
 
     def wrapped(self, value: Record, plain: TensorRef, path: Path) -> object:
         """Return a tensor of torch's own class, or a Parameter, with its attributes in their plain forms."""
@@ -369,9 +351,7 @@ class _Disarmer:
         if isinstance(key, FrozenSet_):
             self.note(path, "frozenset", "tuple")
             return tuple(self.key(item, path) for item in key)
-        if not isinstance(key, Record):
-            return self.value(key, path)
-        if tensor_of(key) is not None or is_value(key):
+        if not isinstance(key, Record) or tensor_of(key) is not None or is_value(key):
             return self.value(key, path)
         number = scalar_of(key)
         plain = number if isinstance(number, int | float | str | bytes) else text_of(key)

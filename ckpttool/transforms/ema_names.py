@@ -73,16 +73,14 @@ def _by_position(
     if names is None:
         counts = f"{len(parameters.shapes)} parameters, {len(parameters.trainable)} of them trainable"
         raise Mismatch(f"{what} the model has {counts}")
-    wrong = tuple(
-        (name, str(list(tensor.shape)), str(list(parameters.shapes[name])))
-        for name, tensor in zip(names, listed, strict=True)
-        if tensor.shape != parameters.shapes[name]
-    )
+    named = dict(zip(names, listed, strict=True))
+    shapes = ((name, tensor.shape, parameters.shapes[name]) for name, tensor in named.items())
+    wrong = tuple((name, str([*theirs]), str([*mine])) for name, theirs, mine in shapes if theirs != mine)
     if wrong:
         name, theirs, mine = wrong[0]
         reason = f"the one at the place of '{name}' has shape {theirs}, not {mine}"
         raise Mismatch(f"{what} {reason}", mismatched=wrong)
-    return dict(zip(names, listed, strict=True))
+    return named
 
 
 def _without_dots(container: Mapping[object, object], parameters: Parameters) -> dict[str, object] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
@@ -83,18 +84,17 @@ def strip_prefix(
         NoState: the file holds no state, or none at `state`.
     """
     target, doomed = checkpoint.state(state), set(drop)
-    absent = sorted(doomed - target.container.keys())
-    if absent:
+    if absent := sorted(doomed - target.container.keys()):
         message = f"{checkpoint.path}: there is no key '{absent[0]}' to drop"
         raise NothingToDo(message, hint=_first_key(target))
 
-    def stripped(one: State) -> Renaming:
-        names = [name for name in _keys(one) if name not in doomed]
+    def stripped(carrier: State) -> Renaming:
+        names = [name for name in _keys(carrier) if name not in doomed]
         return strip_names(names, prefix, repeat=repeat, anywhere=anywhere)
 
     renaming = stripped(target)
-    others = [(other, stripped(other)) for other in _others(checkpoint, target)] if state is None else []
-    others = [(other, theirs) for other, theirs in others if theirs.renamed]
+    all_others = [(other, stripped(other)) for other in _others(checkpoint, target)] if state is None else []
+    others = [(other, theirs) for other, theirs in all_others if theirs.renamed]
     if not renaming.renamed:
         raise _nothing(checkpoint, target, prefix, [other for other, _ in others])
     return _apply(checkpoint, target, renaming, others)
@@ -172,21 +172,16 @@ def _copies(checkpoint: Checkpoint, state: State) -> list[State]:
 
 
 def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[State]) -> NothingToDo:
-    where = f" of '{state.where}'" if state.where else ""
-    others = [p for p in found_prefixes(_keys(state), state.versions) if p.prefix != prefix]
-    inner = [p for p in inner_prefixes(_keys(state)) if p.prefix != prefix]
+    where, keys = f" of '{state.where}'" if state.where else "", _keys(state)
+    hint = _first_key(state)
     if carriers:
         hint = f"those of '{carriers[0].where}' do: --state {shlex.quote(carriers[0].where)}"
-    elif others:
-        best = others[0]
+    elif best := next((p for p in found_prefixes(keys, state.versions) if p.prefix != prefix), None):
         hint = f"{best.keys} of {best.of} keys begin with '{best.prefix}': --prefix {best.prefix}"
-    elif inner:
-        best = inner[0]
+    elif best := next((p for p in inner_prefixes(keys) if p.prefix != prefix), None):
         hint = f"{best.keys} of {best.of} keys hold '{best.prefix}' inside: --prefix {best.prefix} --anywhere"
-    elif common := _common_prefix(_keys(state)):
+    elif common := _common_prefix(keys):
         hint = f"all keys begin with '{common}': --prefix {shlex.quote(common)}"
-    else:
-        hint = _first_key(state)
     return NothingToDo(f"{checkpoint.path}: no key{where} begins with '{prefix}'", hint=hint)
 
 
@@ -222,20 +217,13 @@ def _apply(
 
 def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, object]) -> dict[object, object]:
     """Return the state's dict under its new names, without the keys that the renaming lacks."""
-    names = renaming.names
-    new = remade(
-        state.container,
-        (
-            (names[key] if isinstance(key, str) else key, value)
-            for key, value in state.container.items()
-            if not isinstance(key, str) or key in names
-        ),
-    )
+    names: Mapping[Any, str] = renaming.names
+    pairs = state.container.items()
+    stay = ((key, value) for key, value in pairs if not isinstance(key, str) or key in names)
+    new = remade(state.container, ((names.get(key, key), value) for key, value in stay))
     if isinstance(new, OrderedDict_) and isinstance(new.attributes, dict) and state.versions is not None:
-        new.attributes = {
-            **new.attributes,
-            "_metadata": _renamed_versions(state.versions, renaming, wrappers),
-        }
+        versions = _renamed_versions(state.versions, renaming, wrappers)
+        new.attributes = {**new.attributes, "_metadata": versions}
     return new
 
 
@@ -271,38 +259,35 @@ LISTS = ("params", "param_names")
 
 def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
     """Return an optimizer's state dict with its parameters renamed, in its state and its groups."""
+
+    def new_name(name: Any) -> Any:
+        return names.get(name, name) if isinstance(name, str) else name
+
+    listed = parameters(optimizer) if is_flat(optimizer) else _parameter_names(optimizer)
+    checked(dict.fromkeys(name for name in listed if isinstance(name, str)), new_name, PREFIXES)
     if is_flat(optimizer):
-        checked(dict.fromkeys(parameters(optimizer)), lambda name: names.get(name, name), PREFIXES)
         return renamed(optimizer, names)
-    listed = dict.fromkeys(name for name in _parameter_names(optimizer) if isinstance(name, str))
-    checked(listed, lambda name: names.get(name, name), PREFIXES)
     new = remade(optimizer, optimizer.items())
-    if isinstance(optimizer["state"], dict):
-        state = optimizer["state"]
-        new["state"] = remade(state, ((_new_name(key, names), value) for key, value in state.items()))
-    if isinstance(optimizer["param_groups"], list):
-        new["param_groups"] = [_rename_group(group, names) for group in optimizer["param_groups"]]
+    if isinstance(state := optimizer["state"], dict):
+        new["state"] = remade(state, ((new_name(key), value) for key, value in state.items()))
+    if isinstance(groups := optimizer["param_groups"], list):
+        new["param_groups"] = [
+            remade(group, group.items()) if isinstance(group, dict) else group for group in groups
+        ]
+    for group, entry in _lists(new):
+        group[entry] = [*map(new_name, group[entry])]
     return new
 
 
 def _parameter_names(optimizer: Any) -> Iterator[object]:
-    state, groups = optimizer["state"], optimizer["param_groups"]
-    yield from state if isinstance(state, dict) else ()
-    for group in groups if isinstance(groups, list) else ():
-        for entry in LISTS:
-            names = group.get(entry) if isinstance(group, dict) else None
-            yield from names if isinstance(names, list) else ()
+    yield from optimizer["state"] if isinstance(optimizer["state"], dict) else ()
+    for group, entry in _lists(optimizer):
+        yield from group[entry]
 
 
-def _rename_group(group: Any, names: Mapping[str, str]) -> Any:
-    if not isinstance(group, dict):
-        return group
-    new = remade(group, group.items())
-    for entry in LISTS:
-        if isinstance(group.get(entry), list):
-            new[entry] = [_new_name(name, names) for name in group[entry]]
-    return new
-
-
-def _new_name(name: Any, names: Mapping[str, str]) -> Any:
-    return names.get(name, name) if isinstance(name, str) else name
+def _lists(optimizer: Any) -> Iterator[tuple[dict[Any, Any], str]]:
+    """Yield the groups of an optimizer with the name of each list of parameters in them."""
+    groups = optimizer["param_groups"]
+    for group, entry in product(groups if isinstance(groups, list) else (), LISTS):
+        if isinstance(group, dict) and isinstance(group.get(entry), list):
+            yield group, entry

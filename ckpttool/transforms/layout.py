@@ -31,14 +31,11 @@ def permute(
 
     def moved(key: str, tensor: TensorRef, axes: Sizes) -> TensorRef:
         if sorted(axes) != list(range(len(tensor.shape))):
-            raise UsageFault(
-                f"{checkpoint.path}: {_listed(axes)} is not a permutation of the "
-                f"{len(tensor.shape)} axes of '{key}'",
-                hint="count axes from 0: 1,0 transposes a matrix",
-            )
-        return replace(
-            tensor, shape=tuple(tensor.shape[a] for a in axes), stride=tuple(tensor.stride[a] for a in axes)
-        )
+            what = f"is not a permutation of the {len(tensor.shape)} axes of '{key}'"
+            hint = "count axes from 0: 1,0 transposes a matrix"
+            raise UsageFault(f"{checkpoint.path}: {_listed(axes)} {what}", hint=hint)
+        shape, stride = (tuple(sizes[axis] for axis in axes) for sizes in (tensor.shape, tensor.stride))
+        return replace(tensor, shape=shape, stride=stride)
 
     return _by_pattern(checkpoint, rules, moved, state)
 
@@ -52,15 +49,13 @@ def reshape(
         if len(shape) > MAX_AXES:
             raise UsageFault(f"a shape of {len(shape)} axes, and torch has at most {MAX_AXES}")
         if prod(shape) != tensor.numel:
-            raise UsageFault(
-                f"{checkpoint.path}: '{key}' has {tensor.numel} elements, and {_listed(shape)} {prod(shape)}"
-            )
+            counts = f"has {tensor.numel} elements, and {_listed(shape)} {prod(shape)}"
+            raise UsageFault(f"{checkpoint.path}: '{key}' {counts}")
         stride = _strides(tensor, shape)
         if stride is None:
-            raise UsageFault(
-                f"{checkpoint.path}: '{key}' is a strided view and can't be viewed as {_listed(shape)}",
-                hint="make it contiguous first: convert to .safetensors, then convert that",
-            )
+            hint = "make it contiguous first: convert to .safetensors, then convert that"
+            what = f"is a strided view and can't be viewed as {_listed(shape)}"
+            raise UsageFault(f"{checkpoint.path}: '{key}' {what}", hint=hint)
         return replace(tensor, shape=shape, stride=stride)
 
     return _by_pattern(checkpoint, rules, shaped, state)
@@ -85,19 +80,16 @@ def _by_pattern(
 ) -> tuple[Checkpoint, tuple[str, ...]]:
     """Apply rules in order to every tensor whose key matches their pattern."""
     target = checkpoint.state(where)
-    tensors = dict(target.tensors)
-    changed: dict[str, None] = {}
+    tensors = target.tensors
+    changed: dict[str, TensorRef] = {}
     for pattern, sizes in rules:
         fitting = [key for key in tensors if fnmatchcase(key, pattern)]
         if not fitting:
-            raise NothingToDo(
-                f"{checkpoint.path}: no tensor's key matches '{pattern}'",
-                hint=f"the first key is '{next(iter(tensors), '')}'",
-            )
+            hint = f"the first key is '{next(iter(tensors), '')}'"
+            raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
-            tensors[key] = change(key, tensors[key], sizes)
-            changed[key] = None
-    return _with_tensors(checkpoint, target, {key: tensors[key] for key in changed}), tuple(changed)
+            changed[key] = change(key, changed.get(key, tensors[key]), sizes)
+    return _with_tensors(checkpoint, target, changed), tuple(changed)
 
 
 def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, TensorRef]) -> Checkpoint:
@@ -105,9 +97,9 @@ def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, Tenso
     done: dict[tuple[object, ...], object] = {}
 
     def put(key: object, value: object) -> object:
-        if not isinstance(key, str) or key not in tensors or plain_tensor(value) is None:
+        new = tensors.get(key) if isinstance(key, str) and plain_tensor(value) is not None else None
+        if new is None:
             return value
-        new = tensors[key]
         return done.setdefault((id(value), *new.view), with_plain_tensor(value, new))
 
     return replace_state(
@@ -121,10 +113,8 @@ def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str 
     more: dict[object, object] = {}
     for new, old in pairs:
         if old not in target.tensors:
-            raise NothingToDo(
-                f"{checkpoint.path}: no tensor is named '{old}'",
-                hint=f"the first key is '{next(iter(target.tensors), '')}'",
-            )
+            hint = f"the first key is '{next(iter(target.tensors), '')}'"
+            raise NothingToDo(f"{checkpoint.path}: no tensor is named '{old}'", hint=hint)
         known = target.tensors.get(new)
         if new != old and known is not None and known.view == target.tensors[old].view:
             raise NothingToDo(f"{checkpoint.path}: '{new}' and '{old}' are one tensor already")
@@ -222,40 +212,35 @@ def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
 
 def _pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
     """Return the names whose both parts are there, of one float type and one shape."""
+    halves = ((key.removesuffix(".real"), real) for key, real in tensors.items() if key.endswith(".real"))
     return tuple(
-        key.removesuffix(".real")
-        for key, real in tensors.items()
-        if key.endswith(".real") and _is_pair(real, tensors.get(key.removesuffix(".real") + ".imag"))
+        name
+        for name, real in halves
+        if (imag := tensors.get(f"{name}.imag")) is not None
+        and real.dtype.name in WHOLES
+        and (real.dtype, real.shape) == (imag.dtype, imag.shape)
     )
 
 
 def _join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
     """Return a state with each named pair as one complex tensor. Raises Collision."""
-    joined: dict[object, TensorRef] = {}  # tied pairs become tied tensors
-    new: Container = type(old)()
     for name in names:
         if name in old:
             both = f"'{name}.real' and '{name}.imag'"
             raise Collision(f"{both} would be joined into '{name}', which already exists")
+    joined: dict[object, TensorRef] = {}  # tied pairs become tied tensors
+    new: Container = type(old)()
     for key, value in old.items():
-        name = str(key).removesuffix(".real").removesuffix(".imag")
-        if name not in names or name == key:
+        name, _, part = str(key).rpartition(".")
+        if name not in names or part not in ("real", "imag"):
             new[key] = value
-        elif str(key).endswith(".real"):
+        elif part == "real":
             real, imag = tensors[f"{name}.real"], tensors[f"{name}.imag"]
             pair = real.view, imag.view
             if pair not in joined:
                 joined[pair] = _as_one(real, imag) or _whole(name, real, imag)
             new[name] = replace(joined[pair])
     return new
-
-
-def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
-    return (
-        imag is not None
-        and real.dtype.name in WHOLES
-        and (real.dtype, real.shape) == (imag.dtype, imag.shape)
-    )
 
 
 def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:

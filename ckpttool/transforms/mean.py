@@ -134,18 +134,18 @@ def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DTyp
     """Return the mean in pairs, rounded once."""
     import numpy as np
 
+    pairs = [*zip(values, weights, strict=True)]
     with np.errstate(all="ignore"):
         high, low = _quotient(*_sum(values, weights), *_total(tuple(weights)))
-        plain = _plain(values, weights)
-        sizes = np.maximum.reduce(
-            [np.abs(value * weight) for value, weight in zip(values, weights, strict=True)]
-        )
+        plain = sum((value * weight for value, weight in pairs[1:]), values[0] * weights[0]) / sum(weights)
+        sizes = np.maximum.reduce([np.abs(value * weight) for value, weight in pairs])
         finite = np.logical_and.reduce([np.isfinite(value) for value in values])
         # The mean of zeros alone has the sign that adding them gives.
         numbers = finite & np.logical_or.reduce([value != 0 for value in values])
         cancelled = np.abs(high) * sum(weights) <= sizes * CANCELLED
         for place in np.flatnonzero(numbers & (cancelled | ~_in_reach(values))):
             high[place], low[place] = _exact([float(value[place]) for value in values], weights)
+    # In float64 infinities, NaN and zeros are right.
     return _rounded(np.where(numbers, high, plain), np.where(numbers, low, 0.0), dtype)
 
 
@@ -170,14 +170,6 @@ def _float(bits: int, dtype: DType) -> float:
     import numpy as np
 
     return float(reader(dtype)(np.array([bits], f"<u{dtype.itemsize}").view(carrier(dtype)))[0])
-
-
-def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
-    """Return the mean in float64, which is right for infinities, NaN and zeros."""
-    total = values[0] * weights[0]
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        total = total + value * weight
-    return total / sum(weights)
 
 
 def _in_reach(values: list[NDArray[Any]]) -> Any:

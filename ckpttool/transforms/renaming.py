@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 from ..errors import Collision, UsageFault
 
@@ -79,7 +80,7 @@ def strip_names(
 ) -> Renaming:
     """Strip a prefix from the names that carry it; other names stay."""
     _require(prefix)
-    hints = replace(PREFIXES, dots=lambda old, new: f"with its dot: --prefix {prefix}.")
+    hints = PREFIXES._replace(dots=lambda old, new: f"with its dot: --prefix {prefix}.")
     if repeat and anywhere and prefix.endswith("."):
         return checked(names, partial(_without, prefix.split(".")[:-1]), hints)
     # Match only where a part begins, so that `submodule.` is never taken for `module.`.
@@ -109,8 +110,7 @@ def _require(prefix: str) -> None:
         raise UsageFault("the prefix is empty", hint="give it with its dot: --prefix module.")
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(NamedTuple):
     """The way out of a refused renaming."""
 
     same: str  # two keys would get the same name
@@ -119,9 +119,8 @@ class Hints:
     dots: Callable[[str, str], str] | None = None
 
 
-PREFIXES = Hints(
-    "the two differ only in the prefix: keep them distinct, or remove one first", "give a shorter --prefix"
-)
+SAME = "the two differ only in the prefix: keep them distinct, or remove one first"
+PREFIXES = Hints(SAME, "give a shorter --prefix")
 MAPS = Hints(
     "give a --map that keeps them distinct, or remove one first", "give a --map that leaves something"
 )
@@ -129,8 +128,7 @@ MAPS = Hints(
 
 def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> Renaming:
     """Return the renaming that a rule makes, refused when it is not one-to-one."""
-    renamed: dict[str, str] = {}
-    owners: dict[str, str] = {}
+    owners: dict[str, str] = {}  # new name -> old name
     for old in names:
         new = rule(old)
         if new in owners:
@@ -138,16 +136,14 @@ def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> R
         if not new:
             raise Collision(f"'{old}' would be left without a name", hint=hints.none)
         if hints.dots and new != old and _has_empty_part(new) and not _has_empty_part(old):
-            raise UsageFault(
-                f"'{old}' would be named '{new}', with a dot too many", hint=hints.dots(old, new)
-            )
+            what = f"'{old}' would be named '{new}', with a dot too many"
+            raise UsageFault(what, hint=hints.dots(old, new))
         owners[new] = old
-        renamed[old] = new
-    return Renaming(renamed)
+    return Renaming({old: new for new, old in owners.items()})
 
 
 def _has_empty_part(name: str) -> bool:
-    return f".{name}.".find("..") >= 0
+    return ".." in f".{name}."
 
 
 def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Renaming:
@@ -155,14 +151,12 @@ def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Rena
     rules = list(rules)
     try:
         with _time_limit() as watch:
-            hints = replace(MAPS, dots=partial(_with_its_dot, rules, watch))
+            hints = MAPS._replace(dots=partial(_with_its_dot, rules, watch))
             return checked(names, _applied(rules, watch), hints)
     except TooSlow:
         where = f"'{watch.expression[:80]}' takes more than {KEY_SECONDS} s on the key '{watch.name[:80]}'"
-        raise UsageFault(
-            f"--map: {where}",
-            hint="write it without repetitions inside repetitions, such as (.+)+ or (a|a)*",
-        ) from None
+        hint = "write it without repetitions inside repetitions, such as (.+)+ or (a|a)*"
+        raise UsageFault(f"--map: {where}", hint=hint) from None
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         raise UsageFault(f"--map: {error}", hint="for example: --map '^backbone\\.=model.'") from None
 
@@ -192,9 +186,8 @@ def _time_limit() -> Iterator[_Watch]:
     """Raise TooSlow in the matching of one key that takes too long; only in the main thread."""
     watch = _Watch()
     is_main = threading.current_thread() is threading.main_thread()
-    if (
-        not is_main or signal.getsignal(signal.SIGVTALRM) is None
-    ):  # None: of a handler that Python can't restore
+    # A handler that Python can't restore is None.
+    if not is_main or signal.getsignal(signal.SIGVTALRM) is None:
         yield watch
         return
     # `re` backtracks without end on some keys, and only a signal interrupts it. Others use SIGALRM.

@@ -52,11 +52,7 @@ class Selection:
 
 @takes_checkpoint
 def select(
-    checkpoint: Checkpoint,
-    *,
-    only: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    state: str | None = None,
+    checkpoint: Checkpoint, *, only: Iterable[str] = (), exclude: Iterable[str] = (), state: str | None = None
 ) -> tuple[Checkpoint, Selection]:
     """Return a checkpoint with fewer keys in its state.
 
@@ -72,14 +68,14 @@ def select(
     """
     target = checkpoint.state(state)
     keys = [key for key in target.container if isinstance(key, str)]
-    only, exclude = tuple(only), tuple(exclude)
-    for flag, patterns in (("--only", only), ("--exclude", exclude)):
+    fitting: dict[str, set[str]] = {"--only": set(), "--exclude": set()}
+    for flag, patterns in (("--only", only := tuple(only)), ("--exclude", tuple(exclude))):
         for pattern in patterns:
-            if not any(fnmatchcase(key, pattern) for key in keys):
+            if not (matches := {key for key in keys if fnmatchcase(key, pattern)}):
                 hint = _wider(flag, pattern, keys)
                 raise NothingToDo(f"{checkpoint.path}: no key matches '{pattern}'", hint=hint)
-    kept = {key for key in keys if not only or any(fnmatchcase(key, pattern) for pattern in only)}
-    kept -= {key for key in kept if any(fnmatchcase(key, pattern) for pattern in exclude)}
+            fitting[flag] |= matches
+    kept = (fitting["--only"] if only else set(keys)) - fitting["--exclude"]
     if not kept:
         raise NothingToDo(f"{checkpoint.path}: no key would be left", hint="give fewer patterns")
     new = replace_state(
@@ -111,9 +107,8 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
     caster = Caster(to)
     new = replace_state(checkpoint, target, lambda old: _map_tensors(old, caster.cast))
     if not caster.report.tensors:
-        raise NothingToDo(
-            f"{checkpoint.path}: no tensor to cast: none has a float dtype other than {to.name}"
-        )
+        what = f"{checkpoint.path}: no tensor to cast: none has a float dtype other than {to.name}"
+        raise NothingToDo(what)
     return new, caster.report
 
 
@@ -122,16 +117,11 @@ def _map_tensors(
 ) -> dict[object, object]:
     """Return the same dict with each tensor changed, inside a Parameter too; ties stay ties."""
     done: dict[int, object] = {}
-
-    def changed(value: object) -> object:
-        tensor = plain_tensor(value)
-        if tensor is None:
-            return value
+    for value in container.values():
         if id(value) not in done:
-            done[id(value)] = with_plain_tensor(value, change(tensor))
-        return done[id(value)]
-
-    return remade(container, ((key, changed(value)) for key, value in container.items()))
+            tensor = plain_tensor(value)
+            done[id(value)] = value if tensor is None else with_plain_tensor(value, change(tensor))
+    return remade(container, ((key, done[id(value)]) for key, value in container.items()))
 
 
 @takes_checkpoint
@@ -154,10 +144,9 @@ def with_metadata(
         if name == full_json.ENTRY:
             raise UsageFault(f"the metadata '{name}' is what --full keeps", hint="choose another name")
         if text in tensors and name not in tensors and name not in OF_TORCH:
-            raise UsageFault(
-                f"the metadata '{name}' would be read as another name of the tensor '{text}'",
-                hint=f"choose another text, or tie them: convert --tie {shlex.quote(f'{name}={text}')}",
-            )
+            what = f"the metadata '{name}' would be read as another name of the tensor '{text}'"
+            hint = f"choose another text, or tie them: convert --tie {shlex.quote(f'{name}={text}')}"
+            raise UsageFault(what, hint=hint)
     return replace(checkpoint, metadata={**checkpoint.metadata, **texts})
 
 
@@ -177,16 +166,15 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     for name in names:
         entry = _entry(checkpoint.tree, name)
         if entry is None:
-            raise NothingToDo(
-                f"{checkpoint.path}: holds nothing named '{name}'",
-                hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
-            )
+            hint = f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}"
+            raise NothingToDo(f"{checkpoint.path}: holds nothing named '{name}'", hint=hint)
         doomed.setdefault(id(entry[0]), set()).add(entry[1])
 
     def change(value: object) -> object:
-        if not isinstance(value, dict) or id(value) not in doomed:
+        names = doomed.get(id(value))
+        if not isinstance(value, dict) or names is None:
             return value
-        return remade(value, ((key, item) for key, item in value.items() if key not in doomed[id(value)]))
+        return remade(value, ((key, item) for key, item in value.items() if key not in names))
 
     return checkpoint.rebuilt(change)
 
@@ -200,11 +188,11 @@ def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | Non
         if (id(value), rest) in tried or not isinstance(value, dict | list | tuple):
             continue
         tried.add((id(value), rest))
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if str(key) == rest and isinstance(value, dict):
-                return value, key
-            if rest.startswith(f"{key}."):
-                stack.append((item, rest[len(f"{key}.") :]))
+        if isinstance(value, dict) and (found := [key for key in value if str(key) == rest]):
+            return value, found[0]
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        below = ((item, f"{key}.") for key, item in items)
+        stack += [(item, rest[len(start) :]) for item, start in below if rest.startswith(start)]
     return None
 
 
@@ -233,13 +221,11 @@ class _Trimmer:
     def __init__(self, state: State) -> None:
         self.spans: dict[int, tuple[int, int]] = {}
         self.done: dict[int, Storage] = {}
-        for tensor in state.tensors.values():
-            if tensor.numel:
-                begin, end = tensor.span
-                begin -= begin % WIDEST
-                end = min(end + -end % WIDEST, tensor.storage.nbytes)
-                known = self.spans.get(id(tensor.storage), (begin, end))
-                self.spans[id(tensor.storage)] = min(begin, known[0]), max(end, known[1])
+        for tensor in (tensor for tensor in state.tensors.values() if tensor.numel):
+            begin, end = tensor.span
+            begin, end = begin - begin % WIDEST, min(end + -end % WIDEST, tensor.storage.nbytes)
+            known = self.spans.get(id(tensor.storage), (begin, end))
+            self.spans[id(tensor.storage)] = min(begin, known[0]), max(end, known[1])
         for value in walk(state.others):  # nested tensors keep their whole storages, and their ties
             if isinstance(value, TensorRef | Storage):
                 old = value if isinstance(value, Storage) else value.storage

@@ -93,12 +93,9 @@ def _sibling(chain: str, versions: Mapping[object, object]) -> str:
     path = chain.removesuffix(".")
     above = path.rpartition(".")[0]
     start = f"{above}." if above else ""
-    for other in versions:
-        if isinstance(other, str) and other.startswith(start) and other not in ("", above):
-            name = start + other[len(start) :].partition(".")[0]
-            if name != path:
-                return name
-    return ""
+    others = (name for name in versions if isinstance(name, str) and name.startswith(start))
+    names = (start + name[len(start) :].partition(".")[0] for name in others if name not in ("", above))
+    return next((name for name in names if name != path), "")
 
 
 def _offered(keys: list[str], known: set[str], lightning: bool) -> Iterator[FoundPrefix]:
@@ -116,8 +113,7 @@ def _offered(keys: list[str], known: set[str], lightning: bool) -> Iterator[Foun
 def inner_prefixes(names: Iterable[str]) -> list[FoundPrefix]:
     """Return the prefixes of wrappers around parts of a model: `0._orig_mod.weight`."""
     keys = list(names)
-    counts: Counter[str] = Counter()
-    for name in keys:
-        if "._" in name:
-            counts.update(prefix for prefix in WRAPPERS if prefix[0] == "_" and f".{prefix}" in name)
+    inner = [prefix for prefix in WRAPPERS if prefix[0] == "_"]
+    inside = [name for name in keys if "._" in name]
+    counts = Counter(prefix for name in inside for prefix in inner if f".{prefix}" in name)
     return [FoundPrefix(prefix, count, len(keys), WRAPPERS[prefix]) for prefix, count in counts.most_common()]

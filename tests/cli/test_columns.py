@@ -13,8 +13,9 @@ from wcwidth import clip
 import ckpttool
 from ckpttool.analysis.summary import summarize
 from ckpttool.analysis.tables import measure, tensor_rows
+from ckpttool.cli.commands.inspect import stats_table, tensor_lines
 from ckpttool.cli.console import columns, cut, cut_front, cut_middle, left, right, table, wrapped
-from ckpttool.cli.pages.inspect import page, stats_table, tensor_lines
+from ckpttool.cli.inspect_page import page
 
 WIDE = "層重み"  # two columns each
 COMBINED = "e\N{COMBINING ACUTE ACCENT}"  # one column
@@ -38,9 +39,7 @@ def test_nothing_is_wider_than_asked_and_a_cut_shows_as_much_as_fits(text: str, 
 
 
 @given(st.lists(st.tuples(words, words, words), max_size=4), st.integers(40, 80))
-def test_the_columns_of_a_table_begin_at_one_place_whatever_is_in_them(
-    rows: list[tuple[str, str, str]], width: int
-) -> None:
+def test_columns_begin_at_one_place_whatever_is_in_them(rows: list[tuple[str, str, str]], width: int) -> None:
     marked = [(first, f"|{second}", f"{third}|") for first, second, third in rows]
     lines = list(table(marked, (0, 1)))
     assert len({columns(line[: line.index("|")]) for line in lines}) <= 1
@@ -70,9 +69,7 @@ def test_a_page_keeps_to_the_terminal_whatever_the_names(checkpoint: ckpttool.Ch
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_tables_of_tensors_show_the_end_of_a_name_and_all_their_figures(
-    checkpoint: ckpttool.Checkpoint, width: int
-) -> None:
+def test_tables_show_the_end_of_a_name_and_all_figures(checkpoint: ckpttool.Checkpoint, width: int) -> None:
     lines = list(tensor_lines(tensor_rows(checkpoint), width))
     assert max(map(columns, lines)) <= width
     assert all(line.split()[1] == "float32" for line in lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import pty
@@ -107,9 +106,7 @@ def test_an_input_that_can_t_be_read_is_one_line_and_exit_3(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_with_json_the_error_is_one_object_on_stdout_and_the_line_on_stderr(
-    command: str, cli: Any, tmp_path: Path
-) -> None:
+def test_with_json_an_error_is_an_object_and_a_line(command: str, cli: Any, tmp_path: Path) -> None:
     ran = cli(*arguments(command, tmp_path / "missing.pt", tmp_path / "out.pt"), "--json")
     assert ran.code == 3
     message, hint = f"{tmp_path}/missing.pt: no such file", f"see what is there: ls {tmp_path}"
@@ -223,9 +220,7 @@ NEAR = {
 
 
 @pytest.mark.parametrize("what", NEAR)
-def test_a_missing_file_hints_at_similar_files(
-    what: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_hints_at_similar_files(what: str, cli: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for made in ("runs/last.pt", "runs/best.safetensors", "runs/notes.txt", "empty/x"):
         Path(made).parent.mkdir(exist_ok=True)
@@ -235,9 +230,7 @@ def test_a_missing_file_hints_at_similar_files(
     assert_one_line(cli("verify", "runs/last.pt", "--against", path), 3)
 
 
-def test_a_folder_without_a_checkpoint_hints_which_files_it_should_hold(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_a_checkpoint_hints_at_files(cli: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/LICENSE").touch()
@@ -263,27 +256,6 @@ def test_a_missing_state_hints_the_states_of_the_file(cli: Any, tmp_path: Path) 
         out = [tmp_path / "out.pt"] if command == ["slim"] else []
         ran = cli(*command, tmp_path / "in.pt", *out, "--state", "nosuch")
         assert_one_line(ran, 3, "holds no state named 'nosuch'", "hint: there are: model, ema.net")
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_the_output_may_be_the_input(suffix: str, cli: Any, tmp_path: Path) -> None:
-    path = tmp_path / f"in{suffix}"
-    (save_file if suffix == ".safetensors" else torch.save)({"module.a": torch.ones(1)}, path)
-    ran = cli("strip-prefix", path, path)
-    assert_one_line(ran, 2, "already exists", "--force")
-    assert cli("strip-prefix", path, path, "--force").code == 0
-    assert [row["name"] for row in cli("inspect", path, "--json").json["tensors"]] == ["a"]
-    assert [found.name for found in tmp_path.iterdir()] == [path.name]
-
-
-def test_files_come_from_stdin_and_go_to_stdout(process: Any, tmp_path: Path) -> None:
-    torch.save({"module.a": torch.ones(3)}, tmp_path / "in.pt")
-    raw = (tmp_path / "in.pt").read_bytes()
-    ran = process("strip-prefix", "-", "-", input=raw)
-    assert ran.returncode == 0
-    assert torch.load(io.BytesIO(ran.stdout))["a"].tolist() == [1, 1, 1]
-    assert ran.stderr.startswith(b"stripped 'module.' from 1 of 1 keys -> - (")
-    assert b"-: torch-zip" in process("inspect", "-", input=raw).stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -326,9 +298,7 @@ def test_a_folder_with_other_files_is_not_replaced_even_by_force(cli: Any, tmp_p
         ("verify ZIPPED", "file too large"),
     ],
 )
-def test_a_full_disk_is_one_line_with_the_file_and_leaves_nothing(
-    words: str, said: str, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_line_and_leaves_nothing(words: str, said: str, tmp_path: Path) -> None:
     torch.save({"module.a": torch.ones(1 << 18)}, tmp_path / "in.pt")
     with (
         zipfile.ZipFile(tmp_path / "in.pt") as plain,
@@ -359,8 +329,7 @@ def test_names_of_files_in_messages_can_t_steer_the_terminal(cli: Any, tmp_path:
 
 def test_a_file_name_that_is_not_unicode_is_reported_in_json(process: Any, tmp_path: Path) -> None:
     ran = process("inspect", os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt"), "--json")
-    assert ran.returncode == 3
-    assert json.loads(ran.stdout)["error"]["kind"] == "unreadable"
+    assert ran.returncode == 3 and json.loads(ran.stdout)["error"]["kind"] == "unreadable"
 
 
 def test_a_bug_of_this_program_is_not_hidden(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,9 +408,7 @@ def test_colour_is_for_terminals_without_NO_COLOR(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["inspect", "in.pt"], ["strip-prefix", "in.pt", "-"]], ids=lambda a: a[0]
 )
-def test_a_reader_that_stops_early_ends_the_command_without_a_word(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_reader_that_stops_early_ends_the_command(arguments: list[str], tmp_path: Path) -> None:
     torch.save({"module.a": torch.ones(1)}, tmp_path / "in.pt")
     reader, writer = os.pipe()
     os.close(reader)

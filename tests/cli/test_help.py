@@ -63,12 +63,9 @@ def prepare(folder: Path, example: str) -> None:
     (folder / "eval").mkdir()
     for rank in range(2):
         index = np.arange(rank, 5, 2)
-        predictions.write(
-            folder / f"eval/rank{rank}.safetensors",
-            predictions.Predictions(index, index % 2, index % 2, index / 4),
-            predictions.Evaluation(2, 5),
-            rank,
-        )
+        rows = predictions.Predictions(index, index % 2, index % 2, index / 4)
+        file = folder / f"eval/rank{rank}.safetensors"
+        predictions.write(file, rows, predictions.Evaluation(2, 5), rank)
 
 
 def prepare_ranks(folder: Path, run_ranks: Any) -> None:
@@ -112,11 +109,7 @@ def test_the_help_of_every_command_ends_in_an_example(name: str, cli: Any) -> No
 
 @pytest.mark.parametrize("example", examples())
 def test_the_example_works_when_pasted(
-    example: str,
-    cli: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    example: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     prepare(tmp_path, example)
     if example.startswith("ckpttool merge "):
@@ -154,8 +147,7 @@ def test_the_help_of_the_tool_gives_each_command_one_line_that_fits_80_columns(p
 def test_commands_are_shown_in_the_order_of_their_use(cli: Any) -> None:
     names = [command.name for commands in SECTIONS.values() for command in commands]
     assert list(group.commands) == names
-    shown = re.findall(r"^  ([a-z]+(?:-[a-z]+)*)  ", cli("--help").out, re.MULTILINE)
-    assert shown == names
+    assert re.findall(r"^  ([a-z]+(?:-[a-z]+)*)  ", cli("--help").out, re.MULTILINE) == names
 
 
 def test_the_versions_are_shown(process: Any) -> None:
@@ -167,13 +159,11 @@ def test_the_versions_are_shown(process: Any) -> None:
 @pytest.mark.parametrize("typed, meant", [("strip-prefx", "strip-prefix"), ("strip", "strip-prefix")])
 def test_a_misspelt_command_is_answered_with_similar_ones(typed: str, meant: str, cli: Any) -> None:
     ran = cli(typed)
-    assert ran.code == 2
-    assert f"there is no command '{typed}'; did you mean {meant}" in ran.err
+    assert ran.code == 2 and f"there is no command '{typed}'; did you mean {meant}" in ran.err
 
 
 def test_a_shell_can_ask_for_completions(process: Any) -> None:
-    script = process(env={"_CKPTTOOL_COMPLETE": "bash_source"}).stdout.decode()
-    assert "complete -o nosort -F" in script
+    assert "complete -o nosort -F" in process(env={"_CKPTTOOL_COMPLETE": "bash_source"}).stdout.decode()
     asked = {"_CKPTTOOL_COMPLETE": "bash_complete", "COMP_WORDS": "ckpttool conv", "COMP_CWORD": "1"}
     assert "plain,convert" in process(env=asked).stdout.decode().splitlines()
 

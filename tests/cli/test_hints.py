@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 from tests.support.running import Ran
 
-Cli = Callable[..., Ran]
 TWO = torch.ones(2)
 
 
@@ -22,7 +20,7 @@ def saved(path: Path, value: Any) -> Path:
     return path
 
 
-def pasted(cli: Cli, hint: str, before: str = "ckpttool ") -> Ran:
+def pasted(cli: Any, hint: str, before: str = "ckpttool ") -> Ran:
     """Run the command in a hint."""
     return cli(*shlex.split(hint.partition(before)[2]))
 
@@ -32,9 +30,7 @@ def sparse(tmp_path: Path) -> Path:
     return saved(tmp_path / "s.pt", {"w[0]": torch.eye(2).to_sparse(), "b": TWO})
 
 
-def test_what_can_t_be_averaged_is_left_out_by_the_command_that_can(
-    sparse: Path, cli: Cli, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_what_can_t_be_averaged_is_left_out(sparse: Path, cli: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     ran = cli("average", sparse, sparse, "mean.pt")
     assert ran.code == 3
@@ -44,16 +40,12 @@ def test_what_can_t_be_averaged_is_left_out_by_the_command_that_can(
     assert list(torch.load("plain.pt")) == ["b"]
 
 
-def test_what_safetensors_can_t_hold_is_kept_by_another_format(
-    sparse: Path, cli: Cli, tmp_path: Path
-) -> None:
+def test_what_safetensors_can_t_hold_another_format_keeps(sparse: Path, cli: Any, tmp_path: Path) -> None:
     ran = cli("convert", sparse, tmp_path / "o.safetensors")
     assert f"hint: keep them: ckpttool convert {sparse} out.pt; or leave them out: " in ran.err
 
 
-def test_a_dtype_that_can_t_be_averaged_has_the_whole_command(
-    cli: Cli, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_dtype_that_can_t_be_averaged_has_a_command(cli: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     path = saved(tmp_path / "q.pt", {"w": torch.zeros(2).to(torch.float8_e4m3fn)})
     ran = cli("average", path, path, "mean.pt")
@@ -64,25 +56,23 @@ def test_a_dtype_that_can_t_be_averaged_has_the_whole_command(
 
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_an_average_of_a_wrapped_file_and_a_plain_one_strips_the_prefix(
-    wrapped_first: bool, cli: Cli, tmp_path: Path, monkeypatch: Any
+    wrapped_first: bool, cli: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wrapped = saved(tmp_path / "w.pt", {"module.a": TWO, "module.b": TWO})
     files = [wrapped, saved(tmp_path / "p.pt", {"a": TWO, "b": TWO})]
     ran = cli("average", *(files if wrapped_first else files[::-1]), "mean.pt")
-    assert ran.code == 3
-    assert f"ckpttool strip-prefix {wrapped} plain.safetensors --prefix module." in ran.err
+    assert ran.code == 3 and f"ckpttool strip-prefix {wrapped} plain.safetensors --prefix module." in ran.err
     assert pasted(cli, ran.err).code == 0
 
 
-def test_a_name_without_an_ending_may_be_a_dcp_folder(cli: Cli, tmp_path: Path) -> None:
+def test_a_name_without_an_ending_may_be_a_dcp_folder(cli: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "p.pt", {"a": TWO})
     ran = cli("convert", path, tmp_path / "folder")
-    assert ran.code == 2
-    assert f"ckpttool convert IN {tmp_path}/folder --to dcp" in ran.err
+    assert ran.code == 2 and f"ckpttool convert IN {tmp_path}/folder --to dcp" in ran.err
 
 
-def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Cli, tmp_path: Path) -> None:
+def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Any, tmp_path: Path) -> None:
     for name in ("best.pt", "last.pt"):
         saved(tmp_path / name, {"w": TWO})
     (tmp_path / "log.jsonl").write_text("{}\n")
@@ -91,20 +81,17 @@ def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Cli, t
     assert ran.code == 3
     assert "is the folder of a training run, in which each checkpoint is a file: last.pt, best.pt" in ran.err
     assert f"{tmp_path}/last.pt: torch-zip" in pasted(cli, ran.err).out
-    assert [entry["path"] for entry in cli("inspect", tmp_path, "--json").json["checkpoints"]] == [
-        f"{tmp_path}/last.pt",
-        f"{tmp_path}/best.pt",
-    ]
+    wanted = [f"{tmp_path}/last.pt", f"{tmp_path}/best.pt"]
+    assert [entry["path"] for entry in cli("inspect", tmp_path, "--json").json["checkpoints"]] == wanted
 
 
-def test_metrics_of_a_folder_name_its_files(cli: Cli, tmp_path: Path) -> None:
+def test_metrics_of_a_folder_name_its_files(cli: Any, tmp_path: Path) -> None:
     ran = cli("gather-metrics", tmp_path)
-    assert ran.code == 3
-    assert "is not a prediction file but a folder" in ran.err
+    assert ran.code == 3 and "is not a prediction file but a folder" in ran.err
     assert f"ckpttool gather-metrics {tmp_path}/*.safetensors" in ran.err
 
 
-def test_two_entries_of_one_dotted_name_have_the_dicts_to_choose_from(cli: Cli, tmp_path: Path) -> None:
+def test_two_entries_of_one_dotted_name_have_the_dicts_to_choose_from(cli: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "t.pt", {"a": {"b.c": TWO}, "a.b": {"c": TWO}})
     ran = cli("convert", path, tmp_path / "o.safetensors")
     assert ran.code == 3
@@ -113,7 +100,7 @@ def test_two_entries_of_one_dotted_name_have_the_dicts_to_choose_from(cli: Cli, 
 
 
 @pytest.mark.parametrize("count", [2, 30])
-def test_keys_that_differ_between_ranks_are_all_in_the_hint(count: int, cli: Cli, tmp_path: Path) -> None:
+def test_keys_that_differ_between_ranks_are_all_in_the_hint(count: int, cli: Any, tmp_path: Path) -> None:
     norm = torch.nn.BatchNorm1d(2)
     states = []
     for rank in (0, 1):
@@ -136,20 +123,17 @@ def test_keys_that_differ_between_ranks_are_all_in_the_hint(count: int, cli: Cli
         ("nothing", "the first key is 'module.conv.weight'"),
     ],
 )
-def test_a_pattern_that_matches_behind_a_prefix_says_so(
-    pattern: str, hint: str, cli: Cli, tmp_path: Path
-) -> None:
+def test_a_pattern_that_matches_behind_a_prefix(pattern: str, hint: str, cli: Any, tmp_path: Path) -> None:
     keys = ("module.conv.weight", "module.fc.0.weight", "module.fc.1.weight")
     path = saved(tmp_path / "m.pt", dict.fromkeys(keys, TWO))
     ran = cli("convert", path, tmp_path / "o.pt", "--only", pattern)
     assert (ran.code, ran.err.partition("hint: ")[2]) == (1, f"{hint}\n")
 
 
-def test_a_tie_that_is_there_already_is_nothing_to_do(cli: Cli, tmp_path: Path) -> None:
+def test_a_tie_that_is_there_already_is_nothing_to_do(cli: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "t.pt", {"a": TWO, "b": TWO, "c": torch.zeros(2)})
     ran = cli("convert", path, tmp_path / "o.pt", "--tie", "a=b")
-    assert ran.code == 1
-    assert f"nothing to do: {path}: 'a' and 'b' are one tensor already" in ran.err
+    assert ran.code == 1 and f"nothing to do: {path}: 'a' and 'b' are one tensor already" in ran.err
     assert cli("convert", path, tmp_path / "o.pt", "--tie", "a=c").code == 3
 
 
@@ -162,7 +146,7 @@ def test_a_tie_that_is_there_already_is_nothing_to_do(cli: Cli, tmp_path: Path) 
     ],
 )
 def test_a_dict_with_numbers_as_keys_is_named_with_one_of_them(
-    tree: Any, flags: list[str], where: str, cli: Cli, tmp_path: Path
+    tree: Any, flags: list[str], where: str, cli: Any, tmp_path: Path
 ) -> None:
     ran = cli("convert", saved(tmp_path / "n.pt", tree), tmp_path / "o.pt", "--to", "safetensors", *flags)
     assert ran.code == 3
@@ -171,7 +155,7 @@ def test_a_dict_with_numbers_as_keys_is_named_with_one_of_them(
     assert f"but its key {number} is no text\n" in ran.err
 
 
-def test_a_tensor_of_too_many_axes_is_called_that(cli: Cli, tmp_path: Path) -> None:
+def test_a_tensor_of_too_many_axes_is_called_that(cli: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "axes.pt", {"a": TWO, "w": torch.zeros([1] * 70)})
     ran = cli("inspect", path)
     assert ran.code == 3

@@ -12,7 +12,7 @@ import torch
 import ckpttool
 from ckpttool.analysis.summary import summarize
 from ckpttool.cli.console import columns
-from ckpttool.cli.pages.inspect import page
+from ckpttool.cli.inspect_page import page
 
 MONITOR = (
     "ModelCheckpoint{'monitor': 'val_loss', 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1}"
@@ -141,7 +141,5 @@ def test_attributes_of_a_whole_pickled_model_are_named_as_left_out(
     assert "model.class_names" in said
 
 
-def test_a_pt_output_keeps_the_whole_model_and_leaves_nothing_out(
-    whole: Path, cli: Any, tmp_path: Path
-) -> None:
+def test_a_pt_output_keeps_the_whole_model(whole: Path, cli: Any, tmp_path: Path) -> None:
     assert cli("convert", whole, tmp_path / "out.pt", "--json").json["left_out"] == []

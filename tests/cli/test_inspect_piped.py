@@ -14,7 +14,8 @@ import torch
 import ckpttool
 from ckpttool.analysis.summary import summarize
 from ckpttool.analysis.tables import measure, tensor_rows
-from ckpttool.cli.pages.inspect import page, stats_table
+from ckpttool.cli.commands.inspect import stats_table
+from ckpttool.cli.inspect_page import page
 
 
 class Call:
@@ -40,18 +41,8 @@ def test_tensors_with_statistics_have_a_header_when_piped(cli: Any, tmp_path: Pa
     file = crafted(tmp_path / "a.pt", epoch=1)
     lines = cli("inspect", file, "--tensors", "--stats").out.splitlines()
     header, row = (line.split("\t") for line in lines)
-    assert header == [
-        "tensor",
-        "dtype",
-        "shape",
-        "bytes",
-        "shared with",
-        "min",
-        "max",
-        "mean",
-        "std",
-        "not finite",
-    ]
+    wanted = ["tensor", "dtype", "shape", "bytes", "shared with", "min", "max", "mean", "std", "not finite"]
+    assert header == wanted
     assert row == ["model.w", "float32", "[2,3]", "24", "", "1", "1", "1", "0", "0"]
     assert cli("inspect", file, "--tensors").out == "model.w\tfloat32\t[2,3]\t24\t\n", (
         "as it was, for cut and awk"

@@ -26,9 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("command", ["average", "convert-batchnorm"])
-def test_a_last_argument_that_is_a_checkpoint_is_named_and_no_force_is_offered(
-    command: str, folder: Path, cli: Any
-) -> None:
+def test_a_checkpoint_as_last_argument_is_named(command: str, folder: Path, cli: Any) -> None:
     before = Path("2.pt").read_bytes()
     ran = cli(command, "0.pt", "1.pt", "2.pt")
     assert (ran.code, ran.err.splitlines()) == (
@@ -88,9 +86,7 @@ def test_gather_metrics_replaces_an_old_certificate_with_force(folder: Path, cli
 
 
 @pytest.mark.parametrize("command", ["average", "merge", "convert-batchnorm"])
-def test_one_argument_is_an_input_and_what_is_missing_is_the_output(
-    command: str, folder: Path, cli: Any
-) -> None:
+def test_one_argument_is_an_input_and_lacks_the_output(command: str, folder: Path, cli: Any) -> None:
     for path in ("0.pt", "not-there.pt"):
         ran = cli(command, path)
         assert (ran.code, ran.err.splitlines()[0]) == (2, "error: Missing argument 'OUTPUT'.")
@@ -105,7 +101,6 @@ def test_what_is_no_prediction_file_is_said_to_be_none(folder: Path, cli: Any) -
     rows = sorted(str(path) for path in Path().glob("rank*"))
     for name in ("metrics.json", "notes.txt", "empty", "sub", "0.pt"):
         ran = cli("gather-metrics", name, *rows)
-        assert ran.code == 3
-        assert f"{name}: is not a prediction file" in ran.err
+        assert ran.code == 3 and f"{name}: is not a prediction file" in ran.err
         assert "checkpoint" not in ran.err and "hint: " in ran.err, name
     assert "name the files of ranks alone" in cli("gather-metrics", "metrics.json", *rows).err

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,18 +116,14 @@ def test_a_result_that_stdout_has_no_space_for_is_one_line_and_exit_3(
 
 @NOT_FULL
 @pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["inspect", "--help"]], ids=" ".join)
-def test_help_that_stdout_has_no_space_for_is_one_line_and_exit_3(
-    words: list[str], into_a_full_disk: Run
-) -> None:
+def test_help_for_a_full_stdout_is_one_line_and_exit_3(words: list[str], into_a_full_disk: Run) -> None:
     code, lines = into_a_full_disk(words)
     assert (code, lines[0]) == (3, "error: stdout: no space left on device")
 
 
 @NOT_FULL
 @pytest.mark.parametrize("name", WRITERS)
-def test_an_output_that_stdout_has_no_space_for_is_one_line_and_exit_3(
-    name: str, into_a_full_disk: Run
-) -> None:
+def test_an_output_for_a_full_stdout_is_one_line_and_exit_3(name: str, into_a_full_disk: Run) -> None:
     code, lines = into_a_full_disk(words_of(name, "-"))
     assert code == 3
     assert lines[0].startswith("error: ") and lines[0].endswith("no space left on device")
@@ -150,9 +147,7 @@ def test_a_reader_that_has_gone_is_exit_141_without_a_word(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_reader_of_the_output_that_has_gone_is_exit_141_without_a_word(
-    name: str, into_a_broken_pipe: Run
-) -> None:
+def test_a_reader_of_the_output_that_has_gone_is_exit_141(name: str, into_a_broken_pipe: Run) -> None:
     assert into_a_broken_pipe(words_of(name, "-")) == (141, [])
 
 
@@ -161,15 +156,11 @@ def test_a_reader_of_the_output_that_has_gone_is_exit_141_without_a_word(
     [["--help"], ["--version"], [], ["inspect", "missing.pt", "--json"], ["inspect", "--json"]],
     ids=" ".join,
 )
-def test_a_reader_of_help_and_of_errors_that_has_gone_is_exit_141(
-    words: list[str], into_a_broken_pipe: Run
-) -> None:
+def test_a_reader_of_help_and_errors_that_has_gone_is_exit_141(words: Any, into_a_broken_pipe: Run) -> None:
     assert into_a_broken_pipe(words)[0] == 141
 
 
-def test_a_reader_of_completions_that_has_gone_is_exit_141(
-    into_a_broken_pipe: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_of_completions_that_has_gone_is_exit_141(into_a_broken_pipe: Run, monkeypatch: Any) -> None:
     monkeypatch.setenv("_CKPTTOOL_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", "ckpttool ")
     monkeypatch.setenv("COMP_CWORD", "1")

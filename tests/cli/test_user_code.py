@@ -52,9 +52,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_the_model_s_code_prints_goes_to_stderr(
-    command: str, folder: Path, warm_python: WarmPython
-) -> None:
+def test_what_the_model_prints_goes_to_stderr(command: str, folder: Path, warm_python: WarmPython) -> None:
     ran = warm_python.run("-m", "ckpttool", *command.split(), "--model", "net.py:make", "--json")
     assert ran.returncode == 0, ran.stderr
     json.loads(ran.stdout)
@@ -62,9 +60,7 @@ def test_what_the_model_s_code_prints_goes_to_stderr(
         assert word in ran.stderr
 
 
-def test_an_output_on_stdout_holds_nothing_that_the_model_s_code_prints(
-    folder: Path, warm_python: WarmPython
-) -> None:
+def test_an_output_on_stdout_holds_no_prints_of_the_model(folder: Path, warm_python: WarmPython) -> None:
     ran = warm_python.run(
         "-m", "ckpttool", "optimizer", "last.pt", "-", "--to", "names", "--model", "net.py:make"
     )
@@ -74,9 +70,7 @@ def test_an_output_on_stdout_holds_nothing_that_the_model_s_code_prints(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_the_model_s_code_left_to_atexit_runs(
-    command: str, folder: Path, warm_python: WarmPython
-) -> None:
+def test_what_the_model_left_to_atexit_runs(command: str, folder: Path, warm_python: WarmPython) -> None:
     warm_python.run("-m", "ckpttool", *command.split(), "--model", "net.py:make")
     assert (folder / "left.txt").read_text() == "atexit ran"
 

@@ -83,10 +83,8 @@ def run(env: dict[str, str], folder: Path, *arguments: str) -> subprocess.Comple
 def failures(env: dict[str, str], folder: Path, commands: list[str]) -> str:
     """Run commands one after another in one process; say which failed, and how."""
     words = json.dumps([command.split() for command in commands])
-    process = [sys.executable, "-c", RUN_ALL]
-    ran = subprocess.run(
-        process, env=env, cwd=folder, input=words, capture_output=True, text=True, check=False
-    )
+    given: Any = {"env": env, "cwd": folder, "input": words, "capture_output": True, "text": True}
+    ran = subprocess.run([sys.executable, "-c", RUN_ALL], check=False, **given)
     return ran.stdout + ran.stderr
 
 
@@ -107,48 +105,33 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_the_stubs_hide_the_library(name: str, without_torch: dict[str, str], tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", f"import {name}"],
-        env=without_torch,
-        cwd=tmp_path,
-        capture_output=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", f"import {name}"]
+    ran = subprocess.run(command, env=without_torch, cwd=tmp_path, capture_output=True, check=False)
     assert f"No module named '{name}'".encode() in ran.stderr
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_commands_that_need_no_torch_run_without_it_on_files_of_every_format(
-    kind: str, without_torch: dict[str, str], folder: Path
-) -> None:
+def test_commands_run_without_torch_on_every_format(kind: str, without_torch: Any, folder: Path) -> None:
     INPUTS[kind](folder / "in")
-    commands = NEED_NO_TORCH.replace("IN", "in").strip().splitlines()
-    found = failures(without_torch, folder, commands)
-    assert not found
+    assert not failures(without_torch, folder, NEED_NO_TORCH.replace("IN", "in").strip().splitlines())
 
 
 @pytest.mark.parametrize(
     "kind", ["torch zip (since 1.6)", "torch legacy (before 1.6)", "safetensors `--full`"]
 )
-def test_the_optimizer_s_state_changes_its_keys_without_torch(
-    kind: str, without_torch: dict[str, str], folder: Path
-) -> None:
+def test_the_optimizer_is_keyed_anew_without_torch(kind: str, without_torch: Any, folder: Path) -> None:
     INPUTS[kind](folder / "in")
     commands = ["optimizer in named.pt --to names", "optimizer named.pt again.pt --to indices"]
     assert not failures(without_torch, folder, commands)
 
 
-def test_the_optimizer_s_state_of_dcp_gets_indices_without_torch(
-    without_torch: dict[str, str], folder: Path
-) -> None:
+def test_the_optimizer_of_dcp_gets_indices_without_torch(without_torch: dict[str, str], folder: Path) -> None:
     INPUTS["DCP folder"](folder / "in")
     assert not failures(without_torch, folder, ["optimizer in out.pt --to indices"])
 
 
 @pytest.mark.parametrize("command", NEED_TORCH)
-def test_a_command_that_needs_torch_names_the_extra_to_install(
-    command: str, without_torch: dict[str, str], folder: Path
-) -> None:
+def test_a_command_that_needs_torch_names_the_extra(command: str, without_torch: Any, folder: Path) -> None:
     torch.save({"model": torch.nn.BatchNorm1d(2).state_dict()}, folder / "in.pt")
     before = sorted(folder.iterdir())
     ran = run(without_torch, folder, *command.split())
@@ -159,9 +142,7 @@ def test_a_command_that_needs_torch_names_the_extra_to_install(
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_model_s_own_file_that_imports_torchvision_leads_to_the_extra(
-    without_torch: dict[str, str], folder: Path
-) -> None:
+def test_a_model_file_with_torchvision_leads_to_the_extra(without_torch: Any, folder: Path) -> None:
     (folder / "net.py").write_text("from torchvision.models import resnet18\n")
     torch.save({"model": torch.nn.Linear(2, 2).state_dict()}, folder / "in.pt")
     command = "optimizer in.pt o.pt --to names --model net.py:resnet18"
@@ -179,9 +160,7 @@ def test_with_json_the_extra_is_in_the_object(without_torch: dict[str, str], fol
     assert error["hint"] == "in a clone of ckpttool: pip install -e '.[torch]'"
 
 
-def test_help_and_versions_need_neither_torch_nor_numpy_nor_wcwidth(
-    without_torch: dict[str, str], tmp_path: Path
-) -> None:
+def test_help_and_versions_need_no_torch_numpy_or_wcwidth(without_torch: Any, tmp_path: Path) -> None:
     for name in ("numpy", "wcwidth", "tqdm"):
         (tmp_path / f"{name}.py").write_text("raise AssertionError")
     env = without_torch | {"PYTHONPATH": os.pathsep.join([str(tmp_path), without_torch["PYTHONPATH"]])}
@@ -202,9 +181,7 @@ convert IN OUT/
 
 
 @pytest.mark.parametrize("command", MOVE_BYTES.strip().splitlines())
-def test_commands_that_only_move_bytes_import_no_numpy(
-    command: str, without_torch: dict[str, str], tmp_path: Path
-) -> None:
+def test_moving_bytes_imports_no_numpy(command: str, without_torch: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise AssertionError")
     env = without_torch | {"PYTHONPATH": os.pathsep.join([str(tmp_path), without_torch["PYTHONPATH"]])}
     torch.save({"model": {"module.w": torch.ones(2)}}, tmp_path / "in.pt")
@@ -216,10 +193,5 @@ def test_commands_that_only_move_bytes_import_no_numpy(
 def test_the_declared_dependencies_are_those_of_a_plain_install() -> None:
     tomllib: Any = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {name.partition(">")[0] for name in project["dependencies"]} == {
-        "ml_dtypes",
-        "click",
-        "numpy",
-        "tqdm",
-        "wcwidth",
-    }
+    wanted = {"ml_dtypes", "click", "numpy", "tqdm", "wcwidth"}
+    assert {name.partition(">")[0] for name in project["dependencies"]} == wanted

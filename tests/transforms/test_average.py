@@ -132,9 +132,7 @@ def test_numbers_that_cancel_in_float64_keep_their_mean() -> None:
         ("float64", [-0.5356693863868713, 0.25048819184303284, 0.14259059727191925], [0.1, 0.1, 0.2]),
     ],
 )
-def test_numbers_that_nearly_cancel_leave_their_exact_remainder(
-    name: str, row: list[float], weights: Any
-) -> None:
+def test_numbers_that_nearly_cancel_leave_the_remainder(name: str, row: list[float], weights: Any) -> None:
     values = [torch.tensor([value], dtype=TYPES[name]) for value in row]
     given = weights or [1.0] * len(row)
     exact = sum((Fraction(w) * Fraction(float(v)) for w, v in zip(given, values, strict=True)), Fraction())
@@ -238,9 +236,7 @@ def test_running_statistics_are_listed(tmp_path: Path) -> None:
         ({"w": torch.ones(2).half()}, r"'w' is float32 \[2\], and float16 \[2\]"),
     ],
 )
-def test_another_structure_is_refused_naming_the_first_difference(
-    other: Any, said: str, tmp_path: Path
-) -> None:
+def test_another_structure_is_refused(other: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(Refused, match=said) as caught:
         averaged(tmp_path, {"w": torch.ones(2)}, other)
     assert str(caught.value.hint).startswith("ckpttool diff --model-only ")
@@ -298,9 +294,7 @@ def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: p
             assert bool((found == files[0][f"{i}"] + 1).all()), i
 
 
-def test_means_do_not_depend_on_how_tensors_are_batched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_means_do_not_depend_on_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module("ckpttool.transforms.average")
     generator = torch.Generator().manual_seed(3)
     for turn in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,18 +109,13 @@ def test_parts_written_by_torch_are_joined_as_torch_joins_them(tmp_path: Path) -
 
 
 def test_parts_expanded_beyond_the_limit_are_refused_at_once(tmp_path: Path) -> None:
-    parts = {
-        "a.real": torch.zeros(1).expand(1 << 20, 1 << 20),
-        "a.imag": torch.zeros(1).expand(1 << 20, 1 << 20),
-    }
+    parts = {f"a.{part}": torch.zeros(1).expand(1 << 20, 1 << 20) for part in ("real", "imag")}
     checkpoint = opened(parts, tmp_path)
     with pytest.raises(Refused, match="'a' is a view that expands 4 bytes"):
         join_complex(checkpoint)
 
 
-def test_adjacent_parts_that_are_not_halves_of_one_number_are_joined_by_value(
-    tmp_path: Path,
-) -> None:
+def test_adjacent_parts_that_are_not_halves_of_one_number_are_joined_by_value(tmp_path: Path) -> None:
     base = numbers(12)
     parts = {
         "odd start.real": base[1::2],
@@ -189,9 +185,8 @@ def test_big_endian_complex_numbers_are_split_and_joined_by_value(tmp_path: Path
 def test_big_endian_parts_are_joined_beside_other_big_endian_tensors(tmp_path: Path) -> None:
     raw = {key: np.array([key, 2, 3, 4], ">f4").tobytes() for key in (1.0, 5.0, 9.0)}
     body = dict_of({name: tensor(storage(key=str(i))) for i, name in enumerate(("z.real", "z.imag", "n"))})
-    torch_zip(
-        tmp_path / "in.pt", body, {str(i): each for i, each in enumerate(raw.values())}, byteorder="big"
-    )
+    files = {str(i): each for i, each in enumerate(raw.values())}
+    torch_zip(tmp_path / "in.pt", body, files, byteorder="big")
     joined, _ = join_complex(ckpttool.open(tmp_path / "in.pt"))
     found = loaded(joined, tmp_path)
     assert found["z"].tolist() == [1 + 5j, 2 + 2j, 3 + 3j, 4 + 4j]
@@ -227,9 +222,7 @@ def test_any_range_of_joined_numbers_equals_that_range_of_the_whole(layout: str,
     ),
     st.booleans(),
 )
-def test_any_complex_view_survives_split_and_join(
-    view: tuple[list[int], list[int], int], conjugate: bool
-) -> None:
+def test_any_complex_view_survives_split_and_join(view: Any, conjugate: bool) -> None:
     seen = complex_numbers(60).as_strided(*view)
     seen = seen.conj() if conjugate else seen
     with tempfile.TemporaryDirectory() as folder:

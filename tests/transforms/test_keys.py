@@ -19,6 +19,8 @@ from ckpttool.transforms.wrappers import found_prefixes, inner_prefixes
 from tests.support.comparing import assert_same
 from tests.support.saved import saved
 
+ONE = torch.ones(1)
+
 
 def stripped(*names: str, prefix: str = "module.", **given: bool) -> list[str]:
     return list(strip_names(names, prefix, **given).names.values())
@@ -27,34 +29,26 @@ def stripped(*names: str, prefix: str = "module.", **given: bool) -> list[str]:
 # Names.
 
 
-def test_a_prefix_is_stripped_from_the_front_of_the_keys_that_carry_it() -> None:
-    assert stripped("module.a", "b", "module.c.d") == ["a", "b", "c.d"]
+RESEMBLING = ["features.module.0.weight", "submodule.a", "modulea", "module_list.0", "Module.a", "module"]
+INSIDE = ["0._orig_mod.weight", "_orig_mod.a._orig_mod.b", "not_orig_mod.a", "x._orig_mod"]
 
 
-def test_names_that_only_resemble_the_prefix_stay() -> None:
-    names = ["features.module.0.weight", "submodule.a", "modulea", "module_list.0", "Module.a", "module"]
-    assert stripped(*names) == names
-    assert stripped(*names, repeat=True) == names
-
-
-def test_a_prefix_is_stripped_once_or_with_repeat_until_none_is_left() -> None:
-    assert stripped("module.module.a", "module.b") == ["module.a", "b"]
-    assert stripped("module.module.a", "module.b", repeat=True) == ["a", "b"]
-
-
-def test_anywhere_strips_between_whole_parts_inside_a_name() -> None:
-    names = ["0._orig_mod.weight", "_orig_mod.a._orig_mod.b", "not_orig_mod.a", "x._orig_mod"]
-    found = stripped(*names, prefix="_orig_mod.", anywhere=True)
-    assert found == ["0.weight", "a.b", "not_orig_mod.a", "x._orig_mod"]
-
-
-def test_anywhere_without_repeat_strips_one_of_two_in_a_row() -> None:
-    assert stripped("a.module.module.b", anywhere=True) == ["a.module.b"]
-    assert stripped("a.module.module.b", anywhere=True, repeat=True) == ["a.b"]
-
-
-def test_a_prefix_of_several_parts_is_one_prefix() -> None:
-    assert stripped("ema.module.a", "module.b", prefix="ema.module.") == ["a", "module.b"]
+@pytest.mark.parametrize(
+    ("names", "given", "wanted"),
+    [
+        (["module.a", "b", "module.c.d"], {}, ["a", "b", "c.d"]),
+        (RESEMBLING, {}, RESEMBLING),
+        (RESEMBLING, {"repeat": True}, RESEMBLING),
+        (["module.module.a", "module.b"], {}, ["module.a", "b"]),
+        (["module.module.a", "module.b"], {"repeat": True}, ["a", "b"]),
+        (INSIDE, {"prefix": "_orig_mod.", "anywhere": True}, ["0.weight", "a.b", *INSIDE[2:]]),
+        (["a.module.module.b"], {"anywhere": True}, ["a.module.b"]),
+        (["a.module.module.b"], {"anywhere": True, "repeat": True}, ["a.b"]),
+        (["ema.module.a", "module.b"], {"prefix": "ema.module."}, ["a", "module.b"]),
+    ],
+)
+def test_a_prefix_is_stripped_between_whole_parts(names: list[str], given: Any, wanted: list[str]) -> None:
+    assert stripped(*names, **given) == wanted
 
 
 def test_a_prefix_of_a_million_letters_is_stripped_quickly() -> None:
@@ -105,9 +99,7 @@ def test_stripping_undoes_adding(names: list[str], prefix: str) -> None:
 
 
 @given(names, prefixes, st.booleans(), st.booleans())
-def test_stripping_keeps_number_and_order_or_refuses(
-    names: list[str], prefix: str, repeat: bool, anywhere: bool
-) -> None:
+def test_stripping_keeps_order_or_refuses(names: Any, prefix: str, repeat: bool, anywhere: bool) -> None:
     try:
         renaming = strip_names(names, prefix, repeat=repeat, anywhere=anywhere)
     except (Collision, UsageFault):
@@ -131,9 +123,8 @@ def judged(*names: str, versions: Any = None, **given: bool) -> list[tuple[str, 
 
 def test_a_prefix_that_all_keys_carry_is_a_wrapper() -> None:
     assert judged("module.a.w", "module.b.w") == [("module.", True)]
-    assert judged("module.a.w", "module.b.w", versions={"": {}, "module": {}, "module.a": {}}) == [
-        ("module.", True)
-    ]
+    versions = {"": {}, "module": {}, "module.a": {}}
+    assert judged("module.a.w", "module.b.w", versions=versions) == [("module.", True)]
 
 
 def test_a_prefix_that_other_keys_lack_may_be_a_module() -> None:
@@ -172,10 +163,8 @@ def test_attributes_of_lightning_modules_are_offered_in_lightning_files_only() -
 
 
 def test_an_average_beside_the_model_is_offered() -> None:
-    assert judged("online_model.w", "ema_model.w", "step") == [
-        ("ema_model.", False),
-        ("online_model.", False),
-    ]
+    found = judged("online_model.w", "ema_model.w", "step")
+    assert found == [("ema_model.", False), ("online_model.", False)]
 
 
 # Files.
@@ -249,8 +238,7 @@ def test_the_counter_of_an_average_stays_beside_the_stripped_model(tmp_path: Pat
 
 def test_a_key_with_the_prefix_inside_stays_whole_in_a_file(tmp_path: Path) -> None:
     state = {f"module.{key}": value for key, value in Net().state_dict().items()}
-    found = rewritten(ckpttool.strip_prefix, saved(state, tmp_path / "f.pt"))
-    assert "features.module.0.weight" in found
+    assert "features.module.0.weight" in rewritten(ckpttool.strip_prefix, saved(state, tmp_path / "f.pt"))
 
 
 def test_half_the_keys_carry_the_prefix_and_the_others_stay_in_their_places(tmp_path: Path) -> None:
@@ -277,10 +265,8 @@ def test_parameter_names_inside_the_optimizer_follow_the_keys(tmp_path: Path) ->
     wrapper.module = net
     tree = {"model": wrapper.state_dict(), "optimizer": trained(wrapper, names=True), "epoch": 1}
     found = rewritten(ckpttool.strip_prefix, saved(tree, tmp_path / "f.pt"))
-    assert [g["param_names"] for g in found["optimizer"]["param_groups"]] == [
-        ["0.weight", "0.bias"],
-        ["1.weight", "1.bias"],
-    ]
+    names = [group["param_names"] for group in found["optimizer"]["param_groups"]]
+    assert names == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
     tree["optimizer"]["param_groups"] = found["optimizer"]["param_groups"]
     assert_same(tree["optimizer"]["state"], found["optimizer"]["state"])
     back = rewritten(ckpttool.add_prefix, saved(found, tmp_path / "back.pt"))
@@ -319,42 +305,21 @@ def test_the_counter_of_an_average_is_dropped_when_asked(tmp_path: Path) -> None
 
 
 def test_all_states_that_carry_the_prefix_lose_it_and_are_listed(tmp_path: Path) -> None:
-    one = torch.ones(1)
-    tree = {
-        "state_dict": {"module.a": one, "module.b": one},
-        "state_dict_ema": {"module.a": one * 2, "module.b": one},
-        "discriminator": {"module.c": one},
-        "rng": {"cpu": one},
-    }
+    average = {"module.a": ONE * 2, "module.b": ONE}
+    tree = {"state_dict": {"module.a": ONE, "module.b": ONE}, "state_dict_ema": average}
+    tree |= {"discriminator": {"module.c": ONE}, "rng": {"cpu": ONE}}
     changed, renaming = ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
-    assert {where: theirs.renamed for where, theirs in renaming.also.items()} == {
-        "state_dict_ema": 2,
-        "discriminator": 1,
-    }
+    counts = {where: theirs.renamed for where, theirs in renaming.also.items()}
+    assert counts == {"state_dict_ema": 2, "discriminator": 1}
     ckpttool.save(changed, tmp_path / "out.pt")
     found = torch.load(tmp_path / "out.pt")
-    assert {name: list(state) for name, state in found.items()} == {
-        "state_dict": ["a", "b"],
-        "state_dict_ema": ["a", "b"],
-        "discriminator": ["c"],
-        "rng": ["cpu"],
-    }
+    assert [*found] == [*tree] and [[*state] for state in found.values()] == [["a", "b"]] * 2 + [
+        ["c"],
+        ["cpu"],
+    ]
     back = rewritten(ckpttool.add_prefix, tmp_path / "out.pt")
     assert list(back["state_dict_ema"]) == ["module.a", "module.b"]
     assert (list(back["discriminator"]), list(back["rng"])) == (["c"], ["cpu"])
-
-
-def test_a_state_that_alone_carries_the_prefix_is_named(tmp_path: Path) -> None:
-    tree = {"model": {"a": torch.ones(1)}, "model_ema": {"module.a": torch.ones(1)}}
-    with pytest.raises(NothingToDo) as nothing:
-        ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
-    assert nothing.value.hint == "those of 'model_ema' do: --state model_ema"
-
-
-def test_the_hint_names_a_prefix_inside_the_keys(tmp_path: Path) -> None:
-    with pytest.raises(NothingToDo) as nothing:
-        ckpttool.strip_prefix(ckpttool.open(saved({"0._orig_mod.w": torch.ones(1)}, tmp_path / "f.pt")))
-    assert nothing.value.hint == "1 of 1 keys hold '_orig_mod.' inside: --prefix _orig_mod. --anywhere"
 
 
 def test_two_parameters_of_an_optimizer_that_would_get_one_name_are_refused(tmp_path: Path) -> None:
@@ -389,18 +354,22 @@ def test_a_state_in_two_places_stays_one(tmp_path: Path) -> None:
     assert list(found["best"]) == ["a"]
 
 
-def test_the_hint_names_the_prefix_that_was_found(tmp_path: Path) -> None:
-    path = saved({"state_dict": {"_orig_mod.a": torch.ones(1), "b": torch.ones(1)}}, tmp_path / "f.pt")
-    with pytest.raises(NothingToDo, match=r"no key of 'state_dict' begins with 'module\.'") as nothing:
-        ckpttool.strip_prefix(ckpttool.open(path))
-    assert nothing.value.hint == "1 of 2 keys begin with '_orig_mod.': --prefix _orig_mod."
+@pytest.mark.parametrize(
+    ("tree", "where", "hint"),
+    [
+        ({"model": {"a": ONE}, "model_ema": {"module.a": ONE}}, "model", "'model_ema' do: --state model_ema"),
+        ({"0._orig_mod.w": ONE}, "", "1 of 1 keys hold '_orig_mod.' inside: --prefix _orig_mod. --anywhere"),
+        ({"state_dict": {"_orig_mod.a": ONE, "b": ONE}}, "state_dict", "'_orig_mod.': --prefix _orig_mod."),
+        ({"conv.weight": ONE}, "", "the first key is 'conv.weight'"),
+        ({"s": {"model.a.w": ONE, "model.b.w": ONE}}, "s", "all keys begin with 'model.': --prefix model."),
+    ],
+)
+def test_the_hint_names_the_prefix_that_there_is(tree: Any, where: str, hint: str, tmp_path: Path) -> None:
+    key = rf"no key{f' of .{where}.' if where else ''} begins with 'module\.'"
+    with pytest.raises(NothingToDo, match=key) as nothing:
+        ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
+    assert str(nothing.value.hint).endswith(hint)
     assert nothing.value.exit_code == 1
-
-
-def test_the_hint_shows_a_key_when_no_prefix_is_known(tmp_path: Path) -> None:
-    with pytest.raises(NothingToDo) as nothing:
-        ckpttool.strip_prefix(ckpttool.open(saved({"conv.weight": torch.ones(1)}, tmp_path / "f.pt")))
-    assert nothing.value.hint == "the first key is 'conv.weight'"
 
 
 def test_the_input_checkpoint_is_not_changed(tmp_path: Path) -> None:
@@ -462,7 +431,7 @@ def test_adding_what_was_stripped_is_the_file_again(keys: list[str], prefix: str
 
 def test_every_wrapper_of_a_chain_is_named() -> None:
     ddp = "DistributedDataParallel or DataParallel"
-    (outer, chain) = found_prefixes(["module._orig_mod.w", "module._orig_mod.b"])
-    assert (outer.wrapper, chain.wrapper) == (ddp, f"{ddp} around torch.compile")
+    chains = found_prefixes(["module._orig_mod.w", "module._orig_mod.b"])
+    assert [chain.wrapper for chain in chains] == [ddp, f"{ddp} around torch.compile"]
     (*_, chain) = found_prefixes(["n_averaged", "module._orig_mod.w"])
     assert chain.wrapper == "AveragedModel around torch.compile"

@@ -122,17 +122,14 @@ def test_a_lost_tie_is_restored_and_the_model_loads(output: str, tmp_path: Path)
 
 
 REFUSED: dict[str, tuple[Any, type[CkptToolError], str]] = {
-    "an axis twice": (
-        lambda c: permute(c, [("w", (0, 0, 1))]),
-        UsageFault,
-        "not a permutation of the 3 axes of 'w'",
-    ),
+    "an axis twice": (lambda c: permute(c, [("w", (0, 0, 1))]), UsageFault, "a permutation of the 3 axes of"),
     "an axis too few": (lambda c: permute(c, [("w", (1, 0))]), UsageFault, "1,0 is not a permutation"),
     "an axis too far": (lambda c: permute(c, [("w", (0, 1, 3))]), UsageFault, "0,1,3 is not a permutation"),
     "elements lost": (lambda c: reshape(c, [("w", (2, 3))]), UsageFault, "'w' has 24 elements, and 2,3 6"),
     "elements gained": (lambda c: reshape(c, [("w", (2**70,))]), UsageFault, "'w' has 24 elements"),
     "no key": (lambda c: permute(c, [("x*", (0,))]), NothingToDo, "no tensor's key matches 'x\\*'"),
     "no tensor": (lambda c: reshape(c, [("n", (1,))]), NothingToDo, "no tensor's key matches 'n'"),
+    "more axes than torch has": (lambda c: reshape(c, [("w", (1,) * 65)]), UsageFault, "65 axes"),
     "no such name": (lambda c: tie(c, [("v", "x")]), NothingToDo, "no tensor is named 'x'"),
     "a name taken": (lambda c: tie(c, [("w", "b")]), Collision, "'w' would be another name of 'b'"),
     "a name taken by what is no tensor": (lambda c: tie(c, [("n", "b")]), Collision, "already exists"),
@@ -145,7 +142,7 @@ def test_impossible_layouts_are_refused_by_name(what: str, tmp_path: Path) -> No
     change, error, said = REFUSED[what]
     with pytest.raises(error, match=said) as fault:
         change(opened({"w": BASE, "b": BASE[0], "n": 3}, tmp_path))
-    if error is not Collision:
+    if error is not Collision and said != "65 axes":
         assert "in.pt" in fault.value.message
 
 
@@ -161,8 +158,3 @@ def test_a_parameter_of_two_names_stays_one_parameter(tmp_path: Path) -> None:
     found = loaded(new, tmp_path)
     assert found["a"] is found["b"]
     assert torch.equal(found["a"], BASE.permute(2, 1, 0))
-
-
-def test_more_axes_than_torch_has_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageFault, match="65 axes"):
-        reshape(opened({"w": torch.ones(1)}, tmp_path), [("w", (1,) * 65)])

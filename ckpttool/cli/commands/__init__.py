@@ -1,1 +1,1 @@
-"""The commands, a file each: it parses, calls the library and prints."""
+"""The commands: each parses, calls the library and prints; those of one idea share a file."""

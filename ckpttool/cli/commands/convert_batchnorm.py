@@ -8,8 +8,9 @@ import click
 
 from .. import options
 from ..console import counted, stdout_kept_for_results
+from ..options import Job
 from ..reading import fields_of
-from ..rewriting import Outcome, Target, rewrite
+from ..rewriting import Change, Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...batchnorm.convert_states import Report
@@ -19,44 +20,37 @@ if TYPE_CHECKING:
 
 @click.command("convert-batchnorm")
 @options.inputs_and_output
-@click.option(
+@options.option(
     "--to",
+    "For SyncBatchNorm, or for BatchNorm1d, 2d and 3d.  [default: plain, for several INPUTs]",
     type=click.Choice(["sync", "plain"]),
-    help="For SyncBatchNorm, or for BatchNorm1d, 2d and 3d.  [default: plain, for several INPUTs]",
 )
-@click.option(
-    "--model",
-    metavar="SPEC",
-    help="The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
+@options.option(
+    "--model SPEC",
+    "The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
 )
-@click.option(
-    "--counts",
+@options.option(
+    "--counts [GLOB=]N0,N1,…",
+    "Values per channel in each INPUT's batch: batch × positions; of layers matching GLOB.",
     multiple=True,
-    metavar="[GLOB=]N0,N1,…",
-    help="Values per channel in each INPUT's batch: batch × positions; of layers matching GLOB. Repeatable.",
 )
-@click.option(
-    "--cumulative",
+@options.option(
+    "--cumulative GLOB",
+    "Layers with momentum=None: ranks are also weighted by their counters of batches.",
     multiple=True,
-    metavar="GLOB",
-    help="Layers with momentum=None: ranks are also weighted by their counters of batches. Repeatable.",
 )
-@click.option(
-    "--momentum",
+@options.option(
+    "--momentum M",
+    "The layers' momentum, e.g. 0.1: add the variance between ranks that averaging removed.",
     type=float,
-    metavar="M",
-    help="The layers' momentum, e.g. 0.1: add the variance between ranks that averaging removed.",
 )
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Skip layers that match GLOB. Repeatable.")
-@click.option(
-    "--keep-first",
-    multiple=True,
-    metavar="GLOB",
-    help="Keys in which INPUTs may differ: the first INPUT's are taken. Repeatable.",
+@options.option("--exclude GLOB", "Skip layers that match GLOB.", multiple=True)
+@options.option(
+    "--keep-first GLOB", "Keys in which INPUTs may differ: the first INPUT's are taken.", multiple=True
 )
 @options.writing_options
 def command(
-    inputs: tuple[str, ...],
+    job: Job,
     to: Literal["sync", "plain"] | None,
     model: str | None,
     counts: tuple[str, ...],
@@ -64,7 +58,6 @@ def command(
     momentum: float | None,
     exclude: tuple[str, ...],
     keep_first: tuple[str, ...],
-    **given: Any,
 ) -> None:
     """Convert BatchNorm's state for SyncBatchNorm and back, and pool the statistics of several ranks.
 
@@ -87,21 +80,24 @@ def command(
       ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048 --momentum 0.1
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
+    from ... import formats
     from ...batchnorm.convert_states import Report, convert
+    from ...batchnorm.pool_files import pool_states
     from ...errors import NothingToDo
 
-    given_momentum = () if momentum is None else (str(momentum),)
-    of_several = {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first}
-    _check(inputs, to, {**of_several, "--momentum": given_momentum})
-    options.require_new_output(inputs, given["output"], given["force"])
+    of_ranks: dict[str, Any] = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
+    others = job.inputs[1:]
+    if not others:
+        _require_one(to, {"counts": counts, **of_ranks})
+    job.require_new_output()
     plain_or_sync: Literal["sync", "plain"] = to or "plain"
 
-    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
         pooled = None
         choices: dict[str, Any] = {"exclude": exclude, "state": target.state}
-        if inputs[1:]:
-            of_ranks = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
-            checkpoint, pooled = _pool(checkpoint, inputs[1:], counts, **of_ranks, **choices)
+        if others:
+            files = [checkpoint, *map(formats.open, others)]  # tensors that are kept refer to the open files
+            checkpoint, pooled = pool_states(files, dict(map(_counts, counts)) or None, **of_ranks, **choices)
         as_text = target.place.has_metadata and not target.place.full
         try:
             checkpoint, report = convert(
@@ -111,29 +107,18 @@ def command(
             if not pooled:
                 raise
             report = Report(())
-        return checkpoint, _outcome(len(inputs), plain_or_sync, pooled, report)
+        return checkpoint, _outcome(len(job.inputs), plain_or_sync, pooled, report)
 
-    rewrite({**given, "input": inputs[0]}, transform)
-
-
-def _pool(
-    first: Checkpoint, others: tuple[str, ...], counts: tuple[str, ...], **choices: Any
-) -> tuple[Checkpoint, PoolReport]:
-    from ... import formats
-    from ...batchnorm.pool_files import pool_states
-
-    opened = [formats.open(path) for path in others]  # tensors that are kept refer to the open files
-    return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
+    rewrite(job, transform)
 
 
-def _check(inputs: tuple[str, ...], to: str | None, of_several: dict[str, tuple[str, ...]]) -> None:
-    if inputs[1:]:
-        return
+def _require_one(to: str | None, of_ranks: dict[str, Any]) -> None:
+    """Refuse options that one INPUT does not have, and require the one that it needs."""
     if to is None:
         raise click.UsageError("--to is needed: sync or plain")
-    for flag, values in of_several.items():
-        if values:
-            raise click.UsageError(f"{flag} is for several INPUTs, one per rank")
+    for name, value in of_ranks.items():
+        if value not in (None, ()):
+            raise click.UsageError(f"--{name.replace('_', '-')} is for several INPUTs, one per rank")
 
 
 def _counts(text: str) -> tuple[str, tuple[int, ...]]:
@@ -162,12 +147,9 @@ def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report) -> 
     done = f"pooled the statistics of {ranks} ranks in {many}" if pooled else f"converted {many} for {to}"
     if pooled and not pooled.exact:
         done += ", assuming equal counts (--counts gives others)"
-    for verb, names, what in (
-        ("added", report.added, ("counter", "counters")),
-        ("recorded", report.recorded, ("kind", "kinds")),
-        ("removed", report.restored, ("kind", "kinds")),
-    ):
+    kinds = (("recorded", report.recorded, "kind"), ("removed", report.restored, "kind"))
+    for verb, names, what in (("added", report.added, "counter"), *kinds):
         if names:
-            done += f", {counted(len(names), *what)} {verb}"
+            done += f", {counted(len(names), what, f'{what}s')} {verb}"
     none_pooled = {"pooled": (), "from_first": ()}
     return Outcome(done, fields={**fields_of(report), **none_pooled, **fields_of(pooled)})

@@ -32,20 +32,28 @@ class _Tolerance(click.FloatRange):
 @click.command("diff")
 @click.argument("a", metavar="A", type=click.Path(allow_dash=True), callback=options.note_inputs)
 @click.argument("b", metavar="B", type=click.Path(), callback=options.note_inputs)
-@click.option("--rtol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X times |b|.")
-@click.option("--atol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X.")
-@click.option("--ignore-prefix", is_flag=True, help="Match names that differ only in wrappers' prefixes.")
-@click.option("--model-only", is_flag=True, help="Compare only the models' states.")
-@click.option(
+@options.option("--rtol X", "Tolerate differences up to X times |b|.", type=_Tolerance(0))
+@options.option("--atol X", "Tolerate differences up to X.", type=_Tolerance(0))
+@options.flag("--ignore-prefix", "Match names that differ only in wrappers' prefixes.")
+@options.flag("--model-only", "Compare only the models' states.")
+@options.option(
     "--sort",
+    "Order the rows by name, or by the largest relative difference, instead of in the order of A.",
     type=click.Choice(["name", "size"]),
-    help="Order the rows by name, or by the largest relative difference, instead of in the order of A.",
 )
 @options.state_option
 @options.no_verify_option
 @options.reading
 def command(
-    a: str, b: str, sort: str | None, no_verify: bool, model_only: bool, state: str | None, **given: Any
+    console: Console,
+    a: str,
+    b: str,
+    sort: str | None,
+    no_verify: bool,
+    model_only: bool,
+    state: str | None,
+    ignore_prefix: bool,
+    **limits: float | None,
 ) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 
@@ -66,31 +74,23 @@ def command(
     """
     from ...analysis.compare import diff
 
-    console = options.console(given)
+    choices = {"model_only": model_only, "ignore_prefix": ignore_prefix, "verify": not no_verify}
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
-            choices: dict[str, Any] = {name: given[name] for name in ("rtol", "atol", "ignore_prefix")}
-            choices |= {"model_only": model_only, "state": state, "verify": not no_verify}
-            comparison = diff(mine, theirs, progress=progress, **choices)
+            comparison = diff(mine, theirs, progress=progress, state=state, **choices, **limits)  # type: ignore[arg-type]
         note_unread(console, mine, theirs)
         if model_only or comparison.aside_a or comparison.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):
                 note_state(console, checkpoint, state, named=True)
-    limits = {name: given[name] for name in ("rtol", "atol")}
     _report(console, a, b, comparison, sort, limits)
     return 0 if comparison.same else 1
 
 
 def _report(
-    console: Console,
-    a: str,
-    b: str,
-    comparison: Comparison,
-    sort: str | None,
-    limits: Limits,
+    console: Console, a: str, b: str, comparison: Comparison, sort: str | None, limits: Limits
 ) -> None:
-    from ..pages.diff import details, page
+    from ..diff_page import details, page
 
     for names, file in ((comparison.aside_a, b), (comparison.aside_b, a)):
         if names:
@@ -107,7 +107,7 @@ def _report(
 
 
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
-    from ..pages.diff import relative
+    from ..diff_page import relative
 
     changed = comparison.changed
     if sort == "size":
@@ -142,13 +142,7 @@ def _verdict(a: str, b: str, comparison: Comparison, limits: Limits) -> str:
         return f"{a} and {b} are the same within {within} ({compared} compared, {differ})"
     if comparison.same:
         return f"{a} and {b} are the same ({compared} compared)"
-    parts = [
-        f"{len(names)} {what}"
-        for names, what in (
-            (comparison.changed, "changed"),
-            (comparison.only_a, f"only in {a}"),
-            (comparison.only_b, f"only in {b}"),
-        )
-        if names
-    ]
+    only = ((comparison.only_a, f"only in {a}"), (comparison.only_b, f"only in {b}"))
+    lists = ((comparison.changed, "changed"), *only)
+    parts = [f"{len(names)} {what}" for names, what in lists if names]
     return f"{a} and {b} differ: {', '.join(parts)} ({compared} compared)"

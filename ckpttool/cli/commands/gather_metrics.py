@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from .. import options
-from ..console import counted, printable, to_json
+from ..console import Console, counted, printable, to_json
 
 if TYPE_CHECKING:
     from ...metrics.certificate import Certificate
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 @click.command("gather-metrics")
 @options.files_argument
-@click.option("--samples", type=click.IntRange(min=0), metavar="N", help="How many samples there must be.")
-@click.option("--out", metavar="FILE", type=click.Path(), help="Also write the certificate to FILE, as JSON.")
-@click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
+@options.option("--samples N", "How many samples there must be.", type=click.IntRange(min=0))
+@options.option("--out FILE", "Also write the certificate to FILE, as JSON.", type=click.Path())
+@options.flag("--force", "Replace the file of --out if it exists.")
 @options.reading
-def command(files: tuple[str, ...], samples: int | None, out: str | None, force: bool, **given: Any) -> None:
+def command(
+    console: Console, files: tuple[str, ...], samples: int | None, out: str | None, force: bool
+) -> None:
     """Recompute an evaluation's metrics from the prediction files of its ranks, one each, in any order.
 
     Every sample must appear in them exactly once. If a rank's file is missing, a sample appears twice or in
@@ -31,15 +33,16 @@ def command(files: tuple[str, ...], samples: int | None, out: str | None, force:
     Example:
       ckpttool gather-metrics eval/rank*.safetensors
     """
+    from ...files.commit import replacing
     from ...metrics.certificate import recompute
     from ...metrics.predictions import read
 
-    console = options.console(given)
     if out is not None and os.path.lexists(out):
         _require_replaceable(out, force)
     certificate = recompute([read(path) for path in files], samples)
     if out is not None:
-        _write(out, certificate)
+        with replacing(out) as file:
+            file.write(f"{to_json(certificate.statement())}\n".encode())
     console.result(_in_words(certificate, out), certificate.statement())
 
 
@@ -54,17 +57,8 @@ def _require_replaceable(out: str, force: bool) -> None:
         if not force:
             raise OutputExists(f"{out}: already exists", hint="write it anyway with --force") from None
     else:
-        raise OutputExists(
-            f"{out}: is a prediction file, and --out names the certificate to write",
-            hint="name a file that is not there yet, e.g. --out metrics.json",
-        )
-
-
-def _write(path: str, certificate: Certificate) -> None:
-    from ...files.commit import replacing
-
-    with replacing(path) as file:
-        file.write(f"{to_json(certificate.statement())}\n".encode())
+        what = f"{out}: is a prediction file, and --out names the certificate to write"
+        raise OutputExists(what, hint="name a file that is not there yet, e.g. --out metrics.json")
 
 
 def _in_words(certificate: Certificate, out: str | None) -> str:

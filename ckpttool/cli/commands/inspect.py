@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ...errors import SeveralCheckpoints
 from .. import options
-from ..console import Console, terminal_width
+from ..console import Console, columns, counted, cut, printable, show_bytes, table, terminal_width
+from ..diff_page import number
 from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
-    from ...analysis.other_contents import OtherRow
     from ...analysis.summary import Summary
     from ...analysis.tables import Stats, TensorRow
     from ...checkpoint.checkpoint import Checkpoint
 
 
+STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
+
+
 @click.command("inspect")
 @options.files_argument
-@click.option("--depth", type=click.IntRange(1), metavar="N", help="Show modules N levels deep.")
-@click.option("--tensors", "listed", is_flag=True, help="One line per tensor: name, dtype, shape, bytes.")
-@click.option(
-    "--stats", "measured", is_flag=True, help="Read every value: min, max, mean, standard deviation, NaN."
-)
+@options.option("--depth N", "Show modules N levels deep.", type=click.IntRange(1))
+@options.flag("--tensors", "One line per tensor: name, dtype, shape, bytes.", "listed")
+@options.flag("--stats", "Read every value: min, max, mean, standard deviation, NaN.", "measured")
 @options.state_option
 @options.no_verify_option
 @options.reading
 def command(
+    console: Console,
     files: tuple[str, ...],
     depth: int | None,
     listed: bool,
     measured: bool,
     state: str | None,
     no_verify: bool,
-    **given: Any,
 ) -> int:
     """Show what is in each FILE, without loading it or running anything it names.
 
@@ -52,9 +55,7 @@ def command(
     """
     from ...analysis.summary import summarize
     from ...analysis.tables import tensor_rows
-    from ..pages.inspect import page, stats_table, tensor_lines
-
-    console = options.console(given)
+    from ..inspect_page import page
 
     def answer(file: str) -> Answer:
         try:
@@ -83,7 +84,6 @@ def command(
 def _of_run(folder: str) -> Answer | None:
     """Return the table of the checkpoints in a run's folder; None if none of them can be read."""
     from ...analysis.tables import checkpoint_rows
-    from ..pages.inspect_others import run_page
 
     found = checkpoint_rows(folder)
     if not any(entry.format for entry in found):
@@ -93,7 +93,7 @@ def _of_run(folder: str) -> Answer | None:
         for entry in found
     ]
     data = {"path": folder, "checkpoints": fields}
-    return Answer("\n".join(run_page(folder, found, terminal_width(sys.stdout))), data)
+    return Answer("\n".join(_run_page(folder, found, terminal_width(sys.stdout))), data)
 
 
 def _lines() -> int:
@@ -121,13 +121,17 @@ def _fields(
 ) -> dict[str, object]:
     here, renamed = summary.here, {"nbytes": "bytes", "unused": "unused_bytes", "running": "could_run"}
     own = ("likes", "modules", "here", "outside", "other", *([] if summary.ranks else ["ranks"]))
-    data = fields_of(summary, renamed, without=own)
-    return data | {
+    return fields_of(summary, renamed, without=own) | {
         "dtypes": here.dtypes,
         "devices": here.devices,
         "state_bytes": here.nbytes,
         "tensors": [_tensor_fields(row, stats) for row in rows],
-        "other": [_other_fields(row) for row in summary.other],
+        "other": [
+            {"name": row.name, "type": row.type}
+            | ({"value": row.value} if row.has_value else {})
+            | ({"size": row.size} if row.size is not None else {})
+            for row in summary.other
+        ],
     }
 
 
@@ -136,15 +140,75 @@ def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[st
     if row.kind is None:
         del fields["kind"], fields["local_shape"]
     if row.name in stats:
-        found = stats[row.name]
-        fields["stats"] = asdict(found) if found else None
+        measured = stats[row.name]
+        fields["stats"] = asdict(measured) if measured else None
     return fields
 
 
-def _other_fields(row: OtherRow) -> dict[str, object]:
-    fields: dict[str, object] = {"name": row.name, "type": row.type}
-    if row.has_value:
-        fields["value"] = row.value
-    if row.size is not None:
-        fields["size"] = row.size
-    return fields
+def tensor_lines(
+    rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
+) -> Iterator[str]:
+    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics."""
+    cells = [
+        (
+            *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
+            printable(row.shared_with or ""),
+            *(_figures(stats.get(row.name)) if stats else ()),
+        )
+        for row in rows
+    ]
+    if width is not None:
+        return table(cells, (0, 1, 4), width)
+    header = [(*STATS[:3], "bytes", "shared with", *STATS[3:])] if stats and cells else []
+    return map("\t".join, [*header, *cells])
+
+
+def stats_table(
+    rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
+) -> Iterator[str]:
+    """Yield a table of statistics with one line per tensor."""
+    from ...analysis.module_tree import shape_in_words
+
+    cells: list[Sequence[str]] = [STATS]
+    for row in rows:
+        shape = row.sizes if row.shape is None else shape_in_words(row.shape)
+        cells.append((printable(row.name), row.type, shape, *_figures(stats.get(row.name))))
+    if len(cells) == 1:
+        return
+    finite = not any(stat and stat.non_finite for stat in stats.values())
+    shown = [i for i, name in enumerate(STATS) if name != "not finite" or not finite]
+    widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
+    hidden: list[str] = []
+    for name in ("std", "mean"):
+        if width is not None and sum(widths[i] + 2 for i in shown) - 2 > width:
+            shown.remove(STATS.index(name))
+            hidden.insert(0, name)
+    yield from table([[line[i] for i in shown] for line in cells], (0, 1), width)
+    if hidden:
+        yield cut(f"without {', '.join(hidden)}, for which the terminal is too narrow; | cat has them", width)
+
+
+def _figures(stat: Stats | None) -> list[str]:
+    if stat is None:
+        return ["-"] * 5
+    numbers = stat.minimum, stat.maximum, stat.mean, stat.deviation
+    return [*("-" if value is None else number(value, 4) for value in numbers), str(stat.non_finite)]
+
+
+def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) -> Iterator[str]:
+    """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
+    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint', 'checkpoints')}, newest first"
+    rows = [
+        (
+            os.path.relpath(entry.path, folder),
+            "" if entry.step is None else str(entry.step),
+            entry.format or "",
+            show_bytes(entry.nbytes),
+            f"no: {entry.problem}" if entry.problem else "whole",
+        )
+        for entry in entries
+    ]
+    yield from table([("checkpoint", "step", "format", "bytes", ""), *rows], (0, 2, 4), width)
+    whole = next((entry for entry in entries if not entry.problem), entries[0])
+    yield ""
+    yield f"ckpttool inspect {shlex.quote(whole.path)}"

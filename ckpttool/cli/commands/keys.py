@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
 from .. import options
 from ..console import show_names
-from ..rewriting import Outcome, Target, renaming_outcome, rewrite
+from ..options import Job
+from ..rewriting import Change, Target, renaming_outcome, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
 
 
 @click.command("strip-prefix")
-@click.option("--prefix", default="module.", show_default=True, help="What to remove, including the dot.")
-@click.option("--repeat", is_flag=True, help="Repeat until none is left, e.g. module.module.conv.weight.")
-@click.option("--anywhere", is_flag=True, help="Also remove it inside a name, e.g. 0._orig_mod.weight.")
-@click.option("--drop", multiple=True, metavar="KEY", help="Leave out a key, e.g. n_averaged. Repeatable.")
-@click.option(
-    "--keep",
-    multiple=True,
-    metavar="NAME",
-    help="Keep, of everything but the keys, only this, e.g. hyper_parameters. Repeatable.",
+@options.option("--prefix", "What to remove, including the dot.", default="module.", show_default=True)
+@options.flag("--repeat", "Repeat until none is left, e.g. module.module.conv.weight.")
+@options.flag("--anywhere", "Also remove it inside a name, e.g. 0._orig_mod.weight.")
+@options.option("--drop KEY", "Leave out a key, e.g. n_averaged.", multiple=True)
+@options.option(
+    "--keep NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.", multiple=True
 )
 @options.writing
 def strip_prefix(
-    prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], keep: tuple[str, ...], **given: Any
+    job: Job, prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], keep: tuple[str, ...]
 ) -> None:
     """Take a wrapper's prefix off the keys that carry it.
 
@@ -46,7 +45,7 @@ def strip_prefix(
     """
     from ...transforms import keys
 
-    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
         left_out = drop
         if keep:
             checkpoint, others = _keep_alone(checkpoint, keep, target)
@@ -56,11 +55,10 @@ def strip_prefix(
         )
         outcome = renaming_outcome(f"stripped '{prefix}' from", renaming)
         outcome.left_out = left_out
-        if (rest := _what_is_left(list(renaming.names.values()), prefix)) is not None:
-            outcome.notes.append(rest)
+        outcome.notes.extend(_what_is_left(list(renaming.names.values()), prefix))
         return new, outcome
 
-    rewrite(given, transform)
+    rewrite(job, transform)
 
 
 def _keep_alone(
@@ -72,10 +70,8 @@ def _keep_alone(
     from ...transforms.selection import drop
 
     if not target.place.holds_all:
-        raise UsageFault(
-            f"--keep: {target.place.format} holds only the tensors of the state",
-            hint="name a .pt file, which holds what --keep names",
-        )
+        hint = "name a .pt file, which holds what --keep names"
+        raise UsageFault(f"--keep: {target.place.format} holds only the tensors of the state", hint=hint)
     state = checkpoint.state(target.state)
     of_model = len([*own_attributes(state.module)])  # they come first, and can't be taken out of the object
     outside = checkpoint.outside(state)[of_model:]
@@ -88,14 +84,14 @@ def _keep_alone(
     return drop(checkpoint, others), others
 
 
-def _what_is_left(names: list[str], prefix: str) -> str | None:
-    """Return a note on a wrapper's prefix that the new names still carry; None if they carry none."""
+def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
+    """Yield a note on a wrapper's prefix that the new names still carry, if they carry one."""
     from ...transforms.wrappers import found_prefixes, inner_prefixes
 
-    again = sum(name.startswith(prefix) for name in names)
-    if again:
+    if again := sum(name.startswith(prefix) for name in names):
         keys = f"{again} of {len(names)} keys"
-        return f"{keys} still begin with '{prefix}': --repeat strips it as often as it is there"
+        yield f"{keys} still begin with '{prefix}': --repeat strips it as often as it is there"
+        return
     for found, where, more in (
         (found_prefixes(names), "begin with", ""),
         (inner_prefixes(names), "hold inside", " --anywhere"),
@@ -103,16 +99,16 @@ def _what_is_left(names: list[str], prefix: str) -> str | None:
         if found and found[0].certain:
             left = found[0]
             command = f"ckpttool strip-prefix --prefix {left.prefix}{more}"
-            return f"{left.keys} of {left.of} keys still {where} '{left.prefix}': {command}"
-    return None
+            yield f"{left.keys} of {left.of} keys still {where} '{left.prefix}': {command}"
+            return
 
 
 @click.command("add-prefix")
-@click.option(
-    "--prefix", default="module.", show_default=True, help="What to put before keys, including the dot."
+@options.option(
+    "--prefix", "What to put before keys, including the dot.", default="module.", show_default=True
 )
 @options.writing
-def add_prefix(prefix: str, **given: Any) -> None:
+def add_prefix(job: Job, prefix: str) -> None:
     """Put a wrapper's prefix before every key: the inverse of strip-prefix.
 
     For a script that loads into a model it has already wrapped in DistributedDataParallel.
@@ -123,7 +119,7 @@ def add_prefix(prefix: str, **given: Any) -> None:
     """
     from ...transforms import keys
 
-    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, renaming = keys.add_prefix(checkpoint, prefix, state=target.state)
         outcome = renaming_outcome(f"added '{prefix}' to", renaming)
         if not prefix.endswith("."):
@@ -137,20 +133,19 @@ def add_prefix(prefix: str, **given: Any) -> None:
             outcome.notes.append(f"{had}, and now begin with '{prefix * 2}'")
         return new, outcome
 
-    rewrite(given, transform)
+    rewrite(job, transform)
 
 
 @click.command("rename-keys")
-@click.option(
-    "--map",
+@options.option(
+    "--map REGEX=REPLACEMENT",
+    "What to rename, as re.sub does. Repeatable; applied in order.",
     "rules",
     multiple=True,
     required=True,
-    metavar="REGEX=REPLACEMENT",
-    help="What to rename, as re.sub does. Repeatable; applied in order.",
 )
 @options.writing
-def rename_keys(rules: tuple[str, ...], **given: Any) -> None:
+def rename_keys(job: Job, rules: tuple[str, ...]) -> None:
     """Rename keys by regular expressions.
 
     Two keys that would get the same name are refused; module versions and the optimizer's parameter names
@@ -164,11 +159,11 @@ def rename_keys(rules: tuple[str, ...], **given: Any) -> None:
 
     pairs = [_pair(rule) for rule in rules]
 
-    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, renaming = keys.rename_keys(checkpoint, pairs, state=target.state)
         return new, renaming_outcome("renamed", renaming)
 
-    rewrite(given, transform)
+    rewrite(job, transform)
 
 
 def _pair(rule: str) -> tuple[str, str]:

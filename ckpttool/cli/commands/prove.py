@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,35 +20,29 @@ if TYPE_CHECKING:
 @click.command("prove")
 @click.argument("run", metavar="RUN", type=click.Path(), callback=options.note_inputs)
 @click.argument("flags", metavar="[-- TRAINER FLAGS…]", nargs=-1)
-@click.option(
-    "--from",
+@options.option(
+    "--from STEP",
+    "Replay from the last checkpoint up to STEP; 0: from the start.",
     "start",
     type=click.IntRange(0),
-    metavar="STEP",
-    help="Replay from the last checkpoint up to STEP; 0: from the start.",
 )
-@click.option(
-    "--to", "end", type=click.IntRange(1), metavar="STEP", help="Replay up to STEP.  [default: the last one]"
-)
-@click.option(
-    "--ranks",
+@options.option("--to STEP", "Replay up to STEP.  [default: the last one]", "end", type=click.IntRange(1))
+@options.option(
+    "--ranks N",
+    "Replay on N ranks, if the run has --virtual-ranks.  [default: the run's]",
     type=click.IntRange(1),
-    metavar="N",
-    help="Replay on N ranks, if the run has --virtual-ranks.  [default: the run's]",
 )
-@click.option("--no-replay", is_flag=True, help="Check the chain and the checkpoints only; needs no torch.")
-@click.option(
-    "--program",
+@options.flag("--no-replay", "Check the chain and the checkpoints only; needs no torch.")
+@options.option(
+    "--program FILE",
+    "The train/main.py to replay with.  [default: that of this repository]",
     type=click.Path(),
-    metavar="FILE",
-    help="The train/main.py to replay with.  [default: that of this repository]",
 )
-@click.option(
-    "--run-code", is_flag=True, help="Let the replay run files that the run names as model, data or task."
-)
+@options.flag("--run-code", "Let the replay run files that the run names as model, data or task.")
 @options.dry_run_option
 @options.reading
 def command(
+    console: Console,
     run: str,
     flags: tuple[str, ...],
     start: int | None,
@@ -58,7 +52,6 @@ def command(
     program: str | None,
     run_code: bool,
     dry_run: bool,
-    **given: Any,
 ) -> int:
     """Check the record of a training run, and repeat a part of it, to the same bits.
 
@@ -75,7 +68,6 @@ def command(
     from ...proving.proof import prove
     from ...proving.replay import Replay
 
-    console = options.console(given)
     program = program or str(Path(__file__).parents[3] / "train" / "main.py")  # not in an installed wheel
     replay = None if no_replay else Replay(start, end, ranks, program, run_code, flags, dry_run)
     began = time.perf_counter()
@@ -83,8 +75,8 @@ def command(
     def announce(command: str) -> None:
         console.note(f"replays: {command}", pasted=True)
 
-    with console.steps("replaying") as progress:
-        proved = prove(run, replay=replay, announce=announce, progress=progress)
+    with console.bar("replaying") as bar:
+        proved = prove(run, replay=replay, announce=announce, progress=bar.step)
     if dry_run and proved.command:
         console.note(f"would replay: {shlex.join(proved.command)}", pasted=True)
     for note in proved.notes:
@@ -101,17 +93,16 @@ def _line(console: Console, run: str, proved: Proved, seconds: float) -> str:
         counted(proved.lines, "line", "lines"),
         counted(len(proved.checkpoints), "checkpoint", "checkpoints"),
     ]
+    verdict = "the chain holds"
     if proved.replayed:
         on = f" on {counted(proved.ranks, 'rank', 'ranks')}" if proved.ranks > 1 else ""
         checked.append(f"steps {proved.replayed[0] + 1} to {proved.replayed[1]} replayed{on}")
-    steps = [
-        finding.step for finding in proved.findings if finding.kind == "replay" and finding.step is not None
-    ]
-    verdict = "proved" if proved.replayed else "the chain holds" if proved.ok else ""
+        verdict = "proved"
     if not proved.ok:
-        verdict = (
-            f"differs at step {steps[0]}" if steps else counted(len(proved.findings), "problem", "problems")
-        )
+        replays = (finding.step for finding in proved.findings if finding.kind == "replay")
+        step = next((step for step in replays if step is not None), None)
+        problems = counted(len(proved.findings), "problem", "problems")
+        verdict = problems if step is None else f"differs at step {step}"
     head = f"; head {proved.head}" if console.verbose else ""
     return f"{printable(run)}: {verdict} ({', '.join(checked)}, {seconds:.1f} s){head}"
 

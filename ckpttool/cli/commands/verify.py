@@ -1,9 +1,9 @@
-"""The command `ckpttool verify`."""
+"""The commands that read every byte: `verify` and `digest`."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,27 +17,25 @@ if TYPE_CHECKING:
 
 @click.command("verify")
 @options.files_argument
-@click.option(
-    "--against",
-    metavar="OTHER",
+@options.option(
+    "--against OTHER",
+    "Also compare the contents with those of OTHER, whatever its format.",
     type=click.Path(),
-    help="Also compare the contents with those of OTHER, whatever its format.",
 )
-@click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
-@click.option(
+@options.flag("--finite", "Count NaN and infinity as problems.")
+@options.flag(
     "--no-code",
-    is_flag=True,
-    help="Count as problems names that could run, all but harmless ones, and records nothing refers to.",
+    "Count as problems names that could run, all but harmless ones, and records nothing refers to.",
 )
 @options.state_option
 @options.reading
-def command(
+def verify(
+    console: Console,
     files: tuple[str, ...],
     against: str | None,
     finite: bool,
     no_code: bool,
     state: str | None,
-    **given: Any,
 ) -> int:
     """Read every byte of each FILE: structure, checksums, values that are not finite.
 
@@ -50,9 +48,7 @@ def command(
       ckpttool verify last.pt --no-code
     """
     from ... import formats
-    from ...analysis.verify import verify
-
-    console = options.console(given)
+    from ...analysis import verify as checks
 
     def answer(file: str) -> Answer:
         with ExitStack() as stack:
@@ -62,14 +58,13 @@ def command(
                 checkpoint.state(state)
             passes = checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
             with console.progress(passes, "reading") as progress:
-                verified = verify(
+                verified = checks.verify(
                     checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
                 )
-            if other is not None:
-                note_unread(console, checkpoint, other)
-            if other is not None and verified.compared == "state":
-                for each in (checkpoint, other):
-                    note_state(console, each, state, named=True)
+            compared = [checkpoint, other] if other is not None else []
+            note_unread(console, *compared)
+            for each in compared if verified.compared == "state" else ():
+                note_state(console, each, state, named=True)
         _note(console, verified)
         return Answer(
             _line(file, against, verified),
@@ -98,7 +93,33 @@ def _line(file: str, against: str | None, verified: Verified) -> str:
     same = f", same {what} as {printable(against)}" if against and verified.ok else ""
     verdict = f"ok{same}" if verified.ok else counted(len(verified.problems), "problem", "problems")
     free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in verified.free.items())
-    checked = f"{show_bytes(verified.checked_bytes)} checked" + (
-        f"; no checksum covers {free}" if free else ""
-    )
-    return f"{printable(file)}: {verdict} ({checked})"
+    uncovered = f"; no checksum covers {free}" if free else ""
+    return f"{printable(file)}: {verdict} ({show_bytes(verified.checked_bytes)} checked{uncovered})"
+
+
+@click.command("digest")
+@options.files_argument
+@options.state_option
+@options.no_verify_option
+@options.reading
+def digest(console: Console, files: tuple[str, ...], state: str | None, no_verify: bool) -> int:
+    """Print one SHA-256 for the names, types, shapes and values of the model in each FILE.
+
+    It is the same in every format; docs/digest.md defines it. With -q only the digest is printed.
+
+    \b
+    Example:
+      ckpttool digest model.safetensors
+    """
+    from ...analysis import checks
+
+    def answer(file: str) -> Answer:
+        with open_file(console, file) as checkpoint:
+            found = checkpoint.state(state)
+            note_state(console, checkpoint, state)
+            with console.progress(checkpoint.nbytes, "hashing") as progress:
+                value = checks.digest(checkpoint, state=state, verify=not no_verify, progress=progress)
+        data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
+        return Answer(f"{value}  {printable(file)}", data, in_quiet=value)
+
+    return answer_each(files, console, answer)

@@ -60,21 +60,16 @@ class Adapter:
 
     def require_known(self) -> None:
         """Raise Unsupported unless it is a LoRA that adds a product to the weights, and nothing else."""
-        kind = self.config.get("peft_type")
+        path, kind = self.checkpoint.path, self.config.get("peft_type")
         if kind != "LORA":
-            raise Unsupported(
-                self.checkpoint.path, f"is an adapter of type {str(kind)[:40]}, and only LORA is added"
-            )
+            raise Unsupported(path, f"is an adapter of type {str(kind)[:40]}, and only LORA is added")
         odd = [name for name in UNKNOWN_WAYS if self.config.get(name)]
         start = self.config.get("init_lora_weights", True)
         if start not in PLAIN_STARTS:
             odd.append(f"init_lora_weights={str(start)[:40]}")
         if odd:
-            raise Unsupported(
-                self.checkpoint.path,
-                f"is a LoRA with {', '.join(odd)}, which is more than a product added to the weights",
-                hint=IN_PYTHON,
-            )
+            what = f"is a LoRA with {', '.join(odd)}, which is more than a product added to the weights"
+            raise Unsupported(path, what, hint=IN_PYTHON)
 
     def saved_modules(self) -> frozenset[str]:
         """Return the names of the modules that it holds whole; raises Damaged where they are no names."""
@@ -87,37 +82,31 @@ class Adapter:
     def settings(self, patterns: str, usual: str, modules: Iterable[str]) -> dict[str, float]:
         """Return a number for each layer: that of the first key of `patterns` that fits it, or `usual`."""
         by_key = self.config.get(patterns) or {}
+        malformed = Damaged(self.checkpoint.path, f"{CONFIG} has a malformed {patterns}")
         if not isinstance(by_key, dict):
-            raise Damaged(self.checkpoint.path, f"{CONFIG} has a malformed {patterns}")
+            raise malformed
         try:
             first = FirstMatch(by_key).of
             keys = {module: first(module) for module in modules}
-        except UnknownPattern as error:
-            raise Unsupported(
-                self.checkpoint.path,
-                f"{CONFIG} has {patterns} '{error!s:.80}', more than names, '.*', '|' and plain groups",
-                hint="name the layers there instead, as they are called in the model",
-            ) from None
-        except TooMuchWork:
-            raise Unsupported(
-                self.checkpoint.path,
-                f"{CONFIG} has {len(by_key)} {patterns}, too many to match with each layer",
-                hint="name the layers there instead, as they are called in the model",
-            ) from None
+        except (UnknownPattern, TooMuchWork) as error:
+            what = f"{len(by_key)} {patterns}, too many to match with each layer"
+            if isinstance(error, UnknownPattern):
+                what = f"{patterns} '{error!s:.80}', more than names, '.*', '|' and plain groups"
+            hint = "name the layers there instead, as they are called in the model"
+            raise Unsupported(self.checkpoint.path, f"{CONFIG} has {what}", hint=hint) from None
         except (re.error, RecursionError, OverflowError):
-            raise Damaged(self.checkpoint.path, f"{CONFIG} has a malformed {patterns}") from None
+            raise malformed from None
         return {
             module: self._number(self.config.get(usual) if key is None else by_key[key], usual)
             for module, key in keys.items()
         }
 
-    def _number(self, chosen: object, usual: str) -> float:
-        if type(chosen) not in (int, float) or not 0 < chosen <= float_info.max:  # type: ignore[operator]
-            raise Damaged(
-                self.checkpoint.path,
-                f"{CONFIG} says {usual} = {chosen!r:.40}, which is no finite positive number",
-            )
-        return chosen  # type: ignore[return-value]
+    def _number(self, chosen: Any, usual: str) -> float:
+        if type(chosen) not in (int, float) or not 0 < chosen <= float_info.max:
+            said = f"{usual} = {chosen!r:.40}, which is no finite positive number"
+            raise Damaged(self.checkpoint.path, f"{CONFIG} says {said}")
+        number: float = chosen
+        return number
 
     def parts(self) -> tuple[dict[str, dict[str, TensorRef]], dict[str, TensorRef]]:
         """Return the factors of each layer, and its whole tensors under their names in the model."""
@@ -126,10 +115,8 @@ class Adapter:
         keys: dict[tuple[str, str], str] = {}
         for key, tensor in self.checkpoint.state().tensors.items():
             name = key.removeprefix(PREFIX)
-            match = FACTOR.fullmatch(name)
-            if match:
-                module, embedding, factor = match.groups()
-                part = f"{embedding or ''}{factor}"
+            if match := FACTOR.fullmatch(name):
+                module, part = match[1], f"{match[2] or ''}{match[3]}"
                 factors.setdefault(module, {})[part] = tensor
             elif ".lora_" in name:
                 raise self._no_factor(key)
@@ -138,11 +125,9 @@ class Adapter:
                 whole[module] = tensor
             other = keys.setdefault((module, part), key)
             if other != key:
-                raise Refused(
-                    self.checkpoint.path,
-                    f"holds '{other[:80]}' and '{key[:80]}', which are the same tensor of the model",
-                    hint="leave out one of the two: ckpttool convert FILE NEWFILE --exclude KEY",
-                )
+                what = f"holds '{other[:80]}' and '{key[:80]}', which are the same tensor of the model"
+                hint = "leave out one of the two: ckpttool convert FILE NEWFILE --exclude KEY"
+                raise Refused(self.checkpoint.path, what, hint=hint)
         return factors, whole
 
     def _no_factor(self, key: str) -> Unsupported:
@@ -152,11 +137,9 @@ class Adapter:
             return Unsupported(self.checkpoint.path, f"holds '{key[:80]}', {said}")
         file, adapter = shlex.quote(self.checkpoint.path), named[1]
         wanted = shlex.quote(rf"(\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}=\1")
-        return Unsupported(
-            self.checkpoint.path,
-            f"holds '{key[:80]}' with the adapter's name '{adapter[:40]}' in it, which PEFT's files lack",
-            hint=f"take it out: ckpttool rename-keys {file} {file} --force --map {wanted}",
-        )
+        what = f"holds '{key[:80]}' with the adapter's name '{adapter[:40]}' in it, which PEFT's files lack"
+        hint = f"take it out: ckpttool rename-keys {file} {file} --force --map {wanted}"
+        return Unsupported(self.checkpoint.path, what, hint=hint)
 
 
 def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
@@ -174,14 +157,14 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
     """
     path = os.fspath(folder)
     try:
-        said = json_object(os.path.join(path, CONFIG))
+        config = json_object(os.path.join(path, CONFIG))
     except Unreadable as error:
         error.hint = "ADAPTER is the folder that PEFT's save_pretrained wrote"
         raise
-    there = [os.path.join(path, name) for name in WEIGHTS if os.path.lexists(os.path.join(path, name))]
-    if not there:
+    weights = next(filter(os.path.lexists, (os.path.join(path, name) for name in WEIGHTS)), None)
+    if weights is None:
         raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
-    return Adapter(open_any(there[0]), said)
+    return Adapter(open_any(weights), config)
 
 
 def json_object(path: str) -> dict[str, Any]:

@@ -134,14 +134,12 @@ class _Merging:
             raise Damaged(self.path, f"has only one of the two factors of '{module[:80]}'")
         a, b = (those[name] for name in names)
         rank, alpha = self.ranks[module], self.alphas[module]
+        what = f"has factors of '{module[:80]}' of"
         if not a.shape or len(b.shape) < 2 or a.shape[0] != rank or prod(b.shape[1:]) != rank:
-            raise Damaged(
-                self.path,
-                f"has factors of '{module[:80]}' of shapes {list(a.shape)} and {list(b.shape)}, and {CONFIG} "
-                f"says rank {rank}",
-            )
+            shapes = f"shapes {list(a.shape)} and {list(b.shape)}"
+            raise Damaged(self.path, f"{what} {shapes}, and {CONFIG} says rank {rank}")
         if {a.dtype.name, b.dtype.name} - {*FLOATS}:
-            raise Unsupported(self.path, f"has factors of '{module[:80]}' of type {a.dtype.name}")
+            raise Unsupported(self.path, f"{what} type {a.dtype.name}")
         turned = "embedding_A" in those or self._is_turned(module, prod(a.shape[1:]), b.shape[0])
         return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
 
@@ -165,8 +163,7 @@ class _Merging:
         tensors = self.state.tensors
         saved = self.adapter.saved_modules()
         for name, update in self.updates.items():
-            weight = tensors.get(name)
-            if weight is None:
+            if (weight := tensors.get(name)) is None:
                 raise self._missing(name, "weight")
             if weight.dtype.name not in FLOATS:
                 raise self._misfit(name, f"the weight is {weight.dtype.name}")
@@ -178,9 +175,8 @@ class _Merging:
             if old is None and not saved_module(name, saved):
                 raise self._missing(name, "tensor")
             if old is not None and old.shape != tensor.shape:
-                raise self._misfit(
-                    name, f"its shape is {list(tensor.shape)}, and {list(old.shape)} in the model"
-                )
+                shapes = f"{list(tensor.shape)}, and {list(old.shape)} in the model"
+                raise self._misfit(name, f"its shape is {shapes}")
             types = {tensor.dtype.name, (old or tensor).dtype.name}
             if len(types) > 1 and types - {*FLOATS}:
                 raise self._misfit(name, f"its type is {tensor.dtype.name}, and the model's another")
@@ -193,11 +189,9 @@ class _Merging:
             )
         changed: dict[tuple[object, ...], str] = {}
         for name in (*self.updates, *self.ties.by_view):
-            other = changed.setdefault(tensors[name].view, name)
-            if other != name:
-                raise self._misfit(
-                    name, f"the model ties it to '{other[:80]}', which the adapter changes too"
-                )
+            if (other := changed.setdefault(tensors[name].view, name)) != name:
+                tied = f"the model ties it to '{other[:80]}', which the adapter changes too"
+                raise self._misfit(name, tied)
 
     def _missing(self, name: str, kind: str) -> Refused:
         """Return the error for a name that the model does not have, with what may be the cause."""
@@ -205,10 +199,8 @@ class _Merging:
         longer = next((each for each in names if each.endswith(f".{name}")), name)
         prefix = longer.removesuffix(name)
         if prefix and all(each.startswith(prefix) for each in names):
-            base = shlex.quote(self.base)
-            hint = (
-                f"take its prefix off first: ckpttool strip-prefix {base} OUT --prefix {shlex.quote(prefix)}"
-            )
+            strip = f"ckpttool strip-prefix {shlex.quote(self.base)} OUT --prefix {shlex.quote(prefix)}"
+            hint = f"take its prefix off first: {strip}"
             return self._misfit(name, f"{reason}; it has '{longer[:80]}'", hint)
         if f".{name}".endswith(".lm_head.weight"):
             embedding = next((each for each in names if is_embedding(each)), "model.embed_tokens.weight")
@@ -301,37 +293,37 @@ def updated(path: str, weight: TensorRef, update: Update, to: DType, report: Cas
         first, end = start // row, -(-(start + nbytes) // row)
         step = max(1, CHUNK // row)
         for begin in range(first, end, step):
-            until = min(begin + step, end)
-            raw = _rows(weight, begin, until, *factors[0], update.scale, to, report)
+            left, right = factors[0]
+            part = left[begin : min(begin + step, end)], right
+            raw = _rows(weight, begin, part, update.scale, to, report)
             offset = begin * row
             yield raw[max(start - offset, 0) : min(start + nbytes - offset, len(raw))]
 
     data = Computed(path, weight.numel * to.itemsize, make, is_divisible=True)
-    old = weight.storage
-    origins = (old, update.a.storage, update.b.storage)
-    storage = Storage(data, to.storage or "UntypedStorage", old.location, origins=origins)
+    origins = (weight.storage, update.a.storage, update.b.storage)
+    kind = to.storage or "UntypedStorage"
+    storage = Storage(data, kind, weight.storage.location, origins=origins)
     return TensorRef.contiguous(storage, to, weight.shape)
 
 
 def _rows(
     weight: TensorRef,
     begin: int,
-    end: int,
-    left: Any,
-    right: Any,
+    factors: tuple[NDArray[Any], NDArray[Any]],
     scale: float,
     to: DType,
     report: CastReport,
 ) -> memoryview:
-    """Return some rows of the result as bytes."""
+    """Return the rows of the result from `begin` on as bytes, as many as the first factor has."""
     import numpy as np
 
-    shape = (end - begin, *weight.shape[1:])
+    left, right = factors
+    shape = (len(left), *weight.shape[1:])
     part = replace(weight, shape=shape, offset=weight.offset + begin * weight.stride[0])
-    values = in_float64(part).reshape(end - begin, -1)
+    values = in_float64(part).reshape(len(left), -1)
     finite = np.isfinite(values)
     with np.errstate(all="ignore"):
-        values += scale * (left[begin:end] @ right)
+        values += scale * (left @ right)
         rounded = nearest(values.reshape(-1), to)
     overflows = np.flatnonzero(finite & ~np.isfinite(reader(to)(rounded).reshape(finite.shape)))
     if len(overflows):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain, product
 from typing import Any
@@ -63,9 +64,9 @@ class Ties:
     ) -> None:
         self.base, self.tensors, self.adapter, self.whole = base, tensors, adapter, whole
         self.config = _config_of(base)
-        self.names: dict[tuple[object, ...], list[str]] = {}
+        self.names: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
-            self.names.setdefault(tensor.view, []).append(name)
+            self.names[tensor.view].append(name)
         saved = adapter.saved_modules()
         # Where PEFT ties the copies (Llama, but not GPT-2), both are in the file.
         keeps_ties = bool(adapter.config.get("ensure_weight_tying")) and self._join_copies()
@@ -80,10 +81,8 @@ class Ties:
         # The adapter's tensors that all names of the same memory take.
         self.by_view = [name for name in replaced if name not in self.alone]
         # Layers that the base ties and does not name, with its values.
-        self.unnamed: dict[str, TensorRef] = {}
-        for name in () if keeps_ties else tuple(self.alone):
-            if output := self._unnamed(name):
-                self.unnamed[output] = tensors[name]
+        outputs = [] if keeps_ties else [(self._unnamed(name), tensors[name]) for name in self.alone]
+        self.unnamed = {output: tensor for output, tensor in outputs if output}
 
     def untied(self) -> tuple[str, ...]:
         """Return the names of layers that the base ties to others, and the result does not."""
@@ -113,12 +112,10 @@ class Ties:
         embeddings, outputs = ([*filter(kind, self.whole)][:FEW] for kind in (is_embedding, _is_output))
         joined = False
         for output in outputs:
-            equal = (name for name in embeddings if _are_equal(self.whole[name], self.whole[output]))
-            if first := next(equal, None):
-                joined = True
-                if output in self.tensors:
-                    self.whole[output] = self.whole[first]
-                else:
+            layer = self.whole[output]
+            if same := next((name for name in embeddings if _are_equal(self.whole[name], layer)), None):
+                joined, self.whole[output] = True, self.whole[same]
+                if output not in self.tensors:
                     del self.whole[output]
         return joined
 
@@ -138,12 +135,10 @@ class Ties:
         if tied and is_input and root in ROOTS:
             return "lm_head.weight"
         other = "lm_head.weight" if is_input else "model.embed_tokens.weight"
-        raise Refused(
-            self.adapter.checkpoint.path,
-            f"holds '{name[:80]}' whole, and {self.base} does not name the layer that it may tie to it",
-            hint=f"name it: {tying(self.base, other, name)}; or keep the model's config.json next to it, "
-            "with tie_word_embeddings false where it isn't tied",
-        )
+        config = "keep the model's config.json next to it, with tie_word_embeddings false where it isn't tied"
+        what = f"holds '{name[:80]}' whole, and {self.base} does not name the layer that it may tie to it"
+        hint = f"name it: {tying(self.base, other, name)}; or {config}"
+        raise Refused(self.adapter.checkpoint.path, what, hint=hint)
 
     def _is_tied(self) -> bool | None:
         """Return whether the base ties its output layer to the embeddings; None if nothing says so."""

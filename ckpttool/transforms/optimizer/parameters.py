@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ class ParameterSource:
     def named(self, groups: list[list[Slot]], *, needed: bool) -> tuple[list[list[Slot]], bool]:
         """Return the slots with their parameters' names, and whether an order was assumed to find them."""
         if all(slot.name is not None for group in groups for slot in group):
-            self._check(groups)
+            self._check([slot for group in groups for slot in group])
             return groups, False
         if not needed:
             return groups, False
@@ -80,10 +80,9 @@ class ParameterSource:
         hint = f"{MODEL}; {ORDER}" if several else "--state WHERE says which state is meant"
         return BadOptimizer(f"{what} {which} of the state's tensors fits", hint=hint)
 
-    def _check(self, groups: list[list[Slot]]) -> None:
+    def _check(self, listed: list[Slot]) -> None:
         """Refuse names whose momentum has another shape than the tensor of that name in the same file."""
         for shapes in map(dict, self.states):
-            listed = [slot for group in groups for slot in group]
             if all(slot.name in shapes for slot in listed):
                 for slot in listed:
                     check_shape(slot, shapes[str(slot.name)], "the file")
@@ -97,19 +96,13 @@ def _parameters(
     state = checkpoint.state(where)
     known = {str(name) for name, value in state.container.items() if _is_parameter(value)}
     bare = dict(zip(state.tensors, without_prefix(state.tensors, live or {}), strict=True))
-    seen: set[tuple[object, ...]] = set()
-    listed = []
+    listed: dict[tuple[object, ...], tuple[str, Shape]] = {}  # by the memory of each
     for name, tensor in state.tensors.items():
-        if known:
-            fits = name in known
-        elif live:
-            fits = bare[name] in live
-        else:
-            fits = tensor.dtype.name.startswith(FLOATING) and not name.endswith(BUFFERS)
-        if fits and tensor.view not in seen:
-            seen.add(tensor.view)
-            listed.append((name, tensor.shape))
-    return listed
+        floats = tensor.dtype.name.startswith(FLOATING) and not name.endswith(BUFFERS)
+        usual = bare[name] in live if live else floats
+        if name in known if known else usual:
+            listed.setdefault(tensor.view, (name, tensor.shape))
+    return list(listed.values())
 
 
 def _is_parameter(value: object) -> bool:
@@ -185,12 +178,7 @@ def in_order(
 
 def _names(way: _Way, count: int) -> tuple[str, ...]:
     groups: list[list[str]] = [[] for _ in range(count)]
-    for step in _back(way):
-        groups[step.group].append(step.name)
-    return tuple(name for group in groups for name in reversed(group))
-
-
-def _back(way: _Way) -> Iterator[_Way]:
     while way.before is not None:
-        yield way
+        groups[way.group].append(way.name)
         way = way.before
+    return tuple(name for group in groups for name in reversed(group))

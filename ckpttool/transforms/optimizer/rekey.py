@@ -13,6 +13,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +27,8 @@ from .parameters import Order, ParameterSource, check_shape
 from .slots import FLAT, BadOptimizer, Shape, Slot, entry_of, slots, without_prefix
 
 Groups = list[list[Slot]]
+Form = Literal["names", "indices", "flat"]
+FORMS = {"names": "by names", "indices": "by numbers", "flat": "flat, by names"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +42,45 @@ class Rekeyed:
     ordered: tuple[str, ...] = ()  # optimizers whose parameters were taken in an order, on the caller's word
 
 
-def to_names(
+def rekeyed(
     checkpoint: Checkpoint,
+    to: Form,
     *,
     parameters: Mapping[str, Sequence[int]] | None = None,
     state: str | None = None,
     order: Order | None = None,
 ) -> tuple[Checkpoint, Rekeyed]:
-    """Return a checkpoint whose optimizers are keyed by the names of parameters.
+    """Return a checkpoint whose optimizers are keyed by the names of parameters, or by numbers as torch does.
 
+    "flat" is one flat dict by names, as torchtitan has: `state.NAME.exp_avg`, `param_groups.NAME.lr`.
     `parameters` are a live model's, name -> shape, in its order. Nothing is guessed, added or dropped: what
     is unknown, or contradicts shapes, is Refused; without anything to change, NothingToDo.
     """
-    return _rekeyed(checkpoint, parameters, state, order, "names")
+    if order == "model" and parameters is None:
+        raise UsageFault("the order of a model needs the model", hint="give it: --model SPEC")
+    optimizers = [(dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value)]
+    if not optimizers:
+        hint = f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}"
+        raise NothingToDo(f"{checkpoint.path}: holds no optimizer's state", hint=hint)
+    live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
+    source = ParameterSource(checkpoint, live, state, order)
+    changes = [_change(where, optimizer, source, to, checkpoint.path) for where, optimizer in optimizers]
+    if all(_same_keys(change.old, change.new) for change in changes):
+        raise NothingToDo(f"{checkpoint.path}: its optimizer is keyed {FORMS[to]} in this order already")
+    new = {id(change.old): change.new for change in changes}
+    known = set[str]().union(*(change.live_names for change in changes))
+    return checkpoint.rebuilt(lambda value: new.get(id(value), value)), Rekeyed(
+        optimizers=tuple(where for where, _ in optimizers),
+        parameters=sum(change.parameters for change in changes),
+        moved=sum(change.moved for change in changes),
+        absent=tuple(name for name in live or () if name not in known),
+        ordered=tuple(change.where for change in changes if change.is_ordered),
+    )
 
 
-def to_flat(
-    checkpoint: Checkpoint,
-    *,
-    parameters: Mapping[str, Sequence[int]] | None = None,
-    state: str | None = None,
-    order: Order | None = None,
-) -> tuple[Checkpoint, Rekeyed]:
-    """Do as `to_names`, in one flat dict as torchtitan has: `state.NAME.exp_avg`, `param_groups.NAME.lr`."""
-    return _rekeyed(checkpoint, parameters, state, order, "flat")
-
-
-def to_indices(
-    checkpoint: Checkpoint,
-    *,
-    parameters: Mapping[str, Sequence[int]] | None = None,
-    state: str | None = None,
-    order: Order | None = None,
-) -> tuple[Checkpoint, Rekeyed]:
-    """Undo `to_names`: return a checkpoint whose optimizers are keyed by numbers, as torch keys them."""
-    return _rekeyed(checkpoint, parameters, state, order, "indices")
+to_names = partial(rekeyed, to="names")
+to_indices = partial(rekeyed, to="indices")
+to_flat = partial(rekeyed, to="flat")
 
 
 class _Change(NamedTuple):
@@ -88,53 +95,19 @@ class _Change(NamedTuple):
     live_names: set[str]
 
 
-def _rekeyed(
-    checkpoint: Checkpoint,
-    parameters: Mapping[str, Sequence[int]] | None,
-    state: str | None,
-    order: Order | None,
-    to: Literal["names", "indices", "flat"],
-) -> tuple[Checkpoint, Rekeyed]:
-    if order == "model" and parameters is None:
-        raise UsageFault("the order of a model needs the model", hint="give it: --model SPEC")
-    optimizers = [(dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value)]
-    if not optimizers:
-        raise NothingToDo(
-            f"{checkpoint.path}: holds no optimizer's state",
-            hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
-        )
-    live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
-    source = ParameterSource(checkpoint, live, state, order)
-    changes = [_change(where, optimizer, source, to, checkpoint.path) for where, optimizer in optimizers]
-    if all(_same_keys(change.old, change.new) for change in changes):
-        form = {"names": "by names", "indices": "by numbers", "flat": "flat, by names"}[to]
-        raise NothingToDo(f"{checkpoint.path}: its optimizer is keyed {form} in this order already")
-    new = {id(change.old): change.new for change in changes}
-    known = set[str]().union(*(change.live_names for change in changes))
-    return checkpoint.rebuilt(lambda value: new.get(id(value), value)), Rekeyed(
-        tuple(where for where, _ in optimizers),
-        sum(change.parameters for change in changes),
-        sum(change.moved for change in changes),
-        tuple(name for name in live or () if name not in known),
-        tuple(change.where for change in changes if change.is_ordered),
-    )
-
-
-def _change(where: str, old: Any, source: ParameterSource, to: str, file: str) -> _Change:
+def _change(where: str, old: Any, source: ParameterSource, to: Form, file: str) -> _Change:
     """Return one optimizer under its new keys; Refused if it is unknown which parameter is which."""
     live, optimizer = source.live, as_nested(old)
     try:
         named, is_ordered = source.named(slots(optimizer), needed=to != "indices" or live is not None)
-        new, live_names = (named, set[str]()) if live is None else _in_order(named, live)
-        moved = _moved(named, new, optimizer["state"])
+        groups, live_names = (named, set[str]()) if live is None else _in_order(named, live)
+        moved = _moved(named, groups, optimizer["state"])
     except BadOptimizer as fault:
-        raise Refused(
-            file, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=fault.hint
-        ) from None
-    rekeyed = _with_keys(optimizer, new, by_name=to != "indices")
-    if to == "flat":
-        rekeyed = flattened(rekeyed)
-    return _Change(where, old, rekeyed, sum(map(len, new)), moved, is_ordered, live_names)
+        hint = fault.hint
+        raise Refused(file, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=hint) from None
+    new = _with_keys(optimizer, groups, by_name=to != "indices")
+    new = flattened(new) if to == "flat" else new
+    return _Change(where, old, new, sum(map(len, groups)), moved, is_ordered, live_names)
 
 
 def _in_order(groups: Groups, live: Mapping[str, Shape]) -> tuple[Groups, set[str]]:
@@ -145,9 +118,8 @@ def _in_order(groups: Groups, live: Mapping[str, Shape]) -> tuple[Groups, set[st
     for slot in chain(*groups):
         name = bare[str(slot.name)]
         if name not in place:
-            raise BadOptimizer(
-                f"keeps '{slot.name}', which the model does not have; none is added or dropped"
-            )
+            what = f"keeps '{slot.name}', which the model does not have; none is added or dropped"
+            raise BadOptimizer(what)
         check_shape(slot, live[name], "the model")
     ordered = [sorted(group, key=lambda slot: place[bare[str(slot.name)]]) for group in groups]
     return ordered, set(bare.values())
@@ -157,30 +129,23 @@ def _moved(before: Groups, after: Groups, state: Mapping[Any, Any]) -> int:
     moved = sum(old.key != new.key for old, new in zip(chain(*before), chain(*after), strict=True))
     entries = (entry_of(state, slot.key) for slot in chain(*before))
     if moved and any(isinstance(entry, dict) and any(name in entry for name in FLAT) for entry in entries):
-        raise BadOptimizer(
-            "is LBFGS, which keeps all parameters in one vector: it can't be put in another order"
-        )
+        what = "is LBFGS, which keeps all parameters in one vector: it can't be put in another order"
+        raise BadOptimizer(what)
     return moved
 
 
 def _with_keys(optimizer: dict[Any, Any], groups: Groups, by_name: bool) -> dict[Any, Any]:
     """Return the same optimizer with its parameters in this order, under new keys."""
     keys = {str(slot.key): slot.name if by_name else number for number, slot in enumerate(chain(*groups))}
-    state = optimizer["state"]
     new = remade(optimizer, optimizer.items())
-    new["state"] = remade(state, ((keys[str(key)], value) for key, value in state.items()))
-    new["param_groups"] = [
-        _group_with_keys(old, [keys[str(slot.key)] for slot in group], [slot.name for slot in group])
-        for old, group in zip(optimizer["param_groups"], groups, strict=True)
-    ]
-    return new
-
-
-def _group_with_keys(old: dict[Any, Any], keys: list[Any], names: list[str | None]) -> dict[Any, Any]:
-    new = remade(old, old.items())
-    new["params"] = keys
-    if "param_names" in old:
-        new["param_names"] = names
+    new["state"] = remade(
+        optimizer["state"], ((keys[str(key)], value) for key, value in optimizer["state"].items())
+    )
+    new["param_groups"] = [remade(old, old.items()) for old in optimizer["param_groups"]]
+    for entry, group in zip(new["param_groups"], groups, strict=True):
+        entry["params"] = [keys[str(slot.key)] for slot in group]
+        if "param_names" in entry:
+            entry["param_names"] = [slot.name for slot in group]
     return new
 
 

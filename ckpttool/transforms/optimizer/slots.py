@@ -84,14 +84,11 @@ def entry_of(state: Mapping[Any, Any], key: int | str) -> Any:
 
 
 def _shape(entry: Any) -> Shape | None:
-    if isinstance(entry, dict):
-        for name in MOMENTA:
-            value = entry.get(name)
-            tensor = plain_tensor(value) or special_tensor(value) or value
-            if isinstance(tensor, SpecialTensor) or (tensor is not None and not isinstance(tensor, Record)):
-                shape = getattr(tensor, "shape", None)
-                if shape is not None:
-                    return tuple(shape)
+    for value in map(entry.get, MOMENTA) if isinstance(entry, dict) else ():
+        tensor = plain_tensor(value) or special_tensor(value) or value
+        is_tensor = isinstance(tensor, SpecialTensor) or not isinstance(tensor, Record)
+        if is_tensor and (shape := getattr(tensor, "shape", None)) is not None:
+            return tuple(shape)
     return None
 
 
@@ -150,34 +147,24 @@ def mismatched_order(
         groups = slots(optimizer)
     except BadOptimizer as fault:
         return OrderCheck(parameters=len(parameters), problem=str(fault))
-    kept = sum(map(len, groups))
-    check = OrderCheck(kept, len(parameters))
+    kept, live = sum(map(len, groups)), list(parameters)
     # Scripts make several groups (weight decay or none) by one rule, going through the model's parameters in
     # their order; so the order is compared inside each group.
     if all(slot.name is not None for group in groups for slot in group):
-        return _compared(
-            check, groups, [without_prefix(_names(group), parameters) for group in groups], parameters
-        )
-    if len(groups) != 1 or kept != len(parameters):
-        counts = f"{kept} parameters in {len(groups)} groups, without names; the model has {len(parameters)}"
-        return OrderCheck(kept, len(parameters), problem=counts)
-    live = list(parameters)
-    check = _compared(check, groups, [live], parameters)
+        named = [without_prefix([str(slot.name) for slot in group], parameters) for group in groups]
+        return _compared(groups, named, parameters)
+    if len(groups) != 1 or kept != len(live):
+        counts = f"{kept} parameters in {len(groups)} groups, without names; the model has {len(live)}"
+        return OrderCheck(kept, len(live), problem=counts)
+    check = _compared(groups, [live], parameters)
     theirs = [name for name in without_prefix(state, parameters) if name in parameters]
     if check.shapes or len(theirs) != len(live) or not _all_fit(groups[0], theirs, parameters):
         return check
-    return OrderCheck(kept, len(parameters), order=_different(theirs, live, 0))
-
-
-def _names(group: Iterable[Slot]) -> list[str]:
-    return [str(slot.name) for slot in group]
+    return OrderCheck(kept, len(live), order=tuple(_different(theirs, live, 0)[:FEW]))
 
 
 def _compared(
-    check: OrderCheck,
-    groups: Sequence[Sequence[Slot]],
-    named: Sequence[Sequence[str]],
-    parameters: Mapping[str, Sequence[int]],
+    groups: Sequence[Sequence[Slot]], named: Sequence[Sequence[str]], parameters: Mapping[str, Sequence[int]]
 ) -> OrderCheck:
     """Compare the names and momenta of each group with the parameters that the model would put there."""
     place = {name: index for index, name in enumerate(parameters)}
@@ -186,21 +173,22 @@ def _compared(
     first = 0
     for group, theirs in zip(groups, named, strict=True):
         live = sorted(theirs, key=lambda name: place.get(name, len(place)))
-        unknown = [(i, name) for i, name in enumerate(theirs, first) if name not in place]
-        names.extend(Misfit(i, "", name, "no such parameter") for i, name in unknown)
-        names.extend(() if unknown else _different(theirs, live, first))
+        unknown = [
+            Misfit(i, "", name, "no such parameter")
+            for i, name in enumerate(theirs, first)
+            if name not in place
+        ]
+        names += unknown or _different(theirs, live, first)
         for position, (slot, name) in enumerate(zip(group, live, strict=True), first):
-            shape = tuple(parameters[name]) if name in parameters else None
-            if None not in (slot.shape, shape) and slot.shape != shape:
-                shapes.append(Misfit(position, name, str(list(slot.shape or ())), str(list(shape or ()))))
+            if name in place and slot.shape not in (None, shape := tuple(parameters[name])):
+                shapes.append(Misfit(position, name, str(list(slot.shape or ())), str(list(shape))))
         first += len(group)
-    return OrderCheck(check.kept, check.parameters, tuple(shapes[:FEW]), tuple(names[:FEW]))
+    return OrderCheck(first, len(place), tuple(shapes[:FEW]), tuple(names[:FEW]))
 
 
-def _different(theirs: Sequence[str], live: Sequence[str], first: int) -> tuple[Misfit, ...]:
+def _different(theirs: Sequence[str], live: Sequence[str], first: int) -> list[Misfit]:
     pairs = enumerate(zip(theirs, live, strict=True), first)
-    different = [Misfit(position, here, there, here) for position, (there, here) in pairs if there != here]
-    return tuple(different[:FEW])
+    return [Misfit(position, here, there, here) for position, (there, here) in pairs if there != here]
 
 
 def _all_fit(group: Sequence[Slot], names: Sequence[str], parameters: Mapping[str, Sequence[int]]) -> bool:

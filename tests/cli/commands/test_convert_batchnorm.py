@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-
-from tests.support.running import Ran
-
-Cli = Callable[..., Ran]
 
 MODEL = """
 from torch import nn
@@ -44,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_missing_counters_are_added(folder: Path, cli: Cli) -> None:
+def test_missing_counters_are_added(folder: Path, cli: Any) -> None:
     ran = cli("convert-batchnorm", folder / "old.pt", folder / "out.pt", "--to", "sync")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("converted 2 BatchNorm layers for sync, 2 counters added -> ")
@@ -54,7 +49,7 @@ def test_missing_counters_are_added(folder: Path, cli: Cli) -> None:
     net.load_state_dict({k.removeprefix("module."): v for k, v in saved["state_dict"].items()}, strict=True)
 
 
-def test_sync_records_the_kinds_of_a_model_and_plain_removes_them(folder: Path, cli: Cli) -> None:
+def test_sync_records_the_kinds_of_a_model_and_plain_removes_them(folder: Path, cli: Any) -> None:
     spec = f"{folder}/model.py:net"
     out = folder / "sync.safetensors"
     ran = cli("convert-batchnorm", folder / "rank0.pt", out, "--to", "sync", "--model", spec)
@@ -67,7 +62,7 @@ def test_sync_records_the_kinds_of_a_model_and_plain_removes_them(folder: Path, 
     assert (folder / "back.safetensors").read_bytes() == (folder / "straight.safetensors").read_bytes()
 
 
-def test_removing_the_kinds_in_place_leaves_the_tensors_as_they_are(folder: Path, cli: Cli) -> None:
+def test_removing_the_kinds_in_place_leaves_the_tensors_as_they_are(folder: Path, cli: Any) -> None:
     spec, file = f"{folder}/model.py:net", folder / "sync.safetensors"
     cli("convert-batchnorm", folder / "rank0.pt", file, "--to", "sync", "--model", spec)
     payload = file.read_bytes()[-60:]
@@ -77,7 +72,7 @@ def test_removing_the_kinds_in_place_leaves_the_tensors_as_they_are(folder: Path
         assert not opened.metadata()
 
 
-def test_kinds_come_from_a_safetensors_file_into_a_torch_file(folder: Path, cli: Cli) -> None:
+def test_kinds_come_from_a_safetensors_file_into_a_torch_file(folder: Path, cli: Any) -> None:
     spec = f"{folder}/model.py:net"
     cli("convert", folder / "rank0.pt", folder / "in.safetensors")
     ran = cli(
@@ -87,7 +82,7 @@ def test_kinds_come_from_a_safetensors_file_into_a_torch_file(folder: Path, cli:
     assert torch.load(folder / "o.pt")._metadata["1"] == {"kind": "BatchNorm2d"}
 
 
-def test_ranks_are_pooled(folder: Path, cli: Cli) -> None:
+def test_ranks_are_pooled(folder: Path, cli: Any) -> None:
     ranks = [folder / "rank0.pt", folder / "rank1.pt"]
     ran = cli("convert-batchnorm", *ranks, folder / "out.pt", "--counts", "30,10", "--verify", "--json")
     assert (ran.code, ran.err) == (0, "")
@@ -109,12 +104,12 @@ FORMS = {
 }
 
 
-def digest(path: Path, cli: Cli) -> Any:
+def digest(path: Path, cli: Any) -> Any:
     return cli("digest", path, "--json").json["digest"]
 
 
 @pytest.mark.parametrize("form", [*FORMS, "legacy"])
-def test_ranks_are_pooled_in_every_format(form: str, folder: Path, cli: Cli) -> None:
+def test_ranks_are_pooled_in_every_format(form: str, folder: Path, cli: Any) -> None:
     ranks = [folder / "rank0.pt", folder / "rank1.pt"]
     cli("convert-batchnorm", *ranks, folder / "expected.safetensors", "--counts", "30,10")
     inputs = [folder / f"in{rank}" for rank in range(2)]
@@ -128,20 +123,19 @@ def test_ranks_are_pooled_in_every_format(form: str, folder: Path, cli: Cli) -> 
     assert digest(folder / "out.safetensors", cli) == digest(folder / "expected.safetensors", cli)
 
 
-def test_the_way_back_of_a_sharded_folder_is_exact(folder: Path, cli: Cli) -> None:
+def test_the_way_back_of_a_sharded_folder_is_exact(folder: Path, cli: Any) -> None:
     one, sync, back = (folder / name for name in ("one", "sync", "back"))
     cli("convert", folder / "rank0.pt", one, *FORMS["shards"])
     model = f"{folder}/model.py:net"
-    assert (
-        "2 kinds recorded" in cli("convert-batchnorm", one, f"{sync}/", "--to", "sync", "--model", model).out
-    )
+    said = cli("convert-batchnorm", one, f"{sync}/", "--to", "sync", "--model", model).out
+    assert "2 kinds recorded" in said
     assert cli("convert-batchnorm", sync, f"{back}/", "--to", "plain").code == 0
     assert digest(back, cli) == digest(one, cli) == digest(sync, cli)
     assert not any(b"batchnorm.kinds" in file.read_bytes() for file in back.iterdir())
     assert any(b"batchnorm.kinds" in file.read_bytes() for file in sync.iterdir())
 
 
-def test_layers_can_have_counts_of_their_own(folder: Path, cli: Cli) -> None:
+def test_layers_can_have_counts_of_their_own(folder: Path, cli: Any) -> None:
     ranks = [folder / "rank0.pt", folder / "rank1.pt"]
     ran = cli("convert-batchnorm", *ranks, folder / "o.pt", "--counts", "1=30,10", "--counts", "20,20")
     assert ran.code == 0, ran.err
@@ -149,7 +143,7 @@ def test_layers_can_have_counts_of_their_own(folder: Path, cli: Cli) -> None:
     assert (state["1.running_mean"][0].item(), state["3.running_mean"][0].item()) == (0.25, 0.5)
 
 
-def test_cumulative_layers_weigh_ranks_by_their_counters(folder: Path, cli: Cli) -> None:
+def test_cumulative_layers_weigh_ranks_by_their_counters(folder: Path, cli: Any) -> None:
     ranks = [folder / "rank0.pt", folder / "rank1.pt"]
     for path, counter in zip(ranks, (1, 3), strict=True):
         state = torch.load(path)
@@ -161,7 +155,7 @@ def test_cumulative_layers_weigh_ranks_by_their_counters(folder: Path, cli: Cli)
     assert (state["1.running_mean"][0].item(), state["3.running_mean"][0].item()) == (0.75, 0.5)
 
 
-def test_the_momentum_of_the_layers_adds_what_their_averages_lack(folder: Path, cli: Cli) -> None:
+def test_the_momentum_of_the_layers_adds_what_their_averages_lack(folder: Path, cli: Any) -> None:
     ranks = [folder / "rank0.pt", folder / "rank1.pt"]
     found = {}
     for name, flags in {"less": [], "one": ["--momentum", "1"], "usual": ["--momentum", "0.1"]}.items():
@@ -174,7 +168,7 @@ def test_the_momentum_of_the_layers_adds_what_their_averages_lack(folder: Path, 
     assert torch.allclose(found["usual"], torch.full((3,), 1 + 4 / 3 * 1 / 4 * 18 / 19))
 
 
-def test_without_counts_the_result_says_that_equal_ones_are_assumed(folder: Path, cli: Cli) -> None:
+def test_without_counts_the_result_says_that_equal_ones_are_assumed(folder: Path, cli: Any) -> None:
     ran = cli("convert-batchnorm", folder / "rank0.pt", folder / "rank1.pt", folder / "out.pt")
     assert ran.out.startswith(
         "pooled the statistics of 2 ranks in 2 BatchNorm layers, "
@@ -182,7 +176,7 @@ def test_without_counts_the_result_says_that_equal_ones_are_assumed(folder: Path
     )
 
 
-def test_a_dry_run_writes_nothing(folder: Path, cli: Cli) -> None:
+def test_a_dry_run_writes_nothing(folder: Path, cli: Any) -> None:
     ran = cli("convert-batchnorm", folder / "old.pt", folder / "out.pt", "--to", "plain", "--dry-run")
     assert (ran.code, (folder / "out.pt").exists()) == (0, False)
 
@@ -210,7 +204,7 @@ def test_a_dry_run_writes_nothing(folder: Path, cli: Cli) -> None:
     ids=str,
 )
 def test_an_impossible_conversion_is_refused(
-    arguments: list[str], code: int, said: str, folder: Path, cli: Cli, monkeypatch: Any
+    arguments: list[str], code: int, said: str, folder: Path, cli: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(folder)
     ran = cli("convert-batchnorm", *arguments)

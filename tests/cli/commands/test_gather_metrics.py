@@ -81,8 +81,7 @@ def test_out_gets_the_certificate_and_is_not_overwritten_unasked(folder, cli):
     assert cli("gather-metrics", *FILES, "--out", "eval.json").out.endswith("-> eval.json\n")
     assert json.loads(Path("eval.json").read_text()) == expected
     refused = cli("gather-metrics", *FILES, "--out", "eval.json")
-    assert refused.code == 2
-    assert "--force" in refused.err
+    assert refused.code == 2 and "--force" in refused.err
     assert cli("gather-metrics", *FILES, "--out", "eval.json", "--force").code == 0
 
 
@@ -107,24 +106,17 @@ def wrong(kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (
-            "a file is missing",
-            "rank 1 of 3 is missing; samples 1, 4, 7, 10, 13, 16 and 7 more of 40 are missing",
-        ),
+        ("a file is missing", "1 of 3 is missing; samples 1, 4, 7, 10, 13, 16 and 7 more of 40 are missing"),
         ("a file twice", "rank 1 has several files: rank1.safetensors, ./rank1.safetensors; samples 1, 4,"),
         ("a sample twice", "sample 0 appears more than once: in rank0.safetensors, rank1.safetensors"),
         ("a gap", "sample 37 of 40 is missing"),
-        (
-            "another checkpoint",
-            "rank1.safetensors: is of a different evaluation than rank0.safetensors: its checkpoint",
-        ),
+        ("another checkpoint", f"{FILES[1]}: is of a different evaluation than {FILES[0]}: its checkpoint"),
         ("a label beyond", "has a label that is not one of the 3 classes"),
     ],
 )
 def test_wrong_files_are_exit_1_and_name_samples_and_files(folder, cli, kind, said):
     answer = cli("gather-metrics", *wrong(kind), "--json")
-    assert answer.code == 1
-    assert said in answer.json["error"]["message"]
+    assert answer.code == 1 and said in answer.json["error"]["message"]
     assert answer.json["error"]["kind"] == CheckFailed.kind
 
 

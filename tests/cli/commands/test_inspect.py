@@ -23,14 +23,8 @@ ONE = torch.ones(1)
 def checkpoint(tmp_path: Path) -> Path:
     weight = torch.ones(2, 3)
     state = OrderedDict({"module.fc.weight": weight, "module.head.weight": weight, "n": torch.tensor(1)})
-    tree = {
-        "epoch": 3,
-        "model": state,
-        "ema": {"x": ONE},
-        "args": argparse.Namespace(lr=0.1),
-        "nan": float("nan"),
-    }
-    torch.save(tree, tmp_path / "last.pt")
+    tree = {"epoch": 3, "model": state, "ema": {"x": ONE}, "args": argparse.Namespace(lr=0.1)}
+    torch.save(tree | {"nan": float("nan")}, tmp_path / "last.pt")
     return tmp_path / "last.pt"
 
 
@@ -78,15 +72,13 @@ def test_values_that_are_not_finite_have_a_column_where_there_are_any(tmp_path: 
 
 def test_tensors_for_grep_have_their_figures_too_when_asked(checkpoint: Path, cli: Any) -> None:
     lines = cli("inspect", checkpoint, "--tensors", "--stats").out.splitlines()
-    assert lines[1] == "model.module.fc.weight\tfloat32\t[2,3]\t24\t\t1\t1\t1\t0\t0"
-    assert len(lines) == 5
+    assert (lines[1], len(lines)) == ("model.module.fc.weight\tfloat32\t[2,3]\t24\t\t1\t1\t1\t0\t0", 5)
 
 
 def test_json_names_the_class_of_a_pickled_model(tmp_path: Path, cli: Any) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "f.pt")
     found = cli("inspect", tmp_path / "f.pt", "--json").json
-    assert found["model"] == "torch.nn.modules.linear.Linear"
-    assert found["state_bytes"] == 24
+    assert (found["model"], found["state_bytes"]) == ("torch.nn.modules.linear.Linear", 24)
 
 
 def test_json_has_the_fields_that_scripts_rely_on(checkpoint: Path, cli: Any) -> None:
@@ -96,9 +88,8 @@ def test_json_has_the_fields_that_scripts_rely_on(checkpoint: Path, cli: Any) ->
     assert found["path"] == str(checkpoint)
     assert (found["format"], found["bytes"]) == ("torch-zip", checkpoint.stat().st_size)
     assert (found["state"], found["parameters"]) == ("model", 7)
-    assert [{k: p[k] for k in ("prefix", "keys", "of")} for p in found["prefixes"]] == [
-        {"prefix": "module.", "keys": 2, "of": 3}
-    ]
+    prefixes = [(prefix["prefix"], prefix["keys"], prefix["of"]) for prefix in found["prefixes"]]
+    assert prefixes == [("module.", 2, 3)]
     first = {k: found["tensors"][0][k] for k in ("name", "dtype", "shape", "nbytes")}
     assert first == {"name": "model.module.fc.weight", "dtype": "float32", "shape": [2, 3], "nbytes": 24}
     assert {"name": "epoch", "type": "int", "value": 3} in found["other"]
@@ -123,8 +114,7 @@ def test_json_of_a_file_without_a_state(tmp_path: Path, cli: Any) -> None:
 def test_state_selects_what_is_shown(checkpoint: Path, cli: Any) -> None:
     assert cli("inspect", checkpoint, "--state", "ema", "--json").json["state"] == "ema"
     ran = cli("inspect", checkpoint, "--state", "teacher")
-    assert ran.code == 3
-    assert "hint: there are: model, ema" in ran.err
+    assert ran.code == 3 and "hint: there are: model, ema" in ran.err
 
 
 def test_quiet_prints_nothing(checkpoint: Path, cli: Any) -> None:
@@ -200,8 +190,7 @@ def test_colour_and_bars_are_not_for_pipes(checkpoint: Path, process: Any) -> No
 
 def test_an_empty_state_is_shown(tmp_path: Path, cli: Any) -> None:
     torch.save({}, tmp_path / "f.pt")
-    ran = cli("inspect", tmp_path / "f.pt")
-    assert "the file itself: 0 tensors, 0 parameters" in ran.out
+    assert "the file itself: 0 tensors, 0 parameters" in cli("inspect", tmp_path / "f.pt").out
 
 
 def test_other_states_are_ready_to_paste_and_none_is_a_score_or_a_generator(tmp_path: Path, cli: Any) -> None:
@@ -210,10 +199,8 @@ def test_other_states_are_ready_to_paste_and_none_is_a_score_or_a_generator(tmp_
     assert "--state" not in cli("inspect", tmp_path / "f.pt").out
     torch.save(tree | {"w": ONE, "v": ONE, "my copy": {"a": ONE, "b": ONE}}, tmp_path / "f.pt")
     lines = cli("inspect", tmp_path / "f.pt").out.splitlines()
-    assert [line.split(maxsplit=1)[1] for line in lines if "--state" in line] == [
-        "--state ''",
-        "--state 'my copy'",
-    ]
+    others = [line.split(maxsplit=1)[1] for line in lines if "--state" in line]
+    assert others == ["--state ''", "--state 'my copy'"]
     ran = cli("slim", tmp_path / "f.pt", tmp_path / "g.pt")
     assert "state: 'state_dict'; also available: --state '', --state 'my copy'\n" in ran.err
 
@@ -221,24 +208,17 @@ def test_other_states_are_ready_to_paste_and_none_is_a_score_or_a_generator(tmp_
 def test_a_state_named_where_the_file_is_the_state(tmp_path: Path, cli: Any) -> None:
     torch.save({"a": ONE}, tmp_path / "f.pt")
     ran = cli("inspect", tmp_path / "f.pt", "--state", "model")
-    assert (ran.code, ran.err.splitlines()[1]) == (
-        3,
-        "hint: the file itself is the state: leave out --state",
-    )
+    assert (ran.code, ran.err.splitlines()[1]) == (3, "hint: the file itself is the state: leave out --state")
 
 
-def test_what_holds_only_tensors_beside_the_state_is_named_with_its_count_and_size(
-    tmp_path: Path, cli: Any
-) -> None:
+def test_tensors_beside_the_state_are_named_with_count_and_size(tmp_path: Path, cli: Any) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+    callback = {"a": torch.zeros(4), "deep": {"b": torch.ones(2, 2)}}
     tree = {
-        "run": {
-            "state_dict": model.state_dict(),
-            "cb": {"a": torch.zeros(4), "deep": {"b": torch.ones(2, 2)}},
-        },
+        "run": {"state_dict": model.state_dict(), "cb": callback},
         "optimizer": optimizer.state_dict(),
         "queue": torch.zeros(7, dtype=torch.int64),
         "mixed": {"shadow": torch.zeros(3), "decay": 0.9},

@@ -62,9 +62,7 @@ def test_safetensors_gets_the_bytes_of_save_file(ddp: Path, cli: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("ending", [".pt", ".pth", ".th", ".bin", ".ckpt", ".PT"])
-def test_a_pt_keeps_everything_and_its_names_follow(
-    ending: str, training: Path, cli: Any, tmp_path: Path
-) -> None:
+def test_a_pt_keeps_all_and_its_names_follow(ending: str, training: Path, cli: Any, tmp_path: Path) -> None:
     out = tmp_path / f"out{ending}"
     assert cli("strip-prefix", training, out).code == 0
     assert_whole(out)
@@ -88,13 +86,8 @@ def test_json_has_the_fields_that_scripts_rely_on(ddp: Path, cli: Any, tmp_path:
     out = tmp_path / "out.pt"
     ran = cli("strip-prefix", ddp, out, "--json")
     assert ran.err == ""
-    assert {key: ran.json[key] for key in ("output", "keys", "renamed", "left_out", "bytes")} == {
-        "output": str(out),
-        "keys": 9,
-        "renamed": 9,
-        "left_out": [],
-        "bytes": out.stat().st_size,
-    }
+    counts = {"keys": 9, "renamed": 9, "bytes": out.stat().st_size}
+    assert ran.json | {"output": str(out), "left_out": [], **counts} == ran.json
     assert ran.json["seconds"] >= 0
 
 
@@ -102,6 +95,8 @@ def test_json_has_the_fields_that_scripts_rely_on(ddp: Path, cli: Any, tmp_path:
 def test_a_dry_run_tells_the_exact_size_and_writes_nothing(
     name: str, training: Path, cli: Any, tmp_path: Path
 ) -> None:
+    said = cli("strip-prefix", training, tmp_path / name, "--dry-run").out
+    assert said.startswith("would have stripped 'module.'")
     dry = cli("strip-prefix", training, tmp_path / name, "--dry-run", "--json").json
     assert not (tmp_path / name).exists()
     wet = cli("strip-prefix", training, tmp_path / name, "--json").json
@@ -110,22 +105,12 @@ def test_a_dry_run_tells_the_exact_size_and_writes_nothing(
     assert dry["bytes"] == (tmp_path / name).stat().st_size
 
 
-def test_a_dry_run_says_would_have(ddp: Path, cli: Any, tmp_path: Path) -> None:
-    assert cli("strip-prefix", ddp, tmp_path / "out.pt", "--dry-run").out.startswith(
-        "would have stripped 'module.'"
-    )
-
-
-def test_a_dry_run_refuses_what_the_run_would_refuse(ddp: Path, cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "out.pt").write_bytes(b"old")
-    assert cli("strip-prefix", ddp, tmp_path / "out.pt", "--dry-run").code == 2
-
-
 def test_an_existing_output_needs_force(ddp: Path, cli: Any, tmp_path: Path) -> None:
     (tmp_path / "out.pt").write_bytes(b"old")
     ran = cli("strip-prefix", ddp, tmp_path / "out.pt")
     assert (ran.code, (tmp_path / "out.pt").read_bytes()) == (2, b"old")
     assert "hint: write it anyway with --force" in ran.err
+    assert cli("strip-prefix", ddp, tmp_path / "out.pt", "--dry-run").code == 2
     assert cli("strip-prefix", ddp, tmp_path / "out.pt", "--force").code == 0
     assert list(torch.load(tmp_path / "out.pt")) == list(plain())
 
@@ -172,10 +157,8 @@ def test_nothing_to_strip_exits_1_and_names_the_prefix_there_is(cli: Any, tmp_pa
     assert "no key begins with 'module.'" in ran.err
     assert "--prefix _orig_mod." in ran.err
     assert not (tmp_path / "out.pt").exists()
-    assert (
-        cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--json").json["error"]["kind"]
-        == "nothing-to-do"
-    )
+    ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--json")
+    assert ran.json["error"]["kind"] == "nothing-to-do"
 
 
 def test_keys_without_the_prefix_are_named(cli: Any, tmp_path: Path) -> None:
@@ -188,14 +171,6 @@ def test_keys_without_the_prefix_are_named(cli: Any, tmp_path: Path) -> None:
     assert "kept as they were: k0, k2, k4, k6, k8, k10" in ran.err
     ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--force", "-q")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
-
-
-def test_a_collision_names_both_keys_and_writes_nothing(cli: Any, tmp_path: Path) -> None:
-    torch.save({"module.a": torch.ones(1), "a": torch.zeros(1)}, tmp_path / "in.pt")
-    ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt")
-    assert ran.code == 3
-    assert "'module.a' and 'a' would both be named 'a'" in ran.err
-    assert not (tmp_path / "out.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -256,19 +231,9 @@ def test_a_pipe_in_and_a_pipe_out(process: Any, tmp_path: Path) -> None:
     assert load(ran.stdout).keys() == plain().keys()
 
 
-def test_a_directory_of_format_ending_in_slash_is_a_folder_of_shards(
-    ddp: Path, cli: Any, tmp_path: Path
-) -> None:
+def test_a_name_ending_in_slash_is_a_folder_of_shards(ddp: Path, cli: Any, tmp_path: Path) -> None:
     assert cli("strip-prefix", ddp, f"{tmp_path}/shards/").code == 0
     assert (tmp_path / "shards").is_dir()
-
-
-def test_the_prefix_that_all_keys_have_is_named(cli: Any, tmp_path: Path) -> None:
-    torch.save(
-        {"state_dict": {"model.a.w": torch.ones(1), "model.b.w": torch.ones(1)}}, tmp_path / "light.ckpt"
-    )
-    ran = cli("strip-prefix", tmp_path / "light.ckpt", tmp_path / "out.ckpt")
-    assert (ran.code, ran.err.splitlines()[1]) == (1, "hint: all keys begin with 'model.': --prefix model.")
 
 
 @pytest.fixture
@@ -289,9 +254,7 @@ def lightning(tmp_path: Path) -> Path:
     return tmp_path / "lit.ckpt"
 
 
-def test_keep_writes_plain_keys_and_only_what_is_named_beside_them(
-    lightning: Path, cli: Any, tmp_path: Path
-) -> None:
+def test_keep_writes_plain_keys_and_what_is_named(lightning: Path, cli: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     ran = cli("strip-prefix", lightning, out, "--prefix", "model.", "--keep", "hyper_parameters", "--json")
     assert ran.code == 0, ran.err
@@ -309,17 +272,11 @@ def test_keep_of_several_names(lightning: Path, cli: Any, tmp_path: Path) -> Non
     assert list(torch.load(tmp_path / "out.pt")) == ["epoch", "state_dict", "hyper_parameters"]
 
 
-def test_keep_of_a_missing_name_is_exit_1_and_hints_those_there_are(
-    lightning: Path, cli: Any, tmp_path: Path
-) -> None:
+def test_keep_of_a_missing_name_hints_those_there_are(lightning: Path, cli: Any, tmp_path: Path) -> None:
     ran = cli("strip-prefix", lightning, tmp_path / "out.pt", "--prefix", "model.", "--keep", "hparams")
-    assert (ran.code, ran.err.splitlines()) == (
-        1,
-        [
-            f"nothing to do: {lightning}: holds nothing named 'hparams' outside the state",
-            "hint: there are: epoch, pytorch-lightning_version, loops, optimizer_states and 1 more",
-        ],
-    )
+    said = f"nothing to do: {lightning}: holds nothing named 'hparams' outside the state"
+    hint = "hint: there are: epoch, pytorch-lightning_version, loops, optimizer_states and 1 more"
+    assert (ran.code, ran.err.splitlines()) == (1, [said, hint])
     assert not (tmp_path / "out.pt").exists()
 
 

@@ -92,9 +92,8 @@ def test_an_embedding_that_is_targeted_and_saved_whole_counts_as_both(whole: obj
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter))
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=whole)
-    assert "base_model.model.embed_tokens.base_layer.weight" in load_file(
-        tmp_path / "adapter" / "adapter_model.safetensors"
-    )
+    held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert "base_model.model.embed_tokens.base_layer.weight" in held
     found = merge(tmp_path)
     for name, tensor in model.merge_and_unload().state_dict().items():
         torch.testing.assert_close(found[name], tensor)
@@ -156,9 +155,7 @@ def test_each_value_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_adapter", [torch.float32, torch.float64])
-def test_a_product_is_added_to_the_weight_that_the_adapter_holds_whole(
-    of_adapter: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_product_is_added_to_the_adapter_s_own_weight(of_adapter: torch.dtype, tmp_path: Path) -> None:
     base, own = torch.zeros(10, 4).bfloat16(), torch.randn(10, 4, dtype=of_adapter)
     a, b = factors(4, 10)
     saved({"embed.weight": base, "tied.weight": base}, tmp_path / "base.pt")
@@ -232,17 +229,14 @@ def test_the_shapes_of_a_layer_say_whether_it_is_turned(said: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_square_layer_is_turned_as_the_setting_says_unless_another_is_against_it(
-    said: bool, tmp_path: Path
-) -> None:
+def test_a_square_layer_is_turned_as_the_setting_says(said: bool, tmp_path: Path) -> None:
     same, other = ((4, 5), (5, 4)) if said else ((5, 4), (4, 5))
     made = save_layers(tmp_path, {"square": (4, 4), "same": same}, fan_in_fan_out=said)["square"]
     torch.testing.assert_close(merge(tmp_path)["square.weight"], made.t() if said else made)
     (tmp_path / "out.pt").unlink()
     save_layers(tmp_path, {"square": (4, 4), "same": same, "other": other}, fan_in_fan_out=said)
-    with pytest.raises(
-        Unsupported, match="product of 'square' is transposed: its weight is square, and 'other'"
-    ):
+    said_so = "product of 'square' is transposed: its weight is square, and 'other'"
+    with pytest.raises(Unsupported, match=said_so):
         merge(tmp_path)
     assert not (tmp_path / "out.pt").exists()
 
@@ -343,9 +337,7 @@ def test_an_adapter_with_its_name_in_the_keys_is_told_how_to_lose_it(cli: Any, t
 @pytest.mark.parametrize(
     "held", [{"lm_head.lora_A.weight": A, "lm_head.lora_B.weight": B}, {"lm_head.weight": A}]
 )
-def test_an_output_layer_that_the_base_does_not_store_may_be_tied(
-    held: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_an_output_layer_not_stored_may_be_tied(held: dict[str, torch.Tensor], tmp_path: Path) -> None:
     saved({"embed_tokens.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
     save_adapter(tmp_path, held)
     with pytest.raises(Refused, match=r"'lm_head\.weight': the model has no such .* and may tie"):
@@ -355,23 +347,16 @@ def test_an_output_layer_that_the_base_does_not_store_may_be_tied(
 @pytest.mark.parametrize("of_adapter", [torch.float16, torch.float64])
 def test_what_the_adapter_holds_whole_takes_the_model_s_type(of_adapter: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(2)
-    held = {
-        "head.weight": torch.randn(2, 5).to(of_adapter),
-        "fc.base_layer.bias": torch.randn(5).to(of_adapter),
-    }
-    base = {
-        "fc.weight": torch.ones(5, 4),
-        "fc.bias": torch.ones(5),
-        "head.weight": torch.ones(2, 5).bfloat16(),
-    }
+    head, bias = torch.randn(2, 5).to(of_adapter), torch.randn(5).to(of_adapter)
+    held = {"head.weight": head, "fc.base_layer.bias": bias}
+    base = {"fc.weight": torch.ones(5, 4), "fc.bias": torch.ones(5)}
+    base["head.weight"] = torch.ones(2, 5).bfloat16()
     saved(base, tmp_path / "base.pt")
     save_adapter(tmp_path, GOOD | held, modules_to_save=["head"])
     found = merge(tmp_path)
     for name, adapter_name in (("head.weight", "head.weight"), ("fc.bias", "fc.base_layer.bias")):
-        assert torch.equal(
-            found[name], base[name].copy_(held[adapter_name])
-        )  # as PEFT's load_state_dict does
-        assert found[name].dtype == base[name].dtype
+        wanted = base[name].copy_(held[adapter_name])  # as PEFT's load_state_dict does
+        assert torch.equal(found[name], wanted) and found[name].dtype == base[name].dtype
 
 
 def test_a_folder_without_an_adapter_is_unreadable(tmp_path: Path) -> None:
@@ -400,8 +385,7 @@ def test_the_command_names_what_it_did(cli: Any, tmp_path: Path) -> None:
     assert "of other types in the adapter, and cast to the model's: head.weight" in ran.err
     assert (data["updated"], data["replaced"], data["added"]) == (["fc.weight"], ["head.weight"], [])
     missing = cli("merge-lora", tmp_path / "base.safetensors", tmp_path / "none", tmp_path / "x.pt")
-    assert missing.code == 3
-    assert "save_pretrained" in missing.err
+    assert missing.code == 3 and "save_pretrained" in missing.err
 
 
 @pytest.mark.parametrize(
@@ -425,8 +409,7 @@ def test_numbers_that_become_infinite_are_counted_and_said(
     save_adapter(tmp_path, factors, r=1, lora_alpha=alpha)
     words = ("merge-lora", tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
     ran = cli(*words)
-    assert ran.code == 0
-    assert (f"{many} finite values became infinite" in ran.err) == bool(many)
+    assert ran.code == 0 and (f"{many} finite values became infinite" in ran.err) == bool(many)
     overflows = json.loads(cli(*words, "--force", "--json").out)["overflows"]
     assert overflows == many
     assert torch.load(tmp_path / "out.pt")["fc.weight"].isinf().sum() == overflows + 1
@@ -463,12 +446,8 @@ def test_settings_that_are_no_small_file_are_refused_at_once(kind: str, tmp_path
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 def test_a_base_s_settings_that_are_no_file_are_passed_over(kind: str, tmp_path: Path) -> None:
     saved({"model.embed_tokens.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
-    save_adapter(
-        tmp_path,
-        {"model.embed_tokens.weight": torch.zeros(5, 4)},
-        modules_to_save=["embed_tokens"],
-        task_type="SEQ_CLS",
-    )
+    whole = {"model.embed_tokens.weight": torch.zeros(5, 4)}
+    save_adapter(tmp_path, whole, modules_to_save=["embed_tokens"], task_type="SEQ_CLS")
     config = tmp_path / "config.json"
     os.mkfifo(config) if kind == "FIFO" else config.symlink_to("/dev/zero")
     assert merge(tmp_path)["model.embed_tokens.weight"].sum() == 0

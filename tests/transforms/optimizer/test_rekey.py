@@ -23,30 +23,23 @@ from tests.support.comparing import assert_same
 NAMES = {"module.a": "a", "module.b": "b"}
 
 
-def test_names_beside_indices_are_renamed_and_indices_stay() -> None:
-    optimizer = {
-        "state": {0: {"step": 1}, 1: {"step": 2}},
-        "param_groups": [{"lr": 0.1, "params": [0, 1], "param_names": ["module.a", "module.b"]}],
-    }
-    assert rename_parameters(optimizer, NAMES) == {
-        "state": {0: {"step": 1}, 1: {"step": 2}},
-        "param_groups": [{"lr": 0.1, "params": [0, 1], "param_names": ["a", "b"]}],
-    }
+def group(params: list[Any], *names: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"lr": 0.1, "params": params, **({"param_names": [*names]} if names else {}), **more}]
 
 
-def test_a_state_by_name_is_renamed_in_its_order() -> None:
-    optimizer = {
-        "state": {"module.b": 2, "module.a": 1},
-        "param_groups": [{"params": ["module.b", "module.a"]}],
-    }
-    renamed = rename_parameters(optimizer, NAMES)
-    assert list(renamed["state"].items()) == [("b", 2), ("a", 1)]
-    assert renamed["param_groups"][0]["params"] == ["b", "a"]
-
-
-def test_unknown_names_stay() -> None:
-    optimizer = {"state": {"x": 1}, "param_groups": [{"params": ["x"], "param_names": ["x", "module.a"]}]}
-    assert rename_parameters(optimizer, NAMES)["param_groups"][0]["param_names"] == ["x", "a"]
+@pytest.mark.parametrize(
+    ("state", "groups", "wanted"),
+    [
+        ({0: {"step": 1}, 1: {}}, group([0, 1], "module.a", "module.b"), group([0, 1], "a", "b")),
+        ({"module.b": 2, "module.a": 1}, group(["module.b", "module.a"]), group(["b", "a"])),
+        ({"x": 1}, group(["x"], "x", "module.a"), group(["x"], "x", "a")),
+    ],
+    ids=["beside indices", "by name", "unknown"],
+)
+def test_names_are_renamed_in_their_order(state: Any, groups: Any, wanted: Any) -> None:
+    renamed = rename_parameters({"state": state, "param_groups": groups}, NAMES)
+    assert renamed["param_groups"] == wanted
+    assert list(renamed["state"].items()) == [(NAMES.get(key, key), value) for key, value in state.items()]
 
 
 def test_other_entries_and_the_original_are_not_changed() -> None:
@@ -56,8 +49,7 @@ def test_other_entries_and_the_original_are_not_changed() -> None:
         "module.a": "kept",
     }
     renamed = rename_parameters(optimizer, NAMES)
-    assert renamed["module.a"] == "kept"
-    assert renamed["param_groups"][0]["module.a"] == 1
+    assert (renamed["module.a"], renamed["param_groups"][0]["module.a"]) == ("kept", 1)
     assert optimizer["param_groups"][0]["param_names"] == ["module.a"]
 
 
@@ -231,9 +223,8 @@ def test_to_names_and_back_restores_the_file(maker: str, named: bool, tmp_path: 
     by_name, done = to_names(saved(tmp_path, tree), order="state")
     found = loaded(tmp_path, by_name)["optimizer"]
     names = list(shapes(net))
-    assert done.ordered == (
-        ("optimizer",) if "param_names" not in tree["optimizer"]["param_groups"][0] else ()
-    )
+    is_named = "param_names" in tree["optimizer"]["param_groups"][0]
+    assert done.ordered == (() if is_named else ("optimizer",))
     assert found["param_groups"][0]["params"] == names
     assert set(found["state"]) <= set(names)
     assert (done.optimizers, done.parameters, done.moved) == (("optimizer",), 6, 0)
@@ -249,9 +240,8 @@ def test_the_state_by_name_equals_the_one_torch_writes(groups: bool, tmp_path: P
     tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     found = loaded(tmp_path, to_names(saved(tmp_path, tree), parameters=shapes(net))[0])["optimizer"]
     theirs = get_optimizer_state_dict(net, optimizer)
-    assert [group["params"] for group in found["param_groups"]] == [
-        group["params"] for group in theirs["param_groups"]
-    ]
+    ours = [group["params"] for group in found["param_groups"]]
+    assert ours == [group["params"] for group in theirs["param_groups"]]
     assert_same(dict(sorted(found["state"].items())), dict(sorted(theirs["state"].items())))
 
 
@@ -294,11 +284,8 @@ def test_every_optimizer_of_a_file_is_keyed(tmp_path: Path) -> None:
     second = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     other(torch.ones(1, 3)).sum().backward()
     second.step()
-    tree = {
-        "generator": net.state_dict(),
-        "discriminator": other.state_dict(),
-        "optimizers": [first.state_dict(), second.state_dict()],
-    }
+    tree: dict[str, Any] = {"generator": net.state_dict(), "discriminator": other.state_dict()}
+    tree["optimizers"] = [first.state_dict(), second.state_dict()]
     new, done = to_names(saved(tmp_path, tree), order="state")
     found = loaded(tmp_path, new)["optimizers"]
     assert done.optimizers == ("optimizers.0", "optimizers.1")
@@ -402,9 +389,7 @@ def test_groups_with_ambiguous_parameters_are_refused(tmp_path: Path) -> None:
         to_names(saved(tmp_path, {**tree, "model": {"w": torch.ones(7)}}))
 
 
-def test_parameters_are_neither_added_nor_dropped_and_have_the_shape_of_the_model(
-    tmp_path: Path,
-) -> None:
+def test_parameters_are_neither_added_nor_dropped_and_have_the_shape_of_the_model(tmp_path: Path) -> None:
     net, optimizer = trained(named=True)
     checkpoint = saved(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
     live = shapes(net)
@@ -445,10 +430,8 @@ def test_nothing_to_do_is_an_error(tmp_path: Path) -> None:
 def test_names_of_a_wrapped_model_match_those_of_the_live_model(tmp_path: Path) -> None:
     net, optimizer = trained("abc")
     wrapped = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
-    new, done = to_indices(
-        saved(tmp_path, {"model": wrapped, "optimizer": optimizer.state_dict()}),
-        parameters=shapes(Net("cab")),
-    )
+    checkpoint = saved(tmp_path, {"model": wrapped, "optimizer": optimizer.state_dict()})
+    new, done = to_indices(checkpoint, parameters=shapes(Net("cab")))
     found = loaded(tmp_path, new)["optimizer"]
     assert done.moved == 6
     assert found["state"][0]["exp_avg"].shape == (2, 4)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ...analysis.module_tree import shape_in_words, tensors_in_words
-from ...analysis.other_contents import in_words
-from ...checkpoint.checkpoint import SHARDING
-from ..console import (
+from ..analysis.module_tree import tensors_in_words
+from ..analysis.other_contents import in_words
+from ..checkpoint.checkpoint import SHARDING
+from ..transforms.wrappers import LIGHTNING
+from .console import (
     coloured,
     columns,
     counted,
@@ -20,21 +23,23 @@ from ..console import (
     right,
     show_bytes,
     show_names,
-    table,
     wrapped,
 )
-from .inspect_others import MAX_OTHERS, others
 
 if TYPE_CHECKING:
-    from ...analysis.module_tree import Branch
-    from ...analysis.summary import Kinds, Summary
-    from ...analysis.tables import Stats, TensorRow
-    from ...checkpoint.ranks import Ranks
-    from ...transforms.wrappers import FoundPrefix
+    from ..analysis.module_tree import Branch
+    from ..analysis.other_contents import OtherRow
+    from ..analysis.summary import Summary
+    from ..checkpoint.ranks import Ranks
+    from ..transforms.wrappers import FoundPrefix
+
+MAX_OTHERS = 12  # Values below one name that are shown without `-v`
+
+FIRST = ("hyper_parameters", "datamodule_hyper_parameters")  # Entries of a Lightning file that stand first
+
+FOLDED = ("loops", "callbacks")  # Entries of a Lightning file that hold its own bookkeeping
 
 MAX_LINES = 200  # Lines of modules that are shown without `-v`
-
-STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
 CALLS = "calls"  # the label of what torch.load would call without weights_only
 
@@ -52,8 +57,7 @@ def page(
     if summary.keys:
         yield ""
         yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
-    other = list(others(summary, everything=everything))
-    if other:
+    if other := list(_others(summary, everything=everything)):
         yield ""
         yield "other contents"
         widest = max(columns(name) for name, _ in other)
@@ -100,11 +104,11 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
         yield "state", "none: tensors are not whole without the missing ranks"
         return
     if summary.state is not None:
-        where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
         tensors = counted(summary.keys, "tensor", "tensors")
-        yield "state", f"{where}{whole}: {tensors}, {summary.parameters:,} parameters"
-        yield "dtypes", _dtypes(summary.here)
+        yield "state", f"{_place(summary.state)}{whole}: {tensors}, {summary.parameters:,} parameters"
+        dtypes = (f"{count} {dtype}" for dtype, count in summary.here.dtypes.items())
+        yield "dtypes", ", ".join(dtypes) or "none"
         pieces = [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]
         if pieces:
             yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
@@ -129,16 +133,13 @@ def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
     if ranks.replicated:
         yield "replicated", f"on several ranks: {show_names(ranks.replicated, most)}"
     if ranks.missing:
-        yield (
-            "missing",
-            f"the files of {'rank' if len(ranks.missing) == 1 else 'ranks'} "
-            + show_names([*map(str, ranks.missing)], most)
-            + (f": {show_names(ranks.lacking, most)}" if ranks.lacking else ""),
-        )
+        numbers = show_names([*map(str, ranks.missing)], most)
+        lacking = f": {show_names(ranks.lacking, most)}" if ranks.lacking else ""
+        yield "missing", f"the files of {'rank' if len(ranks.missing) == 1 else 'ranks'} {numbers}{lacking}"
 
 
-def _dtypes(kinds: Kinds) -> str:
-    return ", ".join(f"{count} {dtype}" for dtype, count in kinds.dtypes.items()) or "none"
+def _place(name: str) -> str:
+    return f"'{printable(name)}'" if name else "the file itself"
 
 
 def _tie(names: Sequence[str], most: int) -> str:
@@ -154,12 +155,11 @@ def _prefix(prefix: FoundPrefix) -> str:
 
 def _training(summary: Summary) -> Iterator[tuple[str, str]]:
     for row in summary.optimizers:
-        kind = row.kind or "of an unknown kind"
         state = f"state of {row.with_state} of {counted(row.parameters, 'parameter', 'parameters')}"
         kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
         size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
-        where = f"'{printable(row.name)}'" if row.name else "the file itself"
-        yield "optimizer", f"{where}: {kind}, {state}{size}{kept}"
+        kind = row.kind or "of an unknown kind"
+        yield "optimizer", f"{_place(row.name)}: {kind}, {state}{size}{kept}"
         for settings in row.settings[:MAX_OTHERS]:
             yield "", printable("; ".join(in_words(settings)))
     for scheduler in summary.schedulers:
@@ -186,10 +186,8 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
         share = max(summary.nbytes, 1)
         yield "bytes", ", ".join(f"{n} {show_bytes(c)} ({c / share:.0%})" for n, c in parts if c > 0)
     if summary.unused:
-        yield (
-            "unused",
-            f"{show_bytes(summary.unused)} of storages that no tensor uses: slim leaves them out",
-        )
+        unused = show_bytes(summary.unused)
+        yield "unused", f"{unused} of storages that no tensor uses: slim leaves them out"
 
 
 def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> Iterator[str]:
@@ -202,11 +200,8 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     insides = [_inside(branch, usual, closed=level == deepest) for level, branch in shown]
     counts = [f"{branch.parameters:,}" for _, branch in shown]
     sizes = [show_bytes(branch.nbytes) for _, branch in shown]
-    first, second, third = (
-        max(map(columns, names)),
-        max(len("parameters"), *map(len, counts)),
-        max(map(len, sizes)),
-    )
+    first, third = max(map(columns, names)), max(map(len, sizes))
+    second = max(len("parameters"), *map(len, counts))
     if width:
         space = width - second - third - 6  # for names and contents
         wanted = max(columns(brief) for _, brief in insides)
@@ -238,64 +233,52 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
     return printable(whole), printable(brief)
 
 
-def tensor_lines(
-    rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
-) -> Iterator[str]:
-    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics."""
-    cells = [
-        (
-            *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
-            printable(row.shared_with or ""),
-            *(_figures(stats.get(row.name)) if stats else ()),
-        )
-        for row in rows
-    ]
-    if width is not None:
-        return table(cells, (0, 1, 4), width)
-    header = [(*STATS[:3], "bytes", "shared with", *STATS[3:])] if stats and cells else []
-    return map("\t".join, [*header, *cells])
-
-
-def stats_table(
-    rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
-) -> Iterator[str]:
-    """Yield a table of statistics with one line per tensor."""
-    cells: list[Sequence[str]] = [STATS]
-    for row in rows:
-        shape = row.sizes if row.shape is None else shape_in_words(row.shape)
-        first = printable(row.name), row.type, shape
-        cells.append((*first, *_figures(stats.get(row.name))))
-    if len(cells) == 1:
-        return
-    finite = not any(stat and stat.non_finite for stat in stats.values())
-    shown = [i for i, name in enumerate(STATS) if name != "not finite" or not finite]
-    widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
-    hidden: list[str] = []
-    for name in ("std", "mean"):
-        if width is not None and sum(widths[i] + 2 for i in shown) - 2 > width:
-            shown.remove(STATS.index(name))
-            hidden.insert(0, name)
-    yield from table([[line[i] for i in shown] for line in cells], (0, 1), width)
-    if hidden:
-        yield cut(f"without {', '.join(hidden)}, for which the terminal is too narrow; | cat has them", width)
-
-
-def _figures(stat: Stats | None) -> list[str]:
-    if stat is None:
-        return ["-"] * 5
-    numbers = stat.minimum, stat.maximum, stat.mean, stat.deviation
-    return [*map(_number, numbers), str(stat.non_finite)]
-
-
-def _number(value: float | int | None) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
-
-
 def _folded(line: str, width: int | None) -> list[str]:
     """Fold a fact into lines of `width` columns, each indented as the fact is."""
     if width is None or columns(line) <= width:
         return [line]
     parts = wrapped(line[INDENT:], max(width - INDENT, 20))
     return [(" " * INDENT if i else line[:INDENT]) + part for i, part in enumerate(parts)]
+
+
+def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
+    """Yield name and value of everything that no other part of the page shows."""
+    groups = [
+        (name, list(rows)) for name, rows in groupby(summary.other, lambda row: row.name.partition(".")[0])
+    ]
+    lightning = any(name == LIGHTNING for name, _ in groups)
+    if lightning:
+        groups.sort(key=lambda group: group[0] not in FIRST)
+    training = [row.name for row in summary.optimizers] + [row.name for row in summary.schedulers]
+    shown = [name for name in training if name]
+    inside, around = tuple(f"{name}." for name in shown), {name.rpartition(".")[0] for name in shown}
+    if summary.model:
+        around.add(summary.state or "")
+    for name, rows in groups:
+        if lightning and name in FOLDED and not everything:
+            yield printable(name), _bookkeeping(name, rows)
+            continue
+        if not everything:
+            rows = [row for row in rows if row.name not in around and not row.name.startswith(inside)]
+        most = len(rows) if everything else MAX_OTHERS
+        yield from ((printable(row.name), _value(row)) for row in rows[:most])
+        if len(rows) > most:
+            yield f"{printable(name)}.…", f"{len(rows) - most:,} more: -v shows them all"
+    most = len(summary.other_tensors) if everything else MAX_OTHERS
+    for held in summary.other_tensors[:most]:
+        yield printable(held.name), f"{counted(held.tensors, 'tensor', 'tensors')}, {show_bytes(held.nbytes)}"
+    if len(summary.other_tensors) > most:
+        yield "…", f"{len(summary.other_tensors) - most:,} more with tensors: -v shows them all"
+
+
+def _bookkeeping(name: str, rows: Sequence[OtherRow]) -> str:
+    """Return the names of loops or callbacks, with keys such as `EarlyStopping{'mode': 'min'}`."""
+    keys = (re.split(r"[.{]", row.name[len(name) + 1 :])[0] for row in rows)
+    shown = printable(", ".join(filter(None, dict.fromkeys(keys))))
+    return f"{counted(len(rows), 'value', 'values')} of {shown}" if shown else _value(rows[0])
+
+
+def _value(row: OtherRow) -> str:
+    if row.has_value:
+        return printable(str(row.value))[:200] or "''"
+    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")

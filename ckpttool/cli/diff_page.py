@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..console import coloured, columns, cut, cut_middle, left, printable, right
+from .console import coloured, columns, cut, cut_middle, left, printable, right
 
 if TYPE_CHECKING:
-    from ...analysis.compare import Change, Comparison
-    from ...analysis.compare_values import Norms
-    from ...analysis.distances import Distance
+    from ..analysis.compare import Change, Comparison
+    from ..analysis.distances import Distance
 
 MANY_STEPS = 9999  # How many ulps are shown at most
 
@@ -94,11 +93,8 @@ def _mark(row: Row) -> str:
 def items_of(comparison: Comparison) -> list[Item]:
     """Return everything that differs, in the order of the files."""
     changed: list[Item] = [("~", change.name, change) for change in comparison.changed]
-    return [
-        *changed,
-        *(("-", name, None) for name in comparison.only_a),
-        *(("+", name, None) for name in comparison.only_b),
-    ]
+    only = (("-", comparison.only_a), ("+", comparison.only_b))
+    return [*changed, *((mark, name, None) for mark, names in only for name in names)]
 
 
 def rows_of(items: list[Item]) -> list[Row]:
@@ -138,8 +134,7 @@ def _row(item: Item) -> Row:
     mark, name, change = item
     if change is None:
         return Row(mark, name)
-    distance = change.distance
-    if distance is None or change.norms is None or change.a.endswith("[]"):
+    if change.distance is None or change.norms is None or change.a.endswith("[]"):
         return Row(mark, name, brief(change), relative=relative(change))
     return _measured(mark, name, [change])
 
@@ -165,14 +160,13 @@ def _shared(paths: list[list[str]]) -> Iterator[str]:
 
 def _measured(mark: str, name: str, changes: list[Change]) -> Row:
     """Return the row of tensors as if they were joined, without counters, which would outweigh weights."""
+    from ..analysis.compare_values import Norms
+
     floats = [change for change in changes if not change.a.startswith(("int", "uint", "bool"))] or changes
-    total = _joined(change.norms for change in floats)
+    total = sum((change.norms for change in floats if change.norms is not None), Norms())
     apart = [change.distance for change in changes if change.distance is not None]
-    largest = [
-        distance.max_abs
-        for change in floats
-        if (distance := change.distance) and distance.max_abs is not None
-    ]
+    measured = (change.distance.max_abs for change in floats if change.distance)
+    largest = [value for value in measured if value is not None]
     cells = (
         share(sum(distance.differ for distance in apart), sum(distance.of for distance in apart)),
         "" if total.relative is None else number(total.relative),
@@ -183,12 +177,6 @@ def _measured(mark: str, name: str, changes: list[Change]) -> Row:
     text = f"{nans} NaN on one side" if nans else "only in bits" if not any(largest) else ""
     unmeasured = total.relative is None or any(math.isinf(relative(change)) for change in changes)
     return Row(mark, name, text, cells, math.inf if unmeasured else total.relative or 0.0)
-
-
-def _joined(norms: Iterable[Norms | None]) -> Norms:
-    from ...analysis.compare_values import Norms
-
-    return sum((each for each in norms if each is not None), Norms())
 
 
 def relative(change: Change | None) -> float:
@@ -237,9 +225,9 @@ def share(count: int, of: int) -> str:
     return "<0.1%" if percent < 0.1 else f"{min(percent, 99.9):.3g}%"
 
 
-def number(value: float | int) -> str:
-    """Return an integer as it is, and another number in three digits."""
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+def number(value: float | int, digits: int = 3) -> str:
+    """Return an integer as it is, and another number in a few digits."""
+    return str(value) if isinstance(value, int) else f"{value:.{digits}g}"
 
 
 def _how_many(distance: Distance) -> str:
@@ -258,5 +246,5 @@ def _from_to(a: complex, b: complex | None) -> str:
         if rounded[0] != rounded[1]:
             break
     return " -> ".join(
-        str(value) if isinstance(value, int) else text for value, text in zip((a, b), rounded, strict=True)
+        str(v) if isinstance(v, int) else text for v, text in zip((a, b), rounded, strict=True)
     )

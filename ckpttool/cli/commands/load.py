@@ -1,0 +1,201 @@
+"""The commands about a model of one's own, whose code they run: `doctor` and `reload`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..console import Console, printable, show_bytes, stdout_kept_for_results
+from ..failure import mismatch_fields
+from ..reading import fields_of, note_fields, note_state, open_file
+
+if TYPE_CHECKING:
+    from ...models.diagnosis import Diagnosis
+    from ...models.reloading import Reloaded
+
+
+WIDTH = 110  # Columns of a comment, if the terminal has no fewer
+
+
+@click.command("doctor")
+@options.file_argument
+@options.model_option
+@options.state_option
+@options.reading
+def doctor(console: Console, file: str, model: str, state: str | None) -> None:
+    """Say why FILE does not load into a model, and which commands fix it.
+
+    The output is a script: the commands are ready to paste, or to pipe into sh, and what follows # is for
+    reading. Each command was tried, in memory, on the names and shapes of FILE; the last one loads the result
+    strictly. Exit 0 if torch's load_state_dict takes FILE as it is, 1 if it does not. A wrapper's prefix is
+    a problem for torch alone: reload strips it by itself, and a remark says so.
+
+    \b
+    Example:
+      ckpttool doctor last.pt --model torchvision:resnet18
+    """
+    from ...models import doctor as models
+    from ...models.skeleton import skeleton
+
+    with open_file(console, file) as checkpoint, stdout_kept_for_results():
+        diagnosis = models.doctor(checkpoint, skeleton(model), state=state, spec=model)
+    console.result("\n".join(_script(diagnosis, model)), _fields(diagnosis))
+    if any(not problem.is_remark for problem in diagnosis.problems):
+        raise click.exceptions.Exit(1)
+
+
+def _fields(diagnosis: Diagnosis) -> dict[str, object]:
+    problems = [
+        {"kind": problem.kind, "message": problem.message, "remark": problem.is_remark}
+        | ({"command": problem.command} if problem.command else {})
+        for problem in diagnosis.problems
+    ]
+    data = fields_of(diagnosis, {}, without=("fit",))
+    return {**data, "problems": problems, **mismatch_fields(diagnosis.fit)}
+
+
+def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
+    """Yield the lines of a shell script: commands, and everything else as comments."""
+    verb = "loads" if diagnosis.loads else "does not load"
+    why = f": {diagnosis.fit}" if diagnosis.fit.distance else ""
+    yield from _comment(f"{diagnosis.path} {verb} into {spec}{why}")
+    wrong = [problem for problem in diagnosis.problems if not problem.is_remark]
+    for problem in wrong:
+        yield from _comment(f"{problem.kind}: {problem.message}")
+        if problem.command and problem.command != diagnosis.then:
+            yield problem.command
+    if diagnosis.then is None:
+        yield "# no command can fix that"
+    elif wrong:
+        yield diagnosis.then
+    if diagnosis.python:
+        yield f"# {'or in Python' if wrong else 'in Python'}: {printable(diagnosis.python)}"
+    for problem in diagnosis.problems:
+        if problem.is_remark:
+            yield from _comment(f"{problem.kind}: {problem.message}")
+            if problem.command:
+                yield f"#   {problem.command}"
+
+
+def _comment(text: str) -> list[str]:
+    """Return text as comment lines, no wider than the terminal."""
+    width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
+    return textwrap.wrap(
+        printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False
+    )
+
+
+@click.command("reload")
+@options.file_argument
+@options.model_option
+@options.option("--input-shape N,…", "Also run a forward pass on zeros of this shape.", type=options.shape)
+@options.state_option
+@options.option(
+    "--allow-missing GLOB",
+    "Names of the model that FILE may lack or have in another shape; they keep its values.",
+    multiple=True,
+)
+@options.option(
+    "--allow-unexpected GLOB", "Names of FILE that the model may lack; they are ignored.", multiple=True
+)
+@options.reading
+def reload(
+    console: Console,
+    file: str,
+    model: str,
+    input_shape: tuple[int, ...] | None,
+    state: str | None,
+    **allowed: tuple[str, ...],
+) -> None:
+    """Load FILE strictly into the plain model, in one process, and report it.
+
+    Nothing distributed is started, and no code that FILE names is run; only --model runs code: yours.
+    Wrappers' prefixes are removed while loading if the model does not know them. What may be missing or
+    unexpected is said by name, and how much of the model got values. --state also takes an average that
+    lists its tensors in the order of the model's parameters (ema.shadow_params).
+
+    \b
+    Example:
+      ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
+    """
+    from ...models import reloading
+    from ...models.skeleton import skeleton, with_values
+
+    started = time.perf_counter()
+    with open_file(console, file) as checkpoint, stdout_kept_for_results():
+        opened = time.perf_counter()
+        # Values that the model keeps take part in the forward pass; else none of its own are needed.
+        build = with_values if input_shape and allowed["allow_missing"] else skeleton
+        built = build(model)  # may take long, or leave the current folder
+        seconds = opened - time.perf_counter()
+        note_state(console, checkpoint, state)
+        loaded = reloading.reload(checkpoint, built, state=state, assign=True, spec=model, **allowed)
+        seconds += time.perf_counter() - started
+        shape = _forward(built, input_shape, model) if input_shape else None
+    data: dict[str, object] = {
+        "loaded": len(loaded.loaded),
+        "missing": loaded.kept,
+        "unexpected": loaded.ignored,
+        "mismatched": [],
+        "state": loaded.state,
+        "prefix": loaded.prefix,
+        "added": loaded.added,
+        "without_values": _without_values(loaded),
+        "parameters": {"loaded": loaded.covered.parameters, "of": loaded.covered.of_parameters},
+        "bytes": {"loaded": loaded.covered.nbytes, "of": loaded.covered.of_nbytes},
+        "seconds": round(seconds, 4),
+        **({"output_shape": shape} if shape else {}),
+    }
+    note_fields(console, loaded)
+    said = "on the meta device, without values, as no file holds them"
+    console.note_names(said, _without_values(loaded))
+    forward = f"\nforward pass: {list(input_shape)} -> {shape}" if input_shape else ""
+    console.result(_line(loaded, model, seconds) + forward, data)
+
+
+def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
+    """Return the shape of the model's output for zeros, or its type if it is not a tensor."""
+    import torch
+
+    from ...errors import CheckFailed
+
+    model.eval()
+    floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+    first = next((m for m in model.modules() if not [*m.children()] and [*m.parameters()]), None)
+    is_of_indices = isinstance(first, torch.nn.Embedding)
+    dtype = torch.int64 if is_of_indices else next(floats, torch.float32)
+    try:
+        with torch.inference_mode():
+            out = model(torch.zeros(shape, dtype=dtype))
+    except (Exception, SystemExit) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        what = f"{spec}: the forward pass failed on zeros of shape {list(shape)}: {reason}"
+        raise CheckFailed(what, hint="the state loads; check --input-shape (batch first)") from error
+    return list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+
+
+def _without_values(loaded: Reloaded) -> list[str]:
+    """Return what has no values in the model either: those that are kept lack them in its skeleton alone."""
+    return [name for name in loaded.without_values if name not in loaded.kept]
+
+
+def _line(loaded: Reloaded, spec: str, seconds: float) -> str:
+    stripped = f" without '{loaded.prefix}'" if loaded.prefix else ""
+    count, covered = len(loaded.loaded), loaded.covered
+    how = "strictly"
+    if loaded.kept or loaded.ignored:
+        how = (
+            f"{covered.parameters} of its {covered.of_parameters} parameters, "
+            f"{show_bytes(covered.nbytes)} of {show_bytes(covered.of_nbytes)}"
+        )
+    return (
+        f"loaded {count} of {count + len(loaded.kept)} tensors{stripped} into {spec}, {how}, "
+        f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"
+    )

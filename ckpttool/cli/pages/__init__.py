@@ -1,1 +1,0 @@
-"""What the commands print: the pages of inspect and of diff."""
