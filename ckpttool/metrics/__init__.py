@@ -45,8 +45,15 @@ else:
             "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
             "evaluating": ("evaluate", "evaluate_classes"),
             "scores": (
-                *("AUROC", "CalibrationError", "Loss", "MeanAbsoluteError", "MeanSquaredError"),
-                *("MeanVariance", "Moments", "Perplexity", "R2"),
+                "AUROC",
+                "CalibrationError",
+                "Loss",
+                "MeanAbsoluteError",
+                "MeanSquaredError",
+                "MeanVariance",
+                "Moments",
+                "Perplexity",
+                "R2",
             ),
         },
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.exactly_once import faults, index_digest
+from ..distributed.exactly_once import MOST_SHOWN, faults, index_digest, listed
 from ..errors import CheckFailed, UsageFault
 from . import Accuracy, ClassScore, Loss, PerClass
 from .predictions import COLUMNS, Evaluation, Predictions, RankFile
@@ -207,9 +207,9 @@ def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[st
     ]
     missing = (world_size or 0) - sum(rank < (world_size or 0) for rank in of_rank)
     if missing > 0:
-        first = list(islice((rank for rank in count() if rank not in of_rank), min(missing, 6)))
-        names = ", ".join(map(str, first)) + (f" and {missing - 6} more" if missing > 6 else "")
+        first = islice((rank for rank in count() if rank not in of_rank), min(missing, MOST_SHOWN))
         verb = "is" if missing == 1 else "are"
+        names = listed(first, missing - MOST_SHOWN)
         said.append(f"rank{'s' * (missing > 1)} {names} of {world_size} {verb} missing")
     return said
 
