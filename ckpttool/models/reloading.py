@@ -132,7 +132,8 @@ def reload(
             raise _mismatch(checkpoint, case.fit, _hint(case, diagnosis, state, spec))
         values.update((name, value) for name, value in model.state_dict().items() if name in result.kept)
         _load(model, values, checkpoint.path, assign=assign)
-    result = replace(result, without_values=_on_meta(model))
+    on_meta = tuple(name for name, tensor in _tensors(model) if tensor.is_meta)
+    result = replace(result, without_values=on_meta)
     return replace(result, state=str(state)) if named else result
 
 
@@ -140,28 +141,20 @@ def _fitted(
     checkpoint: Checkpoint,
     where: str | None,
     blueprint: Blueprint,
-    allow_missing: Iterable[str],
-    allow_unexpected: Iterable[str],
+    keep: Iterable[str],
+    ignore: Iterable[str],
 ) -> tuple[Case, Reloaded]:
     """Return what is to be loaded into which part of a model, and the result if it can be."""
-    source, patterns = checkpoint.state(where), tuple(allow_missing)
+    source, patterns = checkpoint.state(where), tuple(keep)
     require_plain(checkpoint.path, source.likes, "can't be loaded into a model")
     _require_matches(patterns, "model", blueprint.places)
     prefix, case = as_reloaded(checkpoint, source, blueprint)
-    case, ignored = _without_ignored(case, tuple(allow_unexpected))
+    case, ignored = _without_ignored(case, tuple(ignore))
     case, kept = _without_kept(case, patterns)
     loaded = *case.state.tensors, *case.state.others
-    return case, Reloaded(
-        checkpoint.path,
-        checkpoint.format,
-        source.where,
-        prefix,
-        loaded,
-        case.fit.added,
-        kept=kept,
-        ignored=ignored,
-        covered=_coverage(blueprint, {*loaded}),
-    )
+    covered = _coverage(blueprint, {*loaded})
+    result = Reloaded(checkpoint.path, checkpoint.format, source.where, prefix, loaded, case.fit.added)
+    return case, replace(result, kept=kept, ignored=ignored, covered=covered)
 
 
 def parameters_of(model: torch.nn.Module) -> Parameters:
@@ -205,10 +198,8 @@ def _load(model: torch.nn.Module, values: dict[str, Any], path: str, *, assign: 
 def _require_matches(patterns: tuple[str, ...], whose: str, names: Iterable[str]) -> None:
     for pattern in patterns:
         if not _matching(names, (pattern,)):
-            last = "".join([*names][-1:])
-            raise NothingToDo(
-                f"no name of the {whose} matches '{pattern}'", hint=f"its last name is '{last}'"
-            )
+            hint = f"its last name is '{''.join([*names][-1:])}'"
+            raise NothingToDo(f"no name of the {whose} matches '{pattern}'", hint=hint)
 
 
 def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -291,10 +282,6 @@ def _assign(model: torch.nn.Module, values: dict[str, Any]) -> None:
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _on_meta(model: torch.nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, tensor in _tensors(model) if tensor.is_meta)
 
 
 def _require_memory(model: torch.nn.Module) -> None:
