@@ -1,4 +1,4 @@
-"""Live BatchNorm layers converted to synchronised ones and back. Imports torch when called.
+"""Live BatchNorm layers converted to synchronised ones and back. Imports torch.
 
 torch converts in one direction, by `SyncBatchNorm.convert_sync_batchnorm`, but not back (pytorch#41081). Here
 a layer stays the same object and changes only its class, as torch's lazy modules do: parameters, hooks, flags
@@ -8,15 +8,20 @@ and all references to the layer stay as they are, and the way back is exact.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UsageFault
 from .convert_states import KINDS, unwrapped
+from .sync_batchnorm import SyncBatchNorm
 
-if TYPE_CHECKING:
-    import torch
+M = TypeVar("M", bound=nn.Module)
 
-M = TypeVar("M", bound="torch.nn.Module")
+PLAIN = tuple(getattr(nn, kind) for kind in KINDS)
+SYNC = (nn.SyncBatchNorm, SyncBatchNorm)
 
 Subclasses = Literal["refuse", "keep"]
 
@@ -41,26 +46,22 @@ def to_sync(module: M, *, process_group: Any = None, subclasses: Subclasses = "r
         UsageFault: a layer is of a derived class (unless kept), scripted, lazy, or has its own forward; names
             the layer, and nothing was changed.
     """
-    from torch.nn import SyncBatchNorm
-
-    from .sync_batchnorm import SyncBatchNorm as OurSyncBatchNorm
-
     layers = list(_layers(module))
     if subclasses == "refuse":
         for path, layer in layers:
-            if not (_is_convertible(layer) or _is_sync(layer)):
+            if not (_is_convertible(layer) or isinstance(layer, SYNC)):
                 raise _refusal(path, layer)
     for _, layer in layers:
         if _is_convertible(layer):
             layer.process_group, layer.plain_kind = process_group, type(layer).__name__
-            layer.__class__ = SyncBatchNorm if _on_gpu(layer) else OurSyncBatchNorm
-        elif type(layer) is SyncBatchNorm and not _on_gpu(layer):
+            layer.__class__ = nn.SyncBatchNorm if _on_gpu(layer) else SyncBatchNorm
+        elif type(layer) is nn.SyncBatchNorm and not _on_gpu(layer):
             vars(layer).setdefault("plain_kind", None)
-            layer.__class__ = OurSyncBatchNorm  # type: ignore[assignment]
+            layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
     return module
 
 
-def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[str, str] | None = None) -> M:
+def to_plain(module: M, *, like: nn.Module | None = None, kinds: Mapping[str, str] | None = None) -> M:
     """Convert every synchronised layer of a module back to BatchNorm1d, 2d or 3d, in place; return it.
 
     The kind is the one that the layer remembers, else that of the same layer in `like`, else in `kinds`. So a
@@ -75,15 +76,13 @@ def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[s
         UsageFault: a layer's kind is not known, or its class is derived from SyncBatchNorm; names the layer,
             and nothing was changed.
     """
-    import torch
-
     given = {**(kinds or {}), **(kinds_of(like) if like is not None else {})}
     given = {**{unwrapped(path): kind for path, kind in given.items()}, **given}
     chosen = []
     for path, layer in _layers(module):
-        if not _is_sync(layer):
+        if not isinstance(layer, SYNC):
             continue
-        if type(layer) not in _sync_classes() or _has_own_forward(layer):
+        if type(layer) not in SYNC or _has_own_forward(layer):
             raise _refusal(path, layer)
         kind = getattr(layer, "plain_kind", None) or given.get(path) or given.get(unwrapped(path))
         if kind not in KINDS:
@@ -91,7 +90,7 @@ def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[s
                 f"'{path}' is a SyncBatchNorm, and nothing says whether it was 1d, 2d or 3d",
                 hint="give a plain model with the same names as like=, or kinds=",
             )
-        chosen.append((layer, getattr(torch.nn, kind)))
+        chosen.append((layer, getattr(nn, kind)))
     for layer, plain in chosen:
         layer.__class__ = plain
         for name in ("process_group", "plain_kind", "absent"):
@@ -99,24 +98,21 @@ def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[s
     return module
 
 
-def kinds_of(module: torch.nn.Module) -> dict[str, str]:
+def kinds_of(module: nn.Module) -> dict[str, str]:
     """Return layer -> kind: `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`. Synchronised layers remember it.
 
     A layer that appears in several places is named in each. Prefixes of torch.compile are left out.
     """
     kinds = {}
     for path, layer in module.named_modules(remove_duplicate=False):
-        kind = type(layer).__name__ if _is_plain(layer) else getattr(layer, "plain_kind", None)
+        kind = type(layer).__name__ if type(layer) in PLAIN else getattr(layer, "plain_kind", None)
         if kind in KINDS:
             kinds[unwrapped(path, COMPILED)] = kind
     return kinds
 
 
-def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield every layer of BatchNorm's family once, with its path; scripted ones too."""
-    import torch
-    from torch.nn.modules.batchnorm import _BatchNorm
-
     for path, layer in module.named_modules():
         scripted = isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name
         if isinstance(layer, _BatchNorm) or scripted:
@@ -125,11 +121,9 @@ def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _refusal(path: str, layer: Any) -> UsageFault:
     """Say why a layer of BatchNorm's family can't be converted."""
-    import torch
-
     if isinstance(layer, torch.jit.ScriptModule):
         what, hint = "is scripted", "convert the model before torch.jit.script"
-    elif isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
+    elif isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         what, hint = "has no parameters yet", "run a batch through the model first"
     elif _has_own_forward(layer):
         what = "has its own forward, which would still be called"
@@ -140,14 +134,8 @@ def _refusal(path: str, layer: Any) -> UsageFault:
     return UsageFault(f"'{path or 'the module itself'}' {what}", hint=hint)
 
 
-def _is_plain(layer: Any) -> bool:
-    import torch
-
-    return type(layer) in [getattr(torch.nn, kind) for kind in KINDS]
-
-
 def _is_convertible(layer: Any) -> bool:
-    return _is_plain(layer) and not _has_own_forward(layer)
+    return type(layer) in PLAIN and not _has_own_forward(layer)
 
 
 def _has_own_forward(layer: Any) -> bool:
@@ -155,18 +143,6 @@ def _has_own_forward(layer: Any) -> bool:
     return "forward" in vars(layer)
 
 
-def _is_sync(layer: Any) -> bool:
-    return isinstance(layer, _sync_classes())
-
-
-def _sync_classes() -> tuple[type, ...]:
-    import torch
-
-    from .sync_batchnorm import SyncBatchNorm
-
-    return torch.nn.SyncBatchNorm, SyncBatchNorm
-
-
-def _on_gpu(layer: torch.nn.Module) -> bool:
+def _on_gpu(layer: nn.Module) -> bool:
     tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
     return bool(tensors) and all(tensor.is_cuda for tensor in tensors)

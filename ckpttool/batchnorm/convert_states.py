@@ -41,15 +41,15 @@ def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
     for layer, names in _members(state, exclude).items():
         if not names & {MEAN, VARIANCE}:
             continue
-        fault = _fault(state, layer, names)
-        if fault:
-            raise Refused(
-                path,
-                f"'{layer or 'the model itself'}' is not BatchNorm: {fault}",
-                hint=f"skip it: --exclude {shlex.quote(layer)}",
-            )
+        if fault := _fault(state, layer, names):
+            raise _refused(path, layer, f"is not BatchNorm: {fault}")
         layers.append(layer)
     return layers
+
+
+def _refused(path: str, layer: str, why: str) -> Refused:
+    hint = f"skip it: --exclude {shlex.quote(layer)}"
+    return Refused(path, f"'{layer or 'the model itself'}' {why}", hint=hint)
 
 
 def fits(layer: str, patterns: Iterable[str]) -> bool:
@@ -116,11 +116,7 @@ def given_kinds(
         if name in kinds and (layer in tracked or names <= WITHOUT_STATISTICS):
             given[layer] = kinds[name]
         elif layer in tracked:
-            raise Refused(
-                path,
-                f"'{layer or 'the model itself'}' is not a BatchNorm1d, 2d or 3d in the model",
-                hint=f"skip it: --exclude {shlex.quote(layer)}",
-            )
+            raise _refused(path, layer, "is not a BatchNorm1d, 2d or 3d in the model")
     return given
 
 

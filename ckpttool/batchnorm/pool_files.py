@@ -6,7 +6,6 @@ import glob
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -63,8 +62,8 @@ def pool_states(
     from_first = _check_same(checkpoints, states, of_batchnorm, tuple(keep_first))
     new: dict[str, TensorRef] = {}
     for layer in layers:
-        rest = _counts_of(layer, counts), fits(layer, averaged), momentum
-        new |= _pooled_layer(first.path, states, layer, *rest)
+        given = _counts_of(layer, counts), fits(layer, averaged), momentum
+        new |= _pooled_layer(first.path, states, layer, *given)
     if not new:
         raise NothingToDo(
             f"{first.path}: all {len(checkpoints)} files hold the same statistics",
@@ -224,14 +223,12 @@ def _tensor(
             )
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
-    make = partial(_stretch, raw.tobytes())
-    data = Computed(old.storage.data.path, raw.nbytes, make)
+    raw_bytes = memoryview(raw.tobytes())
+    data = Computed(
+        old.storage.data.path, len(raw_bytes), lambda start, count: iter([raw_bytes[start : start + count]])
+    )
     storage = replace(old.storage, data=data, crc32=None, origins=origins)
     return replace(TensorRef.contiguous(storage, old.dtype, old.shape), requires_grad=old.requires_grad)
-
-
-def _stretch(raw: bytes, start: int, nbytes: int) -> Iterator[memoryview]:
-    yield memoryview(raw)[start : start + nbytes]
 
 
 def _replaced(old: Mapping[object, object], new: Mapping[str, TensorRef]) -> Iterator[tuple[object, object]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import pickle
 import struct
 from collections import Counter
@@ -82,7 +83,7 @@ def broadcast(read: Callable[[], T]) -> T:
     for tensor in tensors:
         transport.broadcast_tensor(tensor)
     if rank() != 0:
-        value = transport.unpickle_with_tensors(payload, transport.receive_tensor)
+        value = transport.ReceivingTensors(io.BytesIO(payload)).load()
     return value  # type: ignore[no-any-return]
 
 
@@ -162,7 +163,7 @@ def report_once(fn: Callable[[], T]) -> T:
     except CkptToolError as error:
         if rank() == 0:
             raise
-        raise _rank_failed(_described(error, 0)) from error
+        raise _rank_failed(0, error) from error
 
 
 class _Notes:
@@ -185,26 +186,21 @@ def _together(size: int = 0) -> Iterator[_Notes]:
     answers = transport.gather_bytes(bytes([failure is not None]) + notes.own)
     first = next((number for number, answer in enumerate(answers) if answer[0]), None)
     if first is not None:
-        described = pickle.dumps(None if failure is None else _described(failure, first))
-        described = transport.broadcast_bytes(described, first)
+        told = b"" if failure is None else pickle.dumps(_rank_failed(first, failure))
+        told = transport.broadcast_bytes(told, first)
         if failure is not None and rank() == first:
             raise failure
-        raise _rank_failed(pickle.loads(described)) from failure
+        raise pickle.loads(told) from failure
     notes.of_ranks = [answer[1:] for answer in answers]
 
 
-def _described(error: Exception, source: int) -> tuple[str, str | None, int]:
-    """Return the message, hint and exit code with which other ranks report an error of rank `source`."""
-    if isinstance(error, CkptToolError):
-        return f"rank {source} failed: {error.message}", error.hint, error.exit_code
-    return f"rank {source} failed: {type(error).__name__}: {error}", None, 1
-
-
-def _rank_failed(described: tuple[str, str | None, int]) -> RankFailed:
-    message, hint, exit_code = described
-    error = RankFailed(message, hint=hint)
-    error.exit_code = exit_code
-    return error
+def _rank_failed(source: int, error: Exception) -> RankFailed:
+    """Return the error by which the other ranks report one of rank `source`."""
+    if not isinstance(error, CkptToolError):
+        return RankFailed(f"rank {source} failed: {type(error).__name__}: {error}")
+    failed = RankFailed(f"rank {source} failed: {error.message}", hint=error.hint)
+    failed.exit_code = error.exit_code
+    return failed
 
 
 # ---- comparing -----------------------------------------------------------------------------------------

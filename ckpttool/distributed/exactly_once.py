@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,7 +84,12 @@ def _named(runs: list[tuple[int, int]]) -> str:
     shown = [str(first) if first == last else f"{first}–{last}" for first, last in runs[:MOST_SHOWN]]
     left = sum(last - first + 1 for first, last in runs[MOST_SHOWN:])
     is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"sample{'' if is_one else 's'} {', '.join(shown)}" + (f" and {left} more" if left else "")
+    return f"sample{'' if is_one else 's'} {listed(shown, left)}"
+
+
+def listed(names: Iterable[object], left: int) -> str:
+    """Join names, and say how many more there are."""
+    return ", ".join(map(str, names)) + (f" and {left} more" if left > 0 else "")
 
 
 def _holders(parts: Mapping[str, NDArray[Any]], samples: NDArray[Any]) -> str:
@@ -92,5 +97,4 @@ def _holders(parts: Mapping[str, NDArray[Any]], samples: NDArray[Any]) -> str:
     import numpy as np
 
     names = [name for name, index in parts.items() if np.isin(index, samples).any()]
-    more = f" and {len(names) - MOST_SHOWN} more" if names[MOST_SHOWN:] else ""
-    return ", ".join(names[:MOST_SHOWN]) + more
+    return listed(names[:MOST_SHOWN], len(names) - MOST_SHOWN)

@@ -111,20 +111,17 @@ def lost(ranks: Sequence[Seen], own: int, silence: float, *, timed_out: bool) ->
         return _verdict("left", left, inside)
     if not timed_out or not others:
         return None
-    waiting = [
-        replace(seen, beat=replace(seen.beat, waits=True)) if seen.rank == own else seen for seen in ranks
+    waits = [
+        replace(seen, beat=replace(seen.beat, waits=seen.beat.waits or seen.rank == own)) for seen in ranks
     ]
-    return _verdict(*_blamed(waiting), inside)
+    return _verdict(*_blamed(waits), inside)
 
 
 def _dead(ranks: Sequence[Seen]) -> Verdict | None:
-    failed = [seen for seen in ranks if seen.beat.end == FAILED]
     gone = [seen for seen in ranks if not seen.beat.end and seen.process == ""]
-    told = [seen for seen in ranks if seen.beat.end == TOLD]
-    for kind, blamed in (("gone", gone), ("failed", failed), ("told", told)):
-        if blamed:
-            return _verdict(kind, blamed, [])
-    return None
+    ended = {kind: [seen for seen in ranks if seen.beat.end == kind] for kind in (FAILED, TOLD)}
+    verdicts = (_verdict(kind, blamed, []) for kind, blamed in {"gone": gone, **ended}.items() if blamed)
+    return next(verdicts, None)
 
 
 def slow(ranks: Sequence[Seen], after: Sequence[float]) -> Verdict | None:
@@ -197,39 +194,27 @@ def _verdict(kind: str, blamed: Sequence[Seen], inside: Sequence[Seen]) -> Verdi
 
 
 def _about(kind: str, seen: Seen) -> str:
-    rank, beat, process = f"rank {seen.rank}", seen.beat, f"process {seen.pid} on {seen.host}"
-    silence = f"no heartbeat for {seen.silent:.0f} s; the last one said {seen.position}"
-    if kind == "failed":
-        return f"{rank} failed in {seen.position}: {beat.error}"
-    if kind == "told":
-        return f"{rank} was ended by {beat.error} in {seen.position}"
-    if kind == "gone":
-        return (
-            f"{rank} is gone: {process} exited without reporting, probably killed; its last heartbeat "
-            f"said {seen.position}"
-        )
-    if kind == "stopped":
-        return f"{rank} is stopped, as by SIGSTOP ({process}): {silence}"
-    if kind == "silent" and seen.process is None:
-        return (
-            f"{rank} is silent ({process}): {silence}. That machine or the network is down, or it is stopped"
-        )
-    if kind == "silent":
-        return (
-            f"{rank} does not answer ({process}): {silence}. It is alive, but something holds its interpreter"
-        )
-    if kind == "skipped":
-        passes = (
-            f"{beat.counts.get('forward', 0)} forward and {beat.counts.get('backward', 0)} backward passes"
-        )
-        where = "has ended its loop" if beat.end else f"is in {seen.position}"
-        return f"{rank} skipped backward: it has begun {passes}, and {where}"
-    if kind == "left":
-        return f"{rank} has ended its loop after step {beat.step}: it had fewer steps than the others"
-    if kind == "slow":
-        return f"{rank} is slow: in {seen.position} for {beat.age:.0f} s, and other ranks wait for it"
+    beat, process = seen.beat, f"process {seen.pid} on {seen.host}"
+    counts = [f"{beat.counts.get(name, 0)} {name}" for name in ("forward", "backward")]
+    silence = f"({process}): no heartbeat for {seen.silent:.0f} s; the last one said {seen.position}"
     does = "does nothing" if beat.idle > 0.5 * beat.age else "computes"
-    return f"{rank} hangs: in {seen.position} for {beat.age:.0f} s ({process} is alive and {does})"
+    since = f"in {seen.position} for {beat.age:.0f} s"
+    said = {
+        "failed": f"failed in {seen.position}: {beat.error}",
+        "told": f"was ended by {beat.error} in {seen.position}",
+        "gone": f"is gone: {process} exited without reporting, probably killed; its last heartbeat said "
+        f"{seen.position}",
+        "stopped": f"is stopped, as by SIGSTOP {silence}",
+        "silent": f"does not answer {silence}. It is alive, but something holds its interpreter",
+        "skipped": f"skipped backward: it has begun {' and '.join(counts)} passes, and "
+        f"{'has ended its loop' if beat.end else f'is in {seen.position}'}",
+        "left": f"has ended its loop after step {beat.step}: it had fewer steps than the others",
+        "slow": f"is slow: {since}, and other ranks wait for it",
+        "hangs": f"hangs: {since} ({process} is alive and {does})",
+    }
+    if kind == "silent" and seen.process is None:
+        return f"rank {seen.rank} is silent {silence}. That machine or the network is down, or it is stopped"
+    return f"rank {seen.rank} {said[kind]}"
 
 
 def _stack(seen: Seen) -> list[str]:

@@ -61,12 +61,8 @@ class Pulse:
         self.over, self.speaks = threading.Event(), threading.Lock()
         self.own = Observer(watched, self.interval, self.over)
         self.memory_kills = processes.memory_kills()
-        about: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "machine": processes.machine(),
-            "pid": os.getpid(),
-        }
-        about |= {"began": processes.began(os.getpid()), "dump": self.own.dump}
+        about: dict[str, Any] = {"host": socket.gethostname(), "machine": processes.machine()}
+        about |= {"pid": os.getpid(), "began": processes.began(os.getpid()), "dump": self.own.dump}
         met = collectives.gather((uuid.uuid4().hex, about))
         self.about = [about for _, about in met]
         # Keys of this watch alone: a store may outlive a job, with what ranks that are dead have written.
@@ -184,7 +180,6 @@ class Pulse:
     def explain(self, *, timed_out: bool) -> str:
         """Return which rank was lost, after a collective has failed, and write it; empty if nobody knows."""
         # Written at once, since the launcher ends this process as soon as it sees the other one dead.
-        verdict = None
         for _ in range(5):
             with contextlib.suppress(RuntimeError):
                 self._receive(self.store.clone())
@@ -192,14 +187,12 @@ class Pulse:
                 self._leave(Verdict(**json.loads(self.verdict)))
             verdict = hangs.lost(self.seen(), self.rank, 3 * self.interval, timed_out=timed_out)
             if verdict is not None:
-                break
+                lines = self._lines(verdict)
+                self.speaks.acquire()  # for good; if the judging thread speaks already, it ends this process
+                _say("error", self.rank, lines)
+                return "\n".join(lines)
             time.sleep(self.interval)
-        if verdict is None:
-            return ""
-        lines = self._lines(verdict)
-        self.speaks.acquire()  # for good; if the judging thread speaks already, it ends this process
-        _say("error", self.rank, lines)
-        return "\n".join(lines)
+        return ""
 
     # ---- ending ------------------------------------------------------------------------------------
 
@@ -323,7 +316,7 @@ def watch(timeout: float = 300.0) -> Iterator[Watch]:
         yield watched
     except BaseException as error:
         end, cause = hangs.FAILED, error
-        if isinstance(error, RuntimeError) and (is_lost_rank(error) or is_timeout(error)):
+        if is_lost_rank(error) or is_timeout(error):
             end = hangs.LOST
             if explained := pulse.explain(timed_out=is_timeout(error)):
                 raise collectives.RankLost(explained) from error

@@ -17,8 +17,9 @@ TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 def machine() -> str:
     """Return what processes with comparable ids share: the boot of a machine, and the namespace of ids."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    with contextlib.suppress(OSError):
+        if boot := _text("/proc/sys/kernel/random/boot_id").strip():
+            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
@@ -39,17 +40,10 @@ def state(pid: int, began_at: int) -> str:
 def work() -> tuple[float, int]:
     """Return the seconds that this process computed or waited for a processor, and the bytes it moved."""
     # On a busy machine a rank may get next to no time: it does not hang, and what it waits is counted, too.
-    moved = 0
-    with contextlib.suppress(OSError), open("/proc/self/io") as file:
-        moved = sum(int(count) for count in re.findall(r"^[rw]char: (\d+)", file.read(), re.MULTILINE))
-    return time.process_time() + _waited(), moved
-
-
-def _waited() -> float:
-    """Return the seconds for which the main thread could have run and had no processor."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/schedstat") as file:
-        return int(file.read().split()[1]) / 1e9
-    return 0.0
+    moved = re.findall(r"^[rw]char: (\d+)", _text("/proc/self/io"), re.MULTILINE)
+    # The second number: for how long the main thread could have run and had no processor.
+    waited = sum(map(int, _text("/proc/self/schedstat").split()[1:2])) / 1e9
+    return time.process_time() + waited, sum(map(int, moved))
 
 
 def children_seconds() -> float:
@@ -59,8 +53,7 @@ def children_seconds() -> float:
         pid = left.pop()
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/children") as file:
-                    left += map(int, file.read().split())
+                left += map(int, _text(f"/proc/{pid}/task/{thread}/children").split())
         fields = _fields(pid) if pid != os.getpid() else []
         total += sum(map(int, fields[11:13])) / TICKS
     return total
@@ -68,10 +61,7 @@ def children_seconds() -> float:
 
 def memory_kills() -> int:
     """Return how many processes the kernel has killed since the boot as memory ran out."""
-    with contextlib.suppress(OSError), open("/proc/vmstat") as file:
-        if found := re.search(r"^oom_kill (\d+)", file.read(), re.MULTILINE):
-            return int(found[1])
-    return 0
+    return sum(map(int, re.findall(r"^oom_kill (\d+)", _text("/proc/vmstat"), re.MULTILINE)))
 
 
 def started_by_spawn() -> bool:
@@ -110,46 +100,42 @@ def usable_cores() -> int:
 def quota(of_process: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
     """Return how many cores' time the control groups of this process give it; None for no limit."""
     limits = []
-    with contextlib.suppress(OSError), open(of_process) as file:
-        for line in file:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            folder = os.path.normpath(f"{root}/{controllers}/{path}")
-            # A group can't have more than the groups around it. In a container the path may lie outside.
-            while folder.startswith(root):
-                limits += _limit(folder)
-                folder = os.path.dirname(folder)
-            limits += _limit(os.path.join(root, controllers))
+    for line in _text(of_process).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        folder = os.path.normpath(f"{root}/{controllers}/{path}")
+        # A group can't have more than the groups around it. In a container the path may lie outside.
+        while folder.startswith(root):
+            limits += _limit(folder)
+            folder = os.path.dirname(folder)
+        limits += _limit(os.path.join(root, controllers))
     return min(limits, default=None)
 
 
 def _limit(folder: str) -> list[float]:
     """Return the cores' time of a control group of version 2 or 1, if it is limited."""
     for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-            words = [word for name in files for word in _words(os.path.join(folder, name))]
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            words = [word for name in files for word in _text(os.path.join(folder, name)).split()]
             allowed, period = map(int, words)  # "max" and -1: no limit
             return [allowed / period] if allowed > 0 else []
     return []
 
 
-def _words(path: str) -> list[str]:
-    with open(path) as file:
-        return file.read().split()
-
-
 def environment_of(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with; empty if it can't be read."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", errors="surrogateescape") as file:
-        return dict(entry.split("=", 1) for entry in file.read().split("\0") if "=" in entry)
-    return {}
+    entries = _text(f"/proc/{pid}/environ").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 def _fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _text(path: str) -> str:
+    """Return what a file of the system says; "" where there is none, or none for this user."""
+    with contextlib.suppress(OSError), open(path, errors="surrogateescape") as file:
+        return file.read()
+    return ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,36 +120,21 @@ def to_bytes(data: torch.Tensor) -> bytes:
 def pickle_without_tensors(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Return a value pickled with only the dtype and shape of each tensor, and the tensors in that order."""
     file, tensors = io.BytesIO(), list[torch.Tensor]()
-    _WithoutTensors(file, tensors).dump(value)
+
+    class WithoutTensors(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return None
+            require_plain(value)  # here, before the other ranks wait for it
+            tensors.append(value)
+            return value.dtype, tuple(value.shape)
+
+    WithoutTensors(file).dump(value)
     return file.getvalue(), tensors
 
 
-def unpickle_with_tensors(
-    payload: bytes, receive: Callable[[torch.dtype, tuple[int, ...]], torch.Tensor]
-) -> Any:
-    """Return the value of `pickle_without_tensors`, with the tensor that `receive` returns for each."""
-    return _WithTensors(payload, receive).load()
-
-
-class _WithoutTensors(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self.tensors = tensors
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return None
-        require_plain(value)  # here, before the other ranks wait for it
-        self.tensors.append(value)
-        return value.dtype, tuple(value.shape)
-
-
-class _WithTensors(pickle.Unpickler):
-    def __init__(
-        self, payload: bytes, receive: Callable[[torch.dtype, tuple[int, ...]], torch.Tensor]
-    ) -> None:
-        super().__init__(io.BytesIO(payload))
-        self.receive = receive
+class ReceivingTensors(pickle.Unpickler):
+    """Loads the value of `pickle_without_tensors`, and receives its tensors on the way."""
 
     def persistent_load(self, described: Any) -> torch.Tensor:
-        return self.receive(*described)
+        return receive_tensor(*described)

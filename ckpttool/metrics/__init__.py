@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from .classification import TopK as TopK
     from .evaluating import evaluate as evaluate
     from .evaluating import evaluate_classes as evaluate_classes
-    from .regression import R2 as R2
-    from .regression import MeanAbsoluteError as MeanAbsoluteError
-    from .regression import MeanSquaredError as MeanSquaredError
     from .scores import AUROC as AUROC
+    from .scores import R2 as R2
     from .scores import CalibrationError as CalibrationError
     from .scores import Loss as Loss
+    from .scores import MeanAbsoluteError as MeanAbsoluteError
+    from .scores import MeanSquaredError as MeanSquaredError
     from .scores import MeanVariance as MeanVariance
     from .scores import Moments as Moments
     from .scores import Perplexity as Perplexity
@@ -44,7 +44,16 @@ else:
             "base": ("Metric", "gather", "reduce"),
             "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
             "evaluating": ("evaluate", "evaluate_classes"),
-            "regression": ("MeanAbsoluteError", "MeanSquaredError", "R2"),
-            "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments", "Perplexity"),
+            "scores": (
+                "AUROC",
+                "CalibrationError",
+                "Loss",
+                "MeanAbsoluteError",
+                "MeanSquaredError",
+                "MeanVariance",
+                "Moments",
+                "Perplexity",
+                "R2",
+            ),
         },
     )

@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.exactly_once import faults, index_digest
+from ..distributed.exactly_once import MOST_SHOWN, faults, index_digest, listed
 from ..errors import CheckFailed, UsageFault
 from . import Accuracy, ClassScore, Loss, PerClass
-from .predictions import Evaluation, Predictions, RankFile
+from .predictions import COLUMNS, Evaluation, Predictions, RankFile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,64 +22,17 @@ if TYPE_CHECKING:
 # Classes that are counted where nothing names them: as many as the largest vocabularies have tokens.
 MAX_CLASSES = 1 << 18
 
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """The result of an evaluation of classes, in which every sample appears exactly once."""
-
-    evaluation: Evaluation
-    samples: int
-    correct: int
-    loss: float  # the mean, rounded once from the exact sum
-    per_class: tuple[ClassScore, ...]  # by label, as `classes`
-    classes: tuple[str, ...]
-    rank_samples: tuple[int, ...]  # how many each rank scored
-    index_digest: str  # SHA-256 of the set of samples
-
-    @property
-    def accuracy(self) -> float:
-        return self.correct / self.samples if self.samples else 0.0
-
-    @property
-    def ranks(self) -> int:
-        return len(self.rank_samples)
-
-    def score(self) -> dict[str, Any]:
-        """Return the metrics as JSON values, NaN and inf as None. Only `ranks` depends on their number."""
-        return {
-            "correct": self.correct,
-            "samples": self.samples,
-            "accuracy": self.accuracy,
-            "loss": _or_null(self.loss),
-            "per_class": [
-                {
-                    "class": name,
-                    "correct": score.correct,
-                    "samples": score.samples,
-                    "predicted": score.predicted,
-                    "precision": _or_null(score.precision),
-                    "recall": _or_null(score.recall),
-                    "f1": _or_null(score.f1),
-                }
-                for name, score in zip(self.classes, self.per_class, strict=True)
-            ],
-            "ranks": self.ranks,
-        }
-
-    def statement(self) -> dict[str, Any]:
-        """Return the whole certificate as JSON values, as in eval.json."""
-        return {**self.score(), **_basis(self)}
+# What is stated of each class.
+OF_CLASS = ("correct", "samples", "predicted", "precision", "recall", "f1")
 
 
 @dataclass(frozen=True, slots=True)
-class LossCertificate:
-    """The result of an evaluation with any loss and metrics, in which every sample appears exactly once."""
+class _Certified:
+    """What a certificate rests on."""
 
     evaluation: Evaluation
     samples: int
-    count: int | float  # what the loss is a mean over: samples, tokens, pixels, or weights
-    loss: float  # the mean, rounded once from the exact sum of the batches' sums
-    metrics: Mapping[str, Any]  # what each metric's `compute` returned, over all ranks
+    loss: float  # the mean, rounded once from the exact sum of samples' losses, or of batches' sums
     rank_samples: tuple[int, ...]  # how many each rank scored
     index_digest: str  # SHA-256 of the set of samples
 
@@ -89,17 +42,61 @@ class LossCertificate:
 
     def score(self) -> dict[str, Any]:
         """Return the results as JSON values, NaN and inf as None. Only `ranks` depends on their number."""
+        raise NotImplementedError
+
+    def statement(self) -> dict[str, Any]:
+        """Return the whole certificate as JSON values, as in eval.json."""
+        return {
+            **self.score(),
+            "rank_samples": list(self.rank_samples),
+            "every_sample_once": True,
+            "index_digest": self.index_digest,
+            "digest": self.evaluation.checkpoint,
+            **{name: getattr(self.evaluation, name) for name in ("data", "device", "threads", "batch_size")},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate(_Certified):
+    """The result of an evaluation of classes, in which every sample appears exactly once."""
+
+    correct: int
+    per_class: tuple[ClassScore, ...]  # by label, as `classes`
+    classes: tuple[str, ...]
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.samples if self.samples else 0.0
+
+    def score(self) -> dict[str, Any]:
+        return {
+            "correct": self.correct,
+            "samples": self.samples,
+            "accuracy": self.accuracy,
+            "loss": _or_null(self.loss),
+            "per_class": [
+                {"class": name, **{column: as_json(getattr(score, column)) for column in OF_CLASS}}
+                for name, score in zip(self.classes, self.per_class, strict=True)
+            ],
+            "ranks": self.ranks,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LossCertificate(_Certified):
+    """The result of an evaluation with any loss and metrics, in which every sample appears exactly once."""
+
+    count: int | float  # what the loss is a mean over: samples, tokens, pixels, or weights
+    metrics: Mapping[str, Any]  # what each metric's `compute` returned, over all ranks
+
+    def score(self) -> dict[str, Any]:
         return {
             "loss": _or_null(self.loss),
             "samples": self.samples,
             "count": self.count,
-            "metrics": {name: as_json(value) for name, value in self.metrics.items()},
+            "metrics": as_json(self.metrics),
             "ranks": self.ranks,
         }
-
-    def statement(self) -> dict[str, Any]:
-        """Return the whole certificate as JSON values, as in eval.json."""
-        return {**self.score(), **_basis(self)}
 
 
 def as_json(value: Any) -> Any:
@@ -113,21 +110,6 @@ def as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
     return _or_null(value) if isinstance(value, float) else value
-
-
-def _basis(of: Certificate | LossCertificate) -> dict[str, Any]:
-    """Return what a certificate rests on, as JSON values."""
-    evaluation = of.evaluation
-    return {
-        "rank_samples": list(of.rank_samples),
-        "every_sample_once": True,
-        "index_digest": of.index_digest,
-        "digest": evaluation.checkpoint,
-        "data": evaluation.data,
-        "device": evaluation.device,
-        "threads": evaluation.threads,
-        "batch_size": evaluation.batch_size,
-    }
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
@@ -145,12 +127,12 @@ def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[
     return Certificate(
         evaluation,
         len(joined),
-        accuracy.correct,
         loss.compute(),
-        per_class.compute(),
-        classes,
         tuple(rank_samples),
         index_digest(len(joined)),
+        accuracy.correct,
+        per_class.compute(),
+        classes,
     )
 
 
@@ -192,7 +174,7 @@ def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certific
         raise CheckFailed("; ".join(said), hint="give the file of every rank, each once")
     index = np.concatenate([file.predictions.index for file in ordered])
     joined = {}
-    for name in ("index", "prediction", "label", "loss"):
+    for name in COLUMNS:
         column = np.concatenate([getattr(file.predictions, name) for file in ordered])
         joined[name] = np.empty_like(column)
         joined[name][index] = column
@@ -225,9 +207,9 @@ def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[st
     ]
     missing = (world_size or 0) - sum(rank < (world_size or 0) for rank in of_rank)
     if missing > 0:
-        first = list(islice((rank for rank in count() if rank not in of_rank), min(missing, 6)))
-        names = ", ".join(map(str, first)) + (f" and {missing - 6} more" if missing > 6 else "")
+        first = islice((rank for rank in count() if rank not in of_rank), min(missing, MOST_SHOWN))
         verb = "is" if missing == 1 else "are"
+        names = listed(first, missing - MOST_SHOWN)
         said.append(f"rank{'s' * (missing > 1)} {names} of {world_size} {verb} missing")
     return said
 

@@ -25,11 +25,21 @@ class Count(Metric[int]):
         return int(self.counts[0])
 
 
-class Accuracy(Metric[float]):
+class Fraction(Metric[float]):
+    """The base of fractions of samples: how many, and of how many; NaN of no samples."""
+
+    def __init__(self, *settings: object) -> None:
+        super().__init__(*settings, counts=2)
+
+    def compute(self) -> float:
+        return share(*self.counts.tolist())
+
+
+class Accuracy(Fraction):
     """The fraction of samples whose class was predicted correctly; NaN of no samples."""
 
     def __init__(self) -> None:
-        super().__init__(counts=2)
+        super().__init__()
 
     def update(self, predictions: Any, labels: Any) -> None:
         """Add predicted classes, integers [n], or scores [n, classes], and labels, integers [n]."""
@@ -46,11 +56,8 @@ class Accuracy(Metric[float]):
     def samples(self) -> int:
         return int(self.counts[1])
 
-    def compute(self) -> float:
-        return share(*self.counts.tolist())
 
-
-class TopK(Metric[float]):
+class TopK(Fraction):
     """The fraction of samples whose label is among the k highest scores; ValueError for k below 1.
 
     Of equal scores the lower class comes first, and NaN is the highest score, as in `argmax`.
@@ -59,7 +66,7 @@ class TopK(Metric[float]):
     def __init__(self, k: int) -> None:
         if k < 1:
             raise ValueError(f"k is {k}, and at least 1 is needed")
-        super().__init__(k, counts=2)
+        super().__init__(k)
         self.k = k
 
     def update(self, scores: Any, labels: Any) -> None:
@@ -77,9 +84,6 @@ class TopK(Metric[float]):
         )
         self.counts[0] += int((before.sum(axis=1) < self.k).sum())
         self.counts[1] += len(right)
-
-    def compute(self) -> float:
-        return share(*self.counts.tolist())
 
 
 class ConfusionMatrix(Metric["NDArray[Any]"]):

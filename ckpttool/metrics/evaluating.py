@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -260,24 +260,17 @@ class Evaluator:
         return LossCertificate(
             self.described(about or Evaluation()),
             self.samples,
-            int(counts.fraction) if counts.fraction.denominator == 1 else float(counts.fraction),
             loss_sum.over(counts.fraction),
-            {name: reduce(metric).compute() for name, metric in metrics.items()},
             tuple(self.rank_samples),
             index_digest(self.samples),
+            int(counts.fraction) if counts.fraction.denominator == 1 else float(counts.fraction),
+            {name: reduce(metric).compute() for name, metric in metrics.items()},
         )
 
     def described(self, about: Evaluation) -> Evaluation:
         """Return what is evaluated with what this evaluator knows of it."""
-        known = {name: getattr(about, name) for name in ("checkpoint", "data", "classes")}
-        return Evaluation(
-            self.world_size,
-            self.samples,
-            device=self.device.type,
-            threads=torch.get_num_threads(),
-            batch_size=self.batch_size,
-            **known,
-        )
+        about = replace(about, world_size=self.world_size, samples=self.samples, batch_size=self.batch_size)
+        return replace(about, device=self.device.type, threads=torch.get_num_threads())
 
     def _each(self, model: nn.Module, score: Callable[[list[int], Any], T]) -> list[T]:
         """Return what `score` returns for each of this rank's batches. A collective in each batch."""

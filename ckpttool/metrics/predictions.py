@@ -155,10 +155,8 @@ def _as_metadata(evaluation: Evaluation, rank: int) -> dict[str, str]:
 
 def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Evaluation]:
     values: dict[str, Any] = {}
-    kinds = {
-        **dict.fromkeys(("rank", "world_size", "samples", "threads", "batch_size"), int),
-        "classes": list,
-    }
+    integers = ("rank", "world_size", "samples", "threads", "batch_size")
+    kinds = {"classes": list, **dict.fromkeys(integers, int)}
     for name in ("rank", *(field.name for field in dataclasses.fields(Evaluation))):
         if name not in metadata:
             continue

@@ -24,7 +24,7 @@ from ..tensors.to_torch import live_tensors
 from ..transforms.ema_names import Parameters, with_names
 from .diagnosis import Diagnosis
 from .diagnosis.fit import Blueprint, Case, Fit, compare
-from .diagnosis.lines import command_line
+from .diagnosis.report import command_line
 from .diagnosis.treatment import as_reloaded
 from .doctor import doctor, require_module, resized
 from .skeleton import accepts, with_versions
@@ -123,35 +123,38 @@ def reload(
     if not assign:
         _require_memory(model)
     with opened(file) as checkpoint:
-        blueprint = Blueprint.of(model)
         named = with_names(checkpoint, state, parameters_of(model))
-        source = named.checkpoint.state("") if named else checkpoint.state(state)
-        require_plain(checkpoint.path, source.likes, "can't be loaded into a model")
-        patterns = tuple(allow_missing)
-        _require_matches(patterns, "model", blueprint.places)
-        prefix, case = as_reloaded(named.checkpoint if named else checkpoint, source, blueprint)
-        case, ignored = _without_ignored(case, tuple(allow_unexpected))
-        case, kept = _without_kept(case, patterns)
+        source, where = (named.checkpoint, "") if named else (checkpoint, state)
+        case, result = _fitted(source, where, Blueprint.of(model), allow_missing, allow_unexpected)
         values = _values(checkpoint.path, case.state)
         if case.fit.distance and not accepts(model, case.state):
             diagnosis = None if named else doctor(checkpoint, model, state=state, spec=spec)
             raise _mismatch(checkpoint, case.fit, _hint(case, diagnosis, state, spec))
-        loaded = tuple(values)
-        values.update((name, value) for name, value in model.state_dict().items() if name in kept)
+        values.update((name, value) for name, value in model.state_dict().items() if name in result.kept)
         _load(model, values, checkpoint.path, assign=assign)
-    where = source.where if named is None else str(state)
-    return Reloaded(
-        checkpoint.path,
-        checkpoint.format,
-        where,
-        prefix,
-        loaded,
-        case.fit.added,
-        _on_meta(model),
-        kept,
-        ignored,
-        _coverage(blueprint, {*loaded}),
-    )
+    on_meta = tuple(name for name, tensor in _tensors(model) if tensor.is_meta)
+    result = replace(result, without_values=on_meta)
+    return replace(result, state=str(state)) if named else result
+
+
+def _fitted(
+    checkpoint: Checkpoint,
+    where: str | None,
+    blueprint: Blueprint,
+    keep: Iterable[str],
+    ignore: Iterable[str],
+) -> tuple[Case, Reloaded]:
+    """Return what is to be loaded into which part of a model, and the result if it can be."""
+    source, patterns = checkpoint.state(where), tuple(keep)
+    require_plain(checkpoint.path, source.likes, "can't be loaded into a model")
+    _require_matches(patterns, "model", blueprint.places)
+    prefix, case = as_reloaded(checkpoint, source, blueprint)
+    case, ignored = _without_ignored(case, tuple(ignore))
+    case, kept = _without_kept(case, patterns)
+    loaded = *case.state.tensors, *case.state.others
+    covered = _coverage(blueprint, {*loaded})
+    result = Reloaded(checkpoint.path, checkpoint.format, source.where, prefix, loaded, case.fit.added)
+    return case, replace(result, kept=kept, ignored=ignored, covered=covered)
 
 
 def parameters_of(model: torch.nn.Module) -> Parameters:
@@ -168,18 +171,16 @@ def _coverage(blueprint: Blueprint, loaded: set[str]) -> Coverage:
     """Return how much of a model its loaded names are."""
     untied = {name: place for name, place in blueprint.places.items() if place.first == name}
     counts = {name: prod(place.shape or ()) for name, place in untied.items()}
-    sizes = {
-        name: counts[name] * DTYPES[place.dtype].itemsize
-        for name, place in untied.items()
-        if place.dtype in DTYPES
+    parameters = {name: counts[name] for name in blueprint.parameters if name in untied}
+    itemsizes = {
+        name: DTYPES[place.dtype].itemsize for name, place in untied.items() if place.dtype in DTYPES
     }
-    parameters = [name for name in blueprint.parameters if name in untied]
-    return Coverage(
-        sum(counts[name] for name in parameters if name in loaded),
-        sum(counts[name] for name in parameters),
-        sum(size for name, size in sizes.items() if name in loaded),
-        sum(sizes.values()),
-    )
+    sizes = {name: counts[name] * itemsize for name, itemsize in itemsizes.items()}
+
+    def covered(of: dict[str, int]) -> int:
+        return sum(number for name, number in of.items() if name in loaded)
+
+    return Coverage(covered(parameters), sum(parameters.values()), covered(sizes), sum(sizes.values()))
 
 
 def _load(model: torch.nn.Module, values: dict[str, Any], path: str, *, assign: bool) -> None:
@@ -197,10 +198,8 @@ def _load(model: torch.nn.Module, values: dict[str, Any], path: str, *, assign: 
 def _require_matches(patterns: tuple[str, ...], whose: str, names: Iterable[str]) -> None:
     for pattern in patterns:
         if not _matching(names, (pattern,)):
-            last = "".join([*names][-1:])
-            raise NothingToDo(
-                f"no name of the {whose} matches '{pattern}'", hint=f"its last name is '{last}'"
-            )
+            hint = f"its last name is '{''.join([*names][-1:])}'"
+            raise NothingToDo(f"no name of the {whose} matches '{pattern}'", hint=hint)
 
 
 def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -283,10 +282,6 @@ def _assign(model: torch.nn.Module, values: dict[str, Any]) -> None:
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _on_meta(model: torch.nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, tensor in _tensors(model) if tensor.is_meta)
 
 
 def _require_memory(model: torch.nn.Module) -> None:

@@ -59,18 +59,12 @@ def _on_meta(parameter: torch.nn.Parameter) -> Any:
 
 def skeleton(spec: str) -> torch.nn.Module:
     """Build the model that a SPEC names, without memory for its parameters where possible."""
-    import torch
-
     try:
         with skeletons():
-            model = factory.build(spec)
-    except UsageFault:
-        model = None  # a constructor that reads values fails without them; any other error comes again below
-    if model is None or (isinstance(model, torch.nn.Module) and _lost_values(model)):
+            model = with_values(spec)
+    except UsageFault:  # a constructor that reads values fails without them; any other error comes again
         return with_values(spec)
-    if not isinstance(model, torch.nn.Module):
-        raise _no_module(spec, model)
-    return model
+    return with_values(spec) if _lost_values(model) else model
 
 
 def with_values(spec: str) -> torch.nn.Module:
@@ -118,9 +112,7 @@ def on_meta(model: torch.nn.Module) -> torch.nn.Module:
     import torch
 
     without_memory = {
-        id(tensor): torch.nn.Parameter(tensor.to("meta"), requires_grad=tensor.requires_grad)
-        if isinstance(tensor, torch.nn.Parameter)
-        else tensor.to("meta")
+        id(tensor): _on_meta(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor.to("meta")
         for tensor in (*model.parameters(), *model.buffers())
     }
     return copy.deepcopy(model, without_memory)

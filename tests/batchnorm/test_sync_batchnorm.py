@@ -12,6 +12,7 @@ from torch import nn
 from ckpttool import batchnorm
 from ckpttool.batchnorm import SyncBatchNorm
 from ckpttool.batchnorm.sync_batchnorm import moments, update_running
+from tests.support.running import error_of
 
 KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "1d, features": (nn.BatchNorm1d, (3,)),
@@ -69,6 +70,12 @@ def make_batch(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
     return batch, coefficients
 
 
+def share_of(setting: Setting, rank: int) -> slice:
+    """Return the place of a rank's samples in the whole batch."""
+    begin = sum(setting.shares[:rank])
+    return slice(begin, begin + setting.shares[rank])
+
+
 def step(layer: nn.Module, batch: torch.Tensor, coefficients: torch.Tensor) -> Outcome:
     """Run two steps, so that running averages have a past, and return the outcome of the second."""
     for _ in range(2):
@@ -85,8 +92,7 @@ def run_rank(rank: int, world_size: int, setting: Setting) -> Outcome:
     layer = batchnorm.to_sync(make_layer(setting))
     assert type(layer) is SyncBatchNorm
     batch, coefficients = make_batch(setting)
-    begin = sum(setting.shares[:rank])
-    own = slice(begin, begin + setting.shares[rank])
+    own = share_of(setting, rank)
     return step(layer, batch[own], coefficients[own])
 
 
@@ -195,34 +201,20 @@ def test_what_an_absent_rank_passes_through_does_not_count(run_ranks):
     assert torch.isfinite(absent.output).all()
 
 
-def refuse_one_value(rank: int, world_size: int) -> str:
+def refuse(rank: int, world_size: int, shapes: list[tuple[int, int]]) -> tuple[str, str]:
     layer = batchnorm.to_sync(nn.BatchNorm1d(2))
-    try:
-        layer(torch.ones(1 - rank, 2))
-    except ValueError as error:
-        return str(error)
-    return "took it"
+    return error_of(lambda: layer(torch.ones(shapes[rank])))
 
 
 def test_one_value_a_channel_over_all_ranks_is_refused_on_all_of_them(run_ranks):
-    for said in run_ranks(2, refuse_one_value):
-        assert "more than 1 value per channel on all ranks" in said
-
-
-def refuse_channels(rank: int, world_size: int) -> str:
-    """Each rank finds its own input wrong, so that none is left waiting."""
-    layer = batchnorm.to_sync(nn.BatchNorm1d(2))
-    try:
-        layer(torch.ones(4, 3 + rank))
-    except ValueError as error:
-        return str(error)
-    return "took it"
+    for kind, said in run_ranks(2, refuse, [(1, 2), (0, 2)]):
+        assert kind == "ValueError" and "more than 1 value per channel on all ranks" in said
 
 
 def test_a_wrong_number_of_channels_is_refused_before_anything_is_sent(run_ranks):
-    """Messages of two sizes in one gloo collective would abort a rank."""
-    for said in run_ranks(2, refuse_channels):
-        assert "expected 2 channels" in said
+    """Each rank finds its own input wrong: messages of two sizes in one collective would abort a rank."""
+    for kind, said in run_ranks(2, refuse, [(4, 3), (4, 4)]):
+        assert kind == "ValueError" and "expected 2 channels" in said
 
 
 def normalise_positions(rank: int, world_size: int) -> Any:
@@ -250,8 +242,7 @@ def run_compiled(rank: int, world_size: int, setting: Setting, when: str) -> Out
         batchnorm.to_sync(compiled.train())
     else:
         compiled = torch.compile(batchnorm.to_sync(layer), backend="eager")
-    begin = sum(setting.shares[:rank])
-    own = slice(begin, begin + setting.shares[rank])
+    own = share_of(setting, rank)
     outcome = step(compiled, batch[own], coefficients[own])
     return outcome._replace(
         buffers={name.removeprefix("_orig_mod."): b for name, b in outcome.buffers.items()}
@@ -269,8 +260,7 @@ def test_a_compiled_layer_trains_over_all_ranks(fresh_ranks, when):
 def run_beside(rank: int, world_size: int, setting: Setting, theirs: Any, device: str) -> list[Outcome]:
     """Run our layer and another on one device."""
     batch, coefficients = (one.to(device) for one in make_batch(setting))
-    begin = sum(setting.shares[:rank])
-    own = slice(begin, begin + setting.shares[rank])
+    own = share_of(setting, rank)
     layers = [convert(make_layer(setting)).to(device) for convert in (batchnorm.to_sync, theirs)]
     assert type(layers[0]) is SyncBatchNorm
     return [on_the_cpu(step(layer, batch[own], coefficients[own])) for layer in layers]
@@ -403,19 +393,16 @@ def test_the_gradient_is_that_of_the_sum_of_all_ranks_losses(run_ranks):
             assert (up - down) / 2e-6 == pytest.approx(analytic[rank][1].view(-1)[index].item(), abs=1e-7)
 
 
-def derive_twice(rank: int, world_size: int) -> str:
+def derive_twice(rank: int, world_size: int) -> tuple[str, str]:
     input = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
     output = batchnorm.to_sync(nn.BatchNorm1d(2)).double()(input)
     (first,) = torch.autograd.grad(output.pow(2).sum(), input, create_graph=True)
-    try:
-        first.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "derived"
+    return error_of(first.sum().backward)
 
 
 def test_a_second_derivative_is_refused_rather_than_wrong(run_ranks):
-    assert all("once_differentiable" in said for said in run_ranks(2, derive_twice))
+    for kind, said in run_ranks(2, derive_twice):
+        assert kind == "RuntimeError" and "once_differentiable" in said
 
 
 # ---- a single process -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,8 @@ def caught(call: Any) -> tuple[str, str, str | None, int] | None:
     try:
         call()
     except Exception as error:
-        return (
-            type(error).__name__,
-            getattr(error, "message", str(error)),
-            getattr(error, "hint", None),
-            getattr(error, "exit_code", -1),
-        )
+        hint, exit_code = getattr(error, "hint", None), getattr(error, "exit_code", -1)
+        return type(error).__name__, getattr(error, "message", str(error)), hint, exit_code
     return None
 
 
@@ -49,22 +46,34 @@ def test_decide_calls_rank_0_only_and_gives_its_value_to_all_ranks(run_ranks, si
     assert [calls for _, calls in answers] == [[0]] + [[]] * (size - 1)
 
 
-def decide_to_refuse(rank: int, world_size: int) -> Any:
-    return caught(lambda: collectives.from_rank_zero(refuse))
+FAILING: dict[str, Callable[[int], object]] = {
+    "decide to refuse": lambda rank: collectives.from_rank_zero(refuse),
+    "decide on a function": lambda rank: collectives.from_rank_zero(lambda: lambda: None),
+    "broadcast a failure": lambda rank: collectives.broadcast(refuse),
+    "broadcast sparse": lambda rank: collectives.broadcast(lambda: [torch.ones(2), torch.eye(2).to_sparse()]),
+    "broadcast meta": lambda rank: collectives.broadcast(
+        lambda: [torch.ones(2), torch.empty(2, device="meta")]
+    ),
+    "broadcast function": lambda rank: collectives.broadcast(lambda: [torch.ones(2), lambda: None]),
+    "gather a function": lambda rank: collectives.gather((lambda: None) if rank else "text"),
+    "compare sparse": lambda rank: collectives.compare(
+        {"a": torch.eye(2).to_sparse() if rank else torch.eye(2)}
+    ),
+}
+
+
+def fail_in(rank: int, world_size: int, call: str) -> Any:
+    return caught(lambda: FAILING[call](rank))
 
 
 def test_a_failure_of_rank_0_is_raised_on_every_rank_with_its_hint_and_exit_code(run_ranks):
-    first, *others = run_ranks(4, decide_to_refuse)
+    first, *others = run_ranks(4, fail_in, "decide to refuse")
     assert first == ("UsageFault", "--data: not there", "give --data-root", 2)
     assert others == [("RankFailed", "rank 0 failed: --data: not there", "give --data-root", 2)] * 3
 
 
-def decide_on_what_cant_be_sent(rank: int, world_size: int) -> Any:
-    return caught(lambda: collectives.from_rank_zero(lambda: lambda: None))
-
-
 def test_a_decision_that_can_not_be_pickled_fails_on_every_rank(run_ranks):
-    names = [name for name, *_ in run_ranks(2, decide_on_what_cant_be_sent)]
+    names = [name for name, *_ in run_ranks(2, fail_in, "decide on a function")]
     assert names[1] == "RankFailed"
     assert names[0] != "RankFailed"
 
@@ -111,31 +120,17 @@ def test_broadcast_carries_every_dtype_and_structure_bit_for_bit(run_ranks, size
         assert answer["ordered"] == ("OrderedDict", ["b", "a"])
 
 
-def broadcast_a_failure(rank: int, world_size: int) -> Any:
-    return caught(lambda: collectives.broadcast(refuse))
-
-
 def test_a_read_that_fails_on_rank_0_fails_on_all(run_ranks):
-    assert [name for name, *_ in run_ranks(2, broadcast_a_failure)] == ["UsageFault", "RankFailed"]
+    assert [name for name, *_ in run_ranks(2, fail_in, "broadcast a failure")] == ["UsageFault", "RankFailed"]
 
 
-UNSENDABLE: dict[str, Any] = {
-    "sparse": lambda: {"a": torch.ones(2), "b": torch.eye(2).to_sparse()},
-    "meta": lambda: {"a": torch.ones(2), "b": torch.empty(2, device="meta")},
-    "function": lambda: {"a": torch.ones(2), "b": lambda: None},
-}
-
-
-def broadcast_unsendable(rank: int, world_size: int, kind: str) -> Any:
-    return caught(lambda: collectives.broadcast(UNSENDABLE[kind]))
-
-
-@pytest.mark.parametrize("kind", UNSENDABLE)
-def test_a_value_that_can_not_be_sent_fails_on_all_ranks_and_leaves_none_waiting(run_ranks, kind):
-    first, other = run_ranks(2, broadcast_unsendable, kind)
+@pytest.mark.parametrize(
+    ("kind", "said"), [("sparse", "a torch.sparse_coo tensor"), ("meta", "a meta tensor"), ("function", "")]
+)
+def test_a_value_that_can_not_be_sent_fails_on_all_ranks_and_leaves_none_waiting(run_ranks, kind, said):
+    first, other = run_ranks(2, fail_in, f"broadcast {kind}")
     assert first[0] != "RankFailed"
-    assert other[0] == "RankFailed"
-    assert kind == "function" or f"a {'torch.sparse_coo' if kind == 'sparse' else kind} tensor" in other[1]
+    assert other[0] == "RankFailed" and said in other[1]
 
 
 def broadcast_in_place(rank: int, world_size: int) -> Any:
@@ -171,28 +166,16 @@ def test_totals_in_float32_are_refused():
         collectives.total(torch.zeros(1))
 
 
-def gather_names(rank: int, world_size: int) -> Any:
-    return collectives.gather(f"rank {rank}")
-
-
-def test_gather_gives_every_value_in_rank_order_to_all(run_ranks):
-    assert run_ranks(4, gather_names) == [[f"rank {number}" for number in range(4)]] * 4
-
-
 def gather_sizes(rank: int, world_size: int) -> Any:
-    return [len(value) for value in collectives.gather(b"\0" * (rank * 1000))]
+    return collectives.gather((rank, bytes(rank * 1000)))
 
 
-def test_gathered_values_may_differ_in_size(run_ranks):
-    assert run_ranks(4, gather_sizes) == [[0, 1000, 2000, 3000]] * 4
-
-
-def gather_unpicklable(rank: int, world_size: int) -> Any:
-    return caught(lambda: collectives.gather((lambda: None) if rank else "text"))
+def test_gather_gives_every_value_in_rank_order_to_all_whatever_its_size(run_ranks):
+    assert run_ranks(4, gather_sizes) == [[(rank, bytes(rank * 1000)) for rank in range(4)]] * 4
 
 
 def test_a_gathered_value_that_can_not_be_pickled_on_one_rank_fails_on_all(run_ranks):
-    first, other = run_ranks(2, gather_unpicklable)
+    first, other = run_ranks(2, fail_in, "gather a function")
     assert first[0] == "RankFailed"
     assert "rank 1 failed" in first[1]
     assert other[0] != "RankFailed"
@@ -260,12 +243,8 @@ def test_states_with_equal_bytes_differ_by_dtype_shape_names_or_order(run_ranks,
         assert "different a than" in message or how == "order"
 
 
-def compare_sparse(rank: int, world_size: int) -> Any:
-    return caught(lambda: collectives.compare({"a": torch.eye(2).to_sparse() if rank else torch.eye(2)}))
-
-
 def test_a_tensor_that_can_not_be_compared_on_one_rank_fails_on_all(run_ranks):
-    first, other = run_ranks(2, compare_sparse)
+    first, other = run_ranks(2, fail_in, "compare sparse")
     assert (first[0], other[0]) == ("RankFailed", "TypeError")
 
 

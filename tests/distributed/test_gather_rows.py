@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.children.gather_rows import RANKS, work_in_group
 from ckpttool.distributed import gather_rows, transport
 from ckpttool.distributed.exactly_once import faults, index_digest
-from tests.support.running import ROOT
+from tests.support.running import ROOT, error_of
 
 SAMPLES = 23
 DTYPES = [
@@ -111,38 +111,26 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
         columns = {"x": np.zeros(len(index))}  # type: ignore[dict-item]
     elif kind == "sparse" and rank:
         columns = {"x": torch.eye(len(index)).to_sparse()}
-    try:
-        gather_rows.gather(index, columns, samples=samples)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "gathered", ""
+    return error_of(lambda: gather_rows.gather(index, columns, samples=samples))
+
+
+DIFFER = ["RanksDiffer", "RanksDiffer"]
+CHECK = ["CheckFailed", "RankFailed"]
 
 
 @pytest.mark.parametrize(
     ("kind", "names", "said"),
     [
-        ("twice", ["CheckFailed", "RankFailed"], "samples 4–5 appear more than once: in rank 0, rank 1"),
-        ("gap", ["CheckFailed", "RankFailed"], "samples 10–11 of 12 are missing"),
-        ("far beyond", ["CheckFailed", "RankFailed"], "sample 1000000000000 in rank 0 is not among the 10"),
-        ("none of many", ["CheckFailed", "RankFailed"], "samples 10–999999999999999 of 1000000000000000 are"),
-        ("beyond", ["CheckFailed", "RankFailed"], "sample 9 in rank 1 is not among the 9"),
-        (
-            "dtype",
-            ["RanksDiffer", "RanksDiffer"],
-            "rank 1 has a different kind of column 'x' than rank 0, in gather",
-        ),
-        ("name", ["RanksDiffer", "RanksDiffer"], "different kind of column 'x' than rank 0, in gather"),
-        (
-            "called number of samples",
-            ["RanksDiffer", "RanksDiffer"],
-            "different kind of column 'number of samples'",
-        ),
-        (
-            "called size of a piece",
-            ["RanksDiffer", "RanksDiffer"],
-            "different kind of column 'size of a piece'",
-        ),
-        ("samples", ["RanksDiffer", "RanksDiffer"], "rank 1 has a different number of samples than rank 0"),
+        ("twice", CHECK, "samples 4–5 appear more than once: in rank 0, rank 1"),
+        ("gap", CHECK, "samples 10–11 of 12 are missing"),
+        ("far beyond", CHECK, "sample 1000000000000 in rank 0 is not among the 10"),
+        ("none of many", CHECK, "samples 10–999999999999999 of 1000000000000000 are"),
+        ("beyond", CHECK, "sample 9 in rank 1 is not among the 9"),
+        ("dtype", DIFFER, "rank 1 has a different kind of column 'x' than rank 0, in gather"),
+        ("name", DIFFER, "different kind of column 'x' than rank 0, in gather"),
+        ("called number of samples", DIFFER, "different kind of column 'number of samples'"),
+        ("called size of a piece", DIFFER, "different kind of column 'size of a piece'"),
+        ("samples", DIFFER, "rank 1 has a different number of samples than rank 0"),
         ("rows", ["RankFailed", "ValueError"], "'x' is [7], and index has 5 rows"),
         ("float index", ["TypeError", "RankFailed"], "index is int64 [n], not torch.float32"),
         ("array", ["RankFailed", "TypeError"], "'x' is a ndarray, not a tensor"),
@@ -163,14 +151,9 @@ def gather_without_memory(rank: int, world_size: int) -> tuple[str, str]:
             raise MemoryError("too little")
         return empty(size, **choices)
 
-    torch.empty = fail_for_all_rows  # type: ignore[assignment]
-    try:
-        gather_rows.gather(index, {"x": index}, samples=10)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    finally:
-        torch.empty = empty
-    return "gathered", ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", fail_for_all_rows)
+        return error_of(lambda: gather_rows.gather(index, {"x": index}, samples=10))
 
 
 def test_a_rank_without_memory_for_all_rows_fails_all_ranks(run_ranks):
@@ -191,12 +174,10 @@ def messages_sent(rank: int, world_size: int, sizes: list[int], piece: int) -> l
         return send(message, *arguments, **choices)
 
     index = torch.arange(sum(sizes)).split(sizes)[rank]
-    torch.distributed.broadcast = watched
-    try:
-        rows = torch.zeros(len(index), 3, dtype=torch.int8)
+    rows = torch.zeros(len(index), 3, dtype=torch.int8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "broadcast", watched)
         gather_rows.gather(index, {"x": rows}, samples=sum(sizes), piece=piece)
-    finally:
-        torch.distributed.broadcast = send
     return seen
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,24 +90,23 @@ def hang() -> None:
     time.sleep(1000)
 
 
-def hangs_in_data(rank: int, folder: Path) -> None:
-    train(rank, folder, at=only(rank, folder, "data", 3, hang))
+@dataclass(frozen=True)
+class HangsIn:
+    """A case in which the bad rank hangs."""
+
+    phase: str
+    step: int
+
+    @property
+    def __name__(self) -> str:
+        return f"hangs_in_{self.phase}"
+
+    def __call__(self, rank: int, folder: Path) -> None:
+        train(rank, folder, at=only(rank, folder, self.phase, self.step, hang))
 
 
-def hangs_in_forward(rank: int, folder: Path) -> None:
-    train(rank, folder, at=only(rank, folder, "forward", 3, hang))
-
-
-def hangs_in_backward(rank: int, folder: Path) -> None:
-    train(rank, folder, at=only(rank, folder, "backward", 3, hang))
-
-
-def hangs_in_evaluation(rank: int, folder: Path) -> None:
-    train(rank, folder, at=only(rank, folder, "evaluation", 6, hang))
-
-
-def hangs_in_save(rank: int, folder: Path) -> None:
-    train(rank, folder, at=only(rank, folder, "save", 6, hang))
+PLACES = ("data", 3), ("forward", 3), ("backward", 3), ("evaluation", 6), ("save", 6)
+HANGS = [HangsIn(*place) for place in PLACES]
 
 
 def stops(rank: int, folder: Path) -> None:
@@ -257,7 +257,7 @@ def sleeps_as_a_whole(rank: int, folder: Path) -> None:
 
 
 CASES: list[Case] = [
-    *(hangs_in_data, hangs_in_forward, hangs_in_backward, hangs_in_evaluation, hangs_in_save),
+    *HANGS,
     *(stops, is_killed, runs_out_of_memory, raises, is_told_to_end, skips_backward, has_fewer_steps),
     *(calls_collectives_in_another_order, holds_the_interpreter),
     *(is_slow, computes_long, compiles_long, writes_long, evaluates_long, sleeps_as_a_whole),
@@ -271,7 +271,7 @@ class Cases:
         self.folder = folder
         self.begun = {
             (case, size): threads.submit(mortal.run, case, self.folder_of(case, size), size, patience=60)
-            for case, size in [*((case, 2) for case in CASES), (hangs_in_data, 3)]
+            for case, size in [*((case, 2) for case in CASES), (HANGS[0], 3)]
         }
 
     def folder_of(self, case: Case, size: int = 2) -> Path:
@@ -300,19 +300,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
     threads.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize(
-    ("case", "where"),
-    [
-        (hangs_in_data, "'data' of step 3"),
-        (hangs_in_forward, "'forward' of step 3"),
-        (hangs_in_backward, "'backward' of step 3"),
-        (hangs_in_evaluation, "'evaluation' of step 6"),
-        (hangs_in_save, "'save' of step 6"),
-    ],
-)
-def test_a_rank_that_hangs_is_named_by_all_with_its_phase_and_its_stack(
-    cases: Cases, case: Any, where: str
-) -> None:
+@pytest.mark.parametrize("case", HANGS, ids=lambda case: case.phase)
+def test_a_rank_that_hangs_is_named_by_all_with_its_phase_and_its_stack(cases: Cases, case: HangsIn) -> None:
+    where = f"'{case.phase}' of step {case.step}"
     for rank, end in enumerate(cases.in_time(case)):
         assert end.code == 1, end.said
         assert re.search(rf"error: rank {rank}: rank 1 hangs: in {where} for \d+ s ", end.said), end.said
@@ -321,7 +311,7 @@ def test_a_rank_that_hangs_is_named_by_all_with_its_phase_and_its_stack(
 
 
 def test_all_of_three_ranks_say_the_same(cases: Cases) -> None:
-    said = [end.said.partition("error: ")[2].partition(": ")[2] for end in cases.in_time(hangs_in_data, 3)]
+    said = [end.said.partition("error: ")[2].partition(": ")[2] for end in cases.in_time(HANGS[0], 3)]
     assert said[0].startswith("rank 1 hangs")
     assert "ranks 0, 2 in 'backward' of step 3" in said[0]
     assert said[0] == said[1] == said[2]

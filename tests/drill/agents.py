@@ -20,23 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+OF_TRAINER = {
+    "checkpoint": ("resume", "init_from"),
+    "data": ("data_set",),
+    "log": ("trackers",),
+    "model": ("wrapping",),
+    "run": ("report",),
+    "trainer": ("trainer", "preflight", "virtual_ranks"),
+}
 PRELOADED = [
-    *("torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data"),
-    *(
-        "train.main",
-        "train.data.data_set",
-        "train.trainer.trainer",
-        "train.evaluate",
-        "train.trainer.preflight",
-        "train.run.report",
-    ),
-    *(
-        "train.checkpoint.resume",
-        "train.checkpoint.init_from",
-        "train.log.trackers",
-        "train.trainer.virtual_ranks",
-        "train.model.wrapping",
-    ),
+    *("torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data", "train.main", "train.evaluate"),
+    *(f"train.{room}.{name}" for room, names in OF_TRAINER.items() for name in names),
     __name__,
 ]
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000

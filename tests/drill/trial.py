@@ -167,11 +167,8 @@ class Drill:
         key = (trial.ranks, fewer)
         if key not in self.wholes:
             kind = replace(UNDISTURBED, back="fewer" if fewer else "restart")
-            run = Run(
-                Trial(kind, trial.ranks, "sync", ()),
-                self.folder / f"whole-{trial.ranks}-{fewer}",
-                fresh=False,
-            )
+            place = self.folder / f"whole-{trial.ranks}-{fewer}"
+            run = Run(Trial(kind, trial.ranks, "sync", ()), place, fresh=False)
             problems = [*run.finish(), *run.close()]
             assert not problems, problems
             self.wholes[key] = run.folder / "run"
@@ -207,11 +204,8 @@ def _log(folder: Path) -> list[dict[str, Any]]:
 
 def _of_samples(line: dict[str, Any]) -> dict[str, Any]:
     """Return what a line of the log says of samples and steps, the same on any number of ranks."""
-    return {
-        key: value
-        for key, value in line.items()
-        if key in ("epoch", "step", "steps", "train_samples", "samples")
-    }
+    names = ("epoch", "step", "steps", "train_samples", "samples")
+    return {key: value for key, value in line.items() if key in names}
 
 
 def _seconds(folder: Path, kill: int) -> float | None:

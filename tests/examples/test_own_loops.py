@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool.distributed import Plan
 from tests.ranks.programs import TORCHRUN, start
@@ -185,11 +185,6 @@ def test_a_watched_loop_trains_as_before(run_ranks: Any) -> None:
         alone(torch.ones(3, 6, dtype=torch.float64)).sum().backward()
     expected = [float(parameter.grad.sum()) for parameter in alone.parameters()]
     assert run_ranks(2, watched) == [pytest.approx(expected, rel=1e-13)] * 2
-
-
-def test_torchs_sampler_repeats_a_sample() -> None:
-    seen = [index for rank in range(2) for index in DistributedSampler(samples(), 2, rank)]
-    assert (len(seen), len(set(seen))) == (46, 45)
 
 
 def test_the_mean_over_tokens_gives_the_weights_of_one_process(run_ranks: Any) -> None:

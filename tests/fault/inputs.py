@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool import cli
 from ckpttool.metrics import predictions
-from tests.support.every_format import as_dcp, as_tar, converted
+from tests.support.every_format import apart, as_dcp, as_tar, converted
 
 # Elements of the largest tensor: 5 MiB
 LARGE = 5 << 18
@@ -49,10 +49,6 @@ def training(seed: int = 0) -> dict[str, Any]:
     optimizer = {"state": momentum, "param_groups": [group]}
     own = {"progress": {"global_step": seed}, "digests": {}}
     return {"model": named, "optimizer": optimizer, "epoch": seed, **own}
-
-
-def _apart(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in named.items()}
 
 
 def _ranks(path: Path) -> None:
@@ -95,7 +91,7 @@ INPUTS: dict[str, Callable[[Path], object]] = {
     "other.pt": lambda path: torch.save(training(1), path),
     "legacy.pt": lambda path: torch.save(training(), path, _use_new_zipfile_serialization=False),
     "tar.pt": as_tar,
-    "in.safetensors": lambda path: save_file(_apart(state()), path),
+    "in.safetensors": lambda path: save_file(apart(state()), path),
     "full.safetensors": converted(training, to="safetensors", full=True),
     "shards": converted(training, to="safetensors-sharded", shard_size=4 << 20),
     "dcp": as_dcp(training),

@@ -142,11 +142,9 @@ class Bench:
             allowed = {done}
         else:  # of what can't be looked at, click says that it is not readable
             allowed = {done, 3, 2} if CALLS[fault.call].kind == LOOK else {done, 3}
-        wrong = (
-            []
-            if ran.code in allowed
-            else [f"exit code {ran.code}, not {' or '.join(map(str, sorted(allowed)))}"]
-        )
+        wrong = []
+        if ran.code not in allowed:
+            wrong.append(f"exit code {ran.code}, not {' or '.join(map(str, sorted(allowed)))}")
         if ran.code == 0 and ran.out != self.dry.out and not self.scenario.targets:
             wrong.append("says it is done, and wrote something else to stdout")
         if ran.code == done and not self._is(self.new):
@@ -159,11 +157,8 @@ class Bench:
             return [f"a traceback: {ran.err.strip().splitlines()[-1]}"]
         errors = [line for line in ran.err.splitlines() if line.startswith("error:")]
         wanted = 1 if ran.code in (1, 2, 3) else 0
-        return (
-            []
-            if len(errors) == wanted
-            else [f"{len(errors)} lines of errors, not {wanted}: {ran.err[-300:]!r}"]
-        )
+        said = f"{len(errors)} lines of errors, not {wanted}: {ran.err[-300:]!r}"
+        return [] if len(errors) == wanted else [said]
 
     def _files(self, fault: Fault, ran: Ran) -> list[str]:
         """Examine the files: each target old or new, nothing else changed, nothing left without a word."""
@@ -187,10 +182,9 @@ class Bench:
         for path in {**self.old, **self.current}:
             if self._target_of(path) or path in left or self.current.get(path) == self.old.get(path):
                 continue
-            what = (
-                "is gone" if path not in self.current else "is new" if path not in self.old else "is changed"
-            )
-            wrong.append(f"{path} {what}")
+            both = path in self.current and path in self.old
+            only = "is new" if path in self.current else "is gone"
+            wrong.append(f"{path} {'is changed' if both else only}")
         return wrong
 
     def _again(self) -> list[str]:

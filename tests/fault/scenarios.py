@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpttool import cli
 
@@ -109,16 +111,20 @@ def _copy_for(words: str, inputs: Path, folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _over(words: str, target: str, command: str, formats: str, **given: object) -> Scenario:
+def _new(words: str, formats: str, wanted: str | None = None, **given: Any) -> Scenario:
+    """Return a scenario by its command line; what stands before the output are its inputs."""
+    command, *rest = shlex.split(words)
+    inputs = tuple(
+        itertools.takewhile(lambda word: word != "-" and not word.startswith(("--", "out/")), rest)
+    )
+    targets = tuple(dict.fromkeys(word.rstrip("/") for word in rest if word.startswith("out/")))
+    settings = {"command": command, "inputs": inputs, "targets": targets, **given}
+    return Scenario(formats=formats, words=words, wanted=wanted, **settings)
+
+
+def _over(words: str, formats: str, wanted: str | None = None, **given: Any) -> Scenario:
     """Return a scenario that replaces what the same command made of another checkpoint."""
-    return Scenario(
-        command,
-        formats,
-        f"{words} --force",
-        targets=(target,),
-        before=words.replace("in.pt", "other.pt"),
-        **given,
-    )  # type: ignore[arg-type]
+    return _new(f"{words} --force", formats, wanted, before=words.replace("in.pt", "other.pt"), **given)
 
 
 @functools.cache
@@ -145,205 +151,71 @@ TRAINED = ("out/last.pt", "out/best.pt", "out/step-000002.pt", "out/step-000004.
 
 # Everything that is tried
 SCENARIOS = [
-    Scenario(
-        "strip-prefix",
-        ".pt to a new .safetensors",
-        "strip-prefix in.pt out/model.safetensors",
-        targets=("out/model.safetensors",),
-        wanted="plain",
-    ),
-    _over(
-        "strip-prefix in.pt out/model.safetensors",
-        "out/model.safetensors",
-        "strip-prefix",
-        ".pt over .safetensors",
-        wanted="plain",
-    ),
-    _over("strip-prefix in.pt out/model.pt", "out/model.pt", "strip-prefix", ".pt over .pt", wanted="plain"),
-    Scenario(
-        "strip-prefix",
-        "refused without --force",
+    _new("strip-prefix in.pt out/model.safetensors", ".pt to a new .safetensors", "plain"),
+    _over("strip-prefix in.pt out/model.safetensors", ".pt over .safetensors", "plain"),
+    _over("strip-prefix in.pt out/model.pt", ".pt over .pt", "plain"),
+    _new(
         "strip-prefix in.pt out/model.pt",
-        targets=("out/model.pt",),
+        "refused without --force",
         before="strip-prefix other.pt out/model.pt",
     ),
-    Scenario(
-        "strip-prefix",
-        ".safetensors in place",
+    _new(
         "strip-prefix out/model.safetensors out/model.safetensors --force",
-        inputs=(),
-        targets=("out/model.safetensors",),
+        ".safetensors in place",
+        "plain",
         before="convert in.safetensors out/model.safetensors",
-        wanted="plain",
         again="add-prefix out/model.safetensors out/model.safetensors",
     ),
     _over(
         "add-prefix in.pt out/model.pt --prefix x. --verify",
-        "out/model.pt",
-        "add-prefix --verify",
         ".pt over .pt",
-        wanted="twice prefixed",
+        "twice prefixed",
+        command="add-prefix --verify",
     ),
-    Scenario(
-        "rename-keys",
-        "shards in place",
+    _new(
         "rename-keys out/model out/model --map ^module=model --force",
-        inputs=(),
-        targets=("out/model",),
+        "shards in place",
+        "renamed",
         before="convert in.pt out/model/ --shard-size 4MB",
-        wanted="renamed",
         again="slim out/model out/model --force",
     ),
-    Scenario(
-        "convert",
-        ".pt to new shards",
-        "convert in.pt out/model/ --shard-size 4MB",
-        targets=("out/model",),
-        wanted="prefixed",
-    ),
-    _over(
-        "convert in.pt out/model/ --shard-size 4MB",
-        "out/model",
-        "convert",
-        ".pt over shards",
-        wanted="prefixed",
-    ),
-    _over(
-        "convert in.pt out/model --to torch-sharded --shard-size 4MB",
-        "out/model",
-        "convert",
-        ".pt over torch shards",
-        wanted="prefixed",
-    ),
-    Scenario(
-        "convert",
-        ".pt to new DCP",
-        "convert in.pt out/model/ --to dcp",
-        targets=("out/model",),
-        imports_torch=True,
-        wanted="prefixed",
-    ),
-    _over(
-        "convert in.pt out/model --to dcp",
-        "out/model",
-        "convert",
-        ".pt over DCP",
-        wanted="prefixed",
-        imports_torch=True,
-    ),
-    _over(
-        "convert in.pt out/model.safetensors --full", "out/model.safetensors", "convert --full", ".pt over it"
-    ),
-    Scenario(
-        "convert",
-        "--full to .pt",
-        "convert full.safetensors out/model.pt",
-        inputs=("full.safetensors",),
-        targets=("out/model.pt",),
-        wanted="prefixed",
-    ),
-    Scenario(
-        "convert",
-        "legacy over .pt",
+    _new("convert in.pt out/model/ --shard-size 4MB", ".pt to new shards", "prefixed"),
+    _over("convert in.pt out/model/ --shard-size 4MB", ".pt over shards", "prefixed"),
+    _over("convert in.pt out/model --to torch-sharded --shard-size 4MB", ".pt over torch shards", "prefixed"),
+    _new("convert in.pt out/model/ --to dcp", ".pt to new DCP", "prefixed", imports_torch=True),
+    _over("convert in.pt out/model --to dcp", ".pt over DCP", "prefixed", imports_torch=True),
+    _over("convert in.pt out/model.safetensors --full", ".pt over it", command="convert --full"),
+    _new("convert full.safetensors out/model.pt", "--full to .pt", "prefixed"),
+    _new(
         "convert legacy.pt out/model.pt --force",
-        inputs=("legacy.pt",),
-        targets=("out/model.pt",),
+        "legacy over .pt",
+        "prefixed",
         before="convert other.pt out/model.pt",
-        wanted="prefixed",
     ),
-    Scenario(
-        "convert",
-        "tar to .safetensors",
-        "convert tar.pt out/model.safetensors",
-        inputs=("tar.pt",),
-        targets=("out/model.safetensors",),
-    ),
-    Scenario(
-        "convert",
-        "DCP to .pt",
-        "convert dcp out/model.pt",
-        inputs=("dcp",),
-        targets=("out/model.pt",),
-        wanted="prefixed",
-    ),
-    Scenario(
-        "convert",
-        "shards to .safetensors",
-        "convert shards out/model.safetensors",
-        inputs=("shards",),
-        targets=("out/model.safetensors",),
-        wanted="prefixed",
-    ),
+    _new("convert tar.pt out/model.safetensors", "tar to .safetensors"),
+    _new("convert dcp out/model.pt", "DCP to .pt", "prefixed"),
+    _new("convert shards out/model.safetensors", "shards to .safetensors", "prefixed"),
     _over(
         "convert in.pt out/model.pt --dtype bf16 --no-verify",
-        "out/model.pt",
-        "convert --dtype",
         ".pt over .pt",
-        wanted="bf16",
+        "bf16",
+        command="convert --dtype",
     ),
-    Scenario(
-        "merge",
-        "DCP to .safetensors",
-        "merge dcp out/model.safetensors",
-        inputs=("dcp",),
-        targets=("out/model.safetensors",),
-        wanted="prefixed",
-    ),
-    Scenario(
-        "merge",
-        "files of two ranks to .pt",
-        "merge ranks out/model.pt",
-        inputs=("ranks",),
-        targets=("out/model.pt",),
-        wanted="prefixed",
-    ),
-    Scenario(
-        "merge-lora",
-        ".pt and adapter to .pt",
-        "merge-lora in.pt adapter out/model.pt",
-        inputs=("in.pt", "adapter"),
-        targets=("out/model.pt",),
-        wanted="adapted",
-    ),
-    Scenario(
-        "split",
-        ".pt to new files of two ranks",
-        "split in.pt out/model/ --ranks 2 --as dtensor --device cpu",
-        targets=("out/model",),
-    ),
-    Scenario(
-        "split",
-        ".pt to new DCP",
-        "split in.pt out/model/ --ranks 2 --as dcp",
-        targets=("out/model",),
-        wanted="prefixed",
-    ),
-    _over("disarm in.pt out/model.pt", "out/model.pt", "disarm", ".pt over .pt", wanted="prefixed"),
-    _over("slim in.pt out/model.pt", "out/model.pt", "slim", ".pt over .pt", wanted="prefixed"),
-    Scenario(
-        "average",
-        "two .pt to .safetensors",
-        "average in.pt other.pt out/model.safetensors",
-        inputs=("in.pt", "other.pt"),
-        targets=("out/model.safetensors",),
-        wanted="mean",
-    ),
-    Scenario(
-        "convert-batchnorm",
-        "two .pt to .pt",
+    _new("merge dcp out/model.safetensors", "DCP to .safetensors", "prefixed"),
+    _new("merge ranks out/model.pt", "files of two ranks to .pt", "prefixed"),
+    _new("merge-lora in.pt adapter out/model.pt", ".pt and adapter to .pt", "adapted"),
+    _new("split in.pt out/model/ --ranks 2 --as dtensor --device cpu", ".pt to new files of two ranks"),
+    _new("split in.pt out/model/ --ranks 2 --as dcp", ".pt to new DCP", "prefixed"),
+    _over("disarm in.pt out/model.pt", ".pt over .pt", "prefixed"),
+    _over("slim in.pt out/model.pt", ".pt over .pt", "prefixed"),
+    _new("average in.pt other.pt out/model.safetensors", "two .pt to .safetensors", "mean"),
+    _new(
         "convert-batchnorm in.pt other.pt out/model.pt --counts 4,4 --keep-first *",
-        inputs=("in.pt", "other.pt"),
-        targets=("out/model.pt",),
+        "two .pt to .pt",
     ),
-    _over("optimizer in.pt out/model.pt --to names", "out/model.pt", "optimizer", ".pt over .pt"),
-    Scenario(
-        "gather-metrics",
-        "two ranks to JSON",
-        "gather-metrics rank0.safetensors rank1.safetensors --out out/model.json",
-        inputs=("rank0.safetensors", "rank1.safetensors"),
-        targets=("out/model.json",),
-    ),
-    Scenario("convert", ".pt to stdout", "convert in.pt - --to safetensors"),
+    _over("optimizer in.pt out/model.pt --to names", ".pt over .pt"),
+    _new("gather-metrics rank0.safetensors rank1.safetensors --out out/model.json", "two ranks to JSON"),
+    _new("convert in.pt - --to safetensors", ".pt to stdout"),
     Scenario(
         "the trainer's save",
         "last, best and numbered",

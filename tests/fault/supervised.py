@@ -182,11 +182,8 @@ class _Supervisor:
     def _answer(self, held: Held, call: SystemCall) -> int:
         """Answer a call; return the error it was answered with."""
         fault = self.fault
-        if fault is None or call.name != fault.call:
-            self.listener.let(held)
-            return 0
-        self.count += 1
-        if self.count != fault.nth:
+        self.count += fault is not None and call.name == fault.call
+        if fault is None or call.name != fault.call or self.count != fault.nth:
             self.listener.let(held)
             return 0
         self.ran.is_reached = True
@@ -268,20 +265,17 @@ class _Halved:
     def sendfile(self) -> int | None:
         _, _, at, size, *_ = self.arguments
         offset = self.offset(at)
-        return (
-            self.advance(os.sendfile(self.fd(0), self.fd(1), offset, size // 2), (at, offset))
-            if size > 1
-            else None
-        )
+        if size < 2:
+            return None
+        return self.advance(os.sendfile(self.fd(0), self.fd(1), offset, size // 2), (at, offset))
 
     def copy_file_range(self) -> int | None:
         _, at, _, to, size, _ = self.arguments
         places = (at, self.offset(at)), (to, self.offset(to))
         if size < 2:
             return None
-        return self.advance(
-            os.copy_file_range(self.fd(0), self.fd(2), size // 2, *(p for _, p in places)), *places
-        )
+        offsets = (offset for _, offset in places)
+        return self.advance(os.copy_file_range(self.fd(0), self.fd(2), size // 2, *offsets), *places)
 
     def offset(self, address: int) -> int | None:
         """Return the offset that a pointer leads to; None for no pointer: the file's own position."""

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 from ckpttool import metrics
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.evaluating import measures
+from tests.support.running import error_of
 
 SAMPLES = 301
 
@@ -171,11 +172,7 @@ def fail_on_one(rank: int, world_size: int) -> tuple[str, str]:
             raise ValueError("on purpose")
         return squares(outputs, batch)
 
-    try:
-        metrics.evaluate(linear(), numbers(), loss, batch_size=16)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "evaluated", ""
+    return error_of(lambda: metrics.evaluate(linear(), numbers(), loss, batch_size=16))
 
 
 def test_a_loss_that_fails_on_one_rank_ends_all_ranks(run_ranks):
@@ -226,8 +223,6 @@ def test_what_is_no_metric_is_refused(given, said):
 
 
 def test_a_metric_that_does_not_take_the_outputs_is_named():
-    from ckpttool.errors import CheckFailed
-
     with pytest.raises(CheckFailed, match="metric 'right': TypeError: classes are integers") as fault:
         metrics.evaluate(linear(), numbers(), squares, {"right": metrics.Accuracy})
     assert "a pair of the metric and a function" in fault.value.hint

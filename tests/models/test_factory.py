@@ -50,30 +50,9 @@ def test_a_spec_is_parsed_into_where_name_and_arguments(spec: str, parts: Any) -
 @pytest.mark.parametrize(
     "spec",
     [
-        *(
-            "",
-            "resnet18",
-            ":",
-            "m:",
-            ":f",
-            "m:f(",
-            "m:f)",
-            "m:1f",
-            "m:f.g",
-            "m:f(1)",
-            "m:f(n)",
-            "m:f(n=open('x'))",
-        ),
-        *(
-            "m:f(n=1)(m=2)",
-            "m:f(**{'a': 1})",
-            "m:f(n=1",
-            "m:f n=1",
-            "m:f(n=1, n=2)",
-            "m:f(n=x)",
-            "m:f(*[1])",
-            "m: f",
-        ),
+        *("", "resnet18", ":", "m:", ":f", "m:f(", "m:f)", "m:1f", "m:f.g", "m: f"),
+        *("m:f(1)", "m:f(n)", "m:f(n=open('x'))", "m:f(n=1)(m=2)", "m:f(**{'a': 1})"),
+        *("m:f(n=1", "m:f n=1", "m:f(n=1, n=2)", "m:f(n=x)", "m:f(*[1])"),
     ],
 )
 def test_a_malformed_spec_is_refused_with_the_forms(spec: str) -> None:
@@ -83,14 +62,22 @@ def test_a_malformed_spec_is_refused_with_the_forms(spec: str) -> None:
     assert refusal.value.hint
 
 
-def test_a_factory_in_a_file_is_called_with_its_arguments(tmp_path: Path) -> None:
-    written(tmp_path / "net.py", "def make(n, label='x'): return (n, label)")
-    assert build(f"{tmp_path}/net.py:make(n=3)") == (3, "x")
+DATACLASS = "from dataclasses import dataclass\n@dataclass\nclass Config:\n    n: int = 3\n"
 
 
-def test_a_class_is_a_factory(tmp_path: Path) -> None:
-    written(tmp_path / "net.py", "class Net:\n    def __init__(self, n=1): self.n = n")
-    assert build(f"{tmp_path}/net.py:Net(n=4)").n == 4
+@pytest.mark.parametrize(
+    "source, called, made",
+    [
+        ("def make(n, label='x'): return (n, label)", "make(n=3)", (3, "x")),
+        ("class Net(int):\n    def __new__(cls, n=1): return int.__new__(cls, n)", "Net(n=4)", 4),
+        (f"from __future__ import annotations\n{DATACLASS}def make(): return Config().n", "make", 3),
+    ],
+    ids=["a function", "a class", "a file with a dataclass"],
+)
+def test_a_factory_in_a_file_is_called_with_its_arguments(
+    source: str, called: str, made: object, tmp_path: Path
+) -> None:
+    assert build(f"{written(tmp_path / 'net.py', source)}:{called}") == made
 
 
 def test_a_factory_in_a_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,18 +113,6 @@ def test_a_factory_can_import_modules_beside_its_file_also_when_called(tmp_path:
     written(tmp_path / "net.py", source)
     assert build(f"{tmp_path}/net.py:make") == (5, 6)
     assert str(tmp_path) not in sys.path
-
-
-def test_a_file_may_define_dataclasses(tmp_path: Path) -> None:
-    source = """
-        from __future__ import annotations
-        from dataclasses import dataclass
-        @dataclass
-        class Config:
-            n: int = 3
-        def make(): return Config()
-    """
-    assert build(f"{written(tmp_path / 'net.py', source)}:make").n == 3
 
 
 def test_defaults_go_to_factories_that_take_them_and_the_spec_wins(tmp_path: Path) -> None:
@@ -199,19 +174,33 @@ def test_an_error_in_the_user_s_file_is_reported_with_its_line(
     assert "\n" not in message
 
 
-def test_a_factory_that_raises_is_reported_with_its_line(tmp_path: Path) -> None:
-    path = written(tmp_path / "net.py", "def make():\n    n = 1\n    return n / 0")
-    assert fault(f"{path}:make").message == f"{path}:make: ZeroDivisionError: division by zero (at {path}:3)"
-
-
-def test_an_exception_that_has_no_words_is_named(tmp_path: Path) -> None:
-    source = """
-        class Odd(Exception):
-            def __str__(self): raise RuntimeError("none")
-        def make(): raise Odd
-    """
+@pytest.mark.parametrize(
+    "source, called, said",
+    [
+        (
+            "def make():\n    n = 1\n    return n / 0",
+            "make",
+            "ZeroDivisionError: division by zero (at {0}:3)",
+        ),
+        (
+            "class Odd(Exception):\n    def __str__(self): raise RuntimeError('none')\ndef make(): raise Odd",
+            "make",
+            "Odd (at {0}:3)",
+        ),
+        (
+            "import argparse\ndef make():\n    argparse.ArgumentParser().error('no')",
+            "make",
+            "SystemExit: 2 (at {0}:3)",
+        ),
+        ("def make(depth=1): pass", "make(n=1)", "TypeError: make() got an unexpected keyword argument 'n'"),
+    ],
+    ids=["raises", "raises what has no words", "exits", "lacks an argument"],
+)
+def test_an_error_of_a_factory_is_reported_with_its_line(
+    source: str, called: str, said: str, tmp_path: Path
+) -> None:
     path = written(tmp_path / "net.py", source)
-    assert fault(f"{path}:make").message == f"{path}:make: Odd (at {path}:4)"
+    assert fault(f"{path}:{called}").message == f"{path}:{called}: {said.format(path)}"
 
 
 def test_a_file_that_a_factory_misses_is_looked_for_from_the_current_folder(tmp_path: Path) -> None:
@@ -221,23 +210,11 @@ def test_a_file_that_a_factory_misses_is_looked_for_from_the_current_folder(tmp_
     assert refusal.hint == f"'sizes.json' is looked for in the current folder, {os.getcwd()}"
 
 
-def test_a_factory_that_exits_is_a_usage_error(tmp_path: Path) -> None:
-    path = written(
-        tmp_path / "net.py", "import argparse\ndef make():\n    argparse.ArgumentParser().error('no')"
-    )
-    assert "SystemExit: 2" in str(fault(f"{path}:make"))
-
-
 def test_missing_arguments_are_shown_as_they_would_be_typed(tmp_path: Path) -> None:
     path = written(tmp_path / "net.py", "def make(depth, *, classes, rate=0.1): pass")
     refusal = fault(f"{path}:make")
     assert "missing" in str(refusal)
     assert refusal.hint == f"it takes arguments: {path}:make(depth=…, classes=…)"
-
-
-def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path / "net.py", "def make(depth=1): pass")
-    assert "unexpected keyword argument 'n'" in str(fault(f"{path}:make(n=1)"))
 
 
 def test_ctrl_c_in_a_factory_is_not_reported_as_its_error(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ckpttool.errors import Mismatch, NoState, NothingToDo, Refused
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.layouts import LAYOUTS, LAZY, WIDTHS, big_endian, numbers
-from tests.support.saved import prefixed
+from tests.support.saved import prefixed, saved
 from tests.support.small_net import SmallNet, used
 
 
@@ -26,20 +26,20 @@ def net() -> SmallNet:
     return used()
 
 
-def saved(value: Any, path: Path, **given: Any) -> Path:
-    torch.save(value, path, **given)
-    return path
-
-
 def fresh() -> SmallNet:
     torch.manual_seed(2)
     return SmallNet()
 
 
+def legacy(value: Any, path: Path) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+    return path
+
+
 FILES: dict[str, Any] = {
     "plain": lambda net, path: saved(net.state_dict(), path),
     "in a training checkpoint": lambda net, path: saved({"epoch": 1, "model": net.state_dict()}, path),
-    "legacy": lambda net, path: saved(net.state_dict(), path, _use_new_zipfile_serialization=False),
+    "legacy": lambda net, path: legacy(net.state_dict(), path),
     "DDP": lambda net, path: saved(prefixed(net.state_dict(), "module."), path),
     "compiled": lambda net, path: saved(torch.compile(net).state_dict(), path),
     "DDP of compiled": lambda net, path: saved(prefixed(net.state_dict(), "module._orig_mod."), path),
@@ -99,9 +99,7 @@ def mismatch(path: Path, model: torch.nn.Module, **given: Any) -> Mismatch:
     return raised.value
 
 
-def test_missing_and_unexpected_names_are_listed_and_the_model_is_unchanged(
-    net: SmallNet, tmp_path: Path
-) -> None:
+def test_missing_and_unexpected_names_are_listed(net: SmallNet, tmp_path: Path) -> None:
     state = net.state_dict()
     state["extra.weight"] = state.pop("head.weight")
     wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
@@ -179,6 +177,12 @@ def test_no_state_and_no_such_state_are_errors(net: SmallNet, tmp_path: Path) ->
 # What would help.
 
 
+def assert_reloads(path: Path, net: SmallNet) -> None:
+    model = fresh()
+    reload(path, model)
+    assert_same(net.state_dict(), model.state_dict())
+
+
 def pasted(hint: str | None, cli: Any) -> Path:
     """Run a hint as a person would paste it; return its output file."""
     command = shlex.split(str(hint))
@@ -198,10 +202,7 @@ def test_the_command_for_a_prefix_too_many_works(
     state = prefixed(net.state_dict(), prefix)
     path = tmp_path / name
     save_file(state, path) if name.endswith("safetensors") else saved(state, path)
-    wrong = mismatch(path, fresh())
-    model = fresh()
-    reload(pasted(wrong.hint, cli), model)
-    assert_same(net.state_dict(), model.state_dict())
+    assert_reloads(pasted(mismatch(path, fresh()).hint, cli), net)
 
 
 def test_the_command_for_a_prefix_too_few_works(net: SmallNet, cli: Any, tmp_path: Path) -> None:
@@ -216,9 +217,7 @@ def test_the_command_for_a_compiled_part_works(net: SmallNet, cli: Any, tmp_path
     state = OrderedDict((key.replace("conv.", "conv._orig_mod."), v) for key, v in net.state_dict().items())
     wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
     assert "--anywhere" in str(wrong.hint)
-    model = fresh()
-    reload(pasted(wrong.hint, cli), model)
-    assert_same(net.state_dict(), model.state_dict())
+    assert_reloads(pasted(wrong.hint, cli), net)
 
 
 def test_another_state_that_fits_is_hinted_at(net: SmallNet, tmp_path: Path) -> None:
@@ -236,9 +235,7 @@ def test_several_commands_are_one_hint(net: SmallNet, cli: Any, tmp_path: Path) 
     assert len(commands) == 2
     for command in commands:
         made = pasted(command, cli)
-    model = fresh()
-    reload(made, model)
-    assert_same(net.state_dict(), model.state_dict())
+    assert_reloads(made, net)
 
 
 def test_a_command_that_alone_would_not_help_is_no_hint(net: SmallNet, tmp_path: Path) -> None:
@@ -391,13 +388,9 @@ def test_loaded_tensors_of_every_dtype_are_right_at_odd_addresses_too(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """In the legacy format a storage may begin anywhere."""
-    state = {
-        "a": torch.ones(3, dtype=torch.uint8),
-        "t": numbers(3, 4, dtype=dtype).t(),
-        "e": torch.empty(0, 3),
-    }
-    path = saved(state, tmp_path / "f", _use_new_zipfile_serialization=False)
-    for name, found in live(path).items():
+    odd = torch.ones(3, dtype=torch.uint8)
+    state = {"a": odd, "t": numbers(3, 4, dtype=dtype).t(), "e": torch.empty(0, 3)}
+    for name, found in live(legacy(state, tmp_path / "f")).items():
         assert values(found) == values(state[name])
 
 

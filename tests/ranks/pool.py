@@ -119,15 +119,14 @@ class Pool:
     def _message(self, answers: list[tuple[str, Any]], timeout: float) -> str:
         parts = []
         for number, (end, what) in enumerate(answers):
-            if end == "returned":
-                parts.append(f"rank {number} returned")
-            elif end == "raised":
-                parts.append(f"rank {number} raised\n{what}")
-            elif end == "died":
-                parts.append(f"rank {number} died with exit code {what}\n{_tail(self.ranks[number].log)}")
-            else:
-                seconds = f"did not answer (the case has {timeout:g} s)"
-                parts.append(f"rank {number} {seconds}\n{_tail(self.ranks[number].log)}")
+            log = _tail(self.ranks[number].log)
+            said = {
+                "returned": "returned",
+                "raised": f"raised\n{what}",
+                "died": f"died with exit code {what}\n{log}",
+                "hung": f"did not answer (the case has {timeout:g} s)\n{log}",
+            }
+            parts.append(f"rank {number} {said[end]}")
         return "\n".join(parts)
 
 
@@ -154,14 +153,8 @@ def _serve(rank: int, size: int, folder: str, log: str, pipe: Connection) -> Non
         os.dup2(file.fileno(), 2)
     faulthandler.enable(file=2)  # a rank that crashes leaves its stacks in the message
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     import torch
     import torch.distributed as dist
 

@@ -51,22 +51,40 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
 
 
-def save_fsdp(rank: int, world_size: int, folder: str) -> None:
-    """Trains a step under FSDP2 and saves model and optimizer; rank 0 also keeps the whole beside it."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+def sharded_net() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return `net()` under FSDP2, with its optimizer."""
     from torch.distributed.fsdp import fully_shard
 
     warnings.simplefilter("ignore")
     model = net()
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    return model, torch.optim.AdamW(model.parameters(), 0.1)
+
+
+def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Return the whole states of a model and its optimizer, on rank 0."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_state_dict(model, optimizer, options=options)
+
+
+def file_of(kind: str, rank: int, world_size: int) -> str:
+    """Return the name of a rank's file, as trainers built on FSDP give it."""
+    return f"{kind}_world_size_{world_size}_rank_{rank}.pt"
+
+
+def save_fsdp(rank: int, world_size: int, folder: str) -> None:
+    """Trains a step under FSDP2 and saves model and optimizer; rank 0 also keeps the whole beside it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = sharded_net()
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(model, optimizer, options=options)
+    weights, moments = gathered(model, optimizer)
     if rank == 0:
         torch.save({"model": weights, "optimizer": moments}, Path(folder).with_suffix(".pt"))
 
@@ -131,7 +149,7 @@ def save_placed(rank: int, world_size: int, folder: str) -> None:
         cut = mesh is not None
         state[name] = distribute_tensor(tensor, mesh, placed, src_data_rank=None) if cut else tensor
     state["tied"] = state["rows"]
-    torch.save(state, f"{folder}/model_world_size_{world_size}_rank_{rank}.pt")
+    torch.save(state, f"{folder}/{file_of('model', rank, world_size)}")
     if rank == 0:
         torch.save(tensors | {"tied": tensors["rows"]}, f"{folder}-whole.pt")
     assert isinstance(state["rows"], DTensor)
@@ -155,7 +173,7 @@ def save_in_order(rank: int, world_size: int, folder: str) -> None:
         here = DTensorSpec(plane, (Replicate(), Replicate()), meta)
         local = redistribute_local_tensor(tensor, here, ordered).contiguous()
         state[name] = DTensor(local, ordered, requires_grad=False)
-    torch.save(state, f"{folder}/model_world_size_{world_size}_rank_{rank}.pt")
+    torch.save(state, f"{folder}/{file_of('model', rank, world_size)}")
     gathered = {name: tensor.full_tensor() for name, tensor in state.items()}
     if rank == 0:
         torch.save(gathered, f"{folder}-whole.pt")
@@ -197,11 +215,10 @@ def _train_and_save(model: nn.Module, rank: int, world_size: int, folder: str) -
     optimizer = torch.optim.AdamW(parameters, 0.1)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    where = f"world_size_{world_size}_rank_{rank}.pt"
-    torch.save(model.state_dict(), f"{folder}/model_{where}")
-    torch.save(optimizer.state_dict(), f"{folder}/optim_{where}")
     extra = {"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}
-    torch.save(extra, f"{folder}/extra_state_{where}")
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict(), "extra_state": extra}
+    for kind, state in states.items():
+        torch.save(state, f"{folder}/{file_of(kind, rank, world_size)}")
 
     def full(value: Any) -> Any:
         if isinstance(value, dict):
@@ -227,26 +244,16 @@ def save_fsdp1(rank: int, world_size: int, folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    for kind, name in (
-        (StateDictType.SHARDED_STATE_DICT, "sharded"),
-        (StateDictType.LOCAL_STATE_DICT, "local"),
-    ):
+    weights, moments = (file_of(kind, rank, world_size) for kind in ("model", "optim"))
+    for name, kind in (("sharded", "SHARDED"), ("local", "LOCAL"), ("own", "SHARDED")):
         Path(folder, name).mkdir(exist_ok=True)
-        with FSDP.state_dict_type(model, kind):
-            torch.save(model.state_dict(), f"{folder}/{name}/model_world_size_{world_size}_rank_{rank}.pt")
+        with FSDP.state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
+            torch.save(model.state_dict(), f"{folder}/{name}/{weights}")
             if name == "sharded":
-                moments = FSDP.optim_state_dict(model, optimizer)
-                torch.save(moments, f"{folder}/{name}/optim_world_size_{world_size}_rank_{rank}.pt")
-    Path(folder, "own").mkdir(exist_ok=True)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        torch.save(model.state_dict(), f"{folder}/own/model_world_size_{world_size}_rank_{rank}.pt")
-    torch.save(optimizer.state_dict(), f"{folder}/own/optim_world_size_{world_size}_rank_{rank}.pt")
-    with FSDP.state_dict_type(
-        model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(rank0_only=True),
-        FullOptimStateDictConfig(rank0_only=True),
-    ):
+                torch.save(FSDP.optim_state_dict(model, optimizer), f"{folder}/{name}/{moments}")
+    torch.save(optimizer.state_dict(), f"{folder}/own/{moments}")
+    on_rank_0 = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *on_rank_0):
         saved = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
     if rank == 0:
         torch.save(saved, f"{folder}/whole.pt")
@@ -262,21 +269,15 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> Non
 
 def save_straight(rank: int, world_size: int, folder: str, count: int) -> None:
     """Train under FSDP2, save rank by rank, train `count` more steps and save the whole of that on rank 0."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    warnings.simplefilter("ignore")
-    model = net()
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model, optimizer = sharded_net()
     steps(model, optimizer, 3)
-    where = f"world_size_{world_size}_rank_{rank}.pt"
-    torch.save(model.state_dict(), f"{folder}/model_{where}")
-    names = get_state_dict(model, optimizer)[1]
-    torch.save(names, f"{folder}/optim_{where}")
+    states = {"model": model.state_dict(), "optim": get_state_dict(model, optimizer)[1]}
+    for kind, state in states.items():
+        torch.save(state, f"{folder}/{file_of(kind, rank, world_size)}")
     steps(model, optimizer, count)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    ended = get_state_dict(model, optimizer, options=options)
+    ended = gathered(model, optimizer)
     if rank == 0:
         torch.save(ended, f"{folder}-ended.pt")
 
@@ -284,20 +285,15 @@ def save_straight(rank: int, world_size: int, folder: str, count: int) -> None:
 def go_on_from_dcp(rank: int, world_size: int, folder: str, count: int) -> None:
     """Load a DCP folder under FSDP2, train `count` steps and save the whole on rank 0."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    warnings.simplefilter("ignore")
-    model = net()
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model, optimizer = sharded_net()
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     steps(model, optimizer, count)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    ended = get_state_dict(model, optimizer, options=options)
+    ended = gathered(model, optimizer)
     if rank == 0:
         torch.save(ended, f"{folder}-ended.pt")
 
@@ -348,13 +344,9 @@ def of_accelerate(rank: int, world_size: int) -> tuple[Any, Any, Any]:
 
 def save_as_accelerate(rank: int, world_size: int, folder: str) -> None:
     """Save by accelerate's functions, as DCP (`sharded`) and by rank (`local`); rank 0 also the whole."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-    from torch.distributed.fsdp import StateDictType, fully_shard
+    from torch.distributed.fsdp import StateDictType
 
-    warnings.simplefilter("ignore")
-    model = net()
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model, optimizer = sharded_net()
     steps(model, optimizer, 2)
     fsdp_utils, plugin, launched = of_accelerate(rank, world_size)
     for name in ("sharded", "local"):
@@ -362,8 +354,7 @@ def save_as_accelerate(rank: int, world_size: int, folder: str) -> None:
         plugin.state_dict_type = StateDictType[f"{name.upper()}_STATE_DICT"]
         fsdp_utils.save_fsdp_model(plugin, launched, model, f"{folder}/{name}", 0)
         fsdp_utils.save_fsdp_optimizer(plugin, launched, optimizer, model, f"{folder}/{name}", 0)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(model, optimizer, options=options)
+    weights, moments = gathered(model, optimizer)
     if rank == 0:
         torch.save({"model": weights, "optimizer": moments}, f"{folder}-whole.pt")
 
@@ -379,7 +370,7 @@ def save_fsdp1_on_a_mesh(rank: int, world_size: int, folder: str) -> None:
         net(), device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True
     )
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        torch.save(model.state_dict(), f"{folder}/model_world_size_{world_size}_rank_{rank}.pt")
+        torch.save(model.state_dict(), f"{folder}/{file_of('model', rank, world_size)}")
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         saved = model.state_dict()
     if rank == 0:

@@ -95,12 +95,7 @@ class Inside(nn.Module):
         setattr(self, name, Net())
 
 
-def net(width: int = 4, classes: int = 3) -> Net:
-    return Net(width, classes)
-
-
-def head_first() -> Net:
-    return HeadFirst()
+net, head_first, tied, waves, pairs, counted, inside = Net, HeadFirst, Tied, Waves, Pairs, Counted, Inside
 
 
 def first_second() -> Square:
@@ -109,26 +104,6 @@ def first_second() -> Square:
 
 def second_first() -> Square:
     return Square(("second", "first"))
-
-
-def tied() -> Tied:
-    return Tied()
-
-
-def waves() -> Waves:
-    return Waves()
-
-
-def pairs() -> Pairs:
-    return Pairs()
-
-
-def counted() -> Counted:
-    return Counted()
-
-
-def inside(name: str = "model") -> Inside:
-    return Inside(name)
 
 
 def numbered() -> nn.Sequential:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,3 +24,12 @@ class Ran:
     def json(self) -> Any:
         """Stdout parsed as JSON."""
         return json.loads(self.out)
+
+
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    """Return the class and the message of the error that a call ends in; two times "" if it ends well."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""

@@ -27,7 +27,7 @@ from ckpttool.distributed.group import given_rank
 from ckpttool.errors import Mismatch, NoState, NothingToDo, UsageFault
 from ckpttool.models.diagnosis import Diagnosis, diagnose
 from ckpttool.models.diagnosis.fit import Blueprint, Case, compare
-from ckpttool.models.diagnosis.lines import command_line
+from ckpttool.models.diagnosis.report import command_line
 from ckpttool.models.diagnosis.treatment import treat
 from ckpttool.models.reloading import Reloaded, reload
 from ckpttool.models.skeleton import accepts

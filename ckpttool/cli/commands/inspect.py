@@ -20,7 +20,7 @@ from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
     from ...analysis.summary import Summary
-    from ...analysis.tables import Stats, TensorRow
+    from ...analysis.tables import CheckpointRow, Stats, TensorRow
     from ...checkpoint.checkpoint import Checkpoint
 
 

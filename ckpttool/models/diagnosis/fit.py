@@ -90,17 +90,21 @@ class Fit:
 
     def __str__(self) -> str:
         """Return `2 missing (a, b); 1 of another shape or type (w [9] in the file, [5] in the model)`."""
-        parts = []
-        if self.missing:
-            parts.append(f"{len(self.missing)} missing ({shortened(self.missing)})")
-        if self.unexpected:
-            parts.append(f"{len(self.unexpected)} unexpected ({shortened(self.unexpected)})")
-        if self.mismatched:
-            shapes = [
-                f"{name} {theirs} in the file, {mine} in the model" for name, theirs, mine in self.mismatched
-            ]
-            parts.append(f"{len(self.mismatched)} of another shape or type ({shortened(tuple(shapes))})")
-        return "; ".join(parts)
+        parts = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "of another shape or type": self.sizes,
+        }
+        return "; ".join(
+            f"{len(names)} {what} ({shortened(names)})" for what, names in parts.items() if names
+        )
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The mismatches in words."""
+        return tuple(
+            f"{name} {there} in the file, {here} in the model" for name, there, here in self.mismatched
+        )
 
 
 def shortened(names: tuple[str, ...]) -> str:
@@ -145,13 +149,13 @@ def _differs(tensor: TensorRef, place: Place) -> tuple[str, str] | None:
 
 def _without_counters(state: State, blueprint: Blueprint) -> set[str]:
     """Return the counters that torch adds by itself: of norms saved before version 2 or without a version."""
-    names = set()
-    for path in blueprint.norms:
+
+    def version(path: str) -> int:
         entry = (state.versions or {}).get(path)
-        version = entry.get("version") if isinstance(entry, dict) else None
-        if not isinstance(version, int) or version < 2:
-            names.add(f"{path}.{COUNTER}" if path else COUNTER)
-    return names
+        stated = entry.get("version") if isinstance(entry, dict) else None
+        return stated if isinstance(stated, int) else 0
+
+    return {f"{path}.{COUNTER}".lstrip(".") for path in blueprint.norms if version(path) < 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +284,10 @@ def _otherwise(case: Case) -> Iterator[tuple[str, str]]:
         message = f"another architecture: {fitting} of the model's {len(places)} names fit by name and shape"
         yield "architecture", f"{message}; {fit}"
         return
-    if fit.missing:
-        yield "missing", f"the file lacks {len(fit.missing)} of the model's names ({shortened(fit.missing)})"
-    if fit.unexpected:
-        message = f"the model has no place for {len(fit.unexpected)} names ({shortened(fit.unexpected)})"
-        yield "unexpected", message
-    if fit.mismatched:
-        sizes = tuple(
-            f"{name} {theirs} in the file, {ours} in the model" for name, theirs, ours in fit.mismatched
-        )
-        yield "size", f"{len(sizes)} tensors are of another size or type ({shortened(sizes)})"
+    for kind, names, message in (
+        ("missing", fit.missing, f"the file lacks {len(fit.missing)} of the model's names"),
+        ("unexpected", fit.unexpected, f"the model has no place for {len(fit.unexpected)} names"),
+        ("size", fit.sizes, f"{len(fit.sizes)} tensors are of another size or type"),
+    ):
+        if names:
+            yield kind, f"{message} ({shortened(names)})"

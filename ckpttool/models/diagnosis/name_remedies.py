@@ -71,8 +71,7 @@ def prefixes(case: Case) -> Iterator[Remedy]:
         if not ours:
             yield _strip("prefix", f"'{theirs}' is in front of keys that the model has without it", theirs)
         elif not theirs:
-            message = f"the model has '{ours}' in front of its keys, the file does not"
-            yield _add(message, ours)
+            yield _add(f"the model has '{ours}' in front of its keys, the file does not", ours)
         else:
             message = f"the file has '{theirs}' where the model has '{ours}', judging by shapes alone"
             yield _rename("names", message, [(f"^{_exactly(theirs)}", ours)])
@@ -115,35 +114,19 @@ def _rename(kind: str, message: str, rules: list[tuple[str, str]]) -> Remedy:
 
 
 # (kind, what has the names, (old name, new name) of each part); tried in both directions
+WEIGHT = "parametrizations.weight"
+SCALE = (("gamma", "weight"), ("beta", "bias"))
+MOMENTS = (("moving_mean", "running_mean"), ("moving_variance", "running_var"))
+SPECTRAL = (("weight_orig", "original"), ("weight_u", "0._u"), ("weight_v", "0._v"))
 RENAMED = (
     (
         "weight-norm",
         "weight norm",
-        (
-            ("weight_g", "parametrizations.weight.original0"),
-            ("weight_v", "parametrizations.weight.original1"),
-        ),
+        [(f"weight_{old}", f"{WEIGHT}.original{n}") for n, old in enumerate("gv")],
     ),
-    (
-        "spectral-norm",
-        "spectral norm",
-        (
-            ("weight_orig", "parametrizations.weight.original"),
-            ("weight_u", "parametrizations.weight.0._u"),
-            ("weight_v", "parametrizations.weight.0._v"),
-        ),
-    ),
-    ("layer-norm", "normalisation", (("gamma", "weight"), ("beta", "bias"))),
-    (
-        "batch-norm",
-        "BatchNorm",
-        (
-            ("gamma", "weight"),
-            ("beta", "bias"),
-            ("moving_mean", "running_mean"),
-            ("moving_variance", "running_var"),
-        ),
-    ),
+    ("spectral-norm", "spectral norm", [(old, f"{WEIGHT}.{new}") for old, new in SPECTRAL]),
+    ("layer-norm", "normalisation", SCALE),
+    ("batch-norm", "BatchNorm", SCALE + MOMENTS),
 )
 
 

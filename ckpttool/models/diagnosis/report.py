@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -12,11 +13,12 @@ from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NothingToDo, Refused
 from ...formats.saving.destination import format_of_name
-from ...inert_pickle.values import is_plain, walk
+from ...inert_pickle.known_names import MAX_INTEGER, TAKEN
+from ...inert_pickle.values import Global, is_plain, walk
+from ...tensors.ref import Storage, TensorRef
 from ...transforms.optimizer.rekey import to_indices
 from ...transforms.optimizer.slots import OrderCheck, mismatched_order
 from .fit import Case, Fit, Rebuild, Treatment, shortened, unfixable
-from .lines import PICKLED, command_line, python_line, refused_by_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Report:
             self.problems.append(Problem("size", respec.message, then))
         else:
             self.problems += [Problem(kind, message) for kind, message in unfixable(after)]
-        python = self._python() if then else None
+        python = python_line(*self._result, self.file, rewritten=self._is_written) if then else None
         self.problems += as_it_is if then else ()
         self.problems += self._remarks(bool(then))
         path, kind = case.checkpoint.path, case.checkpoint.format
@@ -104,17 +106,19 @@ class Report:
     @property
     def _where(self) -> tuple[str, ...]:
         """The flags that name the state, as long as no command has taken it out."""
-        return () if self.file == self.output else self.case.taken_out or ()
+        return () if self._is_written else self.case.taken_out or ()
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether a command has written the output."""
+        return self.file == self.output
 
     @property
     def _result(self) -> tuple[Checkpoint, State]:
         """The checkpoint that the last command wrote, or the original one, and the state in it."""
-        if self.file == self.output:
+        if self._is_written:
             return self.treatment.case.checkpoint, self.treatment.case.state
         return self.original, self.case.original
-
-    def _python(self) -> str:
-        return python_line(*self._result, self.file, rewritten=self.file == self.output)
 
     def _taking_out(self, state: State) -> tuple[str, str]:
         if state.module is not None:
@@ -126,7 +130,7 @@ class Report:
         self.file = self.output
 
     def _command(self, verb: str, *flags: str) -> str:
-        again = ["--force"] if self.file == self.output else []
+        again = ["--force"] if self._is_written else []
         return command_line(["ckpttool", verb, self.file, self.output, *flags, *again])
 
     def _reload(self, spec: str) -> str:
@@ -149,8 +153,8 @@ class Report:
             message = (
                 f"the state holds objects ({shortened(objects)}), which are never created from a file here"
             )
-            words = f"{message}: torch.load(weights_only=False) creates them, if you trust the file"
-            self.problems.append(Problem("object", words))
+            trusting = "torch.load(weights_only=False) creates them, if you trust the file"
+            self.problems.append(Problem("object", f"{message}: {trusting}"))
         return bool(objects)
 
     def _add_optimizers(self) -> None:
@@ -199,8 +203,7 @@ class Report:
         elif case.state.where and not self.problems:
             message = f"the state is under '{case.state.where}', and load_state_dict wants only that"
             yield self._remark("nested", message, "slim")
-        added = self.treatment.case.fit.added
-        if added:
+        if added := self.treatment.case.fit.added:
             message = (
                 f"the file lacks {len(added)} counters of BatchNorm ({shortened(added)}), which torch adds"
             )
@@ -209,9 +212,8 @@ class Report:
 
     def _refused(self) -> tuple[str, ...]:
         """Return what torch.load refuses the result for, if it is a file that torch.load reads."""
-        is_written = self.file == self.output
-        is_torch = (format_of_name(self.output) if is_written else self.original.format) in PICKLED
-        return refused_by_torch(self._result[0], rewritten=is_written) if is_torch else ()
+        form = format_of_name(self.output) if self._is_written else self.original.format
+        return refused_by_torch(self._result[0], rewritten=self._is_written) if form in PICKLED else ()
 
     def _precision(self) -> Iterator[Problem]:
         after = self.treatment.case
@@ -252,3 +254,73 @@ def free_output(file: str, checkpoint: Checkpoint) -> str:
         count += 1
         output = f"{stem}.mended-{count}{end}"
     return output
+
+
+# ---- lines to paste ------------------------------------------------------------------------------------
+
+
+def command_line(words: Iterable[str]) -> str:
+    """Join words into a line that a shell splits into the same words, as `shlex.join` does."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    # bash, zsh and POSIX.1-2024 know $'…'. It contains no quote, so that a shell that does not know it reads
+    # another word, never a command.
+    return "$'" + "".join(map(_escaped, word)) + "'"
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable() and character not in "'\\":
+        return character
+    try:
+        raw = os.fsencode(character)  # keeps bytes of a file's name that are not text
+    except UnicodeEncodeError:
+        raw = character.encode("utf-8", "surrogatepass")
+    return "".join(f"\\{byte:03o}" for byte in raw)
+
+
+PICKLED = ("torch-zip", "torch-legacy", "torch-tar")  # the formats that torch.load reads
+NEW_PROTOCOL = 4  # from it on, Python's pickler uses opcodes that `weights_only` lacks
+
+
+def refused_by_torch(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
+    """Return what `torch.load(weights_only=True)`, torch's default, refuses a `.pt` file for."""
+    names = dict.fromkeys(_refused(checkpoint.tree, checkpoint.protocol))
+    if checkpoint.protocol >= NEW_PROTOCOL and not rewritten:
+        names[f"pickle protocol {checkpoint.protocol}"] = None
+    return tuple(names)
+
+
+def _refused(tree: object, protocol: int) -> Iterator[str]:
+    for value in walk(tree):
+        if isinstance(value, Global) and value not in TAKEN:
+            yield str(value)
+        elif isinstance(value, frozenset):
+            yield "frozenset"
+        elif isinstance(value, bytes | bytearray) and protocol > 2:
+            yield f"{type(value).__name__} of pickle protocol {protocol}"
+        elif isinstance(value, int) and value.bit_length() >= MAX_INTEGER:
+            yield "an integer of more than 255 bytes"
+
+
+def python_line(checkpoint: Checkpoint, state: State, file: str, *, rewritten: bool) -> str:
+    """Return the line that loads a state strictly into `model`, whatever program runs it."""
+    form = format_of_name(file) if rewritten else checkpoint.format
+    if form == "safetensors" and not checkpoint.full:
+        return f"safetensors.torch.load_model(model, {file!r})"
+    is_torch = form in PICKLED and state.module is None
+    if is_torch and not refused_by_torch(checkpoint, rewritten=rewritten):
+        device = ", map_location='cpu'" if _is_elsewhere(checkpoint.tree) else ""
+        keys = "".join(f"[{key!r}]" for key in state.path)
+        return f"model.load_state_dict(torch.load({file!r}{device}){keys})"
+    where = f", state={state.where!r}" if state.path else ""
+    return f"ckpttool.reload({file!r}, model{where})"
+
+
+def _is_elsewhere(tree: object) -> bool:
+    """Return whether a storage is tagged with another device than the CPU, which may be missing."""
+    storages = (value.storage if isinstance(value, TensorRef) else value for value in walk(tree))
+    return any(isinstance(storage, Storage) and storage.location != "cpu" for storage in storages)

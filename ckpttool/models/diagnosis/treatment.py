@@ -6,20 +6,24 @@ advised if the state fits better after it than before. What no remedy fixes is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import SHARDING, Checkpoint
 from ...checkpoint.dotted_names import dotted
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NoState
+from ...formats.one_of_several import piece_of
+from ...formats.reading import open as open_checkpoint
 from ...inert_pickle.values import walk
 from ...transforms import selection
 from . import name_remedies, value_remedies
 from .fit import Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_same_architecture
-from .part_of_whole import Part, named_part, rank_s_pieces
-from .report import Diagnosis, Problem, Report
+from .report import Diagnosis, Problem, Report, command_line, free_output
 
 # From certain to guessed: earlier ones are tried first.
 FINDERS: tuple[Finder, ...] = (
@@ -75,14 +79,10 @@ def diagnose(
             raise
         part = named_part(checkpoint.path)
         return of_whole(part) if part else _without_state(checkpoint, error)
-    treatments: list[Treatment] = []
-    for case in cases:
-        treatments.append(treat(case, accepts=accepts))
-        if not treatments[-1].case.fit.distance:
-            break
-    if treatments[-1].case.fit.distance and (part := named_part(checkpoint.path)):
+    treatments = _until_one_fits(treat(case, accepts=accepts) for case in cases)
+    best = min(range(len(treatments)), key=lambda number: treatments[number].case.fit.distance)
+    if treatments[best].case.fit.distance and (part := named_part(checkpoint.path)):
         return of_whole(part)
-    best = min(range(len(treatments)), key=lambda i: treatments[i].case.fit.distance)
     if not is_same_architecture(treatments[best].case):  # a fit by chance is no reason for commands
         best = 0
         treatments[0] = Treatment(cases[0])
@@ -92,6 +92,15 @@ def diagnose(
     is_default = state is not None or best == 0
     report = Report(checkpoint, case, treatments[best], spec, loads and is_default)
     return report.written(rebuild, as_reloaded(checkpoint, case.original, blueprint))
+
+
+def _until_one_fits(treatments: Iterator[Treatment]) -> list[Treatment]:
+    tried = []
+    for treatment in treatments:
+        tried.append(treatment)
+        if not treatment.case.fit.distance:
+            break
+    return tried
 
 
 def treat(case: Case, finders: tuple[Finder, ...] = FINDERS, accepts: Accepts = declines) -> Treatment:
@@ -169,3 +178,74 @@ def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
     else:
         problem = Problem("no-state", error.reason)
     return Diagnosis(checkpoint.path, checkpoint.format, None, False, Fit(), (problem,), None)
+
+
+# ---- files that hold a part of a model alone: one rank's pieces, one shard, or slices of tensors -------
+
+
+ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:optim|model)_states\.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file that is a part of a whole."""
+
+    kind: str
+    message: str
+    folder: str  # of the whole; "" where no command joins its parts
+    way: str = ""  # to the whole, if the folder isn't one
+
+    @contextmanager
+    def opened(self) -> Iterator[Checkpoint | None]:
+        """Open the whole; None where it can't be read."""
+        with ExitStack() as stack:
+            whole = None
+            with suppress(CkptToolError):
+                whole = stack.enter_context(open_checkpoint(self.folder)) if self.folder else None
+            yield None if whole is None or (whole.ranks and whole.ranks.missing) else whole
+
+    def diagnosis(self, part: Checkpoint, below: Diagnosis | None, spec: str) -> Diagnosis:
+        """Return the diagnosis of the file, by that of the whole."""
+        message, folder = self.message, self.folder
+        if below is None:
+            merge = command_line(["ckpttool", "merge", folder, "OUT.pt"])
+            message += f"; {self.way or f'copy all of them into {folder}, then: {merge}'}"
+            return Diagnosis(part.path, part.format, None, False, Fit(), (Problem(self.kind, message),), None)
+        if all(problem.is_remark for problem in below.problems):
+            output = free_output(folder, part)
+            problem = Problem(self.kind, message, command_line(["ckpttool", "merge", folder, output]))
+            then: str | None = command_line(["ckpttool", "reload", output, "--model", spec])
+        else:
+            problem = Problem(self.kind, f"{message}; what follows is of the whole folder")
+            then = below.then
+        problems = problem, *below.problems
+        return Diagnosis(part.path, part.format, below.state, False, Fit(), problems, then, below.python)
+
+
+def named_part(path: str) -> Part | None:
+    """Return what a file that does not fit is a part of, by its name and what lies next to it."""
+    folder, name = os.path.dirname(path) or ".", os.path.basename(path)
+    if rank := ZERO.fullmatch(name):
+        return Part("one-rank", f"the file is what rank {int(rank[1])} of a DeepSpeed run wrote", folder)
+    piece = piece_of(path)
+    if piece is None:
+        return None
+    is_shard = piece.what.startswith("shard")
+    kind, message = "one-shard" if is_shard else "one-slice", f"the file is {piece.what}"
+    return Part(kind, message, folder if is_shard else "", piece.way)
+
+
+def rank_s_pieces(checkpoint: Checkpoint, where: str | None) -> Part | None:
+    """Return what a file with pieces of tensors is a part of; None if its tensors are whole."""
+    folder = os.path.dirname(checkpoint.path) or "."
+    if SHARDING in checkpoint.metadata:
+        return Part("one-rank", "the file holds one rank's pieces of tensors", folder)
+    state = checkpoint.found_state() if where is None else checkpoint.state(where)
+    pieces = {name: like for name, like in (state.likes if state else {}).items() if like.is_piece}
+    if not pieces:
+        return None
+    name, like = next(iter(pieces.items()))
+    rank = re.search(r"rank \d+ of \d+", like.form)
+    whose = f"the file is {rank[0]}" if rank else "the file is of one rank"
+    count = f"{len(pieces)} of its tensors are pieces" if len(pieces) > 1 else "a tensor of it is a piece"
+    return Part("one-rank", f"{whose}: {count}, such as '{name[:80]}' ({like})", folder)

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase, translate
 from itertools import permutations
 
+from ...checkpoint.checkpoint import Checkpoint
 from ...transforms import layout, selection
 from .fit import COUNTER, Case, Remedy, shortened
 
 Sizes = tuple[int, ...]
+Rules = Sequence[tuple[str, Sizes]]
+Changed = tuple[Checkpoint, object]
 
 
 def complex_parts(case: Case) -> Iterator[Remedy]:
     """Join pairs of real tensors into complex ones, or split complex ones."""
+    message, command = "has complex tensors as pairs NAME.real and NAME.imag", ("convert", "--complex")
     if any(f"{name}.real" in case.state.tensors for name in case.fit.missing):
         yield Remedy(
-            "complex",
-            "the file has complex tensors as pairs NAME.real and NAME.imag",
-            ("convert", "--complex", "join"),
-            lambda c: layout.join_complex(c)[0],
+            "complex", f"the file {message}", (*command, "join"), lambda c: layout.join_complex(c)[0]
         )
     if any(name.removesuffix(".real") in case.fit.unexpected for name in case.fit.missing):
         yield Remedy(
-            "complex",
-            "the model has complex tensors as pairs NAME.real and NAME.imag",
-            ("convert", "--complex", "split"),
-            lambda c: layout.split_complex(c)[0],
+            "complex", f"the model {message}", (*command, "split"), lambda c: layout.split_complex(c)[0]
         )
 
 
@@ -48,10 +46,7 @@ def counters(case: Case) -> Iterator[Remedy]:
 def ties(case: Case) -> Iterator[Remedy]:
     """Repeat tensors that the model has under several names and the file under one of them."""
     places = case.blueprint.places
-    there: dict[str, str] = {}
-    for name, place in places.items():
-        if name in case.state.tensors:
-            there.setdefault(place.first, name)
+    there = {places[name].first: name for name in reversed([*places]) if name in case.state.tensors}
     pairs = [(name, there[places[name].first]) for name in case.fit.missing if places[name].first in there]
     pairs = [pair for pair in pairs if "=" not in pair[1]]  # --tie NEW=OLD is cut at the last =
     if pairs:
@@ -63,17 +58,20 @@ def ties(case: Case) -> Iterator[Remedy]:
 
 def layouts(case: Case) -> Iterator[Remedy]:
     """Permute tensors whose axes are in another order than the model's: transposed, or channels last."""
-    orders = {}
-    for name, *_ in case.fit.mismatched:
-        axes = _order(case.state.tensors[name].shape, case.blueprint.places[name].shape)
-        if axes:
-            orders[name] = axes
+    tensors, places = case.state.tensors, case.blueprint.places
+    names = [name for name, *_ in case.fit.mismatched]
+    orders = {name: axes for name in names if (axes := _order(tensors[name].shape, places[name].shape))}
     if orders:
-        rules = as_patterns(orders, case.state.tensors)
-        flags = [word for glob, axes in rules for word in ("--permute", f"{glob}={_listed(axes)}")]
         message = f"{len(orders)} tensors have their axes in another order ({shortened(tuple(orders))})"
         message += _ambiguous(case, orders)
-        yield Remedy("layout", message, ("convert", *flags), lambda c: layout.permute(c, rules)[0])
+        yield _by_patterns("layout", message, "--permute", as_patterns(orders, tensors), layout.permute)
+
+
+def _by_patterns(
+    kind: str, message: str, flag: str, rules: Rules, change: Callable[[Checkpoint, Rules], Changed]
+) -> Remedy:
+    flags = [word for glob, sizes in rules for word in (flag, f"{glob}={','.join(map(str, sizes))}")]
+    return Remedy(kind, message, ("convert", *flags), lambda c: change(c, rules)[0])
 
 
 # Convolutions in TensorFlow's order of axes (WIO, HWIO, DHWIO), and images with channels last.
@@ -103,24 +101,22 @@ def _moving(shape: Sizes, axes: Sizes) -> Sizes:
 
 def _ambiguous(case: Case, orders: Mapping[str, Sizes]) -> str:
     """Return a warning of shapes that are the same in both orders or that several orders make."""
-    shapes, words = {name: tensor.shape for name, tensor in case.state.tensors.items()}, ""
+    shapes = {name: tensor.shape for name, tensor in case.state.tensors.items()}
     unclear = tuple(
         name for name in shapes if name not in orders and _hides(shapes[name], {*orders.values()})
     )
-    if unclear:
-        words += (
-            f"; the shapes of {len(unclear)} others don't show whether they are too ({shortened(unclear)})"
-        )
     guessed = tuple(
         name
         for name, axes in orders.items()
         if axes not in USUAL and _is_one_of_several(shapes[name], case.blueprint.places[name].shape or ())
     )
-    if guessed:
-        words += (
-            f"; the shapes of {len(guessed)} don't show which order, so it is guessed ({shortened(guessed)})"
-        )
-    return words
+    said = (
+        (unclear, "others don't show whether they are too"),
+        (guessed, "don't show which order, so it is guessed"),
+    )
+    return "".join(
+        f"; the shapes of {len(names)} {what} ({shortened(names)})" for names, what in said if names
+    )
 
 
 def _hides(shape: Sizes, orders: set[Sizes]) -> bool:
@@ -135,37 +131,31 @@ def _is_one_of_several(theirs: Sizes, ours: Sizes) -> bool:
 
 def shapes(case: Case) -> Iterator[Remedy]:
     """Reshape tensors with more or fewer axes of size 1: a linear layer and a 1×1 convolution."""
-    sizes: dict[str, Sizes] = {}
-    for name, *_ in case.fit.mismatched:
-        theirs, ours = case.state.tensors[name].shape, case.blueprint.places[name].shape
-        if ours is not None and [n for n in theirs if n != 1] == [n for n in ours if n != 1]:
-            sizes[name] = ours
+    tensors, places = case.state.tensors, case.blueprint.places
+    sizes = {
+        name: ours
+        for name, *_ in case.fit.mismatched
+        if (ours := places[name].shape) is not None and _squeezed(tensors[name].shape) == _squeezed(ours)
+    }
     if sizes:
-        rules = as_patterns(sizes, case.state.tensors)
-        flags = [word for glob, shape in rules for word in ("--reshape", f"{glob}={_listed(shape)}")]
         message = f"{len(sizes)} tensors have more or fewer axes of size 1 ({shortened(tuple(sizes))})"
-        yield Remedy("shape", message, ("convert", *flags), lambda c: layout.reshape(c, rules)[0])
+        yield _by_patterns("shape", message, "--reshape", as_patterns(sizes, tensors), layout.reshape)
+
+
+def _squeezed(shape: Sizes) -> Sizes:
+    return tuple(size for size in shape if size != 1)
 
 
 def extras(case: Case) -> Iterator[Remedy]:
     """Leave out entries that the model has no place for, if it lacks nothing and few sizes differ."""
-    if (
-        case.fit.missing
-        or not case.fit.unexpected
-        or 10 * len(case.fit.mismatched) > len(case.blueprint.places)
-    ):
+    fit = case.fit
+    if fit.missing or not fit.unexpected or 10 * len(fit.mismatched) > len(case.blueprint.places):
         return
-    unwanted = dict.fromkeys(case.fit.unexpected, ())
+    unwanted = dict.fromkeys(fit.unexpected, ())
     patterns = [pattern for pattern, _ in as_patterns(unwanted, case.state.container)]
     flags = [word for pattern in patterns for word in ("--exclude", pattern)]
-    message = (
-        f"the model has no place for {len(case.fit.unexpected)} entries ({shortened(case.fit.unexpected)})"
-    )
+    message = f"the model has no place for {len(fit.unexpected)} entries ({shortened(fit.unexpected)})"
     yield Remedy("extra", message, ("convert", *flags), lambda c: selection.select(c, exclude=patterns)[0])
-
-
-def _listed(sizes: Sizes) -> str:
-    return ",".join(map(str, sizes))
 
 
 # Flags take shell patterns: one `*.weight` is easier to read than twenty names.
@@ -176,9 +166,8 @@ def as_patterns(values: Mapping[str, Sizes], names: Iterable[object]) -> list[tu
     everything = [str(name) for name in names]
     rules: dict[str, Sizes] = {}
     for name, value in values.items():
-        if any(fnmatchcase(name, pattern) for pattern in rules):
-            continue
-        rules[next(p for p in _patterns(name) if _is_worth(p, value, values, everything))] = value
+        if not any(fnmatchcase(name, pattern) for pattern in rules):
+            rules[next(p for p in _patterns(name) if _is_worth(p, value, values, everything))] = value
     return list(rules.items())
 
 
@@ -198,4 +187,4 @@ def _is_worth(pattern: str, value: Sizes, values: Mapping[str, Sizes], names: li
     """Return whether a pattern matches several names, all of which have this value."""
     fits = re.compile(translate(pattern)).match
     fitting = [values.get(name) for name in names if fits(name)]
-    return all(each == value for each in fitting) and len(fitting) > pattern.startswith("*.")
+    return all(given == value for given in fitting) and len(fitting) > pattern.startswith("*.")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.models.diagnosis.lines import refused_by_torch
+from ckpttool.models.diagnosis.report import refused_by_torch
 from tests.support import architectures
 from tests.support.running import Ran
 from tests.support.trees import TREES
