@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ def seeded(make: Any, seed: int = 3) -> nn.Module:
     return make()
 
 
-def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: Any) -> nn.Module:
+def alone(
+    make: Any, data: Data, batch_size: int, epochs: int = 1, clip_norm: float | None = None, **settings: Any
+) -> nn.Module:
     """Return the model after plain training: one process, no DDP, the mean of whole batches.
 
     Args:
@@ -52,8 +55,15 @@ def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: A
         for batch in torch.tensor(Plan(len(inputs), batch_size).order(epoch)).split(batch_size):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+            if clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimizer.step()
     return model
+
+
+def farthest(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
+    """Return the largest difference of two lists of tensors."""
+    return max((a.double() - b.double()).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 
 def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:

@@ -8,6 +8,7 @@ docs/trainer.md lists the fields.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -116,14 +117,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class HeldLines(Generic[Line]):
+class HeldLines(contextlib.AbstractContextManager[Any], Generic[Line]):
     """Lines for a file on a disk that may be full: what it refuses is written before the next line.
 
-    `write` adds one to the file whole, or raises FileError.
+    `append` adds one to the file whole, or raises FileError. At the end of a context, FileError is raised if
+    lines are left that can't be written, and nothing has failed already.
     """
 
-    def __init__(self, write: Callable[[Line], object]) -> None:
-        self._write = write
+    def __init__(self, append: Callable[[Line], object]) -> None:
+        self._append = append
         self._waiting: list[Line] = []
 
     def add(self, line: Line) -> None:
@@ -138,8 +140,12 @@ class HeldLines(Generic[Line]):
     def flush(self) -> None:
         """Write what is waiting. Raise FileError if the disk still refuses it."""
         while self._waiting:
-            self._write(self._waiting[0])
+            self._append(self._waiting[0])
             del self._waiting[0]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(*([FileError] if kind is not None else [])):
+            self.flush()
 
 
 # ---- the log as curves over the epochs of the training ------------------------------------------------

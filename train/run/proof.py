@@ -24,7 +24,7 @@ from ckpttool.errors import FileError
 from ckpttool.files import chain
 from ckpttool.files.chain import Link
 from ckpttool.files.failures import naming
-from train.checkpoint.capture import versions
+from train.checkpoint.format import versions
 from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
 from train.log.log_file import HeldLines

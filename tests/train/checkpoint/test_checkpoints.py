@@ -31,7 +31,7 @@ from train.config.training import TrainConfig
 from train.main import steps_of_epoch
 from train.model import builtin as models
 from train.run import folder as run_folder
-from train.run.limits import Limits
+from train.run.run import Limits
 
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 

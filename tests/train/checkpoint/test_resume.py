@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import os
 import re
 import shutil
@@ -15,15 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.distributed import collectives
-from ckpttool.errors import CkptToolError
-from tests.ranks import trainings
+from tests.ranks import runs, trainings
+from tests.ranks.runs import contents
+from tests.support.run_log import entries_of, epochs_of, timeless
 from train.checkpoint import format as checkpoints
 from train.config.shared import Every
-from train.config.training import TrainConfig
-from train.main import train
-from train.run.run import Job
-from train.tasks import builtin as tasks
 
 EPOCHS, STEPS = 3, 4
 
@@ -44,49 +37,18 @@ class Restless(nn.Module):
         return self.last(self.deep(x).relu()) * self.phase.abs()
 
 
-def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], samples: int = 44) -> Any:
-    """Run the trainer; return what it printed, or the error that ended it."""
-    settings = {"epochs": EPOCHS, "batch_size": 12, "warmup": Every(2, "steps"), **settings}
-    config = TrainConfig(**{"out": folder, "keep": 99, "save_every": Every(1, "steps"), **settings})
+def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], samples: int = 44) -> str:
+    usual = {"epochs": EPOCHS, "batch_size": 12, "warmup": Every(2, "steps"), "out": folder, **runs.OFTEN}
     data = trainings.tensors((10,), samples)
-    model = trainings.seeded(Restless)
-    job = Job(config, trainings.place(rank, world_size), data, model, tasks.build(config, data), [])
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            train(job)
-    except CkptToolError as error:
-        return f"{type(error).__name__}: {error} ({error.hint}) {error.exit_code}"
-    return said.getvalue()
-
-
-def contents(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, in a form that is equal only for equal bits."""
-    state = torch.load(path, weights_only=True)
-    flat: dict[str, Any] = {}
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                add(f"{name}/{key}", item)
-        elif isinstance(value, list | tuple):
-            add(name, dict(enumerate(value)))
-        else:
-            flat[name] = collectives.digest(value).hex()
-
-    for part in ("model", "optimizer", "scheduler", "progress", "plan", "rng"):
-        add(part, state[part])
-    return flat
+    return runs.outcome(rank, world_size, data, trainings.seeded(Restless), {**usual, **settings})
 
 
 def log(folder: Path) -> list[dict[str, Any]]:
-    """Return the entries of a run's log without what is a time."""
-    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in entry.items() if "second" not in key} for entry in entries]
+    return timeless(entries_of(folder))
 
 
 def logged_epochs(folder: Path) -> list[int]:
-    return [entry["epoch"] for entry in log(folder) if "epoch" in entry]
+    return [entry["epoch"] for entry in epochs_of(folder)]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size}-ranks")

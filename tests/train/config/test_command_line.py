@@ -27,35 +27,35 @@ from train.config import command_line
         ("--set-epoch", "--no-set-epoch"),
     ],
 )
-def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant(typed: str, meant: str) -> None:
+def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant(typed, meant):
     with pytest.raises(UsageFault, match=rf"^{typed.partition('=')[0]}: no such flag\b") as refused:
         command_line.parse([typed, "64"])
     assert refused.value.hint == f"did you mean {meant}?"
 
 
 @pytest.mark.parametrize("typed", ["--frobnicate", "--x", "--"])
-def test_nothing_is_suggested_for_what_resembles_no_flag(typed: str) -> None:
+def test_nothing_is_suggested_for_what_resembles_no_flag(typed):
     assert command_line.closest(typed, ["--batch-size", "--epochs", "--lr"]) is None
 
 
-def test_a_value_too_many_is_named() -> None:
+def test_a_value_too_many_is_named():
     with pytest.raises(UsageFault, match=r"^3: belongs to no flag\b") as refused:
         command_line.parse(["--drop-last", "3"])
     assert refused.value.hint == "train/main.py --help lists the flags"
 
 
-def test_the_flag_is_named_where_a_value_stands_before_it() -> None:
+def test_the_flag_is_named_where_a_value_stands_before_it():
     with pytest.raises(UsageFault, match=r"^--batchsize: no such flag\b"):
         command_line.parse(["3", "--batchsize", "64"])
 
 
-def test_other_programs_suggest_their_own_flags() -> None:
+def test_other_programs_suggest_their_own_flags():
     with pytest.raises(UsageFault) as refused:
         evaluate.parse(["a.pt", "--model", "simple-cnn", "--thread", "2"])
     assert refused.value.hint == "did you mean --threads?"
 
 
-def test_every_name_of_other_trainers_stands_for_a_flag_that_exists() -> None:
+def test_every_name_of_other_trainers_stands_for_a_flag_that_exists():
     known = command_line.train_parser()._option_string_actions
     assert set(command_line.ELSEWHERE.values()) <= set(known) and not set(command_line.ELSEWHERE) & set(known)
 
@@ -70,6 +70,6 @@ def test_every_name_of_other_trainers_stands_for_a_flag_that_exists() -> None:
         ["--optimizer", "adamw", "--lr", "1e-05", "--max-time", "90s"],
     ],
 )
-def test_a_configuration_gives_the_command_line_that_gives_it(typed: list[str]) -> None:
+def test_a_configuration_gives_the_command_line_that_gives_it(typed):
     config = command_line.parse(typed)
     assert command_line.parse(command_line.arguments_of(config)) == config

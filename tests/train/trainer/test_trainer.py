@@ -51,17 +51,13 @@ def parameters_after_epochs(
     return [parameter.detach() for parameter in trainer.ddp.parameters()]
 
 
-def farthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("samples", [20, 18, 3], ids=["even", "uneven", "with an idle rank"])
 def test_one_step_on_many_ranks_is_the_step_of_one_process(run_ranks, kind, size, samples):
     expected = reference(kind, samples, samples)
     for ours in run_ranks(size, parameters_after_epochs, kind, samples, samples, 1, 1):
-        assert farthest(ours, expected) <= KINDS[kind][3]
+        assert trainings.farthest(ours, expected) <= KINDS[kind][3]
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -69,14 +65,14 @@ def test_one_step_on_many_ranks_is_the_step_of_one_process(run_ranks, kind, size
 def test_accumulating_changes_nothing_but_memory(run_ranks, size, accumulate):
     expected = reference("linear", 23, 10, epochs=2)
     for ours in run_ranks(size, parameters_after_epochs, "linear", 23, 10, accumulate, 2):
-        assert farthest(ours, expected) <= 1e-12
+        assert trainings.farthest(ours, expected) <= 1e-12
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_epochs_with_a_short_last_batch_are_those_of_one_process(run_ranks, size):
     expected = reference("linear", 21, 10, epochs=3)  # the last batch has one sample
     for ours in run_ranks(size, parameters_after_epochs, "linear", 21, 10, 1, 3):
-        assert farthest(ours, expected) <= 1e-12
+        assert trainings.farthest(ours, expected) <= 1e-12
 
 
 # ---- ranks without samples -----------------------------------------------------------------------------
