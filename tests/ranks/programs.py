@@ -79,6 +79,13 @@ def make():
 """A file of a user's of whose test samples one, in the third batch of an evaluation, can't be read."""
 
 
+def without(module: str, program: str) -> list[str]:
+    """Return the command that runs a program of train/ as if a module were not installed."""
+    hide = f"import sys; sys.modules['{module}'] = None; sys.argv = sys.argv[1:]; import runpy; "
+    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return [sys.executable, "-c", hide, str(ROOT / "train" / program)]
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment with one thread, which torchrun would set with a note."""
     inherited = {name: value for name, value in os.environ.items() if name != "CKPTTOOL_DEBUG"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
+from ckpttool.errors import CkptToolError
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.main import steps_of_epoch
@@ -59,6 +60,15 @@ def alone(
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimizer.step()
     return model
+
+
+def error_of(call: Callable[[], object], kind: type[Exception] = CkptToolError) -> tuple[str, str] | None:
+    """Return the class and the message of the error in which a call ends; None if it ends well."""
+    try:
+        call()
+    except kind as error:
+        return type(error).__name__, str(error)
+    return None
 
 
 def farthest(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:

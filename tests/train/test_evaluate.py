@@ -115,12 +115,8 @@ def test_an_evaluation_is_overwritten_only_with_force_and_completely(saved, tmp_
     assert sorted(path.name for path in out.iterdir()) == ["eval.json", "notes.txt", "rank0.safetensors"]
 
 
-def fail_on_one(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str]:
-    try:
-        evaluate.evaluate(evaluate.prepare(parse(arguments)))
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "evaluated", ""
+def fail_on_one(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str] | None:
+    return trainings.error_of(lambda: certify_on_ranks(rank, world_size, arguments), Exception)
 
 
 def test_a_rank_that_fails_ends_all_with_its_error_at_once(run_ranks, simple_cnn, tmp_path):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks.programs import ROOT, start
+from tests.ranks.programs import start, without
 from train import plot
 from train.log import log_file
 
@@ -283,10 +282,8 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, arguments, s
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path):
-    hide = "import sys; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; import runpy; "
-    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    program = str(ROOT / "train" / "plot.py")
-    done = start([sys.executable, "-c", hide, program, write(tmp_path / "a", classes()), "-o", "x.png"])
+    log = write(tmp_path / "a", classes())
+    done = start([*without("matplotlib", "plot.py"), log, "-o", "x.png"])
     assert done.returncode == 2, done.stderr
     hint = "in a clone of ckpttool: pip install -e '.[plots]'"
     said = f"train/plot.py needs matplotlib, which is not installed ({hint})"
@@ -294,10 +291,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path):
 
 
 def test_it_runs_as_a_program_without_torch_and_without_a_display(tmp_path):
-    hide = "import sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; import runpy; "
-    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    program, picture = str(ROOT / "train" / "plot.py"), tmp_path / "a.png"
-    log = write(tmp_path / "a", classes())
-    done = start([sys.executable, "-c", hide, program, log, "-o", str(picture)], MPLBACKEND="TkAgg")
+    log, picture = write(tmp_path / "a", classes()), tmp_path / "a.png"
+    done = start([*without("torch", "plot.py"), log, "-o", str(picture)], MPLBACKEND="TkAgg")
     assert (done.returncode, done.stderr) == (0, "")
     assert picture.exists()

@@ -42,9 +42,9 @@ def make_trainer(rank: int, world_size: int, **settings: Any) -> Any:
     return trainings.trainer(rank, world_size, data, trainings.seeded(models.resnet20), **settings)
 
 
-def save_last(trainer: Any, folder: str) -> None:
+def save_last(trainer: Any, folder: str, *, best: bool = False) -> None:
     saver = saving.Saver(trainer, folder)
-    saver.save(last=True, best=False)
+    saver.save(last=True, best=best)
     saver.finish()
 
 
@@ -132,11 +132,7 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
                 state["momentum_buffer"][0] *= 1.001
             else:
                 trainer.updater.optimizer.param_groups[0]["lr"] = 0.2
-    try:
-        save_last(trainer, folder)
-    except CkptToolError as error:
-        return type(error).__name__, str(error)
-    return None
+    return trainings.error_of(lambda: save_last(trainer, folder))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -161,13 +157,7 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
     trainings.finish_epoch(trainer)
     if rank == on:
         trainer.ddp.module.state_dict()[name][0] = value
-    try:
-        saver = saving.Saver(trainer, folder)
-        saver.save(last=True, best=True)
-        saver.finish()
-    except CkptToolError as error:
-        return type(error).__name__, str(error)
-    return None
+    return trainings.error_of(lambda: save_last(trainer, folder, best=True))
 
 
 @pytest.mark.parametrize(
@@ -254,10 +244,8 @@ def test_checkpoints_are_written_as_often_as_asked_after_the_last_epoch_and_for_
 
 def test_best_pt_is_not_changed_by_later_saves_of_last_pt(run_ranks, tmp_path):
     run_ranks(1, files_of_a_run, str(tmp_path), [True, False], {})
-    epochs = [
-        torch.load(tmp_path / n, weights_only=True)["progress"]["epoch"] for n in ("best.pt", "last.pt")
-    ]
-    assert epochs == [1, 2]
+    states = [torch.load(tmp_path / name, weights_only=True) for name in ("best.pt", "last.pt")]
+    assert [state["progress"]["epoch"] for state in states] == [1, 2]
 
 
 def write_numbered(folder: Path, *numbers: int) -> None:
@@ -402,13 +390,10 @@ def test_a_folder_that_cant_be_made_names_the_flag(tmp_path):
         claim(TrainConfig(out=str(tmp_path / "file" / "run")))
 
 
-@pytest.mark.skipif(
-    not os.path.isdir("/sys/kernel"), reason="there is no folder here that even root can't write"
-)
+@pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="there is no folder that root can't write")
 def test_a_folder_that_cant_be_written_is_refused_before_training():
-    with pytest.raises(
-        UsageFault, match=r"--out /sys/kernel: (permission denied|read-only|operation not perm)"
-    ):
+    said = r"--out /sys/kernel: (permission denied|read-only|operation not perm)"
+    with pytest.raises(UsageFault, match=said):
         claim(TrainConfig(out="/sys/kernel"))
 
 

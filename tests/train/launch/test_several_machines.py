@@ -22,20 +22,9 @@ from tests.ranks.runs import different
 from train.checkpoint import format as checkpoints
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-SETTINGS = [
-    "--data",
-    "fake:50",
-    "--batch-size",
-    "12",
-    "--epochs",
-    "2",
-    "--eval-batch",
-    "2",
-    "--save-every",
-    "1steps",
-]
-SETTINGS += ["--model", f"{ROOT}/tests/drill/saboteur.py:model", "--resume", "auto"]
-SETTINGS += ["--hang-timeout", "0"]
+SETTINGS = ["--data", "fake:50", "--batch-size", "12", "--epochs", "2", "--eval-batch", "2"]
+SETTINGS += ["--save-every", "1steps", "--model", f"{ROOT}/tests/drill/saboteur.py:model"]
+SETTINGS += ["--resume", "auto", "--hang-timeout", "0"]
 
 
 def ip(*arguments: str) -> None:

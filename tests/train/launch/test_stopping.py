@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,32 +74,53 @@ def log(folder: Path) -> list[dict[str, Any]]:
     return timeless([entry for entry in entries_of(folder) if "event" not in entry])
 
 
-def resumed_as_if_nothing_had_happened(
-    run_ranks: Any, tmp_path: Path, size: int, on: list[int], how: tuple[str, int], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Check that a run that is told to end, and resumed, ends as one that is not; return what it saved."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    number = settings.get("signal", signal.SIGTERM)
-    assert run_ranks(size, told, str(whole), [], how, settings) == [0] * size
-    assert run_ranks(size, told, str(parts), on, how, settings) == [128 + number] * size
-    saved = runs.read(parts / "last.pt")
-    assert run_ranks(size, told, str(parts), [], how, {**settings, "resume": "auto"}) == [0] * size
-    assert runs.different(runs.read(whole / "last.pt"), runs.read(parts / "last.pt")) == []
-    assert log(parts) == log(whole)
-    return saved
+@pytest.fixture(scope="module")
+def undisturbed(run_ranks, tmp_path_factory) -> Callable[[int, dict[str, Any]], Path]:
+    """`undisturbed(size, settings)`: the folder of a run that is told nothing; each is run once."""
+    folders: dict[str, Path] = {}
+
+    def whole(size: int, settings: dict[str, Any]) -> Path:
+        settings = {name: value for name, value in settings.items() if name not in ("signal", "long")}
+        if (key := repr((size, settings))) not in folders:
+            folders[key] = tmp_path_factory.mktemp("whole")
+            assert run_ranks(size, told, str(folders[key]), [], ("update", 1), settings) == [0] * size
+        return folders[key]
+
+    return whole
+
+
+Stopped = Callable[[int, list[int], tuple[str, int], dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture
+def stopped(run_ranks, undisturbed, tmp_path) -> Stopped:
+    """`stopped(size, on, how, settings)`: what a run saves that is told to end, as `told` is given it.
+
+    Checks that the run, resumed, ends as one that is not told anything.
+    """
+
+    def stop(size: int, on: list[int], how: tuple[str, int], settings: dict[str, Any]) -> dict[str, Any]:
+        whole, number = undisturbed(size, settings), settings.get("signal", signal.SIGTERM)
+        assert run_ranks(size, told, str(tmp_path), on, how, settings) == [128 + number] * size
+        saved = runs.read(tmp_path / "last.pt")
+        resumed = {**settings, "resume": "auto"}
+        assert run_ranks(size, told, str(tmp_path), [], how, resumed) == [0] * size
+        assert runs.different(runs.read(whole / "last.pt"), runs.read(tmp_path / "last.pt")) == []
+        assert log(tmp_path) == log(whole)
+        return saved
+
+    return stop
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 @pytest.mark.parametrize(("size", "on"), [(1, [0]), (3, [1]), (3, [0, 2])])
-def test_a_signal_to_any_rank_ends_all_after_one_step(run_ranks, tmp_path, size, on, number):
-    settings = {"signal": number}
-    saved = resumed_as_if_nothing_had_happened(run_ranks, tmp_path, size, on, ("update", 1), settings)
+def test_a_signal_to_any_rank_ends_all_after_one_step(stopped, size, on, number):
+    saved = stopped(size, on, ("update", 1), {"signal": number})
     assert saved["progress"]["global_step"] == (2 if size == 1 else 3)
 
 
-def test_a_long_step_is_the_last_if_a_signal_comes_in_it(run_ranks, tmp_path):
-    settings = {"long": 0.0}
-    saved = resumed_as_if_nothing_had_happened(run_ranks, tmp_path, 2, [1], ("update", 1), settings)
+def test_a_long_step_is_the_last_if_a_signal_comes_in_it(stopped):
+    saved = stopped(2, [1], ("update", 1), {"long": 0.0})
     assert saved["progress"]["global_step"] == 2
 
 
@@ -113,17 +134,15 @@ def test_a_long_step_is_the_last_if_a_signal_comes_in_it(run_ranks, tmp_path):
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_whatever_a_run_holds_is_saved_at_a_signal(run_ranks, tmp_path, settings):
-    resumed_as_if_nothing_had_happened(run_ranks, tmp_path, 2, [1], ("update", 1), settings)
+def test_whatever_a_run_holds_is_saved_at_a_signal(stopped, settings):
+    stopped(2, [1], ("update", 1), settings)
 
 
 @pytest.mark.parametrize(("size", "on"), [(1, [0]), (2, [0]), (2, [1]), (3, [1, 2])])
 @pytest.mark.parametrize("when", [0, 5], ids=["in the first epoch", "at the end"])
-def test_a_signal_cuts_an_evaluation_short_and_the_resumed_run_begins_with_it(
-    run_ranks, tmp_path, size, on, when
-):
+def test_a_signal_cuts_an_evaluation_short_and_the_resumed_run_begins_with_it(stopped, size, on, when):
     when = 0 if when == 0 else -(-5 // size)  # of five batches in each evaluation
-    saved = resumed_as_if_nothing_had_happened(run_ranks, tmp_path, size, on, ("evaluate", when), {})
+    saved = stopped(size, on, ("evaluate", when), {})
     assert saved["progress"]["unscored"]
     assert saved["progress"]["global_step"] == (6 if when else 3)
 

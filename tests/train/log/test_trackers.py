@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckpttool.errors import CkptToolError, UsageFault
-from tests.ranks.programs import ROOT, TINY, start
+from tests.ranks.programs import TINY, start, without
 from train.config.training import TrainConfig
 from train.log import trackers
 
@@ -198,10 +198,8 @@ def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch):
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(tmp_path, name):
-    hide = f"import sys; sys.modules['{name}'] = None; sys.argv = sys.argv[1:]; import runpy; "
-    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    program, folder = str(ROOT / "train" / "main.py"), tmp_path / "run"
-    done = start([sys.executable, "-c", hide, program, f"--{name}", *TINY, "--out", str(folder)])
+    folder = tmp_path / "run"
+    done = start([*without(name, "main.py"), f"--{name}", *TINY, "--out", str(folder)])
     hint = f"in a clone of ckpttool: pip install -e '.[{name}]'"
     said = f"error: --{name}: the package {name} is not installed ({hint})\n"
     assert (done.returncode, done.stderr) == (2, said)

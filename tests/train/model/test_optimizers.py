@@ -16,19 +16,8 @@ from train.checkpoint import format as checkpoints
 from train.config.training import Every, TrainConfig
 from train.model import optimizer as optimizers
 
-OTHERS = [
-    "ASGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "sgd",
-]
+OTHERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"]
+OTHERS += ["NAdam", "RAdam", "RMSprop", "Rprop", "sgd"]
 
 
 class Net(nn.Module):

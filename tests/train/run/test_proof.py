@@ -65,6 +65,13 @@ def run(original: Path, tmp_path: Path) -> Iterator[Path]:
     return tmp_path / "run"
 
 
+def said_by(cli: Cli, code: int, *arguments: object) -> str:
+    """Return what `ckpttool prove` says on stderr, if it ends with this exit code."""
+    ran = cli("prove", *arguments)
+    assert ran.code == code, ran.err
+    return ran.err
+
+
 def lines_of(run: Path) -> list[bytes]:
     return (run / "run.jsonl").read_bytes().splitlines()
 
@@ -149,17 +156,14 @@ def test_a_line_that_is_not_the_runs_is_found_and_placed(cli, run, how):
     change, said = CHANGES[how]
     number = number_of(run, "step", 4)
     write(run, change(lines_of(run), number - 1))
-    ran = cli("prove", run, "--no-replay")
-    assert ran.code == 1
-    assert said.format(number) in ran.err
+    assert said.format(number) in said_by(cli, 1, run, "--no-replay")
 
 
 def test_a_chain_that_was_cut_behind_a_checkpoint_is_found_by_the_checkpoint(cli, run):
     write(run, lines_of(run)[:4])
-    ran = cli("prove", run, "--no-replay")
-    assert ran.code == 1
-    assert "checkpoint: last.pt: is of step 8, for which the chain has no checkpoint" in ran.err
-    assert "the record has no end" in ran.err
+    err = said_by(cli, 1, run, "--no-replay")
+    assert "checkpoint: last.pt: is of step 8, for which the chain has no checkpoint" in err
+    assert "the record has no end" in err
 
 
 def test_a_chain_that_was_written_anew_is_found_by_the_checkpoints(cli, run):
@@ -167,10 +171,9 @@ def test_a_chain_that_was_written_anew_is_found_by_the_checkpoints(cli, run):
         entries[1]["plan"] = "0" * 64
 
     rechain(run, change)
-    ran = cli("prove", run, "--no-replay")
-    assert ran.code == 1
-    assert "chain: line" not in ran.err
-    assert "checkpoint: step-000003.pt: was saved with another chain" in ran.err
+    err = said_by(cli, 1, run, "--no-replay")
+    assert "chain: line" not in err
+    assert "checkpoint: step-000003.pt: was saved with another chain" in err
 
 
 def test_other_weights_in_a_chain_that_was_written_anew_are_found_by_a_replay(cli, run):
@@ -213,14 +216,13 @@ def test_a_value_in_a_checkpoint_that_was_saved_again_is_found(cli, run, part):
     path.unlink()
     torch.save(state, path)
     flags = ["--run-code"] if part == "optimizer" else ["--no-replay"]
-    ran = cli("prove", run, *flags)
-    assert ran.code == 1
+    err = said_by(cli, 1, run, *flags)
     said = {
         "model": "checkpoint: step-000006.pt: the model's values are not those that step 6 saved",
         "optimizer": "replay: step 6: the replay ended with exit code 3: ",
         "digests": "checkpoint: step-000006.pt: its model is not the one of step 6 in the chain",
     }[part]
-    assert said in ran.err
+    assert said in err
 
 
 @pytest.fixture
@@ -241,16 +243,14 @@ def test_an_exchanged_sample_is_found_and_placed(cli, original, samples):
     step = next(n for n, batch in enumerate(Plan(22, 6).batches(0), 1) if 10 in batch)
     samples[10, 2] += 1
     torch.save(samples, original.parent / "inputs.pt")
-    ran = cli("prove", original, "--from", 0, "--run-code")
-    assert ran.code == 1
-    assert f"replay: step {step}: training sample 10 differs in step {step}\n" in ran.err
+    said = said_by(cli, 1, original, "--from", 0, "--run-code")
+    assert f"replay: step {step}: training sample 10 differs in step {step}\n" in said
 
 
 def test_a_changed_data_set_is_found(cli, original, samples):
     torch.save(samples + 1, original.parent / "inputs.pt")
-    ran = cli("prove", original, "--run-code")
-    assert ran.code == 1
-    assert re.search("belongs to a training on other samples: (training|test) sample 0", ran.err)
+    err = said_by(cli, 1, original, "--run-code")
+    assert re.search("belongs to a training on other samples: (training|test) sample 0", err)
 
 
 # ---- runs that were resumed ------------------------------------------------------------------------------
@@ -310,9 +310,8 @@ def test_virtual_ranks_are_replayed_on_another_number(cli, original):
 
 
 def test_code_that_the_run_names_is_not_run_unless_that_is_allowed(cli, run):
-    ran = cli("prove", run)
-    assert ran.code == 2
-    assert "the replay would run code that the run names: " in ran.err and "--run-code" in ran.err
+    said = said_by(cli, 2, run)
+    assert "the replay would run code that the run names: " in said and "--run-code" in said
 
 
 def test_code_in_the_arguments_alone_is_not_run_either(cli, run):
@@ -321,9 +320,7 @@ def test_code_in_the_arguments_alone_is_not_run_either(cli, run):
         entries[0]["arguments"] = ["--model=/evil.py:model", "--wandb"]
 
     rechain(run, change)
-    ran = cli("prove", run)
-    assert ran.code == 2
-    assert "code that the run names: /evil.py:model" in ran.err
+    assert "code that the run names: /evil.py:model" in said_by(cli, 2, run)
 
 
 def test_a_dry_run_says_the_command_and_runs_nothing(cli, run):
@@ -364,18 +361,14 @@ def test_a_record_that_begins_with_a_resume_is_proved_from_there_and_not_before(
     folder, saves = original.parent / "late", ["--save-every", "3steps", "--keep", 9]
     train(folder, *saves, "--stop-at", 3)
     train(folder, *saves, "--resume", "auto", "--prove-every", 1)
-    ran = cli("prove", folder, "--from", 2, "--run-code")
-    assert ran.code == 2
-    assert "the run has checkpoints of steps 3, 4, 6, 8" in ran.err
-    ran = cli("prove", folder, "--from", 4, "--run-code")
-    assert ran.code == 0
-    assert "the record begins at step 3, with a resume" in ran.err
+    assert "the run has checkpoints of steps 3, 4, 6, 8" in said_by(cli, 2, folder, "--from", 2, "--run-code")
+    assert "the record begins at step 3, with a resume" in said_by(cli, 0, folder, "--from", 4, "--run-code")
 
 
 def test_a_record_that_is_no_regular_file_is_refused_and_not_waited_for(cli, tmp_path):
     os.mkfifo(tmp_path / "run.jsonl")
-    ran = cli("prove", tmp_path, "--no-replay")
-    assert ran.code == 3 and "is not a regular file" in ran.err
+    err = said_by(cli, 3, tmp_path, "--no-replay")
+    assert "is not a regular file" in err
 
 
 def test_a_checkpoint_of_another_step_than_its_name_says_is_found(cli, run):
@@ -390,15 +383,14 @@ def test_files_of_the_users_are_no_problem_and_named_if_the_trainer_could_have_n
     for name in ("step-7.pt", "step-000007.pt"):
         (run / name).write_text("text")
     torch.save({"digests": "abc", "progress": {"global_step": 9}}, run / "step-000009.pt")
-    ran = cli("prove", run, "--no-replay")
-    assert ran.code == 0, ran.err
-    assert "step-7.pt" not in ran.err
-    assert "the record has no checkpoint of that step" in ran.err
-    assert "step-000009.pt: is no checkpoint of the trainer" in ran.err
+    err = said_by(cli, 0, run, "--no-replay")
+    assert "step-7.pt" not in err
+    assert "the record has no checkpoint of that step" in err
+    assert "step-000009.pt: is no checkpoint of the trainer" in err
     (run / "step-000006.pt").unlink()
     (run / "step-000006.pt").write_text("text")
-    ran = cli("prove", run, "--no-replay")
-    assert ran.code == 1 and "checkpoint: step-000006.pt: " in ran.err
+    err = said_by(cli, 1, run, "--no-replay")
+    assert "checkpoint: step-000006.pt: " in err
 
 
 @pytest.mark.parametrize("before", ["step-000006.pt", None], ids=["another save", "no save"])
@@ -412,11 +404,10 @@ def test_a_checkpoint_that_a_kill_kept_from_its_place_is_a_note(cli, run, before
             path.unlink()
     if last:
         (run / "last.pt").write_bytes(last)
-    ran = cli("prove", run, "--no-replay")
-    assert ran.code == 0, ran.err
+    err = said_by(cli, 0, run, "--no-replay")
     said = "last.pt is of step 6, and the record's last checkpoint of 8"
-    assert (said if before else "none of the 1 recorded checkpoints is in the folder") in ran.err
-    assert "the record has no end" in ran.err
+    assert (said if before else "none of the 1 recorded checkpoints is in the folder") in err
+    assert "the record has no end" in err
 
 
 def test_a_resume_from_a_checkpoint_that_the_record_does_not_hold_is_found(cli, run):
@@ -427,9 +418,8 @@ def test_a_resume_from_a_checkpoint_that_the_record_does_not_hold_is_found(cli, 
         entries.append({**step, "step": 100})
 
     rechain(run, foreign)
-    ran = cli("prove", run, "--run-code", "--dry-run")
-    assert ran.code == 1 and "goes on from a checkpoint of step 99" in ran.err
-    assert "--stop-at 8 " in ran.err and "the run went on from step 99 with other settings" in ran.err
-    ran = cli("prove", run, "--run-code", "--dry-run", "--from", 8)
+    err = said_by(cli, 1, run, "--run-code", "--dry-run")
+    assert "goes on from a checkpoint of step 99" in err
+    assert "--stop-at 8 " in err and "the run went on from step 99 with other settings" in err
     said = "--from 8: the record has no step from 8 up to 100 with the same settings"
-    assert ran.code == 2 and said in ran.err
+    assert said in said_by(cli, 2, run, "--run-code", "--dry-run", "--from", 8)
