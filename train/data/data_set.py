@@ -130,7 +130,10 @@ def _data(config: DataConfig, parts: Parts, sizes: str) -> Data:
                 contents.setdefault(kind, {}).update(digests)
     parts_of_first = leaves(parts.test[0], f"--data {config.data}: test sample 0").values()
     shape = next((tuple(leaf.shape) for leaf in parts_of_first if isinstance(leaf, torch.Tensor)), ())
-    source = f"{parts.source}{sizes}{_preparation(config)}"
+    # Other numbers are another data set.
+    given = {"mean": config.mean, "std": config.std, "resize": config.resize}
+    prepared = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
+    source = f"{parts.source}{sizes}{prepared}"
     return Data(config.data, parts.train, parts.test, parts.classes, shape, source, contents, config.task)
 
 
@@ -178,12 +181,6 @@ def _compare_samples(data: Data, redrawn: set[str], when: str, hint: str, worker
             own_draws = fingerprint.drawn_again(parts, differing, data.name, data.task)
         if not any(collectives.gather(own_draws)):
             raise
-
-
-def _preparation(config: DataConfig) -> str:
-    # Other numbers are another data set.
-    given = {"mean": config.mean, "std": config.std, "resize": config.resize}
-    return "".join(f", {name} {value}" for name, value in given.items() if value is not None)
 
 
 # ---- data sets that a user's factory makes: --data file.py:factory -------------------------------------

@@ -31,7 +31,7 @@ def append(folder: str, entry: Mapping[str, Any]) -> None:
     """Add one object to the log, on a line of its own, or raise FileError and leave the log as it was."""
     path = os.path.join(folder, LOG)
     with naming(path):
-        append_line(path, json.dumps(_finite(entry)).encode())
+        append_line(path, json.dumps(finite(entry)).encode())
 
 
 def cut(folder: str, *, epoch: int, step: int) -> None:
@@ -108,13 +108,13 @@ def _number(entry: Mapping[str, Any], name: str) -> float:
     return value if isinstance(value, int | float) else -math.inf
 
 
-def _finite(value: Any) -> Any:
-    """Return a JSON value with null in place of NaN and infinity, which JSON lacks."""
+def finite(value: Any, instead: Callable[[float], str | None] = lambda _: None) -> Any:
+    """Return a value for JSON, which lacks NaN and infinity; in their place null, or what `instead` says."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {str(key): finite(item, instead) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(item, instead) for item in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class HeldLines(contextlib.AbstractContextManager[Any], Generic[Line]):
