@@ -31,10 +31,14 @@ from train.run.run import Limits
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 
 
+def small_resnet() -> models.ResNet:
+    return models.ResNet(1, 10, 3)
+
+
 def make_trainer(rank: int, world_size: int, **settings: Any) -> Any:
     settings = {"batch_size": 4, "lr": 0.1, **settings}
-    data = trainings.tensors((3, 32, 32), 8)
-    return trainings.trainer(rank, world_size, data, trainings.seeded(models.resnet20), **settings)
+    data = trainings.tensors((3, 8, 8), 8)
+    return trainings.trainer(rank, world_size, data, trainings.seeded(small_resnet), **settings)
 
 
 def save_last(trainer: Any, folder: str, *, best: bool = False) -> None:
@@ -73,12 +77,12 @@ def test_a_checkpoint_is_primitives_and_tensors_that_weights_only_loads(saved):
 
 def test_the_model_has_the_keys_that_ddp_gives_and_ckpttool_strips(saved):
     keys = list(saved["state"]["model"])
-    assert keys == [f"module.{name}" for name in models.resnet20().state_dict()]
+    assert keys == [f"module.{name}" for name in small_resnet().state_dict()]
 
 
 def test_the_optimizers_state_names_its_parameters_as_the_model_does(saved):
     (group,) = saved["state"]["optimizer"]["param_groups"]
-    assert group["param_names"] == [f"module.{name}" for name, _ in models.resnet20().named_parameters()]
+    assert group["param_names"] == [f"module.{name}" for name, _ in small_resnet().named_parameters()]
     assert len(saved["state"]["optimizer"]["state"]) == len(group["param_names"])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 import torch
 
 from ckpttool.errors import CheckFailed, Refused, UsageFault
-from tests.support.running import ROOT
+from tests.ranks.forked import Program
+from tests.ranks.programs import ROOT, environment
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import format as checkpoints
 from train.config.training import TrainConfig
@@ -86,7 +86,7 @@ def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_ou
         "    if not child: time.sleep(60)\n"
         "    print(child, flush=True); time.sleep(60)"
     )
-    rank = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    rank = Program([sys.executable, "-c", code], ROOT, environment())
     child = int(rank.stdout.readline())
     try:
         with pytest.raises(UsageFault, match="another run writes there now"):
@@ -105,7 +105,7 @@ def test_a_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
         "def save(state, file): file.write(b'half'); file.flush(); print('now', flush=True); time.sleep(60)\n"
         f"torch.save = save; checkpoint_files.write({{}}, {str(tmp_path)!r}, ['last.pt'])"
     )
-    killed = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    killed = Program([sys.executable, "-c", code], ROOT, environment())
     assert killed.stdout.readline() == "now\n"
     assert len(os.listdir(tmp_path)) == 1
     killed.kill()
