@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import struct
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.ranks.programs import ROOT, environment, own_model
+from tests.ranks.programs import own_model, start
 from train import main
 
 Fails = Callable[..., str]
@@ -180,7 +179,7 @@ def test_a_parameter_that_is_not_always_used_is_named(own, fails):
 def test_a_parameter_that_one_rank_does_not_use_is_named_and_all_ranks_end(own, tmp_path):
     flags = ["--data", f"{own}:numbers", "--model", f"{own}:forgetful", "--task", "regression"]
     command = [sys.executable, "train/main.py", "--spawn", "2", *flags, "--out", str(tmp_path / "run")]
-    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=90)
+    ended = start(command)
     assert ended.returncode == 1, ended.stderr
     assert "parameter extra.weight did not affect the output in step 2" in ended.stderr
     assert "Traceback" not in ended.stderr

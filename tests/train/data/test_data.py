@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from PIL import Image
 
 from ckpttool.errors import CkptToolError, Damaged, UsageFault
 from tests.ranks import trainings
-from tests.support.running import ROOT
+from tests.ranks.programs import start
 from train.config.shared import DataConfig
 from train.data import data_set as data
 
@@ -56,7 +55,8 @@ def test_the_digits_need_no_torchvision():
         "import sys; sys.modules['torchvision'] = None\n"
         "from train.config.shared import DataConfig; from train.data.data_set import load; load(DataConfig())"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    done = start([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
 
 
 def test_fake_samples_are_the_same_each_time_and_differ_between_train_and_test():

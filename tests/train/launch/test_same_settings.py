@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from ckpttool.errors import CkptToolError
+from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment
 from train.config.shared import Every
 from train.config.training import TrainConfig
@@ -118,7 +118,7 @@ def test_code_that_differs_is_a_warning_also_where_a_file_imports_it(tmp_path, c
         env = environment() | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
         command = [sys.executable, str(ROOT / "train/main.py"), *flags]
-        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, cwd=tmp_path))
+        ranks.append(Program(command, tmp_path, env))
     said = [process.communicate(timeout=100)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     assert said[0].startswith("warning: ") and f"{changed} of rank 1 is not that of rank 0" in said[0]
