@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from ckpttool import distributed
 from train import main
-from train.checkpoint.capture import capture
+from train.checkpoint.format import capture
 from train.checkpoint.pending_save import tensors_of
 from train.checkpoint.saver import Saver
 from train.config import command_line

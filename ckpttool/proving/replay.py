@@ -196,7 +196,7 @@ def _command(path: str, begin: Entry, end: int, resumed: str | None, replay: Rep
         init, *missing = begin["init"] or [None]
         begun = ["--init", init] if init else []
         begun += [part for glob in missing for part in ("--init-allow-missing", glob)]
-    every = ["--prove-every", str(begin["every"]), "--stop-at", str(end), "--save-every", "999999999epochs"]
+    every = ["--prove-every", str(begin["every"]), "--stop-at", str(end), "--save-every", f"{end}steps"]
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []
     return [sys.executable, replay.program, *arguments, *begun, *every, *spawn, *replay.flags]
 

@@ -32,6 +32,60 @@ def pair():
 """A file of a user's with samples that are drawn anew each time they are loaded."""
 
 
+OWN_MODEL = """
+import itertools, os, sys, time, torch
+from pathlib import Path
+from torch import nn
+
+marks, passes = Path(__file__).parent, itertools.count(1)
+rank = os.environ.get("RANK", "0")
+
+class Own(nn.Linear):
+    def forward(self, x):
+        if torch.distributed.is_initialized() and len(x) > 1 and {when}:
+            {does}
+        return super().forward(x.flatten(1))
+
+def model():
+    return Own(3072, 10)
+"""
+"""A file of a user's with a model for `fake` data, which does something before passes of several samples."""
+
+
+def own_model(folder: Path, does: str, when: str = "self.training") -> str:
+    """Write a file of a user's with a model that does something in its passes; return its `--model`.
+
+    The code has `marks` (the folder), `passes` (a counter from 1) and `rank` (a text).
+    """
+    (folder / "own.py").write_text(OWN_MODEL.format(does=does.replace("\n", "\n" + 12 * " "), when=when))
+    return f"{folder}/own.py:model"
+
+
+BROKEN_DATA = """
+import time, torch
+from torch.utils.data import TensorDataset
+
+class Broken(TensorDataset):
+    def __getitem__(self, index):
+        if index == 300:
+            raise ValueError("sample 300 is broken")
+        time.sleep(0.001)
+        return super().__getitem__(index)
+
+def make():
+    train = TensorDataset(torch.zeros(20, 1, 8, 8), torch.arange(20) % 10)
+    return train, Broken(torch.zeros(4000, 1, 8, 8), torch.arange(4000) % 10)
+"""
+"""A file of a user's of whose test samples one, in the third batch of an evaluation, can't be read."""
+
+
+def without(module: str, program: str) -> list[str]:
+    """Return the command that runs a program of train/ as if a module were not installed."""
+    hide = f"import sys; sys.modules['{module}'] = None; sys.argv = sys.argv[1:]; import runpy; "
+    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return [sys.executable, "-c", hide, str(ROOT / "train" / program)]
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment with one thread, which torchrun would set with a note."""
     inherited = {name: value for name, value in os.environ.items() if name != "CKPTTOOL_DEBUG"}

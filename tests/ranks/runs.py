@@ -16,14 +16,19 @@ from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
 from train.config.shared import Every
 from train.config.training import TrainConfig
+from train.data.data_set import Data
 from train.main import train
 from train.run.run import Job
 from train.tasks import builtin as tasks
+from train.tasks.task import Task
 
 SHAPE = (3, 8, 8)
 BATCH, SAMPLES = 12, 34
 """Three steps in an epoch, and the last is short."""
 STEPS = 6
+
+OFTEN = {"keep": 99, "save_every": Every(1, "steps")}
+"""A numbered checkpoint of each step."""
 
 PARTS = ("model", "optimizer", "ema", "scheduler", "scaler", "progress", "plan", "rng", "log")
 
@@ -71,16 +76,28 @@ def with_batchnorm() -> nn.Module:
 def run(rank: int, size: int, make: Any, folder: str, settings: dict[str, Any]) -> str:
     """Run the trainer for two epochs of three steps; return what it printed, or the error that ended it."""
     usual = {"epochs": 2, "batch_size": BATCH, "lr": 0.05, "warmup": Every(2, "steps"), "timeout": 20.0}
-    config = TrainConfig(**{"out": folder, **usual, **settings})
     data = trainings.tensors(SHAPE, SAMPLES)
-    model = trainings.seeded(make)
-    job = Job(config, trainings.place(rank, size), data, model, tasks.build(config, data), [])
+    return outcome(rank, size, data, trainings.seeded(make), {"out": folder, **usual, **settings})
+
+
+def outcome(
+    rank: int,
+    size: int,
+    data: Data,
+    model: nn.Module,
+    settings: dict[str, Any],
+    task: Task | None = None,
+    remarks: Iterable[str] = (),
+) -> str:
+    """Run the trainer; return what it printed, or the error that ended it, with its hint and exit code."""
+    config = TrainConfig(**settings)
+    place, task = trainings.place(rank, size), task or tasks.build(config, data)
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            train(job)
+            train(Job(config, place, data, model, task, list(remarks)))
     except CkptToolError as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error} ({error.hint}) {error.exit_code}"
     return said.getvalue()
 
 
@@ -94,8 +111,7 @@ def straight_and_resumed(
         of the run that was resumed there, of all that a checkpoint holds. Empty on ranks other than 0.
     """
     whole = Path(folder, f"{size}-straight")
-    often = {"keep": 99, "save_every": Every(1, "steps")}
-    said = run(rank, size, make, str(whole), {**settings, **often})
+    said = run(rank, size, make, str(whole), {**settings, **OFTEN})
     assert "Error" not in said, said
     found: dict[int, list[str]] = {}
     for stop in stops:
@@ -110,6 +126,11 @@ def straight_and_resumed(
 
 def read(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
+
+
+def contents(path: Path, *parts: str) -> dict[str, bytes]:
+    """Return the digest of each entry of a checkpoint, of these parts or of all."""
+    return dict(entries({part: value for part, value in read(path).items() if part in (parts or PARTS)}))
 
 
 def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
+from ckpttool.errors import CkptToolError
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.main import steps_of_epoch
@@ -40,7 +42,9 @@ def seeded(make: Any, seed: int = 3) -> nn.Module:
     return make()
 
 
-def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: Any) -> nn.Module:
+def alone(
+    make: Any, data: Data, batch_size: int, epochs: int = 1, clip_norm: float | None = None, **settings: Any
+) -> nn.Module:
     """Return the model after plain training: one process, no DDP, the mean of whole batches.
 
     Args:
@@ -52,8 +56,24 @@ def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: A
         for batch in torch.tensor(Plan(len(inputs), batch_size).order(epoch)).split(batch_size):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+            if clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimizer.step()
     return model
+
+
+def error_of(call: Callable[[], object], kind: type[Exception] = CkptToolError) -> tuple[str, str] | None:
+    """Return the class and the message of the error in which a call ends; None if it ends well."""
+    try:
+        call()
+    except kind as error:
+        return type(error).__name__, getattr(error, "message", str(error))
+    return None
+
+
+def farthest(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
+    """Return the largest difference of two lists of tensors."""
+    return max((a.double() - b.double()).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 
 def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:

@@ -31,5 +31,5 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
     try:
         call()
     except Exception as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, getattr(error, "message", str(error))
     return "", ""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.ranks import trainings
-from tests.ranks.programs import start
+from tests.ranks.programs import BROKEN_DATA, start
 from tests.support.running import ROOT
 from train import evaluate
 from train import main as train
@@ -115,34 +115,13 @@ def test_an_evaluation_is_overwritten_only_with_force_and_completely(saved, tmp_
     assert sorted(path.name for path in out.iterdir()) == ["eval.json", "notes.txt", "rank0.safetensors"]
 
 
-BROKEN = """
-import time, torch
-from torch.utils.data import TensorDataset
-
-class Broken(TensorDataset):
-    def __getitem__(self, index):
-        if index == 300:
-            raise ValueError("sample 300 is broken")
-        time.sleep(0.001)
-        return super().__getitem__(index)
-
-def make():
-    train = TensorDataset(torch.zeros(20, 1, 8, 8), torch.arange(20) % 10)
-    return train, Broken(torch.zeros(4000, 1, 8, 8), torch.arange(4000) % 10)
-"""
-
-
-def fail_on_one(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str]:
-    try:
-        evaluate.evaluate(evaluate.prepare(parse(arguments)))
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "evaluated", ""
+def fail_on_one(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str] | None:
+    return trainings.error_of(lambda: certify_on_ranks(rank, world_size, arguments), Exception)
 
 
 def test_a_rank_that_fails_ends_all_with_its_error_at_once(run_ranks, simple_cnn, tmp_path):
     """Sample 300 is in the third batch, which is rank 2's first: no rank goes on to a second one."""
-    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "broken.py").write_text(BROKEN_DATA)
     arguments = [str(simple_cnn), "--model", "simple-cnn", "--data", f"{tmp_path / 'broken.py'}:make"]
     answers = run_ranks(3, fail_on_one, arguments, timeout=200)
     assert [name for name, _ in answers] == ["RankFailed", "RankFailed", "ValueError"]
@@ -150,7 +129,7 @@ def test_a_rank_that_fails_ends_all_with_its_error_at_once(run_ranks, simple_cnn
 
 
 def test_a_spawned_rank_that_fails_ends_all_and_sets_the_exit_code(simple_cnn, tmp_path):
-    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "broken.py").write_text(BROKEN_DATA)
     arguments = [str(simple_cnn), "--model", "simple-cnn", "--data", f"{tmp_path / 'broken.py'}:make"]
     ran = start([sys.executable, "train/evaluate.py", *arguments, "--spawn", "2", "--timeout", "500"])
     assert (ran.returncode, "sample 300 is broken" in ran.stderr) == (1, True), ran.stderr
@@ -213,37 +192,25 @@ def test_the_numbers_are_those_of_plain_pytorch(saved, capsys):
     assert answer["loss"] == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["absent.pt", "--model", "resnet20", "--data", "fake:9"], 3, "absent.pt: no such file"),
-        (["ddp.pt", "--model", "simple-cnn", "--data", "fake:9"], 1, "does not fit the model"),
-        (["ddp.pt", "--model", "resnet20", "--data", "folder:/no/such"], 2, "/no/such: no such folder"),
-        (["ddp.pt", "--model", "torchvision:resnet18", "--data", "digits"], 2, "does not take the"),
-        (["ddp.pt", "--model", "no-such", "--data", "fake:9"], 2, "no such model"),
-        (["ddp.pt", "--data", "fake:9"], 2, "--model"),
-        (["--model", "resnet20"], 2, "CKPT"),
-        (["ddp.pt", "--model", "resnet20", "--threads", "0"], 2, "--threads: 0 is less than 1"),
-        (["ddp.pt", "--model", "resnet20", "--data", "fake:9", "--out", "ddp.pt"], 2, "--out ddp.pt: "),
-    ],
-    ids=[
-        "no file",
-        "other model",
-        "no data",
-        "other samples",
-        "no model",
-        "model not given",
-        "nothing given",
-        "no threads",
-        "no folder",
-    ],
-)
+FAILURES: dict[str, tuple[str, int, str]] = {
+    "no file": ("absent.pt --model resnet20 --data fake:9", 3, "absent.pt: no such file"),
+    "other model": ("ddp.pt --model simple-cnn --data fake:9", 1, "does not fit the model"),
+    "no data": ("ddp.pt --model resnet20 --data folder:/no/such", 2, "/no/such: no such folder"),
+    "other samples": ("ddp.pt --model torchvision:resnet18 --data digits", 2, "does not take the"),
+    "no model": ("ddp.pt --model no-such --data fake:9", 2, "no such model"),
+    "model not given": ("ddp.pt --data fake:9", 2, "--model"),
+    "nothing given": ("--model resnet20", 2, "CKPT"),
+    "no threads": ("ddp.pt --model resnet20 --threads 0", 2, "--threads: 0 is less than 1"),
+    "no folder": ("ddp.pt --model resnet20 --data fake:9 --out ddp.pt", 2, "--out ddp.pt: "),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
 @pytest.mark.parametrize("as_json", [False, True], ids=["words", "json"])
-def test_a_failure_is_one_line_and_an_object_for_scripts(
-    saved, capsys, monkeypatch, arguments, code, said, as_json
-):
+def test_a_failure_is_one_line_and_an_object_for_scripts(saved, capsys, monkeypatch, what, as_json):
+    arguments, code, said = FAILURES[what]
     monkeypatch.chdir(saved)
-    assert main([*arguments, *(["--json"] if as_json else [])]) == code
+    assert main([*arguments.split(), *(["--json"] if as_json else [])]) == code
     answer = capsys.readouterr()
     assert answer.err.startswith("error: ")
     assert answer.err.count("\n") == 1
@@ -274,7 +241,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run" / "last.pt"
 
 
-def test_a_runs_checkpoint_needs_no_flags(run: Path, capsys: Any) -> None:
+def test_a_runs_checkpoint_needs_no_flags(run, capsys):
     capsys.readouterr()
     given = ["--model", "resnet20", "--data", "fake:20", "--eval-batch", "3"]
     answers = []
@@ -302,9 +269,7 @@ def test_a_runs_checkpoint_needs_no_flags(run: Path, capsys: Any) -> None:
         ({"model": "no-such"}, 2, "--model no-such: no such model"),
     ],
 )
-def test_code_that_a_checkpoint_names_is_not_run(
-    tmp_path: Path, capsys: Any, config: Any, code: int, said: str
-) -> None:
+def test_code_that_a_checkpoint_names_is_not_run(tmp_path, capsys, config, code, said):
     torch.save({"model": {"w": torch.zeros(2)}, "config": config}, tmp_path / "a.pt")
     assert main([str(tmp_path / "a.pt")]) == code
     errors = capsys.readouterr().err

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import struct
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.ranks.programs import ROOT, environment
+from tests.ranks.programs import own_model, start
 from train import main
 
 Fails = Callable[..., str]
@@ -145,44 +144,42 @@ def fails(tmp_path: Path, capsys: Any) -> Fails:
         ("growing", "has the shape 42, and sample 0 has 3"),
     ],
 )
-def test_samples_that_are_no_tensor_with_a_class_are_refused(
-    own: str, fails: Fails, factory: str, said: str
-) -> None:
+def test_samples_that_are_no_tensor_with_a_class_are_refused(own, fails, factory, said):
     assert said in fails(2, "--data", f"{own}:{factory}", "--model", f"{own}:net")
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_labels_beyond_the_classes_name_the_sample(own: str, fails: Fails, workers: str) -> None:
+def test_labels_beyond_the_classes_name_the_sample(own, fails, workers):
     said = fails(1, "--data", f"{own}:beyond", "--model", f"{own}:net", "--workers", workers)
     assert "which is not one of the 2 classes" in said
 
 
-def test_labels_may_be_integers_of_any_size(own: str, tmp_path: Path) -> None:
+def test_labels_may_be_integers_of_any_size(own, tmp_path):
     flags = ["--data", f"{own}:small_integers", "--model", f"{own}:net", "--epochs", "1"]
     assert main.main([*flags, "--out", str(tmp_path / "run")]) == 0
 
 
-def test_a_loading_process_that_dies_is_named(own: str, fails: Fails) -> None:
+def test_a_loading_process_that_dies_is_named(own, fails):
     said = fails(1, "--data", f"{own}:dying", "--model", f"{own}:net", "--workers", "2")
     assert re.search(
         "rank 0: a process that loads data (is killed by signal: Killed|exited unexpectedly)", said
     )
 
 
-def test_a_loss_of_nan_ends_the_run_where_it_is_logged(own: str, fails: Fails) -> None:
+def test_a_loss_of_nan_ends_the_run_where_it_is_logged(own, fails):
     said = fails(1, "--data", f"{own}:poisoned", "--model", f"{own}:net", "--log-every", "1")
     assert re.search(r"the loss is NaN by step [1-5]: training has diverged", said)
 
 
-def test_a_parameter_that_is_not_always_used_is_named(own: str, fails: Fails) -> None:
+def test_a_parameter_that_is_not_always_used_is_named(own, fails):
     said = fails(1, "--data", f"{own}:plain", "--model", f"{own}:sometimes")
     assert "parameter extra.weight did not affect the output in step 2" in said
 
 
-def test_a_parameter_that_one_rank_does_not_use_is_named_and_all_ranks_end(own: str, tmp_path: Path) -> None:
+def test_a_parameter_that_one_rank_does_not_use_is_named_and_all_ranks_end(own, tmp_path):
     flags = ["--data", f"{own}:numbers", "--model", f"{own}:forgetful", "--task", "regression"]
     command = [sys.executable, "train/main.py", "--spawn", "2", *flags, "--out", str(tmp_path / "run")]
-    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=90)
+    ended = start(command)
     assert ended.returncode == 1, ended.stderr
     assert "parameter extra.weight did not affect the output in step 2" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -213,7 +210,7 @@ def bomb(path: Path) -> None:
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize("place", [4, 5], ids=["test sample", "training sample"])
-def test_an_image_that_cant_be_decoded_is_named(images: Path, fails: Fails, workers: str, place: int) -> None:
+def test_an_image_that_cant_be_decoded_is_named(images, fails, workers, place):
     whole = (images / "dog" / f"{place}.png").read_bytes()
     (images / "dog" / f"{place}.png").write_bytes(whole[: whole.index(b"IDAT") + 6])
     said = fails(3, "--data", f"folder:{images}", "--workers", workers)
@@ -221,20 +218,20 @@ def test_an_image_that_cant_be_decoded_is_named(images: Path, fails: Fails, work
 
 
 @pytest.mark.parametrize("flags", [[], ["--resize", "8"]], ids=["", "resized"])
-def test_a_decompression_bomb_is_refused(images: Path, fails: Fails, flags: list[str]) -> None:
+def test_a_decompression_bomb_is_refused(images, fails, flags):
     bomb(images / "dog" / "5.png")
     said = fails(3, "--data", f"folder:{images}", *flags)
     assert said.startswith(f"error: {images}/dog/5.png: is an image of more pixels than Pillow decodes")
 
 
 @pytest.mark.timeout(30)
-def test_a_named_pipe_among_the_images_is_refused_and_not_waited_for(images: Path, fails: Fails) -> None:
+def test_a_named_pipe_among_the_images_is_refused_and_not_waited_for(images, fails):
     os.mkfifo(images / "dog" / "pipe.png")
     said = fails(3, "--data", f"folder:{images}")
     assert said == f"error: {images}/dog/pipe.png: is not a regular file\n"
 
 
-def test_a_link_to_nothing_among_the_images_is_named(images: Path, fails: Fails) -> None:
+def test_a_link_to_nothing_among_the_images_is_named(images, fails):
     (images / "dog" / "gone.png").symlink_to("nowhere.png")
     said = fails(3, "--data", f"folder:{images}")
     assert said == f"error: {images}/dog/gone.png: no such file\n"
@@ -280,24 +277,8 @@ def test_a_file_that_a_user_s_data_set_can_t_read_is_named_with_its_sample(
     assert error.count("\n") == 1
 
 
-LEAVES = """
-import sys, torch
-from torch import nn
-
-class Leaves(nn.Linear):
-    def forward(self, x):
-        if torch.distributed.is_initialized() and self.training and len(x) > 1:
-            sys.exit({code})
-        return super().forward(x.flatten(1))
-
-def model():
-    return Leaves(3072, 10)
-"""
-
-
 @pytest.mark.parametrize(("code", "also"), [("0", ""), ("'no licence'", ": no licence")])
 def test_a_rank_whose_model_calls_sys_exit_says_where_and_fails(tmp_path, capsys, code, also):
-    (tmp_path / "own.py").write_text(LEAVES.format(code=code))
-    model = f"{tmp_path}/own.py:model"
+    model = own_model(tmp_path, f"sys.exit({code})")
     assert main.main(["--data", "fake:16", "--model", model, "--out", str(tmp_path / "run")]) == 1
-    assert f"error: rank 0: {tmp_path}/own.py:8 ended the process{also} (" in capsys.readouterr().err
+    assert f"error: rank 0: {tmp_path}/own.py:12 ended the process{also} (" in capsys.readouterr().err

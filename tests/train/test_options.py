@@ -43,9 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_resumed_run_equals_the_straight_one_bit_for_bit(
-    run_ranks: Any, tmp_path: Any, option: str
-) -> None:
+def test_a_resumed_run_equals_the_straight_one_bit_for_bit(run_ranks, tmp_path, option):
     arguments = runs.restless, str(tmp_path), OPTIONS[option], (2, 3)
     _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
     assert differences == {2: [], 3: []}
@@ -71,7 +69,7 @@ def bound(settings: dict[str, Any]) -> float:
 @pytest.mark.parametrize(
     "option", [name for name, settings in OPTIONS.items() if "rank_share" not in settings]
 )
-def test_two_ranks_give_what_one_gives_but_for_rounding(run_ranks: Any, tmp_path: Any, option: str) -> None:
+def test_two_ranks_give_what_one_gives_but_for_rounding(run_ranks, tmp_path, option):
     one, two = (final(run_ranks, size, runs.steady, tmp_path, OPTIONS[option]) for size in (1, 2))
     difference = runs.largest_difference(one, two)
     assert difference < bound(OPTIONS[option]), difference
@@ -87,9 +85,7 @@ def test_two_ranks_give_what_one_gives_but_for_rounding(run_ranks: Any, tmp_path
     ],
     ids=["bf16, shares", "checkpoints, averaged", "bf16, checkpoints, clipped, accumulated"],
 )
-def test_statistics_of_all_ranks_resume_bit_for_bit(
-    run_ranks: Any, tmp_path: Any, batchnorm: str, settings: dict[str, Any]
-) -> None:
+def test_statistics_of_all_ranks_resume_bit_for_bit(run_ranks, tmp_path, batchnorm, settings):
     arguments = runs.restless, str(tmp_path), {**settings, "batchnorm": batchnorm}, (2,)
     _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
     assert differences == {2: []}
@@ -100,9 +96,7 @@ def test_statistics_of_all_ranks_resume_bit_for_bit(
     [{}, {"rank_share": (1, 3)}, {"grad_checkpoint": True, "ema": 0.7, "clip_norm": 0.5}, {"amp": "bf16"}],
     ids=["plain", "shares", "checkpoints, averaged, clipped", "bf16"],
 )
-def test_synchronised_layers_give_on_two_ranks_what_one_gives(
-    run_ranks: Any, tmp_path: Any, settings: dict[str, Any]
-) -> None:
+def test_synchronised_layers_give_on_two_ranks_what_one_gives(run_ranks, tmp_path, settings):
     alone = {name: value for name, value in settings.items() if name != "rank_share"}
     one = final(run_ranks, 1, runs.with_batchnorm, tmp_path, alone)
     two = final(run_ranks, 2, runs.with_batchnorm, tmp_path, {**settings, "batchnorm": "sync"})
@@ -110,9 +104,7 @@ def test_synchronised_layers_give_on_two_ranks_what_one_gives(
 
 
 @pytest.mark.parametrize("change", [{"grad_checkpoint": True}, {"zero": True}])
-def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(
-    run_ranks: Any, tmp_path: Any, change: dict[str, Any]
-) -> None:
+def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(run_ranks, tmp_path, change):
     plain, _ = run_ranks(2, runs.straight_and_resumed, runs.restless, str(tmp_path), ADAMW, ())[0]
     saving = final(run_ranks, 2, runs.restless, tmp_path / "saving", {**ADAMW, **change})
     assert runs.different(plain, saving) == []
@@ -123,9 +115,7 @@ def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_a_divided_run_continues_on_another_number_of_ranks(
-    run_ranks: Any, tmp_path: Any, before: int, after: int
-) -> None:
+def test_a_divided_run_continues_on_another_number_of_ranks(run_ranks, tmp_path, before, after):
     settings = {**ADAMW, "zero": True, "ema": 0.7}
     whole = final(run_ranks, before, runs.steady, tmp_path, settings)
     stopped = {"resume": str(tmp_path / f"{before}-straight" / "step-000002.pt")}
@@ -140,7 +130,7 @@ def with_a_scale_that_is_too_large(rank: int, size: int, *arguments: Any) -> Any
         return runs.straight_and_resumed(rank, size, *arguments)
 
 
-def test_skipped_steps_of_fp16_count_and_change_nothing(run_ranks: Any, tmp_path: Any) -> None:
+def test_skipped_steps_of_fp16_count_and_change_nothing(run_ranks, tmp_path):
     """A CPU is refused, as it would be slow; the arithmetic is the same."""
     arguments = runs.restless, str(tmp_path), {"amp": "fp16", "ema": 0.7}, (1, 2, 4)
     last, differences = run_ranks(2, with_a_scale_that_is_too_large, *arguments)[0]
@@ -162,7 +152,7 @@ def program(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return start([sys.executable, *command], folder, OMP_NUM_THREADS="1")
 
 
-def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score(tmp_path: Path) -> None:
+def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score(tmp_path):
     tiny = ["--data", "fake:40", "--batch-size", "20", "--epochs", "1", "--ema", "0.5", "--out", "run"]
     said = program(tmp_path, str(ROOT / "train/main.py"), *tiny).stdout
     strip, evaluate = said.replace("\\\n", "").rpartition("next:\n")[2].strip().splitlines()
@@ -180,7 +170,7 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
 
 
-def test_muon_resumes_bit_for_bit(run_ranks: Any, tmp_path: Any) -> None:
+def test_muon_resumes_bit_for_bit(run_ranks, tmp_path):
     settings = {**ADAMW, "optimizer": "muon", "momentum": 0.95, "weight_decay": 0.1}
     arguments = perceptron, str(tmp_path), settings, (2, 3)
     _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
@@ -188,7 +178,7 @@ def test_muon_resumes_bit_for_bit(run_ranks: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks: Any, tmp_path: Any) -> None:
+def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks, tmp_path):
     settings = {"compile": True, "ema": 0.7, "clip_norm": 0.5, "drop_last": True}
     arguments = perceptron, str(tmp_path), settings, (1,)
     last, differences = run_ranks(2, runs.straight_and_resumed, *arguments, timeout=110)[0]
@@ -214,8 +204,8 @@ def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks: 
     ],
 )
 def test_what_can_not_be_trained_so_is_refused_before_any_process_group(
-    tmp_path: Path, monkeypatch: Any, capsys: Any, arguments: str, said: str
-) -> None:
+    tmp_path, monkeypatch, capsys, arguments, said
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     assert main.main(["--data", "fake:20", "--batch-size", "4", *arguments.split()]) == 2
@@ -258,7 +248,7 @@ def unlike(num_classes=10):
 """
 
 
-def test_a_lazy_model_is_trained_resumed_and_evaluated(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_lazy_model_is_trained_resumed_and_evaluated(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     given = ["--data", "fake:20", "--model", "own.py:lazy"]

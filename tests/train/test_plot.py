@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks.programs import ROOT, start
+from tests.ranks.programs import start, without
 from train import plot
 from train.log import log_file
 
@@ -64,7 +63,7 @@ def lines(axes: Any) -> list[list[tuple[float, float]]]:
 CLASSES = ["Loss", "Accuracy", "Learning rate", "Throughput, samples per second"]
 
 
-def test_training_and_test_curves_are_over_epochs(tmp_path: Path) -> None:
+def test_training_and_test_curves_are_over_epochs(tmp_path):
     panels = drawn(write(tmp_path / "a", classes(2)))
     assert list(panels) == CLASSES
     trained, tested, by_epoch = lines(panels["Loss"])
@@ -75,40 +74,40 @@ def test_training_and_test_curves_are_over_epochs(tmp_path: Path) -> None:
     assert lines(panels["Throughput, samples per second"]) == [[(s / 4, 50.0 + s) for s in (2, 4, 6, 8)]]
 
 
-def test_the_few_steps_at_the_end_of_a_training_are_no_outlier(tmp_path: Path) -> None:
+def test_the_few_steps_at_the_end_of_a_training_are_no_outlier(tmp_path):
     entries = [step(4, steps=4), step(8, steps=4), step(10, steps=2), step(11, steps=1, loss=9.0)]
     panels = drawn(write(tmp_path / "a", entries))
     assert lines(panels["Loss"]) == [[(1.0, 0.75), (2.0, 0.375), (2.5, 0.3)]]
     assert len(lines(panels["Learning rate"])[0]) == 4
 
 
-def test_a_log_without_steps_is_drawn_from_its_epochs(tmp_path: Path) -> None:
+def test_a_log_without_steps_is_drawn_from_its_epochs(tmp_path):
     panels = drawn(write(tmp_path / "a", [epoch(1, accuracy=0.5), epoch(2, accuracy=0.6)]))
     assert list(panels) == CLASSES
     assert lines(panels["Loss"])[0] == [(1, 1.5), (2, 0.75)]
     assert lines(panels["Throughput, samples per second"]) == [[(1, 50.0), (2, 50.0)]]
 
 
-def test_another_task_shows_its_own_scores_and_no_accuracy(tmp_path: Path) -> None:
+def test_another_task_shows_its_own_scores_and_no_accuracy(tmp_path):
     panels = drawn(write(tmp_path / "a", regression()))
     assert list(panels) == ["Loss", "Mean absolute error", "R²", *CLASSES[2:]]
     (points,) = lines(panels["Mean absolute error"])
     assert points[0] == (1, 0.5) and points[1][1] != points[1][1]  # null is a gap
 
 
-def test_an_evaluation_of_another_task_within_an_epoch_has_its_scores(tmp_path: Path) -> None:
+def test_an_evaluation_of_another_task_within_an_epoch_has_its_scores(tmp_path):
     evaluated = {"step": 2, "epochs": 0.5, "test_loss": 1.75, "test_metrics": {"mae": 0.25}}
     panels = drawn(write(tmp_path / "a", [step(2), evaluated, step(4)]))
     assert lines(panels["Mean absolute error"]) == [[(0.5, 0.25)]]
 
 
-def test_runs_of_different_tasks_share_a_picture(tmp_path: Path) -> None:
+def test_runs_of_different_tasks_share_a_picture(tmp_path):
     panels = drawn(write(tmp_path / "a", classes()), write(tmp_path / "b", regression()))
     assert list(panels) == ["Loss", "Accuracy", "Mean absolute error", "R²", *CLASSES[2:]]
     assert [len(lines(panels[name])) for name in ("Loss", "Accuracy", "R²")] == [6, 2, 1]
 
 
-def test_an_evaluation_within_an_epoch_is_a_point_of_the_test_set(tmp_path: Path) -> None:
+def test_an_evaluation_within_an_epoch_is_a_point_of_the_test_set(tmp_path):
     evaluated = {"step": 2, "epochs": 0.5, "test_loss": 1.75, "test_accuracy": 0.25}
     panels = drawn(write(tmp_path / "a", [step(2), evaluated, step(4), epoch(1, accuracy=0.5)]))
     assert lines(panels["Loss"])[1] == [(0.5, 1.75), (1, 2.0)]
@@ -120,7 +119,7 @@ def test_an_evaluation_within_an_epoch_is_a_point_of_the_test_set(tmp_path: Path
     [[step(1)], [epoch(1)], [epoch(1, loss=None, train_loss=None)], [step(1, loss=0.0, lr=0.0)], classes(1)],
     ids=["one step", "one epoch", "NaN", "zero", "short"],
 )
-def test_a_run_of_one_point_can_be_drawn(tmp_path: Path, entries: list[dict[str, Any]]) -> None:
+def test_a_run_of_one_point_can_be_drawn(tmp_path, entries):
     assert "Loss" in drawn(write(tmp_path / "a", entries))
 
 
@@ -130,14 +129,14 @@ def test_a_run_of_one_point_can_be_drawn(tmp_path: Path, entries: list[dict[str,
     ids=["400 digits", "1e308", "1e149", "smallest", "no numbers"],
 )
 @pytest.mark.parametrize("where", ["loss", "train_loss", "seconds", "accuracy", "epoch", "epochs"])
-def test_odd_numbers_can_be_drawn(tmp_path: Path, odd: tuple[Any, Any], where: str) -> None:
+def test_odd_numbers_can_be_drawn(tmp_path, odd, where):
     entries = [step(1), *classes(3)]
     for entry, number in zip((entry for entry in entries if where in entry), odd, strict=False):
         entry[where] = number
     assert "Loss" in drawn(write(tmp_path / "a", entries))
 
 
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, capsys: Any) -> None:
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, capsys):
     os.mkfifo(tmp_path / "log.jsonl")
     for path in (tmp_path, tmp_path / "log.jsonl", Path("/dev/zero")):
         assert run(path, "-o", tmp_path / "a.png") == 3
@@ -145,25 +144,25 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, c
         assert "is not a regular file" in error and error.count("\n") == 1
 
 
-def test_an_accuracy_that_hardly_changes_does_not_look_like_much(tmp_path: Path) -> None:
+def test_an_accuracy_that_hardly_changes_does_not_look_like_much(tmp_path):
     panels = drawn(write(tmp_path / "a", [epoch(1, accuracy=0.99), epoch(2, accuracy=0.991)]))
     low, high = panels["Accuracy"].get_ylim()
     assert high - low >= 0.05 and low < 0.99 and 0.991 < high < 1.01
 
 
-def test_losses_of_several_magnitudes_have_a_logarithmic_axis(tmp_path: Path) -> None:
+def test_losses_of_several_magnitudes_have_a_logarithmic_axis(tmp_path):
     entries = [step(s, loss=10.0**-s) for s in range(1, 5)]
     assert drawn(write(tmp_path / "a", entries))["Loss"].get_yscale() == "log"
     assert drawn(write(tmp_path / "b", [*entries, step(5, loss=0.0)]))["Loss"].get_yscale() == "linear"
 
 
-def test_many_runs_differ_in_colour_mark_or_line() -> None:
+def test_many_runs_differ_in_colour_mark_or_line():
     looks = [tuple(plot.look_of(number).values()) for number in range(20)]
     assert len({(colour, line) for colour, _, line in looks}) == len(looks)
     assert len({colour for colour, _, _ in looks[:7]}) == len({mark for _, mark, _ in looks[:7]}) == 7
 
 
-def test_colours_are_told_apart_by_the_colour_blind() -> None:
+def test_colours_are_told_apart_by_the_colour_blind():
     """Simulate red and green blindness (Viénot, Brettel and Mollon 1999) and compare in CIE Lab."""
     import numpy as np
 
@@ -196,13 +195,11 @@ def test_colours_are_told_apart_by_the_colour_blind() -> None:
         (["n" * 30 + "o" * 40], ["n" * 21 + "…" + "o" * 22]),
     ],
 )
-def test_a_run_is_named_by_the_end_of_its_path_that_tells_it_apart(
-    paths: list[str], names: list[str]
-) -> None:
+def test_a_run_is_named_by_the_end_of_its_path_that_tells_it_apart(paths, names):
     assert log_file.names_of(paths) == names
 
 
-def test_any_name_can_be_shown(tmp_path: Path) -> None:
+def test_any_name_can_be_shown(tmp_path):
     names = ["_hidden", "$x^2$ $", "%s {0}", "名前", "a\\b"]
     figure = plot.picture(log_file.read_runs([write(tmp_path / name, classes()) for name in names]))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == names
@@ -217,7 +214,7 @@ def run(*arguments: object) -> int:
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf", "PNG"])
-def test_the_picture_is_written_and_named(tmp_path: Path, ending: str, capsys: Any) -> None:
+def test_the_picture_is_written_and_named(tmp_path, ending, capsys):
     picture = tmp_path / f"log_file.{ending}"
     assert run(write(tmp_path / "a", classes()), write(tmp_path / "b", classes(2)), "-o", picture) == 0
     assert capsys.readouterr().out == f"drew 2 runs -> {picture}\n"
@@ -229,7 +226,7 @@ def test_the_picture_is_written_and_named(tmp_path: Path, ending: str, capsys: A
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_the_same_logs_give_the_same_bytes(tmp_path: Path, ending: str) -> None:
+def test_the_same_logs_give_the_same_bytes(tmp_path, ending):
     log = write(tmp_path / "a", classes())
     pictures = [tmp_path / f"{number}.{ending}" for number in (1, 2)]
     for picture in pictures:
@@ -237,7 +234,7 @@ def test_the_same_logs_give_the_same_bytes(tmp_path: Path, ending: str) -> None:
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
 
 
-def test_a_picture_is_overwritten_only_with_force(tmp_path: Path, capsys: Any) -> None:
+def test_a_picture_is_overwritten_only_with_force(tmp_path, capsys):
     log, picture = write(tmp_path / "a", classes()), tmp_path / "a.png"
     picture.write_text("mine")
     assert run(log, "-o", picture) == 2
@@ -258,9 +255,7 @@ def test_a_picture_is_overwritten_only_with_force(tmp_path: Path, capsys: Any) -
         ('{"epoch": 1}\n{"epoch": "two", "loss": 1}\n', "holds no entry with a loss or a score"),
     ],
 )
-def test_a_log_without_curves_is_one_line_and_exit_code_3(
-    tmp_path: Path, text: str | None, said: str, capsys: Any
-) -> None:
+def test_a_log_without_curves_is_one_line_and_exit_code_3(tmp_path, text, said, capsys):
     if text is not None:
         (tmp_path / "log.jsonl").write_text(text)
     assert run(tmp_path, "-o", tmp_path / "a.png") == 3
@@ -278,9 +273,7 @@ def test_a_log_without_curves_is_one_line_and_exit_code_3(
         (["run", "-o", "no/such/folder/a.png"], "no/such/folder"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(
-    tmp_path: Path, arguments: list[str], said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, arguments, said, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", classes())
     assert run(*arguments) == 2
@@ -288,22 +281,17 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
     assert said in error and error.count("\n") == 1
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path) -> None:
-    hide = "import sys; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; import runpy; "
-    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    program = str(ROOT / "train" / "plot.py")
-    done = start([sys.executable, "-c", hide, program, write(tmp_path / "a", classes()), "-o", "x.png"])
+def test_without_matplotlib_the_extra_is_named(tmp_path):
+    log = write(tmp_path / "a", classes())
+    done = start([*without("matplotlib", "plot.py"), log, "-o", "x.png"])
     assert done.returncode == 2, done.stderr
     hint = "in a clone of ckpttool: pip install -e '.[plots]'"
     said = f"train/plot.py needs matplotlib, which is not installed ({hint})"
     assert done.stderr == f"error: {said}\n"
 
 
-def test_it_runs_as_a_program_without_torch_and_without_a_display(tmp_path: Path) -> None:
-    hide = "import sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; import runpy; "
-    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    program, picture = str(ROOT / "train" / "plot.py"), tmp_path / "a.png"
-    log = write(tmp_path / "a", classes())
-    done = start([sys.executable, "-c", hide, program, log, "-o", str(picture)], MPLBACKEND="TkAgg")
+def test_it_runs_as_a_program_without_torch_and_without_a_display(tmp_path):
+    log, picture = write(tmp_path / "a", classes()), tmp_path / "a.png"
+    done = start([*without("torch", "plot.py"), log, "-o", str(picture)], MPLBACKEND="TkAgg")
     assert (done.returncode, done.stderr) == (0, "")
     assert picture.exists()

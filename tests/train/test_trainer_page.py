@@ -58,17 +58,17 @@ def write(page: Path = PAGE) -> None:
     regenerate(page, BEGIN, END, reference())
 
 
-def test_the_page_says_what_the_program_says() -> None:
+def test_the_page_says_what_the_program_says():
     assert generated(PAGE, BEGIN, END) == reference(), "docs/trainer.md is stale: run `make docs`"
 
 
-def test_every_flag_of_the_program_is_on_the_page() -> None:
+def test_every_flag_of_the_program_is_on_the_page():
     shown = re.findall(r"^- `(--[a-z-]+)", reference(), re.MULTILINE)
     taken = [flag for flag in command_line.train_parser()._option_string_actions if flag.startswith("--")]
     assert sorted(shown) == sorted(set(taken) - {"--help"})
 
 
-def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
+def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path):
     (tmp_path / "page.md").write_text(f"mine\n{BEGIN}stale words\n{END}\nmine too\n", encoding="utf-8")
     write(tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
@@ -102,29 +102,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: str, folder: Path, **more: str) -> str:
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment(**{**PATHS, **more}),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def shell(command: str, folder: Path, env: dict[str, str], **given: Any) -> subprocess.Popen[str]:
+    """Start a command in a session of its own."""
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True, **given}
+    return subprocess.Popen(["bash", "-c", command], cwd=folder, env=environment(**env), text=True, **given)
 
 
-PATHS = {
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    "PYTHONPATH": str(ROOT),
-}
+def run(command: str, folder: Path) -> str:
+    done = shell(command, folder, PATHS)
+    said, _ = done.communicate(timeout=200)
+    assert done.returncode == 0, f"{command}\n{said}"
+    return said
+
+
+PATHS = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_commands_of_the_page_run_one_after_another(folder: Path) -> None:
+def test_the_commands_of_the_page_run_one_after_another(folder):
     pytest.importorskip("matplotlib")
     for text in blocks("sh"):
         for command in commands(text):
@@ -149,19 +145,12 @@ def free_port() -> int:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_commands_for_two_nodes_train_together(folder: Path) -> None:
+def test_the_commands_for_two_nodes_train_together(folder):
     (text,) = blocks("sh", "nodes")
     here = text.replace("node0", "127.0.0.1").replace("29500", str(free_port()))
     here = here.replace("--nproc-per-node 4", "--nproc-per-node 1")
     first, second = (f"{command} --data fake:16 --batch-size 8 --epochs 1" for command in commands(here))
-    other = subprocess.Popen(
-        ["bash", "-c", f"exec {second}"],
-        cwd=folder,
-        env=environment(**PATHS),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    other = shell(f"exec {second}", folder, PATHS)
     try:
         said = run(first, folder)
         told, _ = other.communicate(timeout=60)
@@ -183,7 +172,7 @@ STUBS = {
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_script_for_slurm_saves_at_its_signal_and_goes_back_into_the_queue(folder: Path) -> None:
+def test_the_script_for_slurm_saves_at_its_signal_and_goes_back_into_the_queue(folder):
     script = next(text for lang, name, text in BLOCK.findall(MACHINES.read_text()) if name == "slurm")
     stubs = folder / "slurm"
     stubs.mkdir()
@@ -195,15 +184,7 @@ def test_the_script_for_slurm_saves_at_its_signal_and_goes_back_into_the_queue(f
     (folder / "job.sh").write_text(script.replace("--save-every 10min", settings))
     given = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_RESTART_COUNT": "0"}
     paths = {**PATHS, "PATH": f"{stubs}{os.pathsep}{PATHS['PATH']}", "PYTHONUNBUFFERED": "1"}
-    job = subprocess.Popen(
-        ["bash", "job.sh"],
-        cwd=folder,
-        env=environment(**{**given, **paths}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    job = shell("exec bash job.sh", folder, {**given, **paths})
     try:
         end = time.monotonic() + 120
         while not (folder / "runs" / "job" / "last.pt").exists() and time.monotonic() < end:

@@ -115,19 +115,20 @@ def newest_first(folder: str) -> list[list[str]]:
 
     A link that leads to nothing is a file too, and one to a folder is none.
     """
-    others = [
-        entry
-        for entry in os.scandir(folder)
-        if (NUMBERED.fullmatch(entry.name) or entry.name == BEST)
-        and (os.path.isfile(entry.path) or not os.path.exists(entry.path))
-    ]
-    others.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
-    paths = [os.path.join(folder, LAST), *(entry.path for entry in others)]
+    others = [path for path in _by_time(folder, BEST) if os.path.isfile(path) or not os.path.exists(path)]
+    paths = [os.path.join(folder, LAST), *others]
     names_of: dict[tuple[int, int], list[str]] = {}
     for path in filter(os.path.lexists, paths):
         facts = _facts(path)
         names_of.setdefault((facts.st_dev, facts.st_ino), []).append(path)
     return list(names_of.values())
+
+
+def _by_time(folder: str, *more: str) -> list[str]:
+    """Return the paths of what has a numbered name, or one of `more`; the newest first."""
+    names = [name for name in os.listdir(folder) if NUMBERED.fullmatch(name) or name in more]
+    paths = [os.path.join(folder, name) for name in names]
+    return sorted(paths, key=lambda path: (_facts(path).st_mtime_ns, path), reverse=True)
 
 
 def _facts(path: str) -> os.stat_result:
@@ -142,14 +143,13 @@ def drop_old(folder: str, keep: int, training: str = "") -> None:
     and other files of such a name, which no run of this training has written, stay and do not count.
     """
     with naming(folder, "listed"):
-        entries = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
-        entries.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
-    for entry in entries:
-        with naming(entry.path, "removed"):
-            is_own = not _is_foreign(entry.path, training)
+        paths = _by_time(folder)
+    for path in paths:
+        with naming(path, "removed"):
+            is_own = not _is_foreign(path, training)
             keep -= is_own
             if is_own and keep < 0:
-                os.unlink(entry.path)
+                os.unlink(path)
                 keep = 0
 
 

@@ -147,9 +147,9 @@ def _casts(state: State, model: nn.Module) -> Iterator[str]:
                 yield f"{count} tensors are {name} in the file and {next(iter(dtypes))} here"
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+def _listed(names: Sequence[str], shown: int = SHOWN) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 # ---- advice --------------------------------------------------------------------------------------------
@@ -179,10 +179,7 @@ def _misfit(
 
 
 def _paragraph(kind: str, names: Sequence[str], shown: int) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    text = f"{kind}: {', '.join(names[:shown])}{more}"
+    text = f"{kind}: {_listed(names, shown)}" if names else ""
     return textwrap.wrap(text, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from ckpttool.distributed import collectives
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
 from train.checkpoint import init_from
-from train.checkpoint.capture import COMPARED_BY_CONTENT, FREE, restore, versions
 from train.checkpoint.files import LAST, newest_first
-from train.checkpoint.format import malformed, read
+from train.checkpoint.format import COMPARED_BY_CONTENT, FREE, malformed, read, restore, versions
 from train.config import training
 from train.config.command_line import shown
 from train.config.training import CHANGEABLE, TrainConfig
@@ -130,35 +129,31 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
-    now, then = trainer.config.plain(), {**TrainConfig().plain(), **state["config"]}
-    allowed = training.fields(trainer.config.change)
+    config, data, plan = trainer.config, trainer.data, state["plan"]
+    now, then = config.plain(), {**TrainConfig().plain(), **state["config"]}
+    allowed = training.fields(config.change)
     free = FREE | COMPARED_BY_CONTENT | allowed
-    other = [name for name in now if name not in free and now[name] != then.get(name)]
-    if other:
+    if other := [name for name in now if name not in free and now[name] != then.get(name)]:
         fields = TrainConfig.__dataclass_fields__
         flags = " ".join(shown(fields[name], then.get(name)) for name in other)
         may = " ".join(f"--change {name.replace('_', '-')}" for name in other)
         instead = may if {*other} <= CHANGEABLE else "start another run"
-        raise UsageFault(f"{path}: belongs to a training with {flags}", hint=f"give the same, or {instead}")
+        raise _other(path, f"with {flags}", f"give the same, or {instead}")
     _require_same_groups(now, then, allowed)
     passes = then["accumulate"]
     if now["accumulate"] != passes and "accumulate" not in allowed and (why := trainer.depends_on_passes()):
-        raise UsageFault(
-            f"{path}: belongs to a training with --accumulate {passes}, and {why}",
-            hint="give the same, or --change accumulate",
-        )
-    if trainer.config.init and _weights(trainer.config) != state["plan"]["init"]:
-        raise UsageFault(
-            f"{path}: belongs to a training that did not start from the weights in {trainer.config.init}",
-            hint="leave out --init, or start another run",
-        )
-    if state["plan"]["data"] != trainer.data.fingerprint:
-        raise UsageFault(
-            f"{path}: belongs to a training on other samples ({then['data']}: {state['plan']['data']}; now "
-            f"{now['data']}: {trainer.data.fingerprint})",
-            hint="give the same --data, or start another run",
-        )
-    _check_same_contents(path, state["plan"]["contents"], trainer.data)
+        raise _other(path, f"with --accumulate {passes}, and {why}", "give the same, or --change accumulate")
+    if config.init and _weights(config) != plan["init"]:
+        started = f"that did not start from the weights in {config.init}"
+        raise _other(path, started, "leave out --init, or start another run")
+    if plan["data"] != data.fingerprint:
+        both = f"({then['data']}: {plan['data']}; now {now['data']}: {data.fingerprint})"
+        raise _other(path, f"on other samples {both}", "give the same --data, or start another run")
+    _check_same_contents(path, plan["contents"], data)
+
+
+def _other(path: str, what: str, hint: str) -> UsageFault:
+    return UsageFault(f"{path}: belongs to a training {what}", hint=hint)
 
 
 def _require_same_groups(now: dict[str, Any], then: dict[str, Any], allowed: set[str]) -> None:
@@ -180,10 +175,8 @@ def _check_same_contents(path: str, then: Contents, data: Data) -> None:
     name = next((name for name, digest in now.items() if before.get(name, digest) != digest), None)
     if name is None:
         return
-    raise UsageFault(
-        f"{path}: belongs to a training on other samples: {name} of --data {data.name} is another now",
-        hint="give the same --data, seed the generators that its factory uses, or start another run",
-    )
+    hint = "give the same --data, seed the generators that its factory uses, or start another run"
+    raise _other(path, f"on other samples: {name} of --data {data.name} is another now", hint)
 
 
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:

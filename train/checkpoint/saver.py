@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ckpttool.distributed import collectives, heartbeat
 from ckpttool.errors import FileError
-from train.checkpoint.capture import capture
 from train.checkpoint.files import BEST, LAST, numbered
+from train.checkpoint.format import capture
 from train.checkpoint.pending_save import Save, Staging, is_on_cpu
 from train.trainer.trainer import Trainer
 

@@ -1,17 +1,20 @@
-"""The command line, made from the fields of a configuration: read, and written again."""
+"""The command line, made from the fields of a configuration: read and written again; and its plan."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
+import os
+import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ckpttool.distributed.group import given_rank, given_world_size
+from ckpttool.distributed.plan import Plan
+from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import UsageFault
 from train import console
-from train.config.plan import check_plan
 from train.config.training import OPTIMIZERS, OTHER_OPTIMIZERS, TrainConfig, check
 
 EXAMPLES = """\
@@ -65,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: object = None) -> None:
         if given_rank() == 0:
-            console.say(message.rstrip())
+            console.show(message.rstrip())
 
 
 def closest(flag: str, flags: Sequence[str]) -> str | None:
@@ -184,3 +187,99 @@ def arguments_of(config: TrainConfig) -> list[str]:
 def _typed(value: Any) -> str:
     """Return a value as a person would type it: 3, not 3.0."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def program(name: str) -> str:
+    """Return the path of a program of this package, relative to the working directory."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), f"{name}.py")
+    below = os.path.relpath(path)
+    return path if below.startswith(os.pardir) else below
+
+
+def to_paste(words: Sequence[str], columns: int = 80) -> str:
+    """Return a command for a shell, indented, broken before a flag where a line would be too long."""
+    lines = [" "]
+    for number, word in enumerate(words):
+        quoted = shlex.quote(word)
+        after = words[number + 1] if number + 1 < len(words) else "-"
+        width = len(quoted) + (0 if after.startswith("-") else 1 + len(shlex.quote(after)))
+        if word.startswith("-") and len(lines[-1]) + 1 + width > columns - 2:
+            lines.append("     ")
+        lines[-1] += f" {quoted}"
+    return " \\\n".join(lines)
+
+
+def flags_of(config: TrainConfig) -> list[str]:
+    """Return the flags with which an evaluation builds the same model and takes the same samples."""
+    names = ("task", "eval_batch", "mean", "std", "resize")
+    usual = TrainConfig(**{name: getattr(config, name) for name in names})
+    return ["--model", config.model, "--data", config.data, *arguments_of(usual)]
+
+
+# ---- the plan that the flags describe ------------------------------------------------------------------
+
+
+def make_plan(config: TrainConfig, samples: int) -> Plan:
+    """Return how training samples are ordered, cut into batches and dealt to ranks."""
+    return Plan(
+        samples,
+        config.batch_size,
+        config.seed,
+        config.drop_last,
+        config.accumulate,
+        config.sampler,
+        config.set_epoch,
+        config.rank_batch,
+        # With "auto", shares are equal until the ranks' speeds have been measured.
+        config.rank_share if isinstance(config.rank_share, tuple) else None,
+    )
+
+
+def check_plan(config: TrainConfig, world_size: int) -> None:
+    """Check that batches can be dealt as the flags say, whatever the data."""
+    if config.sampler == "none" and not config.preview:
+        raise UsageFault(
+            "--sampler none: every rank would train on all samples",
+            hint="give exact or torch, or --preview to see it",
+        )
+    if config.rank_share == "auto" and (config.rank_batch or config.sampler != "exact"):
+        other = "--rank-batch" if config.rank_batch else f"--sampler {config.sampler}"
+        raise UsageFault(
+            f"--rank-share auto: {other} says already how a batch is dealt", hint="give one of them"
+        )
+    if config.virtual_ranks is not None:
+        _check_virtual_ranks(config, config.virtual_ranks, world_size)
+    check_dealt(make_plan(config, config.batch_size), world_size, called=flag)
+
+
+def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> None:
+    given = f"--virtual-ranks {virtual}"
+    if virtual % world_size:
+        raise UsageFault(
+            f"{given}: does not divide by {world_size} ranks",
+            hint="start a number of ranks that divides it, or give a multiple of theirs",
+        )
+    if virtual > config.batch_size:
+        raise UsageFault(
+            f"{given}: more than the {config.batch_size} samples in a batch",
+            hint=f"give --batch-size {virtual} or more",
+        )
+    shares = "virtual ranks have equal shares"
+    apart = "virtual ranks compute apart, and each normalises by its own samples"
+    against = (
+        ("--rank-batch", config.rank_batch is not None, shares),
+        ("--rank-share", config.rank_share is not None, shares),
+        (f"--sampler {config.sampler}", config.sampler != "exact", "its repeats depend on the ranks"),
+        (f"--batchnorm {config.batchnorm}", config.batchnorm != "plain", apart),
+        ("--find-unused", config.find_unused, "every virtual rank needs the gradient of all parameters"),
+        ("--compile", config.compile, "code that each rank compiles need not give the same bits"),
+        ("--preview", config.preview, "it shows ranks; virtual rank v takes what rank v takes of as many"),
+    )
+    for other, is_given, reason in against:
+        if is_given:
+            raise UsageFault(f"{given} and {other}: {reason}", hint="leave out one of them")
+
+
+def flag(field: str) -> str:
+    """Return the flag of a field of the configuration: `--batch-size`."""
+    return f"--{field.replace('_', '-')}"

@@ -74,14 +74,12 @@ def number(
 
 def numbers(text: str) -> tuple[float, ...]:
     """Read numbers with commas between them."""
-    convert = number()
-    return tuple(convert(part) for part in text.split(","))
+    return tuple(map(number(), text.split(",")))
 
 
 def integers(text: str) -> tuple[int, ...]:
     """Read integers, none negative, with commas between them."""
-    convert = integer(0)
-    return tuple(convert(part) for part in text.split(","))
+    return tuple(map(integer(0), text.split(",")))
 
 
 def integers_or_auto(text: str) -> tuple[int, ...] | str:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from ckpttool.distributed.randomness import seeded
-from ckpttool.errors import CheckFailed, UsageFault, install
+from ckpttool.errors import UsageFault, install
 from train.config.training import TrainConfig
-from train.data.samples import Samples, Scale, count, scale_of
+from train.data.samples import Samples, Scale, count, no_class, scale_of
 
 PADDING = 8  # crop-flip pads by an eighth: 4 pixels of 32, as for the ResNets of arXiv 1512.03385, 4.2
 
@@ -128,11 +128,7 @@ class Augmented(Dataset[Any]):
 
     def _probabilities(self, index: int, label: int) -> torch.Tensor:
         if not 0 <= label < self.classes:
-            raise CheckFailed(
-                f"training sample {index} has the label {label}, which is not one of the {self.classes} "
-                f"classes (0 to {self.classes - 1})",
-                hint=f"check the labels of --data {self.config.data}",
-            )
+            raise no_class("training", index, label, self.classes, self.config.data)
         return F.one_hot(torch.tensor(label), self.classes).float()
 
     def _random(self, what: str, index: int) -> random.Random:

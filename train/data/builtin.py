@@ -65,7 +65,8 @@ def torchvision(config: DataConfig) -> Parts:
 def _download(kind: Any, config: DataConfig) -> None:
     """Download on the first rank of each machine to come here; the others wait and find the files."""
     os.makedirs(config.data_root, exist_ok=True)
-    with _lock(os.path.join(config.data_root, f".{config.data}.lock")):
+    with open(os.path.join(config.data_root, f".{config.data}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             kind(config.data_root, download=True)
         except (OSError, RuntimeError) as error:
@@ -73,13 +74,6 @@ def _download(kind: Any, config: DataConfig) -> None:
                 f"--download: {config.data} could not be downloaded: {error}",
                 hint=f"put its files into {config.data_root}, or give --data-root",
             ) from error
-
-
-@contextlib.contextmanager
-def _lock(path: str) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class _Bytes(Dataset[tuple[torch.Tensor, int]]):

@@ -23,7 +23,7 @@ from ckpttool.models import factory
 from train.config.shared import DataConfig
 from train.data import builtin, fingerprint
 from train.data.fingerprint import CLASSIFICATION, Contents
-from train.data.samples import Parts, Samples, count, leaves
+from train.data.samples import Parts, Samples, count, leaves, no_class
 
 NAMES = "digits, cifar10, mnist, folder:PATH, fake:N or file.py:factory"
 
@@ -59,14 +59,9 @@ class Data:
 
         The loss would end in a traceback, or skip a label equal to its `ignore_index`.
         """
-        classes = len(self.classes)
         for sample, label in zip(samples, labels.tolist(), strict=True):
-            if not 0 <= label < classes:
-                raise CheckFailed(
-                    f"{part} sample {sample} has the label {label}, which is not one of the {classes} "
-                    f"classes (0 to {classes - 1})",
-                    hint=f"check the labels of --data {self.name}",
-                )
+            if not 0 <= label < len(self.classes):
+                raise no_class(part, sample, label, len(self.classes), self.name)
 
     def check_tokens(self, targets: torch.Tensor, samples: Sequence[int], part: str, *, ignored: int) -> None:
         """Refuse a target [n, ...] that is not `ignored` and none of the classes; without any, below 0."""
@@ -135,7 +130,10 @@ def _data(config: DataConfig, parts: Parts, sizes: str) -> Data:
                 contents.setdefault(kind, {}).update(digests)
     parts_of_first = leaves(parts.test[0], f"--data {config.data}: test sample 0").values()
     shape = next((tuple(leaf.shape) for leaf in parts_of_first if isinstance(leaf, torch.Tensor)), ())
-    source = f"{parts.source}{sizes}{_preparation(config)}"
+    # Other numbers are another data set.
+    given = {"mean": config.mean, "std": config.std, "resize": config.resize}
+    prepared = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
+    source = f"{parts.source}{sizes}{prepared}"
     return Data(config.data, parts.train, parts.test, parts.classes, shape, source, contents, config.task)
 
 
@@ -183,12 +181,6 @@ def _compare_samples(data: Data, redrawn: set[str], when: str, hint: str, worker
             own_draws = fingerprint.drawn_again(parts, differing, data.name, data.task)
         if not any(collectives.gather(own_draws)):
             raise
-
-
-def _preparation(config: DataConfig) -> str:
-    # Other numbers are another data set.
-    given = {"mean": config.mean, "std": config.std, "resize": config.resize}
-    return "".join(f", {name} {value}" for name, value in given.items() if value is not None)
 
 
 # ---- data sets that a user's factory makes: --data file.py:factory -------------------------------------

@@ -73,10 +73,8 @@ def redrawn(part: str, samples: Samples, before: Contents, name: str, task: str 
     read = {index for kind, digests in before.items() if f"{part} sample" in kind for index in digests}
     for index in sorted(int(name) for name in read if name.isdigit()):
         for _ in range(REDRAWS):
-            for kind, leaf in _read(part, samples, index, name, task).items():
-                title = _title(part, kind)
-                if _digest(leaf) != before[title][str(index)]:
-                    changed.add(title)
+            again = _digests(part, samples, index, name, task)
+            changed |= {title for title, digest in again.items() if digest != before[title][str(index)]}
     return changed
 
 
@@ -91,8 +89,8 @@ def sampled(part: str, samples: Samples, name: str, task: str) -> list[dict[str,
             break
         read.append({})
         with contextlib.suppress(Exception, SystemExit):  # training says so when it comes to that sample
-            for kind, leaf in _read(part, samples, index, name, task).items():
-                read[-1][f"{_title(part, kind)} {index}"] = _digest(leaf)
+            digests = _digests(part, samples, index, name, task)
+            read[-1] |= {f"{title} {index}": digest for title, digest in digests.items()}
     return read
 
 
@@ -109,9 +107,8 @@ def drawn_again(parts: Mapping[str, Samples], names: Sequence[str], name: str, t
     for full in names[:FEW]:
         title, _, index = full.rpartition(" ")
         part = next(part for part in parts if f"{part} sample" in title)
-        reads = [_read(part, parts[part], int(index), name, task) for _ in range(REDRAWS)]
-        leaves_read = [leaf for read in reads for kind, leaf in read.items() if _title(part, kind) == title]
-        if len(set(map(_digest, leaves_read))) > 1:
+        reads = (_digests(part, parts[part], int(index), name, task) for _ in range(REDRAWS))
+        if len({read[title] for read in reads if title in read}) > 1:
             return True
     return False
 
@@ -128,10 +125,7 @@ def draws_for_itself(samples: Samples, name: str, task: str = CLASSIFICATION) ->
     """Return whether a training sample differs each time it is read, although the seeds are the same."""
     if not isinstance(samples, Keyed):
         return False
-    first, *others = (
-        {kind: _digest(leaf) for kind, leaf in _read("training", samples, 0, name, task).items()}
-        for _ in range(REDRAWS + 1)
-    )
+    first, *others = (_digests("training", samples, 0, name, task) for _ in range(REDRAWS + 1))
     return any(again != first for again in others)
 
 
@@ -184,6 +178,12 @@ def _read(part: str, samples: Samples, index: int, name: str, task: str) -> Leav
         sample, label = checked(samples[index], where) if raw is None else raw(place)
         return {SAMPLE: sample, LABEL: label}
     return {f"{SAMPLE}{key}": leaf for key, leaf in leaves(samples[index], where).items()}
+
+
+def _digests(part: str, samples: Samples, index: int, name: str, task: str) -> dict[str, str]:
+    """Return the digests of a sample's parts, by their full names."""
+    sample = _read(part, samples, index, name, task)
+    return {_title(part, kind): _digest(leaf) for kind, leaf in sample.items()}
 
 
 def _title(part: str, kind: str) -> str:

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from ckpttool.errors import UsageFault
+from ckpttool.errors import CheckFailed, UsageFault
 from train.config.shared import DataConfig
 
 # Map-style. A sample is (tensor, label) for classification, else what default_collate takes.
@@ -81,6 +81,14 @@ def checked(sample: object, where: str) -> tuple[torch.Tensor, int]:
     if label is None or label.dim() or label.dtype not in INTEGERS:
         raise UsageFault(f"{where} has {kind_of(sample[1])} as its label, not a class number", hint=NEEDED)
     return sample[0], int(label)
+
+
+def no_class(part: str, sample: int, label: int, classes: int, data: str) -> CheckFailed:
+    """Return the error for a label that is not one of the classes."""
+    which = f"which is not one of the {classes} classes (0 to {classes - 1})"
+    return CheckFailed(
+        f"{part} sample {sample} has the label {label}, {which}", hint=f"check the labels of --data {data}"
+    )
 
 
 def leaves(sample: object, where: str) -> dict[str, torch.Tensor | str]:

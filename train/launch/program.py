@@ -180,8 +180,8 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
         body = {"kind": error.kind, "message": error.message, "hint": error.hint}
         with contextlib.suppress(CheckFailed):  # it goes to stderr too
             console.say(json.dumps({"error": body}, indent=2))
-    if error.kind == "rank-lost":
-        return error.exit_code  # the watch has written it
+    if error.kind in ("rank-lost", "reader-gone"):  # the watch has written it; there is nobody to tell
+        return error.exit_code
     message, hint = error.message.replace("\n", " "), error.hint or ""
     below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
     console.note(f"error: {message}{below}")

@@ -8,6 +8,7 @@ docs/trainer.md lists the fields.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -30,7 +31,7 @@ def append(folder: str, entry: Mapping[str, Any]) -> None:
     """Add one object to the log, on a line of its own, or raise FileError and leave the log as it was."""
     path = os.path.join(folder, LOG)
     with naming(path):
-        append_line(path, json.dumps(_finite(entry)).encode())
+        append_line(path, json.dumps(finite(entry)).encode())
 
 
 def cut(folder: str, *, epoch: int, step: int) -> None:
@@ -107,23 +108,24 @@ def _number(entry: Mapping[str, Any], name: str) -> float:
     return value if isinstance(value, int | float) else -math.inf
 
 
-def _finite(value: Any) -> Any:
-    """Return a JSON value with null in place of NaN and infinity, which JSON lacks."""
+def finite(value: Any, instead: Callable[[float], str | None] = lambda _: None) -> Any:
+    """Return a value for JSON, which lacks NaN and infinity; in their place null, or what `instead` says."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {str(key): finite(item, instead) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(item, instead) for item in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class HeldLines(Generic[Line]):
+class HeldLines(contextlib.AbstractContextManager[Any], Generic[Line]):
     """Lines for a file on a disk that may be full: what it refuses is written before the next line.
 
-    `write` adds one to the file whole, or raises FileError.
+    `append` adds one to the file whole, or raises FileError. At the end of a context, FileError is raised if
+    lines are left that can't be written, and nothing has failed already.
     """
 
-    def __init__(self, write: Callable[[Line], object]) -> None:
-        self._write = write
+    def __init__(self, append: Callable[[Line], object]) -> None:
+        self._append = append
         self._waiting: list[Line] = []
 
     def add(self, line: Line) -> None:
@@ -138,8 +140,12 @@ class HeldLines(Generic[Line]):
     def flush(self) -> None:
         """Write what is waiting. Raise FileError if the disk still refuses it."""
         while self._waiting:
-            self._write(self._waiting[0])
+            self._append(self._waiting[0])
             del self._waiting[0]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(*([FileError] if kind is not None else [])):
+            self.flush()
 
 
 # ---- the log as curves over the epochs of the training ------------------------------------------------

@@ -171,9 +171,6 @@ class StepLog:
             self._begun = now
         return now
 
-    def _leave(self, name: str, start: Any, end: Any) -> None:
-        self._clock.add(self._seconds, name, start, end)
-
 
 class _Phase:
     """The context of one phase."""
@@ -197,11 +194,9 @@ class _Phase:
     ) -> None:
         end = self.log._clock.now()
         own_end, self.own_end, self.loss = self.own_end, None, None
-        if own_end is None:
-            self.log._leave(self.name, self.start, end)
-        else:
-            self.log._leave(self.name, self.start, own_end)
-            self.log._leave("reduce", own_end, end)
+        self.log._clock.add(self.log._seconds, self.name, self.start, own_end or end)
+        if own_end is not None:
+            self.log._clock.add(self.log._seconds, "reduce", own_end, end)
 
     def _at_begin_of_backward(self, _: torch.Tensor) -> None:
         # When the graph is done, the engine calls what was queued, in that order. DDP queues its wait for the

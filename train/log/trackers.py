@@ -16,7 +16,7 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CheckFailed, FileError, UsageFault, install
+from ckpttool.errors import CheckFailed, UsageFault, install
 from ckpttool.files.commit import append_record
 from ckpttool.files.failures import naming
 from train.config.training import TrainConfig
@@ -58,25 +58,17 @@ def opened(config: TrainConfig, folder: str, step: int) -> Iterator[list[Sink]]:
         yield sinks
 
 
-class LogFile:
+class LogFile(HeldLines[Mapping[str, Any]]):
     """log.jsonl in a run's folder. What a full disk refuses is written when there is room again."""
 
     def __init__(self, folder: str) -> None:
-        self._lines = HeldLines(partial(log_file.append, folder))
-
-    def __enter__(self) -> LogFile:
-        return self
+        super().__init__(partial(log_file.append, folder))
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
-        self._lines.add(entry)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Raise FileError if lines are left that can't be written, and the run has not failed already."""
-        with contextlib.suppress(*([FileError] if kind is not None else [])):
-            self._lines.flush()
+        self.add(entry)
 
 
-class TensorBoard:
+class TensorBoard(HeldLines[bytes]):
     """Events for `tensorboard --logdir runs`, in the folder `tensorboard` of a run.
 
     As in `LogFile`, what a full disk refuses is written later. TensorBoard's own writer would end with the
@@ -85,43 +77,36 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str, step: int) -> None:
-        self._folder = os.path.join(folder, "tensorboard")
+        folder = os.path.join(folder, "tensorboard")
         place = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in the order of names
-        self._path = os.path.join(self._folder, f"events.out.tfevents.{place}")
-        self._records = HeldLines(self._append)
-        with naming(self._folder):
-            os.makedirs(self._folder, exist_ok=True)
-        self._add(file_version="brain.Event:2")
-        if step:
-            self._add(step=step + 1, session_log={"status": "START"})
 
-    def __enter__(self) -> TensorBoard:
-        return self
+        def append(record: bytes) -> None:
+            with naming(folder):
+                append_record(os.path.join(folder, f"events.out.tfevents.{place}"), record)
+
+        super().__init__(append)
+        with naming(folder):
+            os.makedirs(folder, exist_ok=True)
+        self._record(file_version="brain.Event:2")
+        if step:
+            self._record(step=step + 1, session_log={"status": "START"})
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         values = [{"tag": tag, "simple_value": value} for tag, value in tagged(entry).items()]
         if values:
-            self._add(step=step, summary={"value": values})
+            self._record(step=step, summary={"value": values})
 
-    def _add(self, **event: Any) -> None:
+    def _record(self, **event: Any) -> None:
         # Optional, as wandb below.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         record = BytesIO()
         RecordWriter(record).write(Event(wall_time=time.time(), **event).SerializeToString())
-        self._records.add(record.getvalue())
-
-    def _append(self, record: bytes) -> None:
-        with naming(self._folder):
-            append_record(self._path, record)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.suppress(*([FileError] if kind is not None else [])):
-            self._records.flush()
+        self.add(record.getvalue())
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(contextlib.AbstractContextManager[Any]):
     """A W&B run in the folder `wandb` of a run; offline, unless WANDB_MODE says otherwise.
 
     W&B takes no values for steps that lie behind. So each start is a W&B run of its own; runs that continue
@@ -143,9 +128,6 @@ class WeightsAndBiases:
             )
         except wandb.errors.Error as error:
             raise CheckFailed(f"--wandb: {error}", hint="WANDB_MODE=offline needs no account") from error
-
-    def __enter__(self) -> WeightsAndBiases:
-        return self
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         self.run.log(tagged(entry), step=step)

@@ -163,8 +163,6 @@ def _is_own(name: str) -> bool:
 
 def _own_files(folder: str) -> list[str]:
     """Return a run's files in its folder. One that ended early may have left only a log and a best.pt."""
-    if not os.path.isdir(folder):
-        return []
     return [os.path.join(folder, name) for name in os.listdir(folder) if _is_own(name)]
 
 

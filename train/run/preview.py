@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckpttool.distributed.group import given_rank, given_world_size
 from ckpttool.distributed.plan import Plan, Step
 from train import console
-from train.config.plan import make_plan
+from train.config.command_line import make_plan
 from train.config.training import TrainConfig
 
 # Steps of an epoch that the table shows: the first ones, and the last two.
@@ -32,14 +32,13 @@ def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None
     """Print a plan: a table of its first epoch and what is worth knowing, or every epoch as JSON."""
     world_size = config.spawn or given_world_size()
     if as_json:
-        console.say(json.dumps(entries(plan, world_size, config.epochs)))
+        console.show(json.dumps(entries(plan, world_size, config.epochs)))
         return
     width = shutil.get_terminal_size((80, 24)).columns
     lines = [*_heading(plan, world_size, data_name), "", *table(plan, world_size, width), ""]
     if config.rank_share == "auto":
         lines.append("--rank-share auto: shares are equal until the speeds of the ranks have been measured")
-    for line in lines + sentences(plan, world_size):
-        console.say(line)
+    console.show("\n".join(lines + sentences(plan, world_size)))
 
 
 def entries(plan: Plan, world_size: int, epochs: int) -> list[dict[str, object]]:

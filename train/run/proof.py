@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,10 +23,10 @@ from ckpttool.errors import FileError
 from ckpttool.files import chain
 from ckpttool.files.chain import Link
 from ckpttool.files.failures import naming
-from train.checkpoint.capture import versions
+from train.checkpoint.format import versions
 from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
-from train.log.log_file import HeldLines
+from train.log.log_file import HeldLines, finite
 from train.trainer.progress import Recorder
 from train.trainer.trainer import Trainer
 
@@ -66,7 +65,7 @@ class Proof(Recorder):
 
     def begin(self, source: Mapping[str, Any] | None) -> None:
         """Write how the run begins here; `source` is of the checkpoint that it goes on from."""
-        trainer, config = self.trainer, self.trainer.config
+        trainer, config, usual = self.trainer, self.trainer.config, TrainConfig()
         with collectives.fail_together():
             if collectives.rank() == 0:
                 self._go_on()
@@ -74,7 +73,9 @@ class Proof(Recorder):
                     "begin",
                     step=trainer.progress.global_step,
                     source=source,
-                    arguments=arguments_of(replace(config, **_usual(NOT_OF_THE_TRAINING))),
+                    arguments=arguments_of(
+                        replace(config, **{name: getattr(usual, name) for name in NOT_OF_THE_TRAINING})
+                    ),
                     init=config.init and [config.init, *config.init_allow_missing],
                     code={name: getattr(config, name) for name in ("model", "data", "task")},
                     every=self.every,
@@ -164,7 +165,7 @@ class Proof(Recorder):
             if collectives.rank() == 0:
                 step = self.trainer.progress.global_step
                 left_out = ("ranks", "per_class", "seconds")
-                plain = {name: _exact(value) for name, value in score.items() if name not in left_out}
+                plain = {name: finite(value, repr) for name, value in score.items() if name not in left_out}
                 self._write("evaluation", step=step, score=plain)
 
     def end(self, ended_by: str) -> None:
@@ -213,11 +214,6 @@ def recorder_of(trainer: Trainer, folder: str) -> Recorder:
     return Proof(trainer, folder, steps) if steps else Recorder()
 
 
-def _usual(names: tuple[str, ...]) -> dict[str, Any]:
-    usual = TrainConfig()
-    return {name: getattr(usual, name) for name in names}
-
-
 def _leaves(batch: Any) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         for name in batch:
@@ -227,12 +223,3 @@ def _leaves(batch: Any) -> Iterator[Any]:
             yield from _leaves(part)
     else:
         yield batch
-
-
-def _exact(value: Any) -> Any:
-    """Return a score as values of JSON: NaN and infinity as texts."""
-    if isinstance(value, Mapping):
-        return {str(name): _exact(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_exact(item) for item in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

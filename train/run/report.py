@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.plan import Plan, dealt_sizes
+from ckpttool.distributed.processes import started_by_spawn
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from train import console
 from train.checkpoint.files import BEST, LAST
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.data.samples import count
 from train.launch.stopping import Stop
 from train.log import log_file
-from train.run import commands
 from train.tasks.builtin import Classification
 from train.trainer import scoring
 from train.trainer.progress import TrainScore
@@ -245,9 +250,11 @@ class Report:
             model = os.path.join(self.folder, "model.safetensors")
             strip = ["ckpttool", "strip-prefix", saved[0], model]
             strip += ["--state", "ema.averages"] * bool(self.trainer.updater.ema)
-            console.say(commands.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
-            same = commands.flags_of(self.trainer.config) + commands.flags_of_bits(self.trainer.place.device)
-            console.say(commands.to_paste(["python", commands.program("evaluate"), model, *same]))
+            console.say(command_line.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
+            same, threads = command_line.flags_of(self.trainer.config), torch.get_num_threads()
+            if self.trainer.place.device.type == "cpu" and threads != 1:
+                same += ["--threads", str(threads)]  # another number has other last digits
+            console.say(command_line.to_paste(["python", command_line.program("evaluate"), model, *same]))
         elif ended_by:
             console.say(self.how_to_go_on())
 
@@ -255,8 +262,15 @@ class Report:
         """Return the command that continues an interrupted run."""
         if not any(os.path.exists(os.path.join(self.folder, name)) for name in (LAST, BEST)):
             return "nothing was saved yet (--save-every N[steps|epochs])"
-        step = self.trainer.progress.global_step
-        return commands.to_go_on(self.trainer.config, self.folder, self.trainer.place.world_size, step)
+        config, ranks = self.trainer.config, self.trainer.place.world_size
+        spawned = ranks if started_by_spawn() else None
+        stop_at = config.stop_at if (config.stop_at or 0) > self.trainer.progress.global_step else None
+        if ranks != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
+        start = ["python"] if spawned or ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
+        resumed = replace(config, out=self.folder, resume="auto", force=False, spawn=spawned, stop_at=stop_at)
+        flags = command_line.arguments_of(resumed)
+        return f"to continue:\n{command_line.to_paste([*start, command_line.program('main'), *flags])}"
 
 
 def describe(data: Data) -> str:

@@ -22,12 +22,12 @@ from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.metrics.evaluating import measures, update
 from ckpttool.models import factory
-from train.config.plan import make_plan
+from train.config.command_line import make_plan
 from train.config.training import TrainConfig
 from train.data.augment import augmented
 from train.data.data_set import Data
 from train.data.samples import count
-from train.model import batchnorm, optimizer, precision, wrapping
+from train.model import optimizer, updater, wrapping
 from train.tasks.builtin import Classification
 from train.tasks.task import PAIR, Task, UserTask
 from train.trainer import virtual_ranks
@@ -52,12 +52,12 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     optimizer.check_warmup(config, in_epoch)
     augmented(data.train, config, len(data.classes))
-    precision.check(config.amp, place.device, model)
+    updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
     optimizer.check(config, model)
-    trained = batchnorm.as_trained(config, model)
-    batchnorm.check(config, model, trained, place, plan)
-    if not batchnorm.has_torchs_sync(trained):  # it works only on GPUs and in groups
+    trained = wrapping.as_trained(config, model)
+    wrapping.check_batchnorm(config, model, trained, place, plan)
+    if not wrapping.has_torchs_sync(trained):  # it works only on GPUs and in groups
         trial = Trial(config.model, data, task, "training")
         _try_training(config, trial, trained, plan, world_size)
         _check_sum(trial, model)
@@ -165,7 +165,7 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
         if config.batchnorm == "pooled":
             _refuse_whole_graph(config.model, error)
         if smallest == 1 and not isinstance(error, CkptToolError) and _takes_two(trial, model):
-            raise batchnorm.batch_of_one(config.model, plan, world_size) from error
+            raise wrapping.batch_of_one(config.model, plan, world_size) from error
         raise trial.unfit(error) from error
     total, _ = trial.loss(outputs, batch)
     if not total.requires_grad:

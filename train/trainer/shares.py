@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import default_collate
@@ -23,8 +23,7 @@ from train.trainer.trainer import Trainer
 WARM, TIMED = 2, 9
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """How long a rank takes for its part of a step: `pause + samples * per_sample`, in seconds."""
 
     pause: float
@@ -48,8 +47,7 @@ def settle(trainer: Trainer) -> list[str]:
     collectives.gather(None)  # all begin together, as they will in the training
     with collectives.fail_together():
         speed = measure(trainer)
-    speeds = collectives.gather(dataclasses.astuple(speed))
-    sizes = propose([Speed(*speed) for speed in speeds], plan)
+    sizes = propose(collectives.gather(speed), plan)
     divisor = math.gcd(*sizes)
     shares = tuple(size // divisor for size in sizes)
     trainer.feed.plan = dataclasses.replace(plan, rank_share=shares)

@@ -22,7 +22,7 @@ from ckpttool.distributed.dummy_pass import leaving_no_trace, run_dummy_pass, se
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
 from ckpttool.errors import CheckFailed
-from train.config import plan as planning
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.data.augment import augmented
 from train.data.batches import load
@@ -30,11 +30,11 @@ from train.data.data_set import Data
 from train.data.samples import count
 from train.log.step_log import StepLog
 from train.model import wrapping
+from train.model.updater import Updater
 from train.tasks.builtin import Classification
 from train.tasks.task import Task
 from train.trainer.progress import Progress, Recorder, Sums, TrainScore
 from train.trainer.scoring import Score, Scorer
-from train.trainer.updater import Updater
 
 
 class Feed:
@@ -43,7 +43,7 @@ class Feed:
     def __init__(self, config: TrainConfig, data: Data, task: Task, place: Place) -> None:
         self.config, self.data, self.task, self.place = config, data, task, place
         self.samples = augmented(data.train, config, len(data.classes))
-        self.plan: Plan = planning.make_plan(config, count(data.train))
+        self.plan: Plan = command_line.make_plan(config, count(data.train))
         self.steps_per_epoch = self.plan.steps_of(place.world_size)
         self.recorder = Recorder()
 
@@ -85,7 +85,7 @@ class Feed:
         ranks, shares = self.place.world_size, saved.get("rank_share")
         if shares and self.config.rank_share == rank_share == "auto" and saved["world_size"] == ranks:
             self.plan = dataclasses.replace(self.plan, rank_share=tuple(shares))
-            check(self.plan, ranks, planning.flag)
+            check(self.plan, ranks, command_line.flag)
 
 
 class Trainer:
@@ -117,10 +117,6 @@ class Trainer:
     @property
     def recorder(self) -> Recorder:
         return self.feed.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder) -> None:
-        self.feed.recorder = recorder
 
     def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[Any]]]:
         """Yield this rank's remaining steps of the current epoch, each with the iterator of its batches."""

@@ -114,21 +114,17 @@ class OrderedSum:
         kinds: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault(parameter.dtype, []).append(parameter)
-        self._groups = [
-            (
-                group,
-                group[0].new_zeros(
-                    (per_rank, sum(parameter.numel() for parameter in group)), requires_grad=False
-                ),
-            )
-            for group in kinds.values()
-        ]
+        # The parameters of each dtype, how many numbers each has, and a row for each virtual rank.
+        self._groups: list[tuple[list[nn.Parameter], list[int], torch.Tensor]] = []
+        for group in kinds.values():
+            sizes = [parameter.numel() for parameter in group]
+            rows = group[0].new_zeros((per_rank, sum(sizes)), requires_grad=False)
+            self._groups.append((group, sizes, rows))
 
     def take(self, row: int) -> None:
         """Take the gradients of this rank's virtual rank number `row` from the parameters; zeros for none."""
-        for parameters, rows in self._groups:
-            pieces = rows[row].split([parameter.numel() for parameter in parameters])
-            for parameter, piece in zip(parameters, pieces, strict=True):
+        for parameters, sizes, rows in self._groups:
+            for parameter, piece in zip(parameters, rows[row].split(sizes), strict=True):
                 if parameter.grad is None:
                     piece.zero_()
                 else:
@@ -137,15 +133,14 @@ class OrderedSum:
 
     def sum_over_ranks(self) -> None:
         """Give every parameter the sum of the gradients of all virtual ranks. A collective."""
-        for parameters, rows in self._groups:
+        for parameters, sizes, rows in self._groups:
             total = torch.empty_like(rows[0])
             for start in range(0, len(total), PIECE):
                 piece = _gathered(rows[:, start : start + PIECE].contiguous())
                 summed = total[start : start + PIECE].copy_(piece[0])
                 for of_virtual in piece[1:]:
                     summed += of_virtual
-            parts = total.split([parameter.numel() for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
+            for parameter, part in zip(parameters, total.split(sizes), strict=True):
                 parameter.grad = part.view(parameter.shape)
 
 

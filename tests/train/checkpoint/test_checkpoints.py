@@ -8,9 +8,7 @@ import math
 import os
 import resource
 import shutil
-import signal
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,32 +17,33 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable
 from ckpttool.files import commit
 from tests.ranks import trainings
-from tests.support.running import ROOT
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
 from train.config.shared import Every
-from train.config.training import TrainConfig
 from train.main import steps_of_epoch
 from train.model import builtin as models
-from train.run import folder as run_folder
-from train.run.limits import Limits
+from train.run.run import Limits
 
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 
 
+def small_resnet() -> models.ResNet:
+    return models.ResNet(1, 10, 3)
+
+
 def make_trainer(rank: int, world_size: int, **settings: Any) -> Any:
     settings = {"batch_size": 4, "lr": 0.1, **settings}
-    data = trainings.tensors((3, 32, 32), 8)
-    return trainings.trainer(rank, world_size, data, trainings.seeded(models.resnet20), **settings)
+    data = trainings.tensors((3, 8, 8), 8)
+    return trainings.trainer(rank, world_size, data, trainings.seeded(small_resnet), **settings)
 
 
-def save_last(trainer: Any, folder: str) -> None:
+def save_last(trainer: Any, folder: str, *, best: bool = False) -> None:
     saver = saving.Saver(trainer, folder)
-    saver.save(last=True, best=False)
+    saver.save(last=True, best=best)
     saver.finish()
 
 
@@ -78,12 +77,12 @@ def test_a_checkpoint_is_primitives_and_tensors_that_weights_only_loads(saved):
 
 def test_the_model_has_the_keys_that_ddp_gives_and_ckpttool_strips(saved):
     keys = list(saved["state"]["model"])
-    assert keys == [f"module.{name}" for name in models.resnet20().state_dict()]
+    assert keys == [f"module.{name}" for name in small_resnet().state_dict()]
 
 
 def test_the_optimizers_state_names_its_parameters_as_the_model_does(saved):
     (group,) = saved["state"]["optimizer"]["param_groups"]
-    assert group["param_names"] == [f"module.{name}" for name, _ in models.resnet20().named_parameters()]
+    assert group["param_names"] == [f"module.{name}" for name, _ in small_resnet().named_parameters()]
     assert len(saved["state"]["optimizer"]["state"]) == len(group["param_names"])
 
 
@@ -132,11 +131,7 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
                 state["momentum_buffer"][0] *= 1.001
             else:
                 trainer.updater.optimizer.param_groups[0]["lr"] = 0.2
-    try:
-        save_last(trainer, folder)
-    except CkptToolError as error:
-        return type(error).__name__, error.message
-    return None
+    return trainings.error_of(lambda: save_last(trainer, folder))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -161,13 +156,7 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
     trainings.finish_epoch(trainer)
     if rank == on:
         trainer.ddp.module.state_dict()[name][0] = value
-    try:
-        saver = saving.Saver(trainer, folder)
-        saver.save(last=True, best=True)
-        saver.finish()
-    except CkptToolError as error:
-        return type(error).__name__, error.message
-    return None
+    return trainings.error_of(lambda: save_last(trainer, folder, best=True))
 
 
 @pytest.mark.parametrize(
@@ -254,10 +243,8 @@ def test_checkpoints_are_written_as_often_as_asked_after_the_last_epoch_and_for_
 
 def test_best_pt_is_not_changed_by_later_saves_of_last_pt(run_ranks, tmp_path):
     run_ranks(1, files_of_a_run, str(tmp_path), [True, False], {})
-    epochs = [
-        torch.load(tmp_path / n, weights_only=True)["progress"]["epoch"] for n in ("best.pt", "last.pt")
-    ]
-    assert epochs == [1, 2]
+    states = [torch.load(tmp_path / name, weights_only=True) for name in ("best.pt", "last.pt")]
+    assert [state["progress"]["epoch"] for state in states] == [1, 2]
 
 
 def write_numbered(folder: Path, *numbers: int) -> None:
@@ -362,134 +349,6 @@ def test_the_second_file_is_a_copy_if_the_file_system_has_no_links(tmp_path, mon
     checkpoint_files.write({"a": torch.ones(2)}, str(tmp_path), ["last.pt", "best.pt"])
     assert (tmp_path / "last.pt").read_bytes() == (tmp_path / "best.pt").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
-
-
-def claim(config: TrainConfig, now: str = "now") -> str:
-    with run_folder.claimed(config, now) as folder:
-        return folder
-
-
-# ---- the folder ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["last.pt", "best.pt", "log.jsonl", "step-000007.pt"])
-def test_a_folder_that_holds_a_run_is_refused_with_the_flags_to_give(name, tmp_path):
-    (tmp_path / name).write_bytes(b"precious")
-    with pytest.raises(UsageFault, match="already holds a run") as fault:
-        claim(TrainConfig(out=str(tmp_path)))
-    assert all(flag in fault.value.hint for flag in ("--resume auto", "--force", "--out"))
-    assert (tmp_path / name).read_bytes() == b"precious"
-
-
-def test_force_clears_a_runs_own_files_and_no_others(tmp_path):
-    write_numbered(tmp_path, 7)
-    for name in ("last.pt", "best.pt", "log.jsonl", "notes.txt", "step-x.pt", "step-000008.pt"):
-        (tmp_path / name).touch()
-    (tmp_path / "step-000009.pt").mkdir()
-    assert claim(TrainConfig(out=str(tmp_path), force=True)) == str(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-000008.pt", "step-000009.pt", "step-x.pt"]
-
-
-def test_without_out_each_run_has_a_new_folder_named_by_the_time(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = [claim(TrainConfig(), "20260101-120000") for _ in range(3)]
-    assert names == [os.path.join("runs", f"20260101-120000{end}") for end in ("", "-2", "-3")]
-
-
-def test_a_folder_that_cant_be_made_names_the_flag(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageFault, match="--out"):
-        claim(TrainConfig(out=str(tmp_path / "file" / "run")))
-
-
-@pytest.mark.skipif(
-    not os.path.isdir("/sys/kernel"), reason="there is no folder here that even root can't write"
-)
-def test_a_folder_that_cant_be_written_is_refused_before_training():
-    with pytest.raises(
-        UsageFault, match=r"--out /sys/kernel: (permission denied|read-only|operation not perm)"
-    ):
-        claim(TrainConfig(out="/sys/kernel"))
-
-
-def test_two_runs_in_one_folder_are_refused_whatever_the_flags(tmp_path):
-    with run_folder.claimed(TrainConfig(out=str(tmp_path)), "now") as folder:
-        (tmp_path / "last.pt").write_bytes(b"of the first run")
-        for flags in ({"force": True}, {"resume": "auto"}, {}):
-            with pytest.raises(UsageFault, match="another run writes there now"):
-                claim(TrainConfig(out=folder, **flags))
-    assert (tmp_path / "last.pt").read_bytes() == b"of the first run"
-    assert claim(TrainConfig(out=folder, resume="auto")) == folder
-
-
-def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_outlives_it(tmp_path):
-    code = (
-        "import os, sys, time; from train.run import folder as run_folder\n"
-        "from train.config.training import TrainConfig\n"
-        f"with run_folder.claimed(TrainConfig(out={str(tmp_path)!r}), 'now'):\n"
-        "    child = os.fork()\n"
-        "    if not child: time.sleep(60)\n"
-        "    print(child, flush=True); time.sleep(60)"
-    )
-    rank = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    child = int(rank.stdout.readline())
-    try:
-        with pytest.raises(UsageFault, match="another run writes there now"):
-            claim(TrainConfig(out=str(tmp_path)))
-        rank.kill()
-        rank.wait()
-        claim(TrainConfig(out=str(tmp_path)))
-    finally:
-        os.kill(child, signal.SIGKILL)
-        rank.stdout.close()
-
-
-def test_a_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
-    code = (
-        "import time, torch; from train.checkpoint import files as checkpoint_files\n"
-        "def save(state, file): file.write(b'half'); file.flush(); print('now', flush=True); time.sleep(60)\n"
-        f"torch.save = save; checkpoint_files.write({{}}, {str(tmp_path)!r}, ['last.pt'])"
-    )
-    killed = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert killed.stdout.readline() == "now\n"
-    assert len(os.listdir(tmp_path)) == 1
-    killed.kill()
-    killed.communicate()
-    for name in ("step-000003.pt.link", "other.link"):
-        (tmp_path / name).touch()
-    claim(TrainConfig(out=str(tmp_path), resume="auto"))
-    checkpoint_files.write({}, str(tmp_path), ["last.pt"])
-    assert sorted(os.listdir(tmp_path)) == ["last.pt", "other.link"]
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("name", ["last.pt", "log.jsonl"])
-def test_a_named_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for(tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UsageFault, match=f"{name}: is a named pipe"):
-        claim(TrainConfig(out=str(tmp_path), resume="auto"))
-    with pytest.raises(Refused, match="is not a regular file"):
-        checkpoints.read(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("name", ["last.pt", "best.pt"])
-@pytest.mark.parametrize("what", ["a folder", "a link into a folder that does not exist"])
-def test_a_place_where_no_checkpoint_can_be_written_is_refused_at_the_start(tmp_path, what, name):
-    if what == "a folder":
-        (tmp_path / name).mkdir()
-    else:
-        (tmp_path / name).symlink_to(tmp_path / "gone" / name)
-    with pytest.raises(UsageFault, match=f"{name}: is {what}: no checkpoint can be written there"):
-        claim(TrainConfig(out=str(tmp_path), resume="auto"))
-
-
-@pytest.mark.parametrize("name", ["log.jsonl", "run.jsonl"])
-def test_a_log_that_is_a_link_is_refused(tmp_path, name):
-    (tmp_path / "precious").write_bytes(b"of another")
-    (tmp_path / name).symlink_to(tmp_path / "precious")
-    with pytest.raises(UsageFault, match=f"{name}: is a link, and what it leads to would be written into"):
-        claim(TrainConfig(out=str(tmp_path), resume="auto"))
-    assert (tmp_path / "precious").read_bytes() == b"of another"
 
 
 # ---- reading -------------------------------------------------------------------------------------------

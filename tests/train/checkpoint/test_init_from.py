@@ -79,14 +79,14 @@ FILES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_every_kind_of_checkpoint_gives_its_weights(kind: str, net: SmallNet, tmp_path: Path) -> None:
+def test_every_kind_of_checkpoint_gives_its_weights(kind, net, tmp_path):
     path, model = FILES[kind](net.state_dict(), tmp_path / "f"), fresh()
     remarks = init_from.load(model, path)
     assert_same(net.state_dict(), model.state_dict())
     assert remarks[0].startswith(f"9 tensors from {path}")
 
 
-def test_a_file_without_counters_of_batchnorm_fits(net: SmallNet, tmp_path: Path) -> None:
+def test_a_file_without_counters_of_batchnorm_fits(net, tmp_path):
     state = {name: value for name, value in net.state_dict().items() if "num_batches" not in name}
     model = fresh()
     remarks = init_from.load(model, saved(state, tmp_path / "f.pt"))
@@ -94,7 +94,7 @@ def test_a_file_without_counters_of_batchnorm_fits(net: SmallNet, tmp_path: Path
     assert_same({**net.state_dict(), "norm.num_batches_tracked": torch.tensor(0)}, model.state_dict())
 
 
-def test_tied_weights_may_be_in_the_file_once(tmp_path: Path) -> None:
+def test_tied_weights_may_be_in_the_file_once(tmp_path):
     def tied() -> nn.Module:
         model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "out": nn.Linear(4, 5, bias=False)})
         model["out"].weight = model["embed"].weight
@@ -106,7 +106,7 @@ def test_tied_weights_may_be_in_the_file_once(tmp_path: Path) -> None:
     assert model["out"].weight is model["embed"].weight
 
 
-def test_the_remarks_say_what_the_file_also_holds(net: SmallNet, tmp_path: Path) -> None:
+def test_the_remarks_say_what_the_file_also_holds(net, tmp_path):
     tree = {
         "model": net.state_dict(),
         "ema": net.state_dict(),
@@ -121,7 +121,7 @@ def test_the_remarks_say_what_the_file_also_holds(net: SmallNet, tmp_path: Path)
     assert "not used: optimizer" in remarks
 
 
-def test_the_remarks_say_that_types_are_cast(net: SmallNet, tmp_path: Path) -> None:
+def test_the_remarks_say_that_types_are_cast(net, tmp_path):
     half = {name: value.half() for name, value in net.state_dict().items() if value.is_floating_point()}
     remarks = init_from.load(fresh(), saved(half, tmp_path / "f.pt"))
     assert "8 tensors are float16 in the file and float32 here" in remarks
@@ -138,9 +138,7 @@ def refusal(model: nn.Module, path: str, *allow_missing: str) -> UsageFault:
     return caught.value
 
 
-def test_a_head_of_other_classes_is_refused_with_the_flag_that_allows_it(
-    net: SmallNet, tmp_path: Path
-) -> None:
+def test_a_head_of_other_classes_is_refused_with_the_flag_that_allows_it(net, tmp_path):
     path = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt")
     fault = refusal(fresh(classes=5), path)
     assert fault.message == f"--init {path}: does not fit the model: 2 of another shape"
@@ -148,7 +146,7 @@ def test_a_head_of_other_classes_is_refused_with_the_flag_that_allows_it(
     assert str(fault.hint).endswith(f"  --init {path} --init-allow-missing 'head.*'")
 
 
-def test_the_advised_pattern_keeps_the_new_head_and_loads_the_rest(net: SmallNet, tmp_path: Path) -> None:
+def test_the_advised_pattern_keeps_the_new_head_and_loads_the_rest(net, tmp_path):
     path, model = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt"), fresh(classes=5)
     remarks = init_from.load(model, path, ["head.*"])
     assert "newly made, not loaded: head.weight, head.bias" in remarks
@@ -156,20 +154,20 @@ def test_the_advised_pattern_keeps_the_new_head_and_loads_the_rest(net: SmallNet
     assert_same(expected, model.state_dict())
 
 
-def test_a_pattern_for_what_the_file_has_loads_it_and_says_so(net: SmallNet, tmp_path: Path) -> None:
+def test_a_pattern_for_what_the_file_has_loads_it_and_says_so(net, tmp_path):
     model = fresh()
     remarks = init_from.load(model, saved(net.state_dict(), tmp_path / "f.pt"), ["head.*"])
     assert "--init-allow-missing 'head.*': the file has all of it" in remarks
     assert_same(net.state_dict(), model.state_dict())
 
 
-def test_a_pattern_that_matches_no_name_of_the_model_is_refused(net: SmallNet, tmp_path: Path) -> None:
+def test_a_pattern_that_matches_no_name_of_the_model_is_refused(net, tmp_path):
     fault = refusal(fresh(), saved(net.state_dict(), tmp_path / "f.pt"), "fc.*")
     assert fault.message == "--init-allow-missing: no name of the model matches 'fc.*'"
     assert fault.hint == "its last name is 'head.bias'"
 
 
-def test_a_pattern_does_not_allow_what_it_does_not_match(net: SmallNet, tmp_path: Path) -> None:
+def test_a_pattern_does_not_allow_what_it_does_not_match(net, tmp_path):
     state = net.state_dict()
     del state["conv.bias"]
     fault = refusal(fresh(classes=5), saved(state, tmp_path / "f.pt"), "head.*")
@@ -177,9 +175,7 @@ def test_a_pattern_does_not_allow_what_it_does_not_match(net: SmallNet, tmp_path
     assert "--init-allow-missing 'head.*' --init-allow-missing conv.bias" in str(fault.hint)
 
 
-def test_the_advised_commands_make_the_file_fit(
-    net: SmallNet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_advised_commands_make_the_file_fit(net, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = saved({**prefixed(net.state_dict(), "net."), "net.aux.w": torch.ones(2)}, Path("f.pt"))
     advice = str(refusal(fresh(classes=5), path).hint).splitlines()
@@ -193,21 +189,21 @@ def test_the_advised_commands_make_the_file_fit(
     assert torch.equal(model.conv.weight, net.conv.weight)
 
 
-def test_every_name_is_listed_for_another_architecture(net: SmallNet, tmp_path: Path) -> None:
+def test_every_name_is_listed_for_another_architecture(net, tmp_path):
     fault = refusal(nn.Linear(2, 2), saved(net.state_dict(), tmp_path / "f.pt"))
     for name in (*net.state_dict(), "weight", "bias"):
         assert name in str(fault.hint)
     assert "ckpttool inspect" in str(fault.hint)
 
 
-def test_weights_that_are_nan_are_refused(net: SmallNet, tmp_path: Path) -> None:
+def test_weights_that_are_nan_are_refused(net, tmp_path):
     state = {name: value.clone() for name, value in net.state_dict().items()}
     state["norm.running_var"][1] = float("nan")
     with pytest.raises(UsageFault, match=r"norm.running_var is NaN or infinite"):
         init_from.load(fresh(), saved(state, tmp_path / "f.pt"))
 
 
-def test_a_sparse_tensor_is_refused_by_name(net: SmallNet, tmp_path: Path) -> None:
+def test_a_sparse_tensor_is_refused_by_name(net, tmp_path):
     state = {**net.state_dict(), "head.weight": net.head.weight.detach().to_sparse()}
     path = saved(state, tmp_path / "f.pt")
     with pytest.raises(CkptToolError, match=r"missing|head.weight") as caught:
@@ -255,7 +251,7 @@ BAD: dict[str, tuple[Any, type[CkptToolError], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_file_that_can_not_be_read_is_refused_by_name(kind: str, net: SmallNet, tmp_path: Path) -> None:
+def test_a_file_that_can_not_be_read_is_refused_by_name(kind, net, tmp_path):
     make, error, words = BAD[kind]
     path = make(net.state_dict(), tmp_path / "f.pt")
     with pytest.raises(error, match=words) as caught:
@@ -264,22 +260,20 @@ def test_a_file_that_can_not_be_read_is_refused_by_name(kind: str, net: SmallNet
     assert caught.value.exit_code == 3
 
 
-def test_a_rank_without_the_file_leaves_its_weights_to_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_the_file_leaves_its_weights_to_rank_0(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     model = fresh()
     assert init_from.load(model, str(tmp_path / "f.pt")) == []
     assert_same(fresh().state_dict(), model.state_dict())
 
 
-def test_the_digest_is_that_of_the_weights_wherever_the_file_lies(net: SmallNet, tmp_path: Path) -> None:
+def test_the_digest_is_that_of_the_weights_wherever_the_file_lies(net, tmp_path):
     first = init_from.digest(saved(net.state_dict(), tmp_path / "a.pt"))
     assert init_from.digest(safetensors(net.state_dict(), tmp_path / "b.safetensors")) == first
     assert init_from.digest(saved(fresh().state_dict(), tmp_path / "c.pt")) != first
 
 
-def test_the_published_resnet_20_fits_as_it_is(resnet20: Path) -> None:
+def test_the_published_resnet_20_fits_as_it_is(resnet20):
     from train.model import builtin as models
 
     remarks = init_from.load(models.resnet20(), str(resnet20))

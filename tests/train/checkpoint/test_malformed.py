@@ -15,7 +15,7 @@ from ckpttool.errors import CkptToolError, Damaged
 from train import main
 from train.checkpoint import format as checkpoints
 from train.checkpoint import resume as resuming
-from train.checkpoint.capture import capture
+from train.checkpoint.format import capture
 from train.config import command_line
 from train.main import steps_of_epoch
 from train.trainer.trainer import Trainer
@@ -87,7 +87,7 @@ def _scalar(value: Any) -> bool:
 HOW = ["dropped", "empty", "text", "number", "nothing", "list", "tensor"]
 
 
-def test_any_changed_field_is_refused_in_one_line(run: Any) -> None:
+def test_any_changed_field_is_refused_in_one_line(run):
     """The digest of the run finds all of them alike, so each field is changed in one way."""
     _, state, folder = run
     tried = set()
@@ -107,7 +107,7 @@ def test_any_changed_field_is_refused_in_one_line(run: Any) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_changed_field_without_the_digest_of_the_run_is_refused_or_harmless(run: Any, how: str) -> None:
+def test_a_changed_field_without_the_digest_of_the_run_is_refused_or_harmless(run, how):
     """Checkpoints of before that digest have none. Harmless: the run continues for a step and is saved."""
     flags, state, folder = run
     config = command_line.parse([*flags, "--epochs", "2", "--resume", str(folder / "changed.pt")])
@@ -131,7 +131,7 @@ def test_a_changed_field_without_the_digest_of_the_run_is_refused_or_harmless(ru
             capture(trainer)
 
 
-def test_the_program_ends_in_one_line(run: Any, capsys: Any) -> None:
+def test_the_program_ends_in_one_line(run, capsys):
     flags, state, folder = run
     torch.save({**state, "progress": {**state["progress"], "epoch": "one"}}, folder / "changed.pt")
     more = ["--epochs", "2", "--resume", str(folder / "changed.pt"), "--out", str(folder / "resumed")]
@@ -141,14 +141,14 @@ def test_the_program_ends_in_one_line(run: Any, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("digests", [{}, {"model": ""}, {"run": ""}, None, []])
-def test_a_checkpoint_without_digests_is_damaged(run: Any, digests: Any) -> None:
+def test_a_checkpoint_without_digests_is_damaged(run, digests):
     _, state, folder = run
     torch.save({**state, "digests": digests}, folder / "changed.pt")
     with pytest.raises(Damaged, match="digests"):
         checkpoints.read(str(folder / "changed.pt"))
 
 
-def test_the_unchanged_checkpoint_is_read(run: Any) -> None:
+def test_the_unchanged_checkpoint_is_read(run):
     _, state, folder = run
     torch.save(state, folder / "changed.pt")
     assert checkpoints.read(str(folder / "changed.pt"))["progress"] == state["progress"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import os
 import re
 import shutil
@@ -15,15 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.distributed import collectives
-from ckpttool.errors import CkptToolError
-from tests.ranks import trainings
+from tests.ranks import runs, trainings
+from tests.ranks.runs import contents
+from tests.support.run_log import entries_of, epochs_of, timeless
 from train.checkpoint import format as checkpoints
 from train.config.shared import Every
-from train.config.training import TrainConfig
-from train.main import train
-from train.run.run import Job
-from train.tasks import builtin as tasks
 
 EPOCHS, STEPS = 3, 4
 
@@ -44,49 +37,18 @@ class Restless(nn.Module):
         return self.last(self.deep(x).relu()) * self.phase.abs()
 
 
-def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], samples: int = 44) -> Any:
-    """Run the trainer; return what it printed, or the error that ended it."""
-    settings = {"epochs": EPOCHS, "batch_size": 12, "warmup": Every(2, "steps"), **settings}
-    config = TrainConfig(**{"out": folder, "keep": 99, "save_every": Every(1, "steps"), **settings})
+def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], samples: int = 44) -> str:
+    usual = {"epochs": EPOCHS, "batch_size": 12, "warmup": Every(2, "steps"), "out": folder, **runs.OFTEN}
     data = trainings.tensors((10,), samples)
-    model = trainings.seeded(Restless)
-    job = Job(config, trainings.place(rank, world_size), data, model, tasks.build(config, data), [])
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            train(job)
-    except CkptToolError as error:
-        return f"{type(error).__name__}: {error} ({error.hint}) {error.exit_code}"
-    return said.getvalue()
-
-
-def contents(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, in a form that is equal only for equal bits."""
-    state = torch.load(path, weights_only=True)
-    flat: dict[str, Any] = {}
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                add(f"{name}/{key}", item)
-        elif isinstance(value, list | tuple):
-            add(name, dict(enumerate(value)))
-        else:
-            flat[name] = collectives.digest(value).hex()
-
-    for part in ("model", "optimizer", "scheduler", "progress", "plan", "rng"):
-        add(part, state[part])
-    return flat
+    return runs.outcome(rank, world_size, data, trainings.seeded(Restless), {**usual, **settings})
 
 
 def log(folder: Path) -> list[dict[str, Any]]:
-    """Return the entries of a run's log without what is a time."""
-    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in entry.items() if "second" not in key} for entry in entries]
+    return timeless(entries_of(folder))
 
 
 def logged_epochs(folder: Path) -> list[int]:
-    return [entry["epoch"] for entry in log(folder) if "epoch" in entry]
+    return [entry["epoch"] for entry in epochs_of(folder)]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size}-ranks")
@@ -95,6 +57,14 @@ def whole(request, run_ranks, tmp_path_factory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("whole")
     run_ranks(request.param, run, str(folder), {})
     return request.param, folder
+
+
+@pytest.fixture(scope="module")
+def short(run_ranks, tmp_path_factory) -> Path:
+    """A run of one epoch on two ranks."""
+    folder = tmp_path_factory.mktemp("short")
+    run_ranks(2, run, str(folder), {"epochs": 1})
+    return folder
 
 
 @pytest.mark.parametrize("step", [1, 3, STEPS, STEPS + 2, 2 * STEPS])
@@ -128,14 +98,13 @@ def test_only_rank_0_needs_the_file(run_ranks, tmp_path, whole):
     assert contents(tmp_path / "last.pt") == contents(folder / "last.pt")
 
 
-def test_resume_auto_continues_in_the_same_folder_and_logs_no_epoch_twice(run_ranks, tmp_path):
-    run_ranks(2, run, str(tmp_path / "whole"), {})
-    run_ranks(2, run, str(tmp_path / "parts"), {"save_every": Every(5, "steps"), "epochs": EPOCHS})
-    parts = tmp_path / "parts"
+def test_resume_auto_continues_in_the_same_folder_and_logs_no_epoch_twice(run_ranks, tmp_path, whole):
+    size, folder = whole
+    parts = shutil.copytree(folder, tmp_path / "parts")
     os.replace(parts / "step-000010.pt", parts / "last.pt")  # as if it had died after step 11
-    run_ranks(2, run, str(parts), {"resume": "auto"})
-    assert contents(parts / "last.pt") == contents(tmp_path / "whole" / "last.pt")
-    assert log(parts) == log(tmp_path / "whole")
+    run_ranks(size, run, str(parts), {"resume": "auto"})
+    assert contents(parts / "last.pt") == contents(folder / "last.pt")
+    assert log(parts) == log(folder)
 
 
 def resume_auto_where_only_rank_0_sees_the_folder(rank: int, world_size: int, folder: str) -> Any:
@@ -145,11 +114,11 @@ def resume_auto_where_only_rank_0_sees_the_folder(rank: int, world_size: int, fo
         return run(rank, world_size, folder, {"resume": "auto", "epochs": 2})
 
 
-def test_only_rank_0_decides_whether_there_is_a_checkpoint_to_resume(run_ranks, tmp_path):
-    run_ranks(2, run, str(tmp_path), {"epochs": 1})
-    said, _ = run_ranks(2, resume_auto_where_only_rank_0_sees_the_folder, str(tmp_path))
+def test_only_rank_0_decides_whether_there_is_a_checkpoint_to_resume(run_ranks, tmp_path, short):
+    folder = shutil.copytree(short, tmp_path / "run")
+    said, _ = run_ranks(2, resume_auto_where_only_rank_0_sees_the_folder, str(folder))
     assert "continues from" in said
-    assert logged_epochs(tmp_path) == [1, 2]
+    assert logged_epochs(folder) == [1, 2]
 
 
 def test_resume_auto_without_a_checkpoint_starts_a_new_run(run_ranks, tmp_path):
@@ -168,13 +137,12 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["damaged", "cut off", "missing", "a link to nothing"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_resume_auto_takes_the_newest_checkpoint_that_is_whole(run_ranks, tmp_path, size, how):
-    run_ranks(size, run, str(tmp_path / "whole"), {})
+def test_resume_auto_takes_the_newest_checkpoint_that_is_whole(run_ranks, tmp_path, whole, how):
+    size, folder = whole
     parts = tmp_path / "parts"  # as after step 8
     parts.mkdir()
     for step in (6, 7, 8):
-        shutil.copy2(tmp_path / "whole" / f"step-{step:06d}.pt", parts)
+        shutil.copy2(folder / f"step-{step:06d}.pt", parts)
     os.link(parts / "step-000008.pt", parts / "last.pt")
     for name in ("last.pt", "step-000008.pt"):
         if how in ("missing", "a link to nothing"):
@@ -205,13 +173,12 @@ def test_resume_auto_takes_the_newest_checkpoint_that_is_whole(run_ranks, tmp_pa
     else:
         assert over == [f"passed over {parts}/last.pt: is a link to nothing"]
     assert f"continues from {parts}/step-000007.pt at epoch 2, step 3 of 4" in remarks[len(over)]
-    assert contents(parts / "last.pt") == contents(tmp_path / "whole" / "last.pt")
+    assert contents(parts / "last.pt") == contents(folder / "last.pt")
 
 
-def test_resume_auto_starts_nothing_anew_if_no_checkpoint_is_whole(run_ranks, tmp_path):
-    run_ranks(2, run, str(tmp_path), {"epochs": 1, "keep": 2})
-    for path in tmp_path.glob("*.pt"):
-        path.write_bytes(b"no checkpoint")
+def test_resume_auto_starts_nothing_anew_if_no_checkpoint_is_whole(run_ranks, tmp_path, short):
+    for path in short.glob("*.pt"):
+        (tmp_path / path.name).write_bytes(b"no checkpoint")
     first, second = run_ranks(2, run, str(tmp_path), {"resume": "auto"})
     assert first.startswith(f"Damaged: {tmp_path}/last.pt: can't be read: ")
     assert "no other checkpoint in" in first and "--force starts over" in first
@@ -233,32 +200,29 @@ def test_resume_auto_passes_over_no_checkpoint_of_another_training(run_ranks, tm
     assert said.startswith(f"UsageFault: {tmp_path}/last.pt: belongs to a training with --lr 0.1")
 
 
-def test_resuming_a_finished_run_does_nothing_and_says_how_to_train_longer(run_ranks, tmp_path):
-    run_ranks(2, run, str(tmp_path), {"epochs": 1})
-    before = (tmp_path / "last.pt").read_bytes()
-    said, _ = run_ranks(2, run, str(tmp_path), {"epochs": 1, "resume": "auto"})
+def test_resuming_a_finished_run_does_nothing_and_says_how_to_train_longer(run_ranks, short):
+    before = (short / "last.pt").read_bytes()
+    said, _ = run_ranks(2, run, str(short), {"epochs": 1, "resume": "auto"})
     remarks = [line for line in said.splitlines() if line.startswith("resume")]
-    assert remarks == [
-        f"resume  {tmp_path}/last.pt already has 1 epoch: nothing to do (--epochs N trains longer)"
-    ]
+    done = f"{short}/last.pt already has 1 epoch: nothing to do (--epochs N trains longer)"
+    assert remarks == [f"resume  {done}"]
     assert "saved" not in said
-    assert (tmp_path / "last.pt").read_bytes() == before
-    assert logged_epochs(tmp_path) == [1]
+    assert (short / "last.pt").read_bytes() == before
+    assert logged_epochs(short) == [1]
 
 
-def test_resuming_a_finished_run_reports_no_other_difference(run_ranks, tmp_path):
-    run_ranks(2, run, str(tmp_path / "a"), {"epochs": 2})
-    elsewhere = {"epochs": 1, "resume": str(tmp_path / "a" / "last.pt")}
-    (said,) = run_ranks(1, run, str(tmp_path / "b"), elsewhere)
+def test_resuming_a_finished_run_reports_no_other_difference(run_ranks, tmp_path, whole):
+    elsewhere = {"epochs": 1, "resume": str(whole[1] / "last.pt")}
+    said, *_ = run_ranks(2 if whole[0] == 1 else 1, run, str(tmp_path / "b"), elsewhere)
     assert said.count("resume  ") == 1
     assert "nothing to do" in said
     assert "next:" not in said  # there is no file in that folder
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
-def test_a_run_can_continue_within_an_epoch_on_another_number_of_ranks(run_ranks, tmp_path, before, after):
-    run_ranks(before, run, str(tmp_path), {})
-    path = str(tmp_path / "step-000006.pt")
+def test_a_run_can_continue_within_an_epoch_on_another_number_of_ranks(run_ranks, tmp_path, whole):
+    before, folder = whole
+    after = {1: 2, 2: 4, 4: 1}[before]
+    path = str(folder / "step-000006.pt")
     said, *_ = run_ranks(after, run, str(tmp_path / "on"), {"resume": path})
     assert f"saved by {before} ranks, now {after}: the same samples in the same steps" in said
     final = torch.load(tmp_path / "on" / "last.pt", weights_only=True)
@@ -283,10 +247,9 @@ def test_a_run_can_continue_within_an_epoch_on_another_number_of_ranks(run_ranks
     ids=["batch size", "several", "model", "warmup", "switch", "data"],
 )
 def test_a_checkpoint_of_another_training_is_refused_naming_the_flags(
-    run_ranks, tmp_path, settings, samples, said
+    run_ranks, tmp_path, short, settings, samples, said
 ):
-    run_ranks(2, run, str(tmp_path), {"epochs": 1})
-    settings = {"resume": str(tmp_path / "last.pt"), **settings}
+    settings = {"resume": str(short / "last.pt"), **settings}
     first, second = run_ranks(2, run, str(tmp_path / "on"), settings, samples)
     assert said in first
     assert first.startswith("UsageFault")
@@ -295,9 +258,9 @@ def test_a_checkpoint_of_another_training_is_refused_naming_the_flags(
     assert second.endswith("2")
 
 
-def test_a_resume_from_elsewhere_does_not_overwrite_the_run_in_the_folder(run_ranks, tmp_path):
+def test_a_resume_from_elsewhere_does_not_overwrite_the_run_in_the_folder(run_ranks, tmp_path, short):
     for name in ("a", "b"):
-        run_ranks(1, run, str(tmp_path / name), {"epochs": 1})
+        shutil.copytree(short, tmp_path / name)
     before = (tmp_path / "b" / "last.pt").read_bytes()
     elsewhere = {"epochs": 2, "resume": str(tmp_path / "a" / "last.pt")}
     (said,) = run_ranks(1, run, str(tmp_path / "b"), elsewhere)
@@ -356,9 +319,11 @@ def test_a_run_whose_weights_become_nan_ends_and_overwrites_nothing(run_ranks, t
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_file_to_resume_from_that_is_missing_is_named_also_in_a_used_folder(run_ranks, tmp_path, used):
+def test_a_file_to_resume_from_that_is_missing_is_named_also_in_a_used_folder(
+    run_ranks, tmp_path, short, used
+):
     if used:
-        run_ranks(2, run, str(tmp_path), {"epochs": 1})
+        shutil.copytree(short, tmp_path, dirs_exist_ok=True)
     before = sorted(os.listdir(tmp_path))
     first, second = run_ranks(2, run, str(tmp_path), {"resume": f"{tmp_path}-2/nope.pt"})
     assert first.startswith(f"Unreadable: {tmp_path}-2/nope.pt: no such file or directory")

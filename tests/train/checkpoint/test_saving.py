@@ -35,6 +35,12 @@ def make_trainer(rank: int, size: int, **settings: Any) -> Trainer:
     return trainings.trainer(rank, size, data, model, **settings)
 
 
+def telling(trainer: Trainer, folder: str) -> tuple[saving.Saver, list[str]]:
+    """Return a saver, and the list of what it tells."""
+    told = list[str]()
+    return saving.Saver(trainer, folder, lambda event, text, *_, **__: told.append(f"{event}: {text}")), told
+
+
 # ---- copies of a state ---------------------------------------------------------------------------------
 
 
@@ -135,8 +141,8 @@ def test_a_file_takes_its_place_only_after_the_ranks_have_been_compared(run_rank
 
 def save_often(rank: int, size: int, folder: str) -> list[str]:
     """Return what is told of saves that come faster than a slow disk takes."""
-    trainer, told = make_trainer(rank, size, keep=9), list[str]()
-    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{event} {text}"))
+    trainer = make_trainer(rank, size, keep=9)
+    saver, told = telling(trainer, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "NOTICEABLE", 0.1)
         patch.setattr(os, "fsync", lambda _: time.sleep(0.2))
@@ -149,17 +155,17 @@ def save_often(rank: int, size: int, folder: str) -> list[str]:
 def test_a_save_waits_for_the_one_before_and_says_so(run_ranks, tmp_path):
     first, second = run_ranks(2, save_often, str(tmp_path))
     assert len(first) == 2 and first == second
-    waited = r"save waited training waited [\d.]+ s in step 2 for the save of step 1"
+    waited = r"save waited: training waited [\d.]+ s in step 2 for the save of step 1"
     assert re.match(waited, first[0])
     assert sorted(os.listdir(tmp_path)) == ["last.pt", *(numbered(step) for step in (1, 2, 3))]
 
 
-def save_where_numbers_are_taken(rank: int, size: int, folder: str) -> list[str]:
-    """Save after each of three steps, and return what is told."""
-    trainer, told = make_trainer(rank, size, keep=2), list[str]()
-    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{event}: {text}"))
+def save_numbered(rank: int, size: int, folder: str, settings: dict[str, Any], best: int = 0) -> list[str]:
+    """Save after each of three steps, the best state after one of them; return what is told."""
+    trainer = make_trainer(rank, size, keep=2, **settings)
+    saver, told = telling(trainer, folder)
     for _ in steps_of_epoch(trainer):
-        saver.save(last=True, best=trainer.progress.step == 2)
+        saver.save(last=True, best=trainer.progress.step == best)
         saver.finish_save()
     saver.finish()
     return told
@@ -168,7 +174,7 @@ def save_where_numbers_are_taken(rank: int, size: int, folder: str) -> list[str]
 @pytest.mark.parametrize("what", ["a file", "a link", "a link to nothing", "a folder"])
 def test_a_save_leaves_what_is_not_the_trainers_under_a_number_and_says_so(run_ranks, tmp_path, what):
     """A link may lead to a checkpoint of another run."""
-    run_ranks(1, save_where_numbers_are_taken, str(tmp_path))
+    run_ranks(1, save_numbered, str(tmp_path), {}, 2)
     other, number = tmp_path / "other.pt", tmp_path / numbered(2)
     number.rename(other)
     before = other.read_bytes()
@@ -179,7 +185,7 @@ def test_a_save_leaves_what_is_not_the_trainers_under_a_number_and_says_so(run_r
     else:
         number.symlink_to(other if what == "a link" else "nothing")
     facts = number.lstat()
-    (said,) = run_ranks(1, save_where_numbers_are_taken, str(tmp_path))
+    (said,) = run_ranks(1, save_numbered, str(tmp_path), {}, 2)
     assert said == [
         f"save failed: step 2 has no numbered checkpoint: {number}: is not a checkpoint of this run, and "
         "stays as it is"
@@ -192,28 +198,16 @@ def test_a_save_leaves_what_is_not_the_trainers_under_a_number_and_says_so(run_r
         assert checkpoints.read(str(tmp_path / name))["progress"]["global_step"] == step
 
 
-def save_numbered(rank: int, size: int, folder: str, steps: int, settings: dict[str, Any]) -> list[str]:
-    """Train for some steps with `--keep 2`, and save each; return what is told."""
-    trainer, told = make_trainer(rank, size, keep=2, **settings), list[str]()
-    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{event}: {text}"))
-    for _ in steps_of_epoch(trainer):
-        saver.save(last=True, best=False)
-        saver.finish_save()
-        if trainer.progress.global_step == steps:
-            break
-    return told
-
-
 def test_a_checkpoint_of_another_run_under_a_number_is_not_the_runs_own(run_ranks, tmp_path):
     """It stays, and is neither counted among the last two nor overwritten."""
     (tmp_path / "other").mkdir()
     (tmp_path / "run").mkdir()
-    run_ranks(1, save_numbered, str(tmp_path / "other"), 3, {"seed": 1})
+    run_ranks(1, save_numbered, str(tmp_path / "other"), {"seed": 1})
     before = (tmp_path / "other" / numbered(3)).read_bytes()
     for number in (3, 9):
         (tmp_path / "run" / numbered(number)).write_bytes(before)
         os.utime(tmp_path / "run" / numbered(number), (2e9, 2e9))  # the newest, for long
-    (said,) = run_ranks(1, save_numbered, str(tmp_path / "run"), 3, {})
+    (said,) = run_ranks(1, save_numbered, str(tmp_path / "run"), {})
     number = tmp_path / "run" / numbered(3)
     assert len(said) == 1 and f"{number}: is not a checkpoint of this run, and stays as it is" in said[0]
     names = ["last.pt", *(numbered(number) for number in (1, 2, 3, 9))]
@@ -223,7 +217,7 @@ def test_a_checkpoint_of_another_run_under_a_number_is_not_the_runs_own(run_rank
 
 def test_a_change_that_a_resume_may_make_leaves_the_checkpoints_the_runs_own(run_ranks, tmp_path):
     for settings in ({"lr": 0.1}, {"lr": 0.05, "epochs": 7, "save": "sync", "accumulate": 2}):
-        (said,) = run_ranks(1, save_numbered, str(tmp_path), 3, settings)
+        (said,) = run_ranks(1, save_numbered, str(tmp_path), settings)
         assert said == []
     assert sorted(os.listdir(tmp_path)) == ["last.pt", numbered(2), numbered(3)]
 
@@ -233,8 +227,8 @@ def test_a_change_that_a_resume_may_make_leaves_the_checkpoints_the_runs_own(run
 
 def save_on_a_full_disk(rank: int, size: int, folder: str, mended: bool) -> Any:
     """Save after each of three steps. Files may have 10 kB; after the last step more, if it is mended."""
-    trainer, told = make_trainer(rank, size, keep=3 if mended else 0), list[str]()
-    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{step}: {text}"))
+    trainer = make_trainer(rank, size, keep=3 if mended else 0)
+    saver, told = telling(trainer, folder)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         for _ in steps_of_epoch(trainer):
@@ -255,7 +249,7 @@ def save_on_a_full_disk(rank: int, size: int, folder: str, mended: bool) -> Any:
 def test_training_goes_on_after_a_failed_save_and_the_next_one_tries_again(run_ranks, tmp_path, size):
     for told, steps in run_ranks(size, save_on_a_full_disk, str(tmp_path), True):
         assert steps == 3 and len(told) == 2
-        assert told[0].startswith("1: the save of step 1 failed: ") and "file too large" in told[0]
+        assert told[0].startswith("save failed: the save of step 1 failed: ") and "file too large" in told[0]
     assert checkpoints.read(str(tmp_path / "last.pt"))["progress"]["global_step"] == 3
 
 

@@ -16,6 +16,11 @@ from train.launch import program as launch
 from train.main import main
 
 
+def be_rank(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+
+
 def test_the_defaults_are_those_in_the_manual():
     config = command_line.parse([])
     assert (config.data, config.model, config.batch_size, config.out) == ("digits", "simple-cnn", 64, None)
@@ -76,6 +81,11 @@ def test_flags_that_are_not_given_get_the_optimizers_defaults():
         "--momentum 0 --weight-decay 1e-05 --save-every 20steps --warmup 2epochs --keep 3 --out a/b",
         "--data folder:x --mean 0.5,0.25,1 --std 1,2,3 --resize 32 --download --drop-last --batchnorm sync",
         "--out x --resume auto --workers 2 --seed 5 --deterministic --backend gloo --timeout 3.5",
+        "--mean=-0.5,0.25,1",
+        "--rank-share 1,3 --batch-size 8 --spawn 2",
+        "--no-set-epoch --sampler torch --save-every 3steps",
+        "--init-allow-missing head.* --init-allow-missing a --init x.pt",
+        "--optimizer adamw --lr 1e-05 --max-time 90",
     ],
 )
 def test_a_configuration_becomes_flags_again_without_defaults(line):
@@ -93,6 +103,62 @@ def test_a_rank_batch_stands_for_the_batch_size():
 def test_resume_without_a_value_means_auto():
     assert command_line.parse(["--resume", "--out", "x"]).resume == "auto"
 
+
+# ---- flags that are mistyped ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--batchsize", "--batch-size"),
+        ("--batch_size", "--batch-size"),
+        ("--Batch-Size", "--batch-size"),
+        ("--batch-siez", "--batch-size"),
+        ("--batchsize=64", "--batch-size"),
+        ("--epoch", "--epochs"),
+        ("--weight", "--weight-decay"),
+        ("--label-smooth", "--label-smoothing"),
+        ("--resum", "--resume"),
+        ("--learning-rate", "--lr"),
+        ("--learning_rate", "--lr"),
+        ("--num-workers", "--workers"),
+        ("--set-epoch", "--no-set-epoch"),
+    ],
+)
+def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant(typed, meant):
+    with pytest.raises(UsageFault, match=rf"^{typed.partition('=')[0]}: no such flag\b") as refused:
+        command_line.parse([typed, "64"])
+    assert refused.value.hint == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize("typed", ["--frobnicate", "--x", "--"])
+def test_nothing_is_suggested_for_what_resembles_no_flag(typed):
+    assert command_line.closest(typed, ["--batch-size", "--epochs", "--lr"]) is None
+
+
+def test_a_value_too_many_is_named():
+    with pytest.raises(UsageFault, match=r"^3: belongs to no flag\b") as refused:
+        command_line.parse(["--drop-last", "3"])
+    assert refused.value.hint == "train/main.py --help lists the flags"
+
+
+def test_the_flag_is_named_where_a_value_stands_before_it():
+    with pytest.raises(UsageFault, match=r"^--batchsize: no such flag\b"):
+        command_line.parse(["3", "--batchsize", "64"])
+
+
+def test_other_programs_suggest_their_own_flags():
+    with pytest.raises(UsageFault) as refused:
+        evaluate.parse(["a.pt", "--model", "simple-cnn", "--thread", "2"])
+    assert refused.value.hint == "did you mean --threads?"
+
+
+def test_every_name_of_other_trainers_stands_for_a_flag_that_exists():
+    known = command_line.train_parser()._option_string_actions
+    assert set(command_line.ELSEWHERE.values()) <= set(known) and not set(command_line.ELSEWHERE) & set(known)
+
+
+# ---- what is wrong -------------------------------------------------------------------------------------
 
 WRONG = [
     (["--epochs", "0"], "--epochs"),
@@ -218,8 +284,7 @@ def frozen(num_classes):
     ],
 )
 def test_models_that_ddp_cant_train_are_refused(tmp_path, capsys, monkeypatch, name, said):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    be_rank(monkeypatch, "0", "2")
     (tmp_path / "own.py").write_text(OWN)
     arguments = ["--data", "fake:9", "--batch-size", "4", "--model", f"{tmp_path}/own.py:{name}"]
     assert main(arguments) == 2
@@ -243,23 +308,20 @@ def test_wrong_flags_are_refused_without_importing_torch():
 
 def test_under_torchrun_only_rank_0_reports_wrong_flags_at_once(monkeypatch, capsys):
     waited: list[float] = []
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    be_rank(monkeypatch, "1", "2")
     monkeypatch.setattr(launch.time, "sleep", waited.append)
     assert main(["--epochs", "0"]) == 2
     assert waited == [launch.PATIENCE]  # within which torchrun ends it, when rank 0 has spoken and gone
 
 
 def test_a_global_batch_smaller_than_the_number_of_ranks_is_refused(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    be_rank(monkeypatch, "0", "4")
     with pytest.raises(UsageFault, match="--batch-size 3"):
         command_line.parse(["--batch-size", "3"])
 
 
 def test_torchrun_and_spawn_together_are_refused(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    be_rank(monkeypatch, "0", "2")
     with pytest.raises(UsageFault, match="--spawn"):
         command_line.parse(["--spawn", "2"])
 

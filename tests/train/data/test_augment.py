@@ -41,7 +41,7 @@ def all_of(samples: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_is_the_same_in_any_order_and_whatever_was_drawn_before(kind: str) -> None:
+def test_a_sample_is_the_same_in_any_order_and_whatever_was_drawn_before(kind):
     samples = made(**KINDS[kind])
     first = all_of(samples)
     torch.rand(7)
@@ -51,14 +51,14 @@ def test_a_sample_is_the_same_in_any_order_and_whatever_was_drawn_before(kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reading_a_sample_leaves_the_random_numbers_of_the_training_alone(kind: str) -> None:
+def test_reading_a_sample_leaves_the_random_numbers_of_the_training_alone(kind):
     samples, before = made(**KINDS[kind]), torch.get_rng_state()
     all_of(samples)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loading_processes_give_the_same_samples(kind: str) -> None:
+def test_loading_processes_give_the_same_samples(kind):
     samples = made(epoch=3, **KINDS[kind])
     loader = DataLoader(samples, batch_size=5, num_workers=2, multiprocessing_context="fork")
     loaded = torch.cat([batch.flatten(1) for batch, _ in loader])
@@ -66,18 +66,18 @@ def test_loading_processes_give_the_same_samples(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_epoch_and_another_seed_give_other_samples(kind: str) -> None:
+def test_another_epoch_and_another_seed_give_other_samples(kind):
     first = all_of(made(**KINDS[kind]))
     assert not torch.equal(first, all_of(made(epoch=1, **KINDS[kind])))
     assert not torch.equal(first, all_of(made(seed=1, **KINDS[kind])))
 
 
-def test_nothing_asked_changes_nothing() -> None:
+def test_nothing_asked_changes_nothing():
     samples = images()
     assert made(samples) is samples
 
 
-def test_crop_flip_shifts_by_up_to_an_eighth_and_flips_half_of_the_images() -> None:
+def test_crop_flip_shifts_by_up_to_an_eighth_and_flips_half_of_the_images():
     picture = torch.arange(1.0, 257).reshape(1, 16, 16)
     samples = made(TensorDataset(picture.expand(200, 1, 16, 16), torch.zeros(200)), augment="crop-flip")
     flipped, shifts = 0, set()
@@ -93,20 +93,20 @@ def test_crop_flip_shifts_by_up_to_an_eighth_and_flips_half_of_the_images() -> N
 
 
 @pytest.mark.parametrize(("name", "black"), [("folder:x", -0.485 / 0.229), ("own.py:pair", 0.0)])
-def test_crop_flip_shifts_in_black_where_the_normalisation_is_known(name: str, black: float) -> None:
+def test_crop_flip_shifts_in_black_where_the_normalisation_is_known(name, black):
     samples = made(TensorDataset(torch.ones(20, 3, 8, 8), torch.zeros(20)), augment="crop-flip", data=name)
     found = torch.stack([samples[index][0][0] for index in range(20)]).unique()
     assert found.tolist() == pytest.approx([black, 1.0])
 
 
-def test_auto_gives_images_in_the_range_of_the_normalised_ones() -> None:
+def test_auto_gives_images_in_the_range_of_the_normalised_ones():
     found = torch.stack([made(augment="auto")[index][0] for index in range(12)])
     low, high = -0.485 / 0.229, (1 - 0.406) / 0.225
     assert found.dtype == torch.float32
     assert low - 1e-4 <= found.min() and found.max() <= high + 1e-4
 
 
-def test_auto_returns_an_image_that_no_change_was_drawn_for_as_it_was() -> None:
+def test_auto_returns_an_image_that_no_change_was_drawn_for_as_it_was():
     class Same:
         def __call__(self, picture: torch.Tensor) -> torch.Tensor:
             return picture
@@ -119,7 +119,7 @@ def test_auto_returns_an_image_that_no_change_was_drawn_for_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
-def test_mixed_samples_are_the_weighted_mean_of_two(kind: str) -> None:
+def test_mixed_samples_are_the_weighted_mean_of_two(kind):
     pictures = torch.eye(CLASSES).reshape(CLASSES, 1, 10, 1).expand(CLASSES, 1, 10, 10).contiguous()
     # The image of class k is 1 in row k: so the mean of a row of pixels shows the weight of its class.
     samples = made(TensorDataset(pictures, torch.arange(CLASSES)), **{kind: 1.0})
@@ -137,7 +137,7 @@ def test_mixed_samples_are_the_weighted_mean_of_two(kind: str) -> None:
     assert len(partners) > 2
 
 
-def test_cutmix_weighs_labels_by_the_area_that_was_cut() -> None:
+def test_cutmix_weighs_labels_by_the_area_that_was_cut():
     pictures = torch.stack([torch.zeros(1, 9, 7), torch.ones(1, 9, 7)])
     samples = made(TensorDataset(pictures, torch.tensor([0, 1])), cutmix=1.0)
     areas = set()
@@ -149,7 +149,7 @@ def test_cutmix_weighs_labels_by_the_area_that_was_cut() -> None:
     assert len(areas) > 5
 
 
-def test_the_partner_is_augmented_as_it_is_by_itself() -> None:
+def test_the_partner_is_augmented_as_it_is_by_itself():
     samples = TensorDataset(torch.rand(CLASSES, 1, 8, 8), torch.arange(CLASSES))
     plain, mixed = made(samples, augment="crop-flip"), made(samples, augment="crop-flip", mixup=1.0)
     for index in range(CLASSES):
@@ -158,7 +158,7 @@ def test_the_partner_is_augmented_as_it_is_by_itself() -> None:
         assert torch.allclose(picture, torch.stack(weighted).sum(dim=0), atol=1e-6)
 
 
-def test_a_label_that_is_no_class_is_named() -> None:
+def test_a_label_that_is_no_class_is_named():
     samples = made(TensorDataset(torch.rand(2, 1, 8, 8), torch.tensor([0, 12])), mixup=1.0)
     with pytest.raises(CheckFailed, match="training sample 1 has the label 12"):
         samples[1]
@@ -178,13 +178,11 @@ def test_a_label_that_is_no_class_is_named() -> None:
         ),
     ],
 )
-def test_what_can_not_be_augmented_is_refused_with_its_flag(
-    samples: Any, settings: dict[str, Any], words: str
-) -> None:
+def test_what_can_not_be_augmented_is_refused_with_its_flag(samples, settings, words):
     with pytest.raises(UsageFault, match=words):
         made(samples, **settings)
 
 
-def test_mixup_takes_samples_that_are_no_images() -> None:
+def test_mixup_takes_samples_that_are_no_images():
     samples = made(TensorDataset(torch.rand(4, 5), torch.arange(4)), mixup=1.0)
     assert samples[0][0].shape == (5,)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import threading
 import time
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -58,16 +57,33 @@ class Stuck(Dataset[Any]):
         return torch.tensor(index)
 
 
-def test_loading_processes_that_are_stuck_are_ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+class Noted(threading.Thread):
+    """A thread that notes when it begins and when it is waited for."""
+
+    order: list[str] = []  # noqa: RUF012
+
+    def start(self) -> None:
+        self.order.append("start")
+        super().start()
+
+    def join(self, timeout: float | None = None) -> None:
+        self.order.append("join")
+        super().join(timeout)
+
+
+def test_loading_processes_that_are_stuck_are_ended_together(monkeypatch):
     monkeypatch.setattr(loading, "PATIENCE", 0.5)
-    before, began = {*multiprocessing.active_children()}, time.monotonic()
+    before = {*multiprocessing.active_children()}
     with loading.processes_ended():
         each = [[index] for index in range(99)]
         both = [iter(loading.load(Stuck(), each, trainings.place(0, 1), workers=2)) for _ in range(2)]
         assert [int(next(batches)) for batches in both] == [0, 0]
         ended = iter(loading.load(Stuck(), [[1]], trainings.place(0, 1), workers=1))
         assert [int(batch) for batch in ended] == [1]
-    assert time.monotonic() - began < 5
+        monkeypatch.setattr(threading, "Thread", Noted)
+    assert Noted.order == sorted(Noted.order, reverse=True) and Noted.order.count("start") >= 2
+    for process in {*multiprocessing.active_children()} - before:
+        process.join(60)  # they have been killed
     assert {*multiprocessing.active_children()} <= before
     time.sleep(0.1)  # nor is their end raised here as a failure
 
@@ -96,16 +112,14 @@ def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]
     return found
 
 
-def test_workers_draw_different_numbers_for_each_epoch_rank_and_seed() -> None:
+def test_workers_draw_different_numbers_for_each_epoch_rank_and_seed():
     alike = drawn()
     assert all(map(torch.equal, alike, drawn()))
     met = [*alike, *drawn(rank=1), *drawn(seed=1), drawn(start=1)[0]]
     assert len({tuple(numbers.flatten().tolist()) for numbers in met}) == 7
 
 
-def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch(
-    tmp_path: Path,
-) -> None:
+def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch(tmp_path):
     before = {*multiprocessing.active_children()}
     (tmp_path / "own.py").write_text(OWN_DATA)
     settings = ["--data", f"{tmp_path}/own.py:pair", "--batch-size", "4", "--workers", "2"]

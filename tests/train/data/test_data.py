@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from PIL import Image
 
 from ckpttool.errors import CkptToolError, Damaged, UsageFault
 from tests.ranks import trainings
-from tests.support.running import ROOT
+from tests.ranks.programs import start
 from train.config.shared import DataConfig
 from train.data import data_set as data
 
@@ -56,7 +55,8 @@ def test_the_digits_need_no_torchvision():
         "import sys; sys.modules['torchvision'] = None\n"
         "from train.config.shared import DataConfig; from train.data.data_set import load; load(DataConfig())"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    done = start([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
 
 
 def test_fake_samples_are_the_same_each_time_and_differ_between_train_and_test():
@@ -254,21 +254,18 @@ class Restless(Dataset):
     def __getitem__(self, index):
         return torch.rand(2) + random.random() + numpy.random.rand(), index % 2
 
-def restless():
-    return Restless(), Restless()
+restless = lambda: (Restless(), Restless())
 
 def plain():
     parts = TensorDataset(torch.rand(4, 3), torch.tensor([0, 2, 1, 0]))
     return parts, parts
 
-def one():
-    return Restless()
+one = lambda: Restless()
 
 class Nameless(Restless):
     classes = None
 
-def nameless():
-    return Nameless(), Nameless()
+nameless = lambda: (Nameless(), Nameless())
 """
 
 
@@ -328,7 +325,7 @@ def compare_on_ranks(rank: int, world_size: int, of_rank_1: int) -> Any:
     return None
 
 
-def test_ranks_that_loaded_different_data_are_refused_with_a_hint(run_ranks: Any) -> None:
+def test_ranks_that_loaded_different_data_are_refused_with_a_hint(run_ranks):
     assert run_ranks(2, compare_on_ranks, 8) == [None, None]
     for said, hint in run_ranks(2, compare_on_ranks, 9):
         assert said == "rank 1 has a different --data than rank 0, before training"

@@ -82,29 +82,25 @@ def compared(
 @pytest.mark.parametrize("on", [0, 1, 2])
 @pytest.mark.parametrize("part", ["training", "test"])
 @pytest.mark.parametrize("kind", ["listed", "keyed", "tensors"])
-def test_a_sample_anywhere_that_differs_on_one_rank_is_found_before_training(
-    run_ranks: Any, kind: str, part: str, on: int
-) -> None:
+def test_a_sample_anywhere_that_differs_on_one_rank_is_found_before_training(run_ranks, kind, part, on):
     for said in run_ranks(3, compared, kind, part, 137, on, 20.0):
         assert said.startswith(f"RanksDiffer: rank {on} has a different {part} sample 137 than rank ")
 
 
 @pytest.mark.parametrize("kind", ["listed", "keyed", "tensors", "own", "seldom", "broken"])
-def test_the_same_samples_are_no_difference(run_ranks: Any, kind: str) -> None:
+def test_the_same_samples_are_no_difference(run_ranks, kind):
     assert run_ranks(2, compared, kind, "training", None, 0, 20.0) == ["", ""]
 
 
 @pytest.mark.parametrize(("kind", "found"), [("listed", False), ("tensors", True)])
-def test_with_loading_processes_a_rank_itself_reads_more_only_from_memory(
-    run_ranks: Any, kind: str, found: bool
-) -> None:
+def test_with_loading_processes_a_rank_itself_reads_more_only_from_memory(run_ranks, kind, found):
     for said in run_ranks(2, compared, kind, "training", 137, 1, 20.0, 2):
         assert ("training sample 137" in said) == found
 
 
-def test_a_slow_rank_reads_for_as_long_as_the_others(run_ranks: Any) -> None:
+def test_a_slow_rank_reads_for_as_long_as_the_others(run_ranks):
     assert run_ranks(2, compared, "slow on rank 1", "training", None, 0, 0.3, timeout=20) == ["", ""]
 
 
-def test_reading_ends_after_a_while_at_the_same_sample_on_all_ranks(run_ranks: Any) -> None:
+def test_reading_ends_after_a_while_at_the_same_sample_on_all_ranks(run_ranks):
     assert run_ranks(2, compared, "listed", "training", 137, 1, 0.0) == ["", ""]

@@ -32,8 +32,7 @@ def named(parts):
     parts[0].classes = ["a", "b"]
     return parts
 
-def halves():
-    return named(tuple(random_split(whole(), [80, 20])))
+halves = lambda: named(tuple(random_split(whole(), [80, 20])))
 
 def halves_by_numpy():
     order = numpy.random.permutation(100).tolist()
@@ -43,8 +42,7 @@ def halves_by_python():
     order = random.sample(range(100), 100)
     return named((Subset(whole(), order[:80]), Subset(whole(), order[80:])))
 
-def halves_of_no_seed():
-    return named(tuple(random_split(whole(), [80, 20], generator=seedless())))
+halves_of_no_seed = lambda: named(tuple(random_split(whole(), [80, 20], generator=seedless())))
 
 def seedless():
     generator = torch.Generator()
@@ -68,8 +66,7 @@ class Flipped(Dataset):
         sign = 1 if torch.rand(1, generator=Flipped.generator) < 0.5 else -1
         return torch.full((3,), float(index)) * sign, index % 2
 
-def flipped():
-    return Flipped(), Flipped()
+flipped = lambda: (Flipped(), Flipped())
 
 def flipped_differently():
     made = Flipped()
@@ -83,11 +80,8 @@ class Noisy(Flipped):
     def __getitem__(self, index):
         return torch.full((3,), float(index)) + self.draws.normal(), index % 2
 
-def counted():
-    return Noisy(numpy.random.default_rng(0)), Noisy(numpy.random.default_rng(1))
-
-def keyed():
-    return Noisy(numpy.random), Noisy(numpy.random)
+counted = lambda: (Noisy(numpy.random.default_rng(0)), Noisy(numpy.random.default_rng(1)))
+keyed = lambda: (Noisy(numpy.random), Noisy(numpy.random))
 
 def apart():
     made = TensorDataset(torch.rand(100, 3, generator=seedless()), torch.arange(100) % 2)
@@ -110,7 +104,7 @@ def indices(samples: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("factory", ["halves", "halves_by_numpy", "halves_by_python"])
-def test_a_factory_that_draws_its_split_draws_the_same_one_each_time(own: str, factory: str) -> None:
+def test_a_factory_that_draws_its_split_draws_the_same_one_each_time(own, factory):
     """With any --seed, in a training and in an evaluation: no test sample is trained on."""
     splits = []
     for number, seed in enumerate((0, 0, 7)):
@@ -130,7 +124,7 @@ def _model(own: str) -> str:
     return f"{path}:net"
 
 
-def test_the_seed_of_the_data_does_not_change_the_weights(own: str) -> None:
+def test_the_seed_of_the_data_does_not_change_the_weights(own):
     weights = [
         main.prepare(TrainConfig(data=f"{own}:{factory}", model=_model(own))).model.weight
         for factory in ("halves", "flipped")
@@ -159,9 +153,7 @@ def compare_on_ranks(rank: int, world_size: int, name: str) -> Any:
         ("flipped_differently", "labels of training samples 0 to 2"),
     ],
 )
-def test_ranks_whose_samples_or_labels_differ_are_refused_with_the_first(
-    run_ranks: Any, own: str, factory: str, name: str
-) -> None:
+def test_ranks_whose_samples_or_labels_differ_are_refused_with_the_first(run_ranks, own, factory, name):
     for said, hint, code in run_ranks(2, compare_on_ranks, f"{own}:{factory}"):
         assert said.startswith(f"rank 1 has a different {name} than rank 0, before training")
         assert "must seed its own generators" in hint
@@ -169,9 +161,7 @@ def test_ranks_whose_samples_or_labels_differ_are_refused_with_the_first(
 
 
 @pytest.mark.parametrize("factory", ["halves", "flipped", "apart"])
-def test_ranks_with_equal_random_or_declared_data_are_accepted(
-    run_ranks: Any, own: str, factory: str
-) -> None:
+def test_ranks_with_equal_random_or_declared_data_are_accepted(run_ranks, own, factory):
     """`flipped` draws from generators of its own at each access; `apart` says what is to be compared."""
     assert run_ranks(2, compare_on_ranks, f"{own}:{factory}") == [None, None]
 
@@ -189,8 +179,8 @@ def train(own: str, factory: str, folder: Path, *more: str) -> int:
     [("halves_of_no_seed", "test sample 0"), ("other_labels", "labels of training samples 28 to 34")],
 )
 def test_a_resume_with_other_samples_is_refused_with_the_first(
-    own: str, tmp_path: Path, monkeypatch: Any, capsys: Any, factory: str, name: str
-) -> None:
+    own, tmp_path, monkeypatch, capsys, factory, name
+):
     assert train(own, factory, tmp_path / "run", "--epochs", "1") == 0
     monkeypatch.setenv("LABEL_33", "1")
     before = (tmp_path / "run" / "last.pt").read_bytes()
@@ -205,9 +195,7 @@ def test_a_resume_with_other_samples_is_refused_with_the_first(
 
 
 @pytest.mark.parametrize("factory", ["halves", "flipped", "apart"])
-def test_a_resume_with_the_same_random_or_declared_data_continues(
-    own: str, tmp_path: Path, factory: str
-) -> None:
+def test_a_resume_with_the_same_random_or_declared_data_continues(own, tmp_path, factory):
     assert train(own, factory, tmp_path / "run", "--epochs", "1") == 0
     assert train(own, factory, tmp_path / "run", "--epochs", "2", "--resume") == 0
 
@@ -216,8 +204,8 @@ def test_a_resume_with_the_same_random_or_declared_data_continues(
     ("factory", "is_told"), [("flipped", True), ("counted", True), ("keyed", False), ("apart", False)]
 )
 def test_a_resume_says_that_the_data_draws_from_generators_of_its_own(
-    own: str, tmp_path: Path, capsys: Any, factory: str, is_told: bool
-) -> None:
+    own, tmp_path, capsys, factory, is_told
+):
     """Those of numpy, Python and torch are seeded for each sample; one that the data set made is not."""
     assert train(own, factory, tmp_path / "run", "--epochs", "1", "--stop-at", "1") == 0
     assert train(own, factory, tmp_path / "run", "--epochs", "1", "--resume") == 0
@@ -243,14 +231,14 @@ class Slow(Dataset[Any]):
 
 
 @pytest.mark.parametrize(("size", "reads"), [(1, 1), (2, 2), (5, 5), (10**9, 6)])
-def test_few_samples_are_read_whatever_the_size(size: int, reads: int) -> None:
+def test_few_samples_are_read_whatever_the_size(size, reads):
     slow = Slow(size)
     contents.describe("training", slow, "slow")
     assert len(slow.read) == len(set(slow.read)) == reads
     assert {0, size - 1} <= set(slow.read)
 
 
-def test_labels_are_listed_without_reading_samples() -> None:
+def test_labels_are_listed_without_reading_samples():
     slow = Slow(4)
     for labels in ([1, 2, 3, 4], numpy.array([1, 2, 3, 4]), torch.tensor([1, 2, 3, 4], dtype=torch.uint8)):
         slow.targets = labels
@@ -266,7 +254,7 @@ def test_labels_are_listed_without_reading_samples() -> None:
     assert slow.read == []
 
 
-def test_a_folder_of_images_is_compared_by_the_bytes_of_its_files(tmp_path: Path) -> None:
+def test_a_folder_of_images_is_compared_by_the_bytes_of_its_files(tmp_path):
     from PIL import Image
 
     for name in ("cat", "dog"):

@@ -58,7 +58,7 @@ def write_modules(folder: Path) -> None:
         (folder / f"{name}.py").write_text('WHOSE = "the user\'s"\n')
 
 
-def test_the_names_are_those_of_the_trainer() -> None:
+def test_the_names_are_those_of_the_trainer():
     assert {"data", "config", "model", "tasks", "log", "run", "main", "evaluate", "plot"} <= set(NAMES)
 
 
@@ -70,18 +70,13 @@ def test_the_names_are_those_of_the_trainer() -> None:
         ("installed", "file", ["--spawn", "2"]),  # as the library `evaluate` may be
     ],
 )
-def test_a_user_s_modules_are_found_before_the_trainer_s(
-    own: Path, where: str, named: str, ranks: list[str]
-) -> None:
+def test_a_user_s_modules_are_found_before_the_trainer_s(own, where, named, ranks):
     folder = own.parent / "installed" if where == "installed" else own.parent
     write_modules(folder)
     spec = str(own) if named == "file" else "own"
     own_code = ["--data", f"{spec}:data", "--model", f"{spec}:model", "--workers", "1"]
     flags = ["--batch-size", "4", "--epochs", "1", "--out", "run"]
-    for program in (
-        [str(ROOT / "train/main.py"), *flags],
-        [str(ROOT / "train/evaluate.py"), "run/last.pt"],
-    ):
+    for program in ([str(ROOT / "train/main.py"), *flags], [str(ROOT / "train/evaluate.py"), "run/last.pt"]):
         command = [sys.executable, *program, *own_code, *ranks]
         done = start(command, own.parent, anew=True, PYTHONPATH=str(folder))
         assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ def manifest(kind: str) -> dict[str, Any]:
     return found
 
 
-def test_the_pytorchjob_has_no_field_that_the_operator_does_not_know() -> None:
+def test_the_pytorchjob_has_no_field_that_the_operator_does_not_know():
     operator = pytest.importorskip("kubeflow.training.models", reason="kubeflow-training is not installed")
     kubernetes = pytest.importorskip("kubernetes.client.models")
 
@@ -49,7 +49,7 @@ def test_the_pytorchjob_has_no_field_that_the_operator_does_not_know() -> None:
     check(manifest("PyTorchJob"), "KubeflowOrgV1PyTorchJob", "PyTorchJob")
 
 
-def test_the_trainjob_has_no_field_that_the_operator_does_not_know() -> None:
+def test_the_trainjob_has_no_field_that_the_operator_does_not_know():
     operator = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
     )

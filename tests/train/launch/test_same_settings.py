@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpttool.errors import CkptToolError
+from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment
 from train.config.shared import Every
 from train.config.training import TrainConfig
@@ -55,7 +54,7 @@ def compared(rank: int, size: int, configs: list[TrainConfig], torch: list[str] 
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_a_setting_that_differs_is_named_with_values_and_ranks(run_ranks: Any, name: str) -> None:
+def test_a_setting_that_differs_is_named_with_values_and_ranks(run_ranks, name):
     value, text = OTHER[name]
     usual = TrainConfig()
     said = run_ranks(3, compared, [usual, TrainConfig(**{name: value}), usual])
@@ -63,26 +62,26 @@ def test_a_setting_that_differs_is_named_with_values_and_ranks(run_ranks: Any, n
         assert of_rank.startswith("RanksDiffer: ") and text in of_rank
 
 
-def test_all_settings_that_differ_are_named_in_one_error(run_ranks: Any) -> None:
+def test_all_settings_that_differ_are_named_in_one_error(run_ranks):
     said = run_ranks(2, compared, [TrainConfig(), TrainConfig(seed=1, lr=0.2)])
     assert "--seed 1 on rank 1" in said[0] and "--lr 0.2 on rank 1" in said[0]
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_what_is_a_nodes_own_may_differ(run_ranks: Any, name: str) -> None:
+def test_what_is_a_nodes_own_may_differ(run_ranks, name):
     here: dict[str, Any] = {"data": "folder:pictures", "model": "own.py:model", "resume": "auto"}
     configs = [TrainConfig(**here), TrainConfig(**{**here, name: OWN[name]})]
     assert run_ranks(2, compared, configs) == ["", ""]
 
 
-def test_ranks_of_an_evaluation_are_compared_too(run_ranks: Any) -> None:
+def test_ranks_of_an_evaluation_are_compared_too(run_ranks):
     configs: list[Any] = [EvaluateConfig(checkpoint="a.pt"), EvaluateConfig(checkpoint="/b/a.pt", resize=8)]
     said = run_ranks(2, compared, configs)
     assert "--resize 8 on rank 1, and no --resize on rank 0 (give the same on every node; only" in said[0]
     assert run_ranks(2, compared, [configs[0], configs[0]]) == ["", ""]
 
 
-def test_another_factory_of_a_file_is_another_setting(run_ranks: Any) -> None:
+def test_another_factory_of_a_file_is_another_setting(run_ranks):
     said = run_ranks(2, compared, [TrainConfig(model="a.py:one"), TrainConfig(model="b/a.py:two")])
     assert "--model b/a.py:two on rank 1, and --model a.py:one on rank 0" in said[0]
 
@@ -96,14 +95,14 @@ def test_another_factory_of_a_file_is_another_setting(run_ranks: Any) -> None:
         (["2.14.1", "2.13.0"], {"mixed_torch": True}, "torch is 2.13.0 on rank 1"),
     ],
 )
-def test_versions_of_torch(run_ranks: Any, versions: list[str], flags: dict[str, Any], outcome: str) -> None:
+def test_versions_of_torch(run_ranks, versions, flags, outcome):
     said = run_ranks(2, compared, [TrainConfig(**flags)] * 2, versions)
     assert said[1].startswith(outcome) and bool(said[1]) == bool(outcome)
     assert ("--mixed-torch" in said[1]) == outcome.startswith("RanksDiffer")
 
 
 @pytest.mark.parametrize("changed", ["own.py", "beside.py"])
-def test_code_that_differs_is_a_warning_also_where_a_file_imports_it(tmp_path: Path, changed: str) -> None:
+def test_code_that_differs_is_a_warning_also_where_a_file_imports_it(tmp_path, changed):
     texts = {
         "own.py": "from beside import width\nfrom torch import nn\n\ndef model(num_classes):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(64 * width, num_classes))\n",
@@ -119,7 +118,7 @@ def test_code_that_differs_is_a_warning_also_where_a_file_imports_it(tmp_path: P
         env = environment() | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
         command = [sys.executable, str(ROOT / "train/main.py"), *flags]
-        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, cwd=tmp_path))
+        ranks.append(Program(command, tmp_path, env))
     said = [process.communicate(timeout=100)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     assert said[0].startswith("warning: ") and f"{changed} of rank 1 is not that of rank 0" in said[0]

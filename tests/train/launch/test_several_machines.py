@@ -22,21 +22,9 @@ from tests.ranks.runs import different
 from train.checkpoint import format as checkpoints
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-SETTINGS = [
-    *(
-        "--data",
-        "fake:50",
-        "--batch-size",
-        "12",
-        "--epochs",
-        "2",
-        "--eval-batch",
-        "2",
-        "--save-every",
-        "1steps",
-    ),
-    *("--model", f"{ROOT}/tests/drill/saboteur.py:model", "--resume", "auto", "--hang-timeout", "0"),
-]
+SETTINGS = ["--data", "fake:50", "--batch-size", "12", "--epochs", "2", "--eval-batch", "2"]
+SETTINGS += ["--save-every", "1steps", "--model", f"{ROOT}/tests/drill/saboteur.py:model"]
+SETTINGS += ["--resume", "auto", "--hang-timeout", "0"]
 
 
 def ip(*arguments: str) -> None:
@@ -155,9 +143,7 @@ def assert_undisturbed(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_machine_that_is_lost_and_comes_back_and_a_link_that_is_cut_change_no_bit(
-    two_machines: Any, tmp_path: Path
-) -> None:
+def test_a_machine_that_is_lost_and_comes_back_and_a_link_that_is_cut_change_no_bit(two_machines, tmp_path):
     run = two_machines([pause(3), pause(6)])
     run.wait_for("kill-0")
     run.link("down")  # not for long: the run goes on as if nothing had been
@@ -174,8 +160,8 @@ def test_a_machine_that_is_lost_and_comes_back_and_a_link_that_is_cut_change_no_
 
 @pytest.mark.long
 def test_a_link_that_is_cut_for_long_ends_the_step_and_the_run_goes_on_when_it_is_back(
-    two_machines: Any, tmp_path: Path
-) -> None:
+    two_machines, tmp_path
+):
     run = two_machines([pause(3)], timeout=6)
     run.wait_for("kill-0")
     run.link("down")

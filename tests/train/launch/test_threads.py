@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,28 +41,20 @@ def cgroup(root: Path, files: dict[str, str]) -> Path:
             {"cpu,cpuacct/a/cpu.cfs_quota_us": "50000\n", "cpu,cpuacct/a/cpu.cfs_period_us": "100000\n"},
             0.5,
         ),
-        (
-            "1:cpu:/\n",
-            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            None,
-        ),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ("0::/\n", {"cpu.max": "odd\n"}, None),
         ("0::/\n", {"cpu.max": "100 0\n"}, None),
         ("", {}, None),
     ],
 )
-def test_the_quota_of_a_control_group_is_read(
-    tmp_path: Path, groups: str, files: dict[str, str], cores: float | None
-) -> None:
+def test_the_quota_of_a_control_group_is_read(tmp_path, groups, files, cores):
     (tmp_path / "of_process").write_text(groups)
     root = cgroup(tmp_path / "cgroup", files)
     assert processes.quota(str(tmp_path / "of_process"), str(root)) == cores
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 8), (2.9, 2), (0.5, 1), (64.0, 8)])
-def test_the_cores_are_those_of_the_affinity_and_of_the_quota(
-    monkeypatch: Any, quota: float | None, cores: int
-) -> None:
+def test_the_cores_are_those_of_the_affinity_and_of_the_quota(monkeypatch, quota, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(processes, "quota", lambda: quota)
     assert processes.usable_cores() == cores
@@ -81,8 +72,8 @@ def test_the_cores_are_those_of_the_affinity_and_of_the_quota(
     ],
 )
 def test_a_rank_takes_its_part_of_the_cores_unless_the_user_has_said_how_many(
-    monkeypatch: Any, environment: dict[str, str], threads: int | None
-) -> None:
+    monkeypatch, environment, threads
+):
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -92,9 +83,7 @@ def test_a_rank_takes_its_part_of_the_cores_unless_the_user_has_said_how_many(
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 3), ({"OMP_NUM_THREADS": "1"}, 1)])
-def test_torchruns_default_of_one_thread_is_told_from_the_users(
-    tmp_path: Path, given: dict[str, str], expected: int
-) -> None:
+def test_torchruns_default_of_one_thread_is_told_from_the_users(tmp_path, given, expected):
     """Both reach the rank as OMP_NUM_THREADS=1."""
     (tmp_path / "tells.py").write_text(
         "import ckpttool.distributed.processes as p; p.usable_cores = lambda: 6\n" + TELLS

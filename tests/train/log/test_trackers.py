@@ -16,38 +16,19 @@ import pytest
 import torch
 
 from ckpttool.errors import CkptToolError, UsageFault
-from tests.ranks.programs import ROOT, TINY, start
+from tests.ranks.programs import TINY, start, without
 from train.config.training import TrainConfig
 from train.log import trackers
 
-STEP = {
-    "step": 2,
-    "epochs": 0.5,
-    "steps": 2,
-    "loss": 1.5,
-    "lr": 0.1,
-    "grad_norm": None,
-    "samples_per_second": 99.5,
-    "seconds": 3.0,
-    "data_seconds": 0.25,
-}
+STEP = {"step": 2, "epochs": 0.5, "steps": 2, "loss": 1.5, "lr": 0.1, "grad_norm": None}
+STEP |= {"samples_per_second": 99.5, "seconds": 3.0, "data_seconds": 0.25}
 EPOCH = {"epoch": 1, "loss": 1.25, "accuracy": 0.5, "samples": 10, "train_loss": float("nan"), "seconds": 7.0}
-EVALUATION = {
-    "step": 3,
-    "epochs": 0.75,
-    "test_loss": 1.0,
-    "test_samples": 9,
-    "test_metrics": {"mae": 0.5, "all": [1]},
-}
+EVALUATION = {"step": 3, "epochs": 0.75, "test_loss": 1.0, "test_samples": 9}
+EVALUATION |= {"test_metrics": {"mae": 0.5, "all": [1]}}
 AT_3 = {"test/loss": 1.0, "test/samples": 9, "test/mae": 0.5}
 
-AT_2 = {
-    "train/loss": 1.5,
-    "train/lr": 0.1,
-    "train/samples_per_second": 99.5,
-    "time/seconds": 3.0,
-    "time/data": 0.25,
-}
+AT_2 = {"train/loss": 1.5, "train/lr": 0.1, "train/samples_per_second": 99.5}
+AT_2 |= {"time/seconds": 3.0, "time/data": 0.25}
 AT_4 = {"test/loss": 1.25, "test/accuracy": 0.5, "test/samples": 10.0, "time/epoch": 7.0}
 
 
@@ -58,17 +39,15 @@ def write(folder: Path, config: TrainConfig, step: int = 0) -> None:
                 sink.write(entry, at)
 
 
-def test_numbers_get_the_groups_of_charts_of_trackers() -> None:
+def test_numbers_get_the_groups_of_charts_of_trackers():
     assert trackers.tagged(STEP) == AT_2
     assert trackers.tagged(EPOCH) == AT_4
     assert trackers.tagged(EVALUATION) == AT_3
-    assert trackers.tagged({"epoch": 1, "train_loss": 2.0, "lr": 0.1}) == {
-        "epoch/train_loss": 2.0,
-        "epoch/lr": 0.1,
-    }
+    found = trackers.tagged({"epoch": 1, "train_loss": 2.0, "lr": 0.1})
+    assert found == {"epoch/train_loss": 2.0, "epoch/lr": 0.1}
 
 
-def test_without_flags_only_the_log_is_written(tmp_path: Path) -> None:
+def test_without_flags_only_the_log_is_written(tmp_path):
     write(tmp_path, TrainConfig())
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
     assert [json.loads(line).get("epoch") for line in (tmp_path / "log.jsonl").open()] == [None, None, 1]
@@ -84,7 +63,7 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
     return {(tag, one.step): one.value for tag in events.Tags()["scalars"] for one in events.Scalars(tag)}
 
 
-def test_tensorboard_reads_every_finite_number_at_its_step(tmp_path: Path) -> None:
+def test_tensorboard_reads_every_finite_number_at_its_step(tmp_path):
     pytest.importorskip("tensorboard")
     write(tmp_path, TrainConfig(tensorboard=True))
     assert scalars(tmp_path) == pytest.approx(
@@ -94,7 +73,7 @@ def test_tensorboard_reads_every_finite_number_at_its_step(tmp_path: Path) -> No
     )
 
 
-def test_tensorboard_forgets_what_a_run_that_continues_writes_again(tmp_path: Path) -> None:
+def test_tensorboard_forgets_what_a_run_that_continues_writes_again(tmp_path):
     pytest.importorskip("tensorboard")
     write(tmp_path, TrainConfig(tensorboard=True))
     with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), 2) as sinks:
@@ -105,7 +84,7 @@ def test_tensorboard_forgets_what_a_run_that_continues_writes_again(tmp_path: Pa
     assert max(step for _, step in found) == 3
 
 
-def test_tensorboard_has_an_entry_before_the_run_ends(tmp_path: Path) -> None:
+def test_tensorboard_has_an_entry_before_the_run_ends(tmp_path):
     pytest.importorskip("tensorboard")
     with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), 0) as sinks:
         for sink in sinks:
@@ -113,7 +92,7 @@ def test_tensorboard_has_an_entry_before_the_run_ends(tmp_path: Path) -> None:
         assert ("train/loss", 2) in scalars(tmp_path)
 
 
-def test_tensorboard_gets_later_what_a_full_disk_refused(tmp_path: Path, capsys: Any) -> None:
+def test_tensorboard_gets_later_what_a_full_disk_refused(tmp_path, capsys):
     pytest.importorskip("tensorboard")
     with trackers.TensorBoard(str(tmp_path), 0) as events:
         events.write({"step": 1, "loss": 1.0}, 1)
@@ -132,7 +111,7 @@ def test_tensorboard_gets_later_what_a_full_disk_refused(tmp_path: Path, capsys:
     assert capsys.readouterr().err.count(warning) == 1
 
 
-def test_a_folder_that_tensorboard_cant_make_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_folder_that_tensorboard_cant_make_is_an_error_that_names_it(tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").touch()
     with pytest.raises(CkptToolError, match=r"tensorboard: could not be written"):
@@ -174,9 +153,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_wandb_writes_every_finite_number_at_its_step_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_writes_every_finite_number_at_its_step_without_a_network(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     write(tmp_path, TrainConfig(wandb=True))
@@ -184,7 +161,7 @@ def test_wandb_writes_every_finite_number_at_its_step_without_a_network(
     assert found == {2: AT_2, 3: AT_3, 4: AT_4}
 
 
-def test_trackers_draw_no_random_numbers_of_the_training(tmp_path: Path) -> None:
+def test_trackers_draw_no_random_numbers_of_the_training(tmp_path):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
     before = random.getstate(), torch.get_rng_state()
@@ -197,7 +174,7 @@ def test_trackers_draw_no_random_numbers_of_the_training(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_is_refused_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_with_its_extra(name, monkeypatch):
     monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda *_, **__: None)
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UsageFault, match=f"--{name}: the package {name} is not installed") as refused:
@@ -205,7 +182,7 @@ def test_a_missing_package_is_refused_with_its_extra(name: str, monkeypatch: pyt
     assert refused.value.hint == f"in a clone of ckpttool: pip install -e '.[{name}]'"
 
 
-def test_a_folder_named_wandb_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
@@ -214,19 +191,15 @@ def test_a_folder_named_wandb_is_no_package(tmp_path: Path, monkeypatch: pytest.
         trackers.check(TrainConfig(wandb=True))
 
 
-def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch):
     monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda *_, **__: None)
     trackers.check(TrainConfig())
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(
-    tmp_path: Path, name: str
-) -> None:
-    hide = f"import sys; sys.modules['{name}'] = None; sys.argv = sys.argv[1:]; import runpy; "
-    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    program, folder = str(ROOT / "train" / "main.py"), tmp_path / "run"
-    done = start([sys.executable, "-c", hide, program, f"--{name}", *TINY, "--out", str(folder)])
+def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(tmp_path, name):
+    folder = tmp_path / "run"
+    done = start([*without(name, "main.py"), f"--{name}", *TINY, "--out", str(folder)])
     hint = f"in a clone of ckpttool: pip install -e '.[{name}]'"
     said = f"error: --{name}: the package {name} is not installed ({hint})\n"
     assert (done.returncode, done.stderr) == (2, said)

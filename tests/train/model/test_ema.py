@@ -51,7 +51,7 @@ def averaged(steps: int, decay: float = 0.9) -> tuple[Net, Ema]:
     return model, ema
 
 
-def test_parameters_follow_torchs_averaged_model_to_the_bit() -> None:
+def test_parameters_follow_torchs_averaged_model_to_the_bit():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.PReLU())
     ema, reference = Ema(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -65,7 +65,7 @@ def test_parameters_follow_torchs_averaged_model_to_the_bit() -> None:
         assert torch.equal(ema.state_dict()["averages"][name], value)
 
 
-def test_running_statistics_are_averaged_and_other_buffers_are_the_last() -> None:
+def test_running_statistics_are_averaged_and_other_buffers_are_the_last():
     model, ema = averaged(1)
     before = copy.deepcopy(ema.state_dict()["averages"])
     model.change(1)
@@ -78,7 +78,7 @@ def test_running_statistics_are_averaged_and_other_buffers_are_the_last() -> Non
     assert now["mask"].tolist() == [0.0, float("-inf")]
 
 
-def test_a_weight_with_two_names_has_one_average_and_the_names_are_the_models() -> None:
+def test_a_weight_with_two_names_has_one_average_and_the_names_are_the_models():
     model, ema = averaged(3)
     averages = ema.state_dict()["averages"]
     assert list(averages) == list(model.state_dict())
@@ -94,7 +94,7 @@ def test_a_weight_with_two_names_has_one_average_and_the_names_are_the_models() 
     assert set(single.state_dict()) == set(averages)
 
 
-def test_weights_of_two_bytes_are_averaged_in_float32() -> None:
+def test_weights_of_two_bytes_are_averaged_in_float32():
     model = nn.Linear(1, 1, bias=False).bfloat16()
     ema = Ema(model, 0.999)
     nn.init.ones_(model.weight)
@@ -104,7 +104,7 @@ def test_weights_of_two_bytes_are_averaged_in_float32() -> None:
     assert ema.state_dict()["averages"]["weight"].item() == pytest.approx(1.001)
 
 
-def test_the_model_has_the_averages_inside_and_its_own_bits_afterwards() -> None:
+def test_the_model_has_the_averages_inside_and_its_own_bits_afterwards():
     model, ema = averaged(4)
     own = copy.deepcopy(model.state_dict())
     pointers = [parameter.data_ptr() for parameter in model.parameters()]
@@ -116,7 +116,7 @@ def test_the_model_has_the_averages_inside_and_its_own_bits_afterwards() -> None
     assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
 
 
-def test_a_model_that_has_its_averages_is_not_averaged_or_saved() -> None:
+def test_a_model_that_has_its_averages_is_not_averaged_or_saved():
     _, ema = averaged(1)
     with ema.swapped():
         for call in (ema.update, ema.state_dict, ema.swapped().__enter__):
@@ -124,7 +124,7 @@ def test_a_model_that_has_its_averages_is_not_averaged_or_saved() -> None:
                 call()
 
 
-def test_a_restored_average_continues_bit_for_bit() -> None:
+def test_a_restored_average_continues_bit_for_bit():
     _, whole = averaged(6)
     model, ema = averaged(3)
     file = io.BytesIO()
@@ -142,7 +142,7 @@ def test_a_restored_average_continues_bit_for_bit() -> None:
         assert torch.equal(rest.state_dict()["averages"][name], value), name
 
 
-def test_the_average_of_another_model_is_refused() -> None:
+def test_the_average_of_another_model_is_refused():
     _, ema = averaged(1)
     with pytest.raises(ValueError, match="other names: "):
         ema.load_state_dict(Ema(nn.Linear(3, 3), 0.9).state_dict())
@@ -161,7 +161,7 @@ def with_statistics_of_its_own(rank: int, size: int) -> Any:
     return inside, ema.state_dict()["averages"]["running_mean"].tolist(), model.running_mean.tolist()
 
 
-def test_the_averages_of_statistics_are_rank_0s_as_statistics_are(run_ranks: Any) -> None:
+def test_the_averages_of_statistics_are_rank_0s_as_statistics_are(run_ranks):
     (inside, saved, own), (also, same, others) = run_ranks(2, with_statistics_of_its_own)
     assert inside == saved == also == same
     assert own != others

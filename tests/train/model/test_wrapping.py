@@ -78,7 +78,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     ],
     ids=["blocks", "stages", "sequences of layers", "nested", "lists"],
 )
-def test_blocks_are_found(make: Any, paths: list[str]) -> None:
+def test_blocks_are_found(make, paths):
     model = make()
     keys = list(model.state_dict())
     assert wrapping.checkpoint_blocks(model) == paths
@@ -94,12 +94,12 @@ def test_blocks_are_found(make: Any, paths: list[str]) -> None:
     ],
     ids=["layer", "sequence", "frozen"],
 )
-def test_a_model_without_blocks_is_refused(make: Any) -> None:
+def test_a_model_without_blocks_is_refused(make):
     with pytest.raises(UsageFault, match=r"--grad-checkpoint: .* has no blocks"):
         wrapping.checkpoint_blocks(make())
 
 
-def test_gradients_buffers_and_random_numbers_are_the_same_to_the_bit() -> None:
+def test_gradients_buffers_and_random_numbers_are_the_same_to_the_bit():
     inputs = [torch.rand(5, 6), torch.rand(7, 6)]
     plain, again = trainings.seeded(net), trainings.seeded(net)
     wrapping.checkpoint_blocks(again)
@@ -107,7 +107,7 @@ def test_gradients_buffers_and_random_numbers_are_the_same_to_the_bit() -> None:
     assert plain[1].passes.item() == again[1].passes.item() == 4
 
 
-def test_a_pass_without_gradients_and_a_copy_of_the_model_work() -> None:
+def test_a_pass_without_gradients_and_a_copy_of_the_model_work():
     model = trainings.seeded(net)
     wrapping.checkpoint_blocks(model)
     copied = copy.deepcopy(model)
@@ -116,7 +116,7 @@ def test_a_pass_without_gradients_and_a_copy_of_the_model_work() -> None:
         assert not torch.equal(model.eval()(torch.ones(2, 6)), copied.eval()(torch.ones(2, 6)))
 
 
-def test_two_backward_passes_of_one_graph_work() -> None:
+def test_two_backward_passes_of_one_graph_work():
     model = trainings.seeded(net)
     wrapping.checkpoint_blocks(model)
     output = model(torch.rand(5, 6)).sum()
@@ -140,7 +140,7 @@ def over_ranks(rank: int, size: int, kind: str, checkpoints: bool) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["plain", "sync", "pooled"])
-def test_statistics_over_ranks_are_updated_once(run_ranks: Any, kind: str) -> None:
+def test_statistics_over_ranks_are_updated_once(run_ranks, kind):
     plain, again = (run_ranks(2, over_ranks, kind, checkpoints) for checkpoints in (False, True))
     assert same(plain[0], again[0])
     assert same(plain[1], again[1])
@@ -179,9 +179,7 @@ def last_gradients(rank: int, size: int, sizes: list[int], compiled: bool, check
 
 @pytest.mark.long
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_compiled_training_has_the_keys_of_ddp_and_the_same_bits_after_other_batches(
-    run_ranks: Any, checkpoints: bool
-) -> None:
+def test_compiled_training_has_the_keys_of_ddp_and_the_same_bits_after_other_batches(run_ranks, checkpoints):
     eager = run_ranks(1, last_gradients, [6], False, False)[0]
     straight = run_ranks(1, last_gradients, [1, 6, 2, 4, 6], True, checkpoints, timeout=100)[0]
     resumed = run_ranks(1, last_gradients, [1, 6], True, checkpoints, timeout=100)[0]
@@ -200,7 +198,7 @@ class Broken(nn.BatchNorm1d):
         return x
 
 
-def test_a_compiled_block_that_the_compiler_breaks_updates_its_statistics_once() -> None:
+def test_a_compiled_block_that_the_compiler_breaks_updates_its_statistics_once():
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Broken(2)))
     wrapping.wrap(TrainConfig(compile=True, grad_checkpoint=True), model)

@@ -23,12 +23,12 @@ from ckpttool.distributed.group import process_group
 from ckpttool.errors import CkptToolError, RanksDiffer
 from tests.ranks import trainings
 from tests.ranks.forked import Program
-from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, start
+from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, own_model, start
 from train import main
 from train.config import command_line
 from train.config.training import TrainConfig
 from train.launch import program as launch
-from train.run import commands, report
+from train.run import report
 from train.run.run import Job
 from train.trainer.trainer import Trainer
 
@@ -55,22 +55,6 @@ def test_spawn_returns_the_ranks_exit_code_and_their_one_line(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-MODEL = """
-import os, torch
-from torch import nn
-
-class Fails(nn.Linear):
-    def forward(self, x):
-        if torch.distributed.is_initialized() and torch.is_grad_enabled() and len(x) > 1:
-            if os.environ["RANK"] == "1":
-                {how}
-        return super().forward(x.flatten(1))
-
-def model():
-    return Fails(3072, 10)
-"""
-
-
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
@@ -80,14 +64,13 @@ def model():
     ids=["raises", "killed"],
 )
 def test_a_rank_that_fails_ends_the_others_and_only_it_has_a_traceback(tmp_path, how, code, said):
-    (tmp_path / "own.py").write_text(MODEL.format(how=how))
-    model = ["--model", f"{tmp_path}/own.py:model", "--out", str(tmp_path / "x")]
+    own = own_model(tmp_path, how, "torch.is_grad_enabled() and rank == '1'")
+    model = ["--model", own, "--out", str(tmp_path / "x")]
     assert TrainConfig().timeout > PATIENCE, "else who waits for a lost rank would end well too"
     done = start([sys.executable, "train/main.py", "--spawn", "2", *TINY, *model])
     assert done.returncode == code, done.stderr
-    named = re.search(
-        "^error: rank 0: rank 1 (failed|is gone)", done.stderr, re.MULTILINE
-    )  # if it has the time
+    # If it has the time.
+    named = re.search("^error: rank 0: rank 1 (failed|is gone)", done.stderr, re.MULTILINE)
     assert done.stderr.count(said) == (2 if named and named[1] == "failed" else 1)
     assert done.stderr.count("Traceback") == said.startswith("ValueError")
 
@@ -147,6 +130,16 @@ def test_a_full_stdout_is_reported_in_one_line(tmp_path, flags):
     assert (run.returncode, errors) == (1, "error: standard output: no space left on device\n")
 
 
+@pytest.mark.parametrize("flags", [["--help"], ["--preview", *TINY]], ids=["help", "preview"])
+def test_what_nobody_reads_to_its_end_ends_quietly(flags):
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = Program([sys.executable, "train/main.py", *flags], ROOT, environment(), stdout=writer)
+    os.close(writer)
+    _, errors = run.communicate(timeout=60)
+    assert (run.returncode, errors) == (141, "")
+
+
 def test_training_goes_on_after_the_readers_of_both_streams_have_gone(tmp_path):
     """Its last lines are then missing, so it ends with exit code 1."""
     with training([*TINY, "--epochs", "9", "--out", "run"], "train loss", tmp_path) as run:
@@ -171,9 +164,8 @@ def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
     command = ended.partition("\nto continue:\n  ")[2].replace(" \\\n     ", "")
     program, arguments = command.split(f" {ROOT}/train/main.py ")  # not under the folder that it runs in
     assert program == "python"
-    assert command_line.parse(shlex.split(arguments)) == command_line.parse(
-        [*given, *spawn, "--resume", "auto"]
-    )
+    expected = command_line.parse([*given, *spawn, "--resume", "auto"])
+    assert command_line.parse(shlex.split(arguments)) == expected
 
 
 def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatch):
@@ -209,7 +201,7 @@ def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp
         (tmp_path, f"{ROOT}/train/main.py"),
     ):
         monkeypatch.chdir(folder)
-        assert commands.program("main") == path
+        assert command_line.program("main") == path
 
 
 def test_ctrl_c_before_the_first_save_says_so(tmp_path):

@@ -10,32 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.mortal import noted
-from tests.ranks.programs import TORCHRUN, start
+from tests.ranks.programs import TORCHRUN, own_model, start
 
 HANG_TIMEOUT = 4
 SLACK = 8.0
 """Seconds that the launcher and a busy machine may take, beside the five seconds that are promised."""
 
-MODEL = """
-import os, time
-from pathlib import Path
-import torch
-from torch import nn
-
-class Fails(nn.Linear):
-    number = 0
-    def forward(self, x):
-        own = torch.distributed.is_initialized() and os.environ["RANK"] == "1"
-        if own and len(x) > 1 and self.training == {training}:
-            self.number += 1
-            if self.number == {number}:
-                Path(__file__).with_name("when").write_text(str(time.time()))
-                {how}
-        return super().forward(x.flatten(1))
-
-def model():
-    return Fails(3072, 10)
-"""
+WHEN = "rank == '1' and self.training == {training} and next(passes) == {number}"
+HANGS = "(marks / 'when').write_text(str(time.time()))\n{how}"
 
 DATA = """
 import os, time
@@ -57,7 +39,16 @@ class Samples(Dataset):
 
 def data():
     return Samples(), Samples()
+
+model = lambda: torch.nn.Linear(3072, 2)
 """
+
+
+def own_data(folder: Path, how: str) -> list[str]:
+    """Write a user's samples of which one does something, and return the flags."""
+    (folder / "own.py").write_text(DATA.format(how=how))
+    return ["--data", f"{folder}/own.py:data", "--model", f"{folder}/own.py:model"]
+
 
 LAUNCHERS = {
     "spawn": [sys.executable, "train/main.py", "--spawn", "2"],
@@ -77,11 +68,10 @@ SETTINGS = ["--data", "fake:32", "--epochs", "1", "--batch-size", "4", "--eval-b
     ],
     ids=["hangs", "hangs in evaluation", "stopped", "stopped under torchrun"],
 )
-def test_a_run_with_a_rank_that_hangs_ends_in_time(
-    tmp_path: Path, launcher: str, how: str, training: bool, said: str
-) -> None:
-    (tmp_path / "own.py").write_text(MODEL.format(how=how, training=training, number=3 if training else 1))
-    flags = ["--hang-timeout", str(HANG_TIMEOUT), "--model", f"{tmp_path}/own.py:model"]
+def test_a_run_with_a_rank_that_hangs_ends_in_time(tmp_path, launcher, how, training, said):
+    when = WHEN.format(training=training, number=3 if training else 1)
+    own = own_model(tmp_path, HANGS.format(how=how), when)
+    flags = ["--hang-timeout", str(HANG_TIMEOUT), "--model", own]
     done = start([*LAUNCHERS[launcher], *SETTINGS, *flags, "--out", str(tmp_path / "x")])
     took = time.time() - noted(tmp_path)
     assert done.returncode == 1, done.stderr
@@ -90,11 +80,9 @@ def test_a_run_with_a_rank_that_hangs_ends_in_time(
     assert took < HANG_TIMEOUT + 5 + SLACK
 
 
-def test_a_dead_process_that_loads_data_is_told_from_a_dead_rank(tmp_path: Path) -> None:
+def test_a_dead_process_that_loads_data_is_told_from_a_dead_rank(tmp_path):
     kill = "os.kill(os.getpid(), 9) if get_worker_info() else mark.unlink()"
-    (tmp_path / "own.py").write_text(DATA.format(how=kill))
-    (tmp_path / "model.py").write_text("from torch import nn\nmodel = lambda: nn.Linear(3072, 2)")
-    flags = ["--data", f"{tmp_path}/own.py:data", "--model", f"{tmp_path}/model.py:model"]
+    flags = own_data(tmp_path, kill)
     done = start([*LAUNCHERS["spawn"], *SETTINGS, *flags, "--workers", "1", "--out", str(tmp_path / "x")])
     assert done.returncode == 1
     assert re.search(r"error: rank 1: a process that loads data (is killed by signal|has died)", done.stderr)
@@ -102,25 +90,22 @@ def test_a_dead_process_that_loads_data_is_told_from_a_dead_rank(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_slow_loader_is_warned_of_and_the_run_ends_well(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(DATA.format(how="time.sleep(3)"))
-    (tmp_path / "model.py").write_text("from torch import nn\nmodel = lambda: nn.Linear(3072, 2)")
-    flags = ["--data", f"{tmp_path}/own.py:data", "--model", f"{tmp_path}/model.py:model"]
+def test_a_slow_loader_is_warned_of_and_the_run_ends_well(tmp_path):
+    flags = own_data(tmp_path, "time.sleep(3)")
     flags += ["--hang-timeout", str(HANG_TIMEOUT), "--workers", "1", "--out", str(tmp_path / "x")]
     done = start([*LAUNCHERS["spawn"], *SETTINGS, *flags])
     assert done.returncode == 0, done.stderr
-    assert re.search(r"warning: rank 0: rank 1 is slow: in 'data' of step \d for \d s", done.stderr), (
-        done.stderr
-    )
+    slow = r"warning: rank 0: rank 1 is slow: in 'data' of step \d for \d s"
+    assert re.search(slow, done.stderr), done.stderr
     assert "error" not in done.stderr
 
 
-def test_an_evaluation_that_hangs_is_named_too(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(MODEL.format(how="time.sleep(999)", training=False, number=3))
+def test_an_evaluation_that_hangs_is_named_too(tmp_path):
+    own = own_model(tmp_path, "time.sleep(999)", WHEN.format(training=False, number=3))
     import torch
 
     torch.save(torch.nn.Linear(3072, 10).state_dict(), tmp_path / "in.pt")
     program = [*TORCHRUN, "2", "train/evaluate.py", str(tmp_path / "in.pt"), "--data", "fake:80"]
-    flags = ["--eval-batch", "2", "--hang-timeout", str(HANG_TIMEOUT), "--model", f"{tmp_path}/own.py:model"]
+    flags = ["--eval-batch", "2", "--hang-timeout", str(HANG_TIMEOUT), "--model", own]
     done = start([*program, *flags])
     assert "error: rank 0: rank 1 hangs: in 'evaluation' for" in done.stderr, done.stderr

@@ -10,7 +10,7 @@ from ckpttool.distributed import collectives
 from train.config.shared import Every
 from train.config.training import TrainConfig
 from train.model.optimizer import total_steps
-from train.run.limits import Due, Limits
+from train.run.run import Due, Limits
 from train.trainer.progress import Progress
 
 STEPS = 4
@@ -43,43 +43,43 @@ def steps_with(name: str, found: dict[int, Due]) -> list[int]:
     return [step for step, due in found.items() if getattr(due, name)]
 
 
-def test_by_default_each_epoch_is_evaluated_and_saved_and_the_last_one_ends_the_run() -> None:
+def test_by_default_each_epoch_is_evaluated_and_saved_and_the_last_one_ends_the_run():
     found = course(12, epochs=3)
     assert steps_with("evaluate", found) == steps_with("save", found) == [4, 8, 12]
     assert {step: due.end for step, due in found.items() if due.end} == {12: "--epochs"}
 
 
-def test_steps_and_epochs_count_from_the_beginning_of_the_training() -> None:
+def test_steps_and_epochs_count_from_the_beginning_of_the_training():
     found = course(12, epochs=9, eval_every=Every(3, "steps"), save_every=Every(2, "epochs"))
     assert steps_with("evaluate", found) == [3, 6, 9, 12]
     assert steps_with("save", found) == [8]
 
 
-def test_max_steps_ends_in_the_middle_of_an_epoch_with_a_score_and_a_checkpoint() -> None:
+def test_max_steps_ends_in_the_middle_of_an_epoch_with_a_score_and_a_checkpoint():
     found = course(6, epochs=9, max_steps=6)
     assert found[6] == Due(evaluate=True, save=True, end="--max-steps")
     assert not any(found[step].end for step in range(1, 6))
 
 
-def test_the_end_is_evaluated_and_saved_whatever_the_intervals() -> None:
+def test_the_end_is_evaluated_and_saved_whatever_the_intervals():
     found = course(8, epochs=2, eval_every=Every(5, "epochs"), save_every=Every(1, "h"))
     assert steps_with("evaluate", found) == steps_with("save", found) == [8]
 
 
-def test_max_time_saves_and_does_not_evaluate() -> None:
+def test_max_time_saves_and_does_not_evaluate():
     found = course(5, epochs=9, max_time=4.5)
     assert found[5] == Due(evaluate=False, save=True, end="--max-time")
     assert found[3] == Due()
 
 
-def test_a_time_between_checkpoints_counts_from_the_last_one() -> None:
+def test_a_time_between_checkpoints_counts_from_the_last_one():
     found = course(12, epochs=9, save_every=Every(3, "s"))
     assert steps_with("save", found) == [3, 6, 9, 12]
     found = course(12, Clock(speed=40.0), epochs=9, save_every=Every(1, "min"))
     assert steps_with("save", found) == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_training_that_has_all_its_steps_is_over_before_it_begins() -> None:
+def test_a_training_that_has_all_its_steps_is_over_before_it_begins():
     limits = Limits(TrainConfig(epochs=2, max_steps=6), STEPS)
     assert not limits.is_over(position(5))
     assert limits.is_over(position(6))
@@ -88,13 +88,13 @@ def test_a_training_that_has_all_its_steps_is_over_before_it_begins() -> None:
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_the_end_of_an_epoch_is_seen_whether_it_is_counted_or_not(counted: bool) -> None:
+def test_the_end_of_an_epoch_is_seen_whether_it_is_counted_or_not(counted):
     limits = Limits(TrainConfig(epochs=3), STEPS)
     at = Progress(epoch=1, step=0, global_step=4) if counted else position(4)
     assert limits.due(at) == Due(evaluate=True, save=True)
 
 
-def test_the_schedule_is_as_long_as_the_training() -> None:
+def test_the_schedule_is_as_long_as_the_training():
     assert total_steps(TrainConfig(epochs=3), STEPS) == 12
     assert total_steps(TrainConfig(epochs=3, max_steps=7), STEPS) == 7
     assert total_steps(TrainConfig(epochs=3, max_steps=70), STEPS) == 12
@@ -108,7 +108,7 @@ def on_rank(rank: int, world_size: int) -> list[Due]:
     return [limits.due(position(step)) for step in range(1, 12)]
 
 
-def test_rank_0_s_clock_decides_for_all_ranks(run_ranks: Any) -> None:
+def test_rank_0_s_clock_decides_for_all_ranks(run_ranks):
     first, *others = run_ranks(3, on_rank)
     assert [due.save for due in first[:8]] == [False, False, False, True] * 2
     assert [due.end for due in first].index("--max-time") == 9
@@ -121,5 +121,5 @@ def never_asked(rank: int, world_size: int) -> bool:
     return collectives.world_size() == world_size
 
 
-def test_nothing_is_sent_without_a_time(run_ranks: Any) -> None:
+def test_nothing_is_sent_without_a_time(run_ranks):
     assert run_ranks(2, never_asked) == [True, True]

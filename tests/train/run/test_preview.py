@@ -79,10 +79,8 @@ def test_a_long_table_names_what_it_leaves_out():
 
 
 def test_the_json_is_what_torchs_classes_take(capsys):
-    entries = json.loads(
-        seen(capsys, "--json", "--data", "fake:10", "--sampler", "torch", "--spawn", "2", "--batch-size", "4",
-             "--epochs", "2", "--seed", "3")
-    )  # fmt: skip
+    flags = "--json --data fake:10 --sampler torch --spawn 2 --batch-size 4 --epochs 2 --seed 3"
+    entries = json.loads(seen(capsys, *flags.split()))
     assert [(entry["epoch"], entry["rank"]) for entry in entries] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     samples = range(sum(map(len, entries[0]["steps"] + entries[1]["steps"])))
     for entry in entries:
@@ -93,18 +91,8 @@ def test_the_json_is_what_torchs_classes_take(capsys):
 
 
 def test_it_says_what_no_sampler_and_no_set_epoch_would_do(capsys):
-    text = seen(
-        capsys,
-        "--data",
-        "fake:10",
-        "--sampler",
-        "none",
-        "--no-set-epoch",
-        "--spawn",
-        "4",
-        "--batch-size",
-        "4",
-    )
+    flags = "--data fake:10 --sampler none --no-set-epoch --spawn 4 --batch-size 4"
+    text = seen(capsys, *flags.split())
     assert "no sampler: every rank takes all " in text
     assert "no set_epoch: every epoch has the same order" in text
     assert main(["--sampler", "none"]) == 2
@@ -127,10 +115,8 @@ def test_samples_need_no_classes_and_are_not_read(tmp_path, capsys, task):
     "launcher", [[*TORCHRUN, "2", "train/main.py"], [sys.executable, "train/main.py", "--spawn", "2"]]
 )
 def test_one_table_is_printed_whoever_starts_the_ranks(launcher, tmp_path):
-    ran = start(
-        [*launcher, "--preview", "--data", "fake:10", "--batch-size", "4", "--out", str(tmp_path / "run")],
-        cwd=ROOT,
-    )
+    flags = ["--preview", "--data", "fake:10", "--batch-size", "4", "--out", str(tmp_path / "run")]
+    ran = start([*launcher, *flags], cwd=ROOT)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.count("epoch 0  rank 0  rank 1") == 1
     assert not (tmp_path / "run").exists()

@@ -15,8 +15,9 @@ import pytest
 
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment
+from train.config import command_line
 from train.config.training import TrainConfig
-from train.run import commands, report
+from train.run import report
 
 OWN = """
 import torch
@@ -61,7 +62,7 @@ def overprinted(line: str) -> str:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path: Path, columns: int) -> None:
+def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path, columns):
     (tmp_path / "own.py").write_text(OWN)
     given = ["--data", "own.py:data", "--model", "own.py:model", "--task", "regression", "--epochs", "2"]
     lines = on_terminal(tmp_path, columns, *given, "--batch-size", "8", "--eval-every", "3steps")
@@ -76,7 +77,7 @@ def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path:
     assert max(len(line) for line in lines if "evaluate.py" not in line) <= 80
 
 
-def test_a_recipe_is_broken_between_its_parts() -> None:
+def test_a_recipe_is_broken_between_its_parts():
     config = TrainConfig(amp="bf16", clip_norm=1.0, ema=0.999, augment="crop-flip", mixup=0.2, seed=123)
     text = f"train   {report.in_lines(report.recipe(config))}"
     assert text == (
@@ -85,10 +86,10 @@ def test_a_recipe_is_broken_between_its_parts() -> None:
     )
 
 
-def test_a_command_is_broken_before_flags_and_is_the_same_for_a_shell() -> None:
+def test_a_command_is_broken_before_flags_and_is_the_same_for_a_shell():
     words = ["python", "train/main.py", "--model", "own.py:model", "--data", "own.py:data", "--mean=-1,2"]
     words += ["--out", "my \\ run", "--init-allow-missing", "linear.*", "--epochs", "20", "--resume", "auto"]
-    text = commands.to_paste(words)
+    text = command_line.to_paste(words)
     assert shlex.split(text.replace(" \\\n", " ")) == words
     assert 1 < len(text.splitlines()) == text.count("\n      --") + 1
     assert max(map(len, text.splitlines())) <= 80

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import threading
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,40 +15,26 @@ import torch.distributed as dist
 
 from ckpttool.distributed.group import agree_on_attempt
 from ckpttool.errors import CheckFailed
-from tests.ranks.programs import TORCHRUN, start
+from tests.ranks.programs import TORCHRUN, own_model, start
 
-KILLS = 2
-
-MODEL = """
-import os, torch
-from pathlib import Path
-from torch import nn
-
-class Dies(nn.Linear):
-    def forward(self, x):
-        marks = Path(__file__).parent
-        if torch.distributed.is_initialized() and self.training and len(x) > 1:
-            number = len(list(marks.glob("killed-*")))
-            if number < {kills} and int(os.environ["RANK"]) == number % 2:
-                (marks / f"killed-{{number}}").touch()
-                os.kill(os.getpid(), 9)
-        return super().forward(x.flatten(1))
-
-def model():
-    return Dies(3072, 10)
+DIES = """
+number = len(list(marks.glob("killed-*")))
+if number < 2 and int(rank) == number:
+    (marks / f"killed-{number}").touch()
+    os.kill(os.getpid(), 9)
 """
 
 
 @pytest.mark.timeout(180)
-def test_a_run_survives_ranks_that_are_killed_under_max_restarts(tmp_path: Path) -> None:
+def test_a_run_survives_ranks_that_are_killed_under_max_restarts(tmp_path):
     """Each rank is killed once. Before, four kills of ten left both new ranks waiting for dead ones."""
-    (tmp_path / "own.py").write_text(MODEL.format(kills=KILLS))
-    launcher = [*TORCHRUN, "2", "--max-restarts", str(KILLS)]
+    own = own_model(tmp_path, DIES.strip())
+    launcher = [*TORCHRUN, "2", "--max-restarts", "2"]
     settings = ["--data", "fake:16", "--epochs", "1", "--batch-size", "4", "--timeout", "15"]
-    model = ["--model", f"{tmp_path}/own.py:model", "--out", str(tmp_path / "run"), "--resume"]
+    model = ["--model", own, "--out", str(tmp_path / "run"), "--resume"]
     done = start([*launcher, "train/main.py", *settings, *model])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(list(tmp_path.glob("killed-*"))) == KILLS
+    assert len(list(tmp_path.glob("killed-*"))) == 2
     state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
     assert state["progress"]["samples"] == 16
 
@@ -79,20 +66,20 @@ def store() -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_all_ranks_of_an_attempt_agree_and_no_two_attempts_have_one_name(store: Any) -> None:
+def test_all_ranks_of_an_attempt_agree_and_no_two_attempts_have_one_name(store):
     attempts = [agree(store, [2, 0, 1], 3) for _ in range(3)]
     assert all(len(set(names)) == 1 for names in attempts)
     assert len({names[0] for names in attempts}) == 3
 
 
-def test_an_attempt_may_have_more_or_fewer_ranks_than_the_last(store: Any) -> None:
+def test_an_attempt_may_have_more_or_fewer_ranks_than_the_last(store):
     attempts = [agree(store, list(range(size)), size) for size in (4, 2, 1, 3)]
     assert all(len(set(names)) == 1 for names in attempts)
     assert len({names[0] for names in attempts}) == 4
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_rank_does_not_agree_with_the_dead_of_an_earlier_attempt(store: Any, missing: int) -> None:
+def test_a_rank_does_not_agree_with_the_dead_of_an_earlier_attempt(store, missing):
     agree(store, [0, 1], 2)
     (said,) = agree(store, [1 - missing], 2, timeout=0.5)
     assert said == f"rank {1 - missing}: rank {missing} has not joined within 0.5 s"
@@ -100,7 +87,7 @@ def test_a_rank_does_not_agree_with_the_dead_of_an_earlier_attempt(store: Any, m
     assert one == other
 
 
-def test_ranks_that_died_while_they_met_are_replaced(store: Any) -> None:
+def test_ranks_that_died_while_they_met_are_replaced(store):
     """Rank 2 has written its number and died; rank 0 lists it until the new rank 2 comes."""
     store.set("ckpttool/rank/2", "dead")
     waiting: list[Any] = []
@@ -116,32 +103,36 @@ def test_ranks_that_died_while_they_met_are_replaced(store: Any) -> None:
 
 # ---- a step that fails again and again ---------------------------------------------------------------------
 
-FAILS = """
-import os, torch
-from torch import nn
-
-class Fails(nn.Linear):
-    steps = 0
-
-    def forward(self, x):
-        if self.training and torch.distributed.is_initialized() and len(x) > 1:
-            Fails.steps += 1
-            if Fails.steps == 2 and os.environ["RANK"] == "1":
-                os.kill(os.getpid(), 9)
-        return super().forward(x.flatten(1))
-
-def model():
-    return Fails(3072, 10)
-"""
-
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_step_that_has_failed_three_times_is_not_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(FAILS)
+def test_a_step_that_has_failed_three_times_is_not_tried_again(tmp_path):
+    own = own_model(
+        tmp_path, "os.kill(os.getpid(), 9)", "self.training and next(passes) == 2 and rank == '1'"
+    )
     settings = ["--data", "fake:16", "--batch-size", "4", "--timeout", "15", "--epochs", "2"]
-    model = ["--model", f"{tmp_path}/own.py:model", "--out", str(tmp_path / "run"), "--resume"]
+    model = ["--model", own, "--out", str(tmp_path / "run"), "--resume"]
     done = start([*TORCHRUN, "2", "--max-restarts", "3", "train/main.py", *settings, *model], patience=280)
     assert done.returncode == 1
     refused = "error: step 2 has failed 3 times in a row, and is not tried again (the output of those"
     assert done.stderr.count(refused) == 1
+
+
+# ---- a short drill: runs that are killed at seeded moments; `make drill` has all kinds of kills ----------
+
+SHORT = ["rank 0, in the middle of a save", "the agent, by SIGTERM in evaluation"]
+
+
+@pytest.mark.timeout(400)
+def test_runs_that_are_killed_end_in_the_bits_of_one_that_nothing_disturbed():
+    kinds = [word for name in SHORT for word in ("--only", name)]
+    done = start([sys.executable, "-m", "tests.drill", "--kills", "2", "--load", "0", *kinds], patience=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^2 of 2 held", done.stdout, re.MULTILINE)
+    assert [line.partition("  ")[0] for line in done.stdout.splitlines()[1:3]] == SHORT
+
+
+def test_an_unknown_kind_is_refused_with_the_names_of_all():
+    done = start([sys.executable, "-m", "tests.drill", "--only", "nothing"])
+    assert done.returncode == 2
+    assert "no such kind" in done.stderr and "all at once, in a step" in done.stderr

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,19 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.distributed import collectives
-from ckpttool.errors import CkptToolError
-from tests.ranks import trainings
+from tests.ranks import runs, trainings
 from tests.ranks.programs import TINY, start
+from tests.ranks.runs import contents
+from tests.support.run_log import entries_of, epochs_of
 from tests.support.running import SHARED
 from train import main
 from train.checkpoint import init_from
 from train.config.shared import Every
-from train.config.training import TrainConfig
-from train.main import train
 from train.model import builtin as models
-from train.run.run import Job
-from train.tasks import builtin as tasks
 
 SAMPLES, BATCH, STEPS, EPOCHS = 22, 6, 4, 2
 
@@ -49,37 +42,13 @@ def wide() -> nn.Module:
 
 
 def run(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> str:
-    """Run the trainer; return what it printed, or the error that ended it."""
-    usual = {"data": "folder:x", "epochs": EPOCHS, "batch_size": BATCH, "save_every": Every(1, "steps")}
-    config = TrainConfig(**{**usual, "out": folder, "keep": 99, "lr": 0.05, **settings})
-    make = {"wide": wide}.get(config.model, Net)
-    data, model = trainings.tensors((3, 8, 8), SAMPLES), trainings.seeded(make)
-    said = io.StringIO()
-    try:
-        remarks = init_from.load(model, config.init, config.init_allow_missing) if config.init else []
-        place = trainings.place(rank, world_size)
-        with contextlib.redirect_stdout(said):
-            train(Job(config, place, data, model, tasks.build(config, data), remarks))
-    except CkptToolError as error:
-        return f"{type(error).__name__}: {error} ({error.hint})"
-    return said.getvalue()
-
-
-def contents(path: Path, *parts: str) -> dict[str, Any]:
-    """Return what a checkpoint holds, in a form that is equal only for equal bits."""
-    state = torch.load(path, weights_only=True)
-    flat: dict[str, Any] = {}
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, dict | list | tuple):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                add(f"{name}/{key}", item)
-        else:
-            flat[name] = collectives.digest(value).hex()
-
-    for part in parts or ("model", "optimizer", "scheduler", "progress", "plan", "rng"):
-        add(part, state[part])
-    return flat
+    usual = {"data": "folder:x", "epochs": EPOCHS, "batch_size": BATCH, "lr": 0.05, "out": folder}
+    settings = {**usual, **runs.OFTEN, **settings}
+    data = trainings.tensors((3, 8, 8), SAMPLES)
+    model = trainings.seeded(wide if settings.get("model") == "wide" else Net)
+    init = settings.get("init")
+    remarks = init_from.load(model, init) if init else ()
+    return runs.outcome(rank, world_size, data, model, settings, remarks=remarks)
 
 
 def numbered(folder: Path, step: int) -> Path:
@@ -98,9 +67,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", CHANGED)
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_resumed_run_with_changed_samples_equals_the_uninterrupted_one(
-    run_ranks: Any, tmp_path: Path, size: int, kind: str
-) -> None:
+def test_a_resumed_run_with_changed_samples_equals_the_uninterrupted_one(run_ranks, tmp_path, size, kind):
     run_ranks(size, run, str(tmp_path / "whole"), CHANGED[kind])
     stopped_at = numbered(tmp_path / "whole", STEPS + 2)
     said = run_ranks(size, run, str(tmp_path / "rest"), {**CHANGED[kind], "resume": str(stopped_at)})
@@ -108,7 +75,7 @@ def test_a_resumed_run_with_changed_samples_equals_the_uninterrupted_one(
     assert contents(tmp_path / "rest" / "last.pt") == contents(tmp_path / "whole" / "last.pt")
 
 
-def test_samples_are_changed_alike_on_any_number_of_ranks(run_ranks: Any, tmp_path: Path) -> None:
+def test_samples_are_changed_alike_on_any_number_of_ranks(run_ranks, tmp_path):
     settings = {**CHANGED["auto and mixup"], "cutmix": 1.0, "batchnorm": "sync"}
     states = []
     for size in (1, 2, 3):
@@ -120,9 +87,7 @@ def test_samples_are_changed_alike_on_any_number_of_ranks(run_ranks: Any, tmp_pa
         assert torch.allclose(first["module.norm.running_var"], other["module.norm.running_var"], atol=1e-6)
 
 
-def test_a_model_may_have_more_outputs_than_the_classes_that_are_mixed(
-    run_ranks: Any, tmp_path: Path
-) -> None:
+def test_a_model_may_have_more_outputs_than_the_classes_that_are_mixed(run_ranks, tmp_path):
     settings = {"model": "wide", "mixup": 0.4, "label_smoothing": 0.1, "epochs": 1}
     assert "saved" in run_ranks(2, run, str(tmp_path), settings)[0]
 
@@ -131,9 +96,7 @@ def test_a_model_may_have_more_outputs_than_the_classes_that_are_mixed(
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_more_steps_after_max_steps_give_the_run_that_had_them_at_once(
-    run_ranks: Any, tmp_path: Path, size: int
-) -> None:
+def test_more_steps_after_max_steps_give_the_run_that_had_them_at_once(run_ranks, tmp_path, size):
     settings = {"scheduler": "none", "save_every": Every(9, "epochs"), "keep": 0, "augment": "crop-flip"}
     run_ranks(size, run, str(tmp_path / "whole"), {**settings, "max_steps": 7})
     said = run_ranks(size, run, str(tmp_path / "parts"), {**settings, "max_steps": 6})
@@ -142,17 +105,14 @@ def test_more_steps_after_max_steps_give_the_run_that_had_them_at_once(
     said = run_ranks(size, run, str(tmp_path / "parts"), {**settings, "max_steps": 7, "resume": "auto"})
     assert "epoch 2, step 2 of 4" in said[0]
     parts = ("model", "optimizer", "scheduler", "plan", "rng")
-    assert contents(tmp_path / "parts" / "last.pt", *parts) == contents(
-        tmp_path / "whole" / "last.pt", *parts
-    )
+    ends = [contents(tmp_path / name / "last.pt", *parts) for name in ("parts", "whole")]
+    assert ends[0] == ends[1]
     said = run_ranks(size, run, str(tmp_path / "parts"), {**settings, "max_steps": 7, "resume": "auto"})
     assert "already has 7 steps: nothing to do" in said[0]
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_runs_of_max_time_one_after_the_other_give_the_uninterrupted_run(
-    run_ranks: Any, tmp_path: Path, size: int
-) -> None:
+def test_runs_of_max_time_one_after_the_other_give_the_uninterrupted_run(run_ranks, tmp_path, size):
     settings = {"save_every": Every(9, "epochs"), "keep": 0, "mixup": 0.4}
     run_ranks(size, run, str(tmp_path / "whole"), settings)
     short = {**settings, "resume": "auto", "max_time": 1e-9}  # time for one step
@@ -161,44 +121,26 @@ def test_runs_of_max_time_one_after_the_other_give_the_uninterrupted_run(
         assert "ended   by --max-time\nto continue:\n  " in said[0]
     assert "ended" not in run_ranks(size, run, str(tmp_path / "parts"), short)[0]
     assert contents(tmp_path / "parts" / "last.pt") == contents(tmp_path / "whole" / "last.pt")
-    epochs = [entry for entry in log(tmp_path / "parts") if "epoch" in entry]
-    assert [entry["loss"] for entry in epochs] == [
-        entry["loss"] for entry in log(tmp_path / "whole") if "epoch" in entry
-    ]
+    losses = [[entry["loss"] for entry in epochs_of(tmp_path / name)] for name in ("parts", "whole")]
+    assert losses[0] == losses[1]
 
 
-def log(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-def test_evaluations_between_epochs_are_logged_and_change_nothing(run_ranks: Any, tmp_path: Path) -> None:
+def test_evaluations_between_epochs_are_logged_and_change_nothing(run_ranks, tmp_path):
     run_ranks(2, run, str(tmp_path / "seldom"), {})
     run_ranks(2, run, str(tmp_path / "often"), {"eval_every": Every(3, "steps")})
     parts = ("model", "optimizer", "scheduler", "rng")
-    assert contents(tmp_path / "often" / "last.pt", *parts) == contents(
-        tmp_path / "seldom" / "last.pt", *parts
-    )
-    found = [entry for entry in log(tmp_path / "often") if "test_loss" in entry or "loss" in entry]
-    steps = [
-        entry.get("step", (entry.get("epoch") or 0) * STEPS)
-        for entry in found
-        if "threads" in entry or "test_loss" in entry
-    ]
-    assert steps == [3, 6, 8]
+    ends = [contents(tmp_path / name / "last.pt", *parts) for name in ("often", "seldom")]
+    assert ends[0] == ends[1]
+    scored = [entry for entry in entries_of(tmp_path / "often") if "threads" in entry or "test_loss" in entry]
+    assert [entry.get("step", entry.get("epoch", 0) * STEPS) for entry in scored] == [3, 6, 8]
 
 
-def test_an_evaluation_in_the_middle_of_an_epoch_may_give_the_best_checkpoint(
-    run_ranks: Any, tmp_path: Path
-) -> None:
-    run_ranks(
-        2, run, str(tmp_path), {"eval_every": Every(1, "steps"), "save_every": Every(9, "epochs"), "keep": 0}
-    )
+def test_an_evaluation_in_the_middle_of_an_epoch_may_give_the_best_checkpoint(run_ranks, tmp_path):
+    settings = {"eval_every": Every(1, "steps"), "save_every": Every(9, "epochs"), "keep": 0}
+    run_ranks(2, run, str(tmp_path), settings)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
-    scores = [
-        entry.get("test_accuracy", entry.get("accuracy"))
-        for entry in log(tmp_path)
-        if "test_accuracy" in entry or "epoch" in entry
-    ]
+    scored = [entry for entry in entries_of(tmp_path) if "test_accuracy" in entry or "epoch" in entry]
+    scores = [entry.get("test_accuracy", entry.get("accuracy")) for entry in scored]
     assert len(scores) == EPOCHS * STEPS
     assert scores.index(max(scores)) + 1 == best["progress"]["global_step"]
 
@@ -212,9 +154,7 @@ def weights(path: Path, seed: int = 9) -> str:
     return str(path)
 
 
-def test_all_ranks_start_from_the_weights_of_the_file_that_only_rank_0_has(
-    run_ranks: Any, tmp_path: Path
-) -> None:
+def test_all_ranks_start_from_the_weights_of_the_file_that_only_rank_0_has(run_ranks, tmp_path):
     path = weights(tmp_path / "w.pt")
     said = run_ranks(3, run_where_only_rank_0_has_the_file, path, str(tmp_path / "a"))
     assert "9 tensors from" in said[0]
@@ -230,9 +170,7 @@ def run_where_only_rank_0_has_the_file(rank: int, world_size: int, path: str, fo
         return run(rank, world_size, folder, {"init": path if rank == 0 else "/nowhere/w.pt"})
 
 
-def test_a_resume_takes_the_same_init_from_anywhere_or_none_and_no_other(
-    run_ranks: Any, tmp_path: Path
-) -> None:
+def test_a_resume_takes_the_same_init_from_anywhere_or_none_and_no_other(run_ranks, tmp_path):
     first, folder = weights(tmp_path / "w.pt"), tmp_path / "run"
     run_ranks(1, run, str(folder), {"init": first, "epochs": 1})
     moved = str((tmp_path / "w.pt").rename(tmp_path / "moved.pt"))
@@ -250,7 +188,12 @@ def test_a_resume_takes_the_same_init_from_anywhere_or_none_and_no_other(
 # ---- what a resume may change --------------------------------------------------------------------------
 
 
-def test_a_changed_learning_rate_is_that_of_the_next_step(run_ranks: Any, tmp_path: Path) -> None:
+def rates(folder: Path) -> dict[int, float]:
+    """Return the learning rate of each step in a log."""
+    return {entry["step"]: entry["lr"] for entry in entries_of(folder) if "step" in entry and "lr" in entry}
+
+
+def test_a_changed_learning_rate_is_that_of_the_next_step(run_ranks, tmp_path):
     settings = {"scheduler": "none", "log_every": 1}
     run_ranks(2, run, str(tmp_path), {**settings, "epochs": 1})
     (refused, _) = run_ranks(2, run, str(tmp_path), {**settings, "resume": "auto", "lr": 0.01})
@@ -258,44 +201,39 @@ def test_a_changed_learning_rate_is_that_of_the_next_step(run_ranks: Any, tmp_pa
     changed = {**settings, "resume": "auto", "lr": 0.01, "change": ("lr",)}
     said = run_ranks(2, run, str(tmp_path), changed)
     assert "lr 0.05 -> 0.01" in said[0]
-    rates = {entry["step"]: entry["lr"] for entry in log(tmp_path) if "step" in entry and "lr" in entry}
+    rates = {
+        entry["step"]: entry["lr"] for entry in entries_of(tmp_path) if "step" in entry and "lr" in entry
+    }
     assert rates == {step: 0.05 if step <= STEPS else 0.01 for step in range(1, 2 * STEPS + 1)}
     groups = torch.load(tmp_path / "last.pt", weights_only=True)["optimizer"]["param_groups"]
     assert {group["lr"] for group in groups} == {0.01}
 
 
-def test_a_schedule_goes_on_with_the_changed_learning_rate(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_schedule_goes_on_with_the_changed_learning_rate(run_ranks, tmp_path):
     run_ranks(1, run, str(tmp_path), {"max_time": 1e-9, "log_every": 1})
     run_ranks(1, run, str(tmp_path), {"resume": "auto", "change": ("lr",), "lr": 0.5, "log_every": 1})
-    rates = [entry["lr"] for entry in log(tmp_path) if "step" in entry and "lr" in entry]
     run_ranks(1, run, str(tmp_path / "b"), {"lr": 0.5, "log_every": 1})
-    expected = [entry["lr"] for entry in log(tmp_path / "b") if "step" in entry and "lr" in entry]
-    assert rates[0] == pytest.approx(expected[0] / 10)
-    assert rates[1:] == pytest.approx(expected[1:])
+    changed, whole = (list(rates(folder).values()) for folder in (tmp_path, tmp_path / "b"))
+    assert changed == pytest.approx([whole[0] / 10, *whole[1:]])
 
 
-def test_momentum_and_weight_decay_reach_the_optimizer_s_groups(run_ranks: Any, tmp_path: Path) -> None:
+def test_momentum_and_weight_decay_reach_the_optimizer_s_groups(run_ranks, tmp_path):
     run_ranks(1, run, str(tmp_path), {"epochs": 1})
-    changed = {
-        "momentum": 0.5,
-        "weight_decay": 0.01,
-        "change": ("momentum", "weight-decay"),
-        "resume": "auto",
-    }
-    run_ranks(1, run, str(tmp_path), changed)
+    changed = {"momentum": 0.5, "weight_decay": 0.01, "change": ("momentum", "weight-decay")}
+    run_ranks(1, run, str(tmp_path), {**changed, "resume": "auto"})
     groups = torch.load(tmp_path / "last.pt", weights_only=True)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
     assert [group["momentum"] for group in groups] == [0.5, 0.5]
 
 
-def test_weight_decay_can_not_be_turned_off_on_a_resume(run_ranks: Any, tmp_path: Path) -> None:
+def test_weight_decay_can_not_be_turned_off_on_a_resume(run_ranks, tmp_path):
     run_ranks(1, run, str(tmp_path), {"epochs": 1})
     changed = {"weight_decay": 0.0, "change": ("weight_decay",), "resume": "auto"}
     (said,) = run_ranks(1, run, str(tmp_path), changed)
     assert "--change weight-decay: can't end on a resume" in said
 
 
-def test_changing_nothing_changes_no_bit(run_ranks: Any, tmp_path: Path) -> None:
+def test_changing_nothing_changes_no_bit(run_ranks, tmp_path):
     run_ranks(2, run, str(tmp_path / "whole"), {})
     every = ("lr", "momentum", "weight_decay", "scheduler", "warmup", "clip_norm", "augment")
     settings = {"resume": str(numbered(tmp_path / "whole", 5)), "change": every}
@@ -326,9 +264,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_can_not_be_is_exit_code_2_before_any_process_group(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_can_not_be_is_exit_code_2_before_any_process_group(what, tmp_path, monkeypatch, capsys):
     flags, words = REFUSED[what]
     monkeypatch.chdir(tmp_path)
     weights(tmp_path / "W")
@@ -339,9 +275,7 @@ def test_what_can_not_be_is_exit_code_2_before_any_process_group(
     assert not (tmp_path / "R").exists() and not (tmp_path / "runs").exists()
 
 
-def test_an_init_that_does_not_fit_says_on_a_line_each_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_init_that_does_not_fit_says_on_a_line_each_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.save({f"net.{k}": v for k, v in models.resnet20(num_classes=7).state_dict().items()}, "w.pt")
     assert main.main(["--data", "fake:20", "--model", "resnet20", "--init", "w.pt"]) == 2
@@ -350,7 +284,7 @@ def test_an_init_that_does_not_fit_says_on_a_line_each_what_to_do(
     assert lines[-1] == "  --init w.mended.pt --init-allow-missing 'linear.*'"
 
 
-def test_two_ranks_train_with_loading_processes_and_say_how_to_go_on(tmp_path: Path) -> None:
+def test_two_ranks_train_with_loading_processes_and_say_how_to_go_on(tmp_path):
     flags = ["--augment", "auto", "--mixup", "0.2", "--workers", "1", "--max-time", "0.001s"]
     done = start(
         [sys.executable, "train/main.py", "--spawn", "2", *TINY, *flags, "--out", str(tmp_path / "r")]
@@ -362,7 +296,7 @@ def test_two_ranks_train_with_loading_processes_and_say_how_to_go_on(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.timeout(420)
-def test_a_published_network_does_not_get_worse_in_an_epoch(resnet20: Path, tmp_path: Path) -> None:
+def test_a_published_network_does_not_get_worse_in_an_epoch(resnet20, tmp_path):
     """776 of 846 test images are right before it."""
     pictures = SHARED / "data" / "cifar10-mini"
     command = [sys.executable, "train/main.py", "--model", "resnet20", "--data", f"folder:{pictures}"]
@@ -370,13 +304,13 @@ def test_a_published_network_does_not_get_worse_in_an_epoch(resnet20: Path, tmp_
     done = start([*command, "--lr", "0.02", "--out", str(tmp_path / "r")], patience=400.0)
     assert done.returncode == 0, done.stderr
     assert "init    97 tensors from" in done.stdout
-    (entry,) = (entry for entry in log(tmp_path / "r") if "epoch" in entry)
+    (entry,) = epochs_of(tmp_path / "r")
     assert entry["samples"] == 846
     assert entry["correct"] >= 776
 
 
 @pytest.mark.long
-def test_the_tutorial_s_network_is_trained_alike_on_one_process_and_on_four(tmp_path: Path) -> None:
+def test_the_tutorial_s_network_is_trained_alike_on_one_process_and_on_four(tmp_path):
     pictures = SHARED / "data" / "cifar10-mini"
     if not pictures.exists():
         pytest.skip("needs the images in the folder `shared` beside the repository")

@@ -340,25 +340,20 @@ def empty_first():
     inputs[:3] = 0
     return TensorDataset(inputs, inputs[:, :1]), TensorDataset(inputs, inputs[:, :1])
 
-def named():
-    return Named(), Named()
+named = lambda: (Named(), Named())
 
 class Ragged(Named):
     def __getitem__(self, index):
         return {"x": torch.zeros(3 + (index == 15)), "y": 1.0}
 
-def ragged():
-    return Ragged(), Named()
+ragged = lambda: (Ragged(), Named())
 
 class Lost(Named):
     def __getitem__(self, index):
         return {"x": torch.zeros(3), "y": None}
 
-def lost():
-    return Lost(), Named()
-
-def net():
-    return nn.Linear(3, 1)
+lost = lambda: (Lost(), Named())
+net = lambda: nn.Linear(3, 1)
 
 class Keywords(nn.Module):
     def __init__(self):
@@ -367,8 +362,7 @@ class Keywords(nn.Module):
     def forward(self, x, extra, y):
         return self.linear(x) * extra["sign"][0].unsqueeze(1)
 
-def keywords():
-    return Keywords()
+keywords = lambda: Keywords()
 
 class Itself(nn.Module):
     def __init__(self):
@@ -377,35 +371,26 @@ class Itself(nn.Module):
     def forward(self, x, y):
         return {"loss": F.mse_loss(self.linear(x), y)}
 
-def itself():
-    return Itself()
+itself = lambda: Itself()
 
 def absolute(outputs, batch):
     y = batch["y"].unsqueeze(1) if isinstance(batch, dict) else batch[1]
     return F.l1_loss(outputs, y, reduction="sum"), len(y)
 
-def fine():
-    return SimpleNamespace(loss=absolute, metrics={})
-
-def measured():
-    return SimpleNamespace(loss=absolute, metrics={"mae": metrics.MeanAbsoluteError})
-
-def by_module():
-    return sys.modules[__name__]
-
+fine = lambda: SimpleNamespace(loss=absolute, metrics={})
+measured = lambda: SimpleNamespace(loss=absolute, metrics={"mae": metrics.MeanAbsoluteError})
+by_module = lambda: sys.modules[__name__]
 loss = absolute
 
-def mean():
-    return SimpleNamespace(loss=lambda outputs, batch: absolute(outputs, batch)[0] / len(batch[1]))
+def returns(loss):
+    return lambda: SimpleNamespace(loss=loss)
 
-def mean_and_count():
-    return SimpleNamespace(loss=lambda outputs, batch: (F.l1_loss(outputs, batch[1]), len(batch[1])))
-
-def mean_and_one():
-    return SimpleNamespace(loss=lambda outputs, batch: (F.l1_loss(outputs, batch[1]), 1))
-
-def sum_and_one():
-    return SimpleNamespace(loss=lambda outputs, batch: (F.l1_loss(outputs, batch[1], reduction="sum"), 1.0))
+mean = returns(lambda outputs, batch: absolute(outputs, batch)[0] / len(batch[1]))
+mean_and_count = returns(lambda outputs, batch: (F.l1_loss(outputs, batch[1]), len(batch[1])))
+mean_and_one = returns(lambda outputs, batch: (F.l1_loss(outputs, batch[1]), 1))
+sum_and_one = returns(lambda outputs, batch: (absolute(outputs, batch)[0], 1.0))
+without_gradient = returns(lambda outputs, batch: (absolute(outputs, batch)[0].detach(), len(batch[1])))
+broken = returns(lambda outputs, batch: (outputs.nonsense, 1))
 
 def of_later_samples():  # a mean, in which the first sample has nothing that counts
     def loss(outputs, batch):
@@ -420,23 +405,10 @@ def weighted():
         return (weights * (outputs - batch[1]).abs()).sum(), weights.sum()
     return SimpleNamespace(loss=loss)
 
-def nothing():
-    return SimpleNamespace()
-
-def function():
-    return absolute
-
-def without_gradient():
-    return SimpleNamespace(loss=lambda outputs, batch: (absolute(outputs, batch)[0].detach(), len(batch[1])))
-
-def broken():
-    return SimpleNamespace(loss=lambda outputs, batch: (outputs.nonsense, 1))
-
-def other_metrics():
-    return SimpleNamespace(loss=absolute, metrics={"f1": lambda: 0.5})
-
-def wrong_metric():
-    return SimpleNamespace(loss=absolute, metrics={"right": metrics.Accuracy})
+nothing = lambda: SimpleNamespace()
+function = lambda: absolute
+other_metrics = lambda: SimpleNamespace(loss=absolute, metrics={"f1": lambda: 0.5})
+wrong_metric = lambda: SimpleNamespace(loss=absolute, metrics={"right": metrics.Accuracy})
 
 def raising():
     raise RuntimeError("no such thing")
@@ -481,14 +453,8 @@ def test_a_task_is_trained_logged_and_evaluated(run, own, tmp_path, capsys, name
     code, said, errors = run(name, *flags)
     assert (code, errors) == (0, "")
     assert shown in said
-    given = [
-        "--model",
-        f"{own}:net",
-        "--data",
-        f"{own}:data",
-        "--task",
-        name if name in tasks.TASKS else f"{own}:{name}",
-    ]
+    task = name if name in tasks.TASKS else f"{own}:{name}"
+    given = ["--model", f"{own}:net", "--data", f"{own}:data", "--task", task]
     assert evaluate.main([str(tmp_path / "run/last.pt"), *given, *flags, "--json"]) == 0
 
     found, logged = json.loads(capsys.readouterr().out), epochs_of(tmp_path / "run")[-1]

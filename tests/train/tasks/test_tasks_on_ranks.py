@@ -6,7 +6,6 @@ import contextlib
 import io
 import types
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool.distributed.plan import Plan
-from tests.ranks import trainings
-from train import main
-from train.config.shared import Every
+from tests.ranks import runs, trainings
 from train.config.training import TrainConfig
 from train.data.data_set import Data
-from train.run.run import Job
 from train.tasks import builtin as tasks
 from train.tasks.task import Task
 from train.trainer.trainer import Trainer
@@ -199,41 +195,35 @@ def parameters_on_ranks(
     return [parameter.detach() for parameter in trainer.ddp.parameters()], trained.loss
 
 
-def farthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_task_on_many_ranks_has_the_gradient_of_the_mean_over_all_that_counts(
-    run_ranks: Any, kind: str, size: int, accumulate: int
-) -> None:
+    run_ranks, kind, size, accumulate
+):
     """Batches of 5, 5 and 3 samples: uneven on two ranks and on four, of which one then has none."""
     make = KINDS[kind][1]
     answers = run_ranks(size, parameters_on_ranks, kind, make, {"accumulate": accumulate})
     for ours, loss in answers:
-        assert farthest(ours, expected(kind, make)) <= BOUND
+        assert trainings.farthest(ours, expected(kind, make)) <= BOUND
         assert loss == answers[0][1] > 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_synchronised_batchnorm_and_another_count_than_samples_are_exact_together(
-    run_ranks: Any, size: int
-) -> None:
+def test_synchronised_batchnorm_and_another_count_than_samples_are_exact_together(run_ranks, size):
     """Two numbers per sample, so the factor after the reduction is not 1."""
     for ours, _ in run_ranks(size, parameters_on_ranks, "regression", normalised, {"batchnorm": "sync"}):
-        assert farthest(ours, expected("regression", normalised)) <= BOUND
+        assert trainings.farthest(ours, expected("regression", normalised)) <= BOUND
 
 
 @pytest.mark.parametrize("kind", ["language-model", "own"])
-def test_unequal_shares_and_clipping_are_those_of_one_process(run_ranks: Any, kind: str) -> None:
+def test_unequal_shares_and_clipping_are_those_of_one_process(run_ranks, kind):
     make = KINDS[kind][1]
     one = run_ranks(1, parameters_on_ranks, kind, make, {"clip_norm": 0.1})[0][0]
     for settings in ({"clip_norm": 0.1}, {"clip_norm": 0.1, "rank_share": (1, 3)}):
         for ours, _ in run_ranks(2, parameters_on_ranks, kind, make, settings):
-            assert farthest(ours, one) <= BOUND
-    assert farthest(one, expected(kind, make)) > 1e-3  # the norm was above the limit
+            assert trainings.farthest(ours, one) <= BOUND
+    assert trainings.farthest(one, expected(kind, make)) > 1e-3  # the norm was above the limit
 
 
 # ---- nothing to count ----------------------------------------------------------------------------------
@@ -286,31 +276,25 @@ def without(steps: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("model", [OfTokens, OfTokensAndLoss])
 @pytest.mark.parametrize("steps", [[0], [1], [2], [0, 1], [0, 1, 2]])
-def test_a_step_in_which_nothing_counts_is_left_out_on_all_ranks(
-    run_ranks: Any, steps: list[int], model: Any
-) -> None:
+def test_a_step_in_which_nothing_counts_is_left_out_on_all_ranks(run_ranks, steps, model):
     for size, settings in ((1, {}), (2, {}), (2, {"accumulate": 2}), (2, {"virtual_ranks": 4}), (4, {})):
         for ours, loss, uncounted, done in run_ranks(size, train_on_nothing, steps, settings, model):
-            assert farthest(ours, without(steps)) <= BOUND
+            assert trainings.farthest(ours, without(steps)) <= BOUND
             assert (uncounted, done) == (len(steps), 3)
             assert (loss != loss) == (len(steps) == 3)  # NaN
 
 
 def run_on_nothing(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> str:
     data = replace(data_of("language-model"), train=ignoring([1]), test=lines())
-    every = {"keep": 9, "save_every": Every(1, "steps"), "ema": 0.9, "clip_norm": 1.0, "log_every": 1}
-    config = TrainConfig(task="language-model", out=folder, epochs=2, batch_size=BATCH, **every, **settings)
-    place, model = trainings.place(rank, world_size), trainings.seeded(OfTokens)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        main.train(Job(config, place, data, model, tasks.build(config, data), []))
-    return said.getvalue()
+    usual = {"task": "language-model", "out": folder, "epochs": 2, "batch_size": BATCH, **runs.OFTEN}
+    usual |= {"ema": 0.9, "clip_norm": 1.0, "log_every": 1}
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        said = runs.outcome(rank, world_size, data, trainings.seeded(OfTokens), {**usual, **settings})
+    return errors.getvalue() + said
 
 
 @pytest.mark.parametrize("stopped_at", [1, 2, 3])
-def test_a_step_that_is_left_out_is_said_logged_and_kept_over_a_resume(
-    run_ranks: Any, tmp_path: Path, stopped_at: int
-) -> None:
+def test_a_step_that_is_left_out_is_said_logged_and_kept_over_a_resume(run_ranks, tmp_path, stopped_at):
     said = run_ranks(2, run_on_nothing, str(tmp_path / "whole"), {})
     assert said[0].count("warning: nothing counted in step 2") == 1 and said[1] == ""
     assert "skipped 1 step in which nothing counted" in said[0]
@@ -327,30 +311,15 @@ def test_a_step_that_is_left_out_is_said_logged_and_kept_over_a_resume(
 
 
 def run(rank: int, world_size: int, kind: str, folder: str, settings: dict[str, Any]) -> None:
-    data, config = (
-        data_of(kind),
-        TrainConfig(
-            task=kind,
-            out=folder,
-            epochs=3,
-            batch_size=BATCH,
-            lr=0.05,
-            keep=99,
-            save_every=Every(1, "steps"),
-            **settings,
-        ),
-    )
-    model = trainings.seeded(KINDS[kind][1])
-    place = trainings.place(rank, world_size)
-    with contextlib.redirect_stdout(io.StringIO()):
-        main.train(Job(config, place, data, model, task_of(kind, config, data), []))
+    settings = {"task": kind, "out": folder, "epochs": 3, "batch_size": BATCH, "lr": 0.05, **settings}
+    data, config = data_of(kind), TrainConfig(**settings, **runs.OFTEN)
+    task = task_of(kind, config, data)
+    runs.outcome(rank, world_size, data, trainings.seeded(KINDS[kind][1]), {**settings, **runs.OFTEN}, task)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stopped_at", [2, 6])
-def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
-    run_ranks: Any, tmp_path: Path, kind: str, stopped_at: int
-) -> None:
+def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(run_ranks, tmp_path, kind, stopped_at):
     """In the middle of an epoch and at the end of one."""
     run_ranks(2, run, kind, str(tmp_path / "whole"), {})
     (saved,) = tmp_path.glob(f"whole/step-*{stopped_at}.pt")

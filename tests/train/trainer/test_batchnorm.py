@@ -13,7 +13,7 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train.checkpoint.capture import capture, restore
+from train.checkpoint.format import capture, restore
 from train.config import command_line
 from train.config.training import TrainConfig
 from train.main import steps_of_epoch
@@ -66,7 +66,7 @@ def train(rank: int, world_size: int, samples: int, epochs: int, settings: dict[
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("samples", [60, 58, 49], ids=["even", "uneven", "with idle ranks"])
-def test_sync_follows_the_one_process_run_for_20_steps(run_ranks: Any, size: int, samples: int) -> None:
+def test_sync_follows_the_one_process_run_for_20_steps(run_ranks, size, samples):
     """Parameters, and running statistics too; 49 samples leave a last batch of one."""
     expected = reference(samples, 12, epochs=4)
     for ours, steps, _ in run_ranks(size, train, samples, 4, {"batchnorm": "sync", "batch_size": 12}):
@@ -83,19 +83,19 @@ def train_as_torch_converted_it(rank: int, world_size: int) -> Any:
     return state(trainer.ddp.module)
 
 
-def test_a_model_that_torch_has_converted_trains_on_a_cpu(run_ranks: Any) -> None:
+def test_a_model_that_torch_has_converted_trains_on_a_cpu(run_ranks):
     expected = reference(60, 12, epochs=1)
     for ours in run_ranks(2, train_as_torch_converted_it):
         assert all(torch.allclose(ours[name], tensor, atol=1e-9) for name, tensor in expected.items())
 
 
-def test_plain_does_not_follow_the_one_process_run(run_ranks: Any) -> None:
+def test_plain_does_not_follow_the_one_process_run(run_ranks):
     expected = reference(60, 12, epochs=4)
     ours, _, _ = run_ranks(2, train, 60, 4, {"batch_size": 12})[0]
     assert not torch.allclose(ours["0.weight"], expected["0.weight"], rtol=0, atol=1e-3)
 
 
-def test_ranks_with_fewer_passes_of_an_accumulated_batch_stay_equal(run_ranks: Any) -> None:
+def test_ranks_with_fewer_passes_of_an_accumulated_batch_stay_equal(run_ranks):
     settings = {"batchnorm": "sync", "batch_size": 5, "accumulate": 3}
     (one, _, _), (other, _, _) = run_ranks(2, train, 10, 2, settings)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -140,9 +140,7 @@ TOLERANCES = [(torch.float32, 1e-6), (torch.float64, 1e-12)]
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4, 7], ids="{} ranks".format)
-def test_pooled_statistics_are_those_of_one_process_with_the_whole_batch(
-    run_ranks: Any, size: int, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_pooled_statistics_are_those_of_one_process_with_the_whole_batch(run_ranks, size, dtype, tolerance):
     """Batches of 8, 8 and 6 samples: with four ranks two samples a rank, with seven one or none."""
     data = trainings.tensors(SHAPE, 22, dtype=dtype)
     expected = state(trainings.alone(lambda: Branches().to(dtype), data, 8, 2, lr=0.01))
@@ -171,7 +169,7 @@ def record_passes(rank: int, world_size: int) -> Any:
     return passes, state(trainer.ddp.module)
 
 
-def test_passes_of_an_accumulated_batch_are_pooled_one_by_one(run_ranks: Any) -> None:
+def test_passes_of_an_accumulated_batch_are_pooled_one_by_one(run_ranks):
     """Rank 0 has 3 samples in 3 passes and rank 1 has 2 in 2: the last pass is of rank 0 alone."""
     (first, own), (second, other) = run_ranks(2, record_passes)
     layer = nn.BatchNorm2d(1).double()
@@ -200,7 +198,7 @@ def go_on(rank: int, world_size: int, stop: int | None) -> Any:
     return collectives.digest_all(capture(trainer)["model"])
 
 
-def test_a_resumed_pooled_run_equals_one_that_never_stopped(run_ranks: Any) -> None:
+def test_a_resumed_pooled_run_equals_one_that_never_stopped(run_ranks):
     assert run_ranks(2, go_on, None) == run_ranks(2, go_on, 2)
 
 
@@ -210,7 +208,7 @@ def weights_after(rank: int, world_size: int, kind: str) -> Any:
     return state(trainer.ddp.module)
 
 
-def test_pooled_changes_no_weight_and_ranks_agree_to_the_bit(run_ranks: Any) -> None:
+def test_pooled_changes_no_weight_and_ranks_agree_to_the_bit(run_ranks):
     plain, _ = run_ranks(2, weights_after, "plain")
     pooled, other = run_ranks(2, weights_after, "pooled")
     assert all(torch.equal(pooled[name], other[name]) for name in pooled)
@@ -231,7 +229,7 @@ def train_compiled(rank: int, world_size: int) -> Any:
     return state(trainer.ddp.module)["_orig_mod.2.running_mean"], net[2].num_batches_tracked.item()
 
 
-def test_a_compiled_model_is_pooled_without_being_compiled_anew(run_ranks: Any) -> None:
+def test_a_compiled_model_is_pooled_without_being_compiled_anew(run_ranks):
     (mean, batches), (other, _) = run_ranks(2, train_compiled, timeout=90)
     assert torch.equal(mean, other)
     assert batches == 6
@@ -245,7 +243,7 @@ def evaluate_pooled(rank: int, world_size: int) -> Any:
     return digest, trainer.evaluate()
 
 
-def test_every_rank_evaluates_the_same_model(run_ranks: Any) -> None:
+def test_every_rank_evaluates_the_same_model(run_ranks):
     first, *others = run_ranks(3, evaluate_pooled)
     assert others == [first, first]
 
@@ -268,13 +266,13 @@ def check(
 
 
 @pytest.mark.parametrize("kind", ["sync", "pooled"])
-def test_a_model_without_batchnorm_is_refused(kind: str) -> None:
+def test_a_model_without_batchnorm_is_refused(kind):
     model = models.simple_cnn(channels=1, height=6, width=6).double()
     with pytest.raises(UsageFault, match=f"--batchnorm {kind}: .* has no BatchNorm"):
         check(model, batchnorm=kind, batch_size=4)
 
 
-def test_a_layer_that_can_not_be_synchronised_is_refused_by_name() -> None:
+def test_a_layer_that_can_not_be_synchronised_is_refused_by_name():
     net = make_net()
     net[1] = Mine(4).double()
     with pytest.raises(UsageFault, match=r"--batchnorm sync: simple-cnn: '1' is a .*Mine"):
@@ -282,7 +280,7 @@ def test_a_layer_that_can_not_be_synchronised_is_refused_by_name() -> None:
     check(net, batchnorm="pooled", batch_size=4)
 
 
-def test_torchs_layers_that_need_a_gpu_are_refused_on_a_cpu_with_a_hint() -> None:
+def test_torchs_layers_that_need_a_gpu_are_refused_on_a_cpu_with_a_hint():
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     with pytest.raises(UsageFault, match="works only on GPUs") as fault:
         check(net, batchnorm="plain", batch_size=4)
@@ -294,7 +292,7 @@ class Torchs(nn.SyncBatchNorm):
     pass
 
 
-def test_a_class_derived_from_torchs_syncbatchnorm_is_refused_on_a_cpu() -> None:
+def test_a_class_derived_from_torchs_syncbatchnorm_is_refused_on_a_cpu():
     net = make_net()
     net[1] = Torchs(4).double()
     with pytest.raises(UsageFault, match="works only on GPUs") as fault:
@@ -303,7 +301,7 @@ def test_a_class_derived_from_torchs_syncbatchnorm_is_refused_on_a_cpu() -> None
 
 
 @pytest.mark.parametrize("convert", [lambda net: net, nn.SyncBatchNorm.convert_sync_batchnorm])
-def test_a_last_batch_that_leaves_a_rank_idle_is_refused_under_sync_on_gpus_alone(convert: Any) -> None:
+def test_a_last_batch_that_leaves_a_rank_idle_is_refused_under_sync_on_gpus_alone(convert):
     """13 samples in batches of 4 on 2 ranks: the last is one sample."""
     fitting = {"samples": 13, "batch_size": 4, "batchnorm": "sync"}
     check(convert(make_net()), **fitting)
@@ -312,13 +310,13 @@ def test_a_last_batch_that_leaves_a_rank_idle_is_refused_under_sync_on_gpus_alon
     check(convert(make_net()), **fitting, device="cuda", drop_last=True)
 
 
-def test_torchs_own_layers_need_every_rank_on_gpus_whatever_the_flag() -> None:
+def test_torchs_own_layers_need_every_rank_on_gpus_whatever_the_flag():
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     with pytest.raises(UsageFault, match="leaves one of 2 ranks without a sample"):
         check(net, samples=13, batch_size=4, device="cuda")
 
 
-def test_ranks_that_pass_through_torchs_layers_less_often_than_others_are_refused_on_gpus() -> None:
+def test_ranks_that_pass_through_torchs_layers_less_often_than_others_are_refused_on_gpus():
     """A batch of 5 on 2 ranks in 3 passes: 3 samples in 3, and 2 in 2."""
     fitting = {"batchnorm": "sync", "samples": 10, "batch_size": 5}
     check(make_net(), **fitting, accumulate=3)
@@ -328,14 +326,14 @@ def test_ranks_that_pass_through_torchs_layers_less_often_than_others_are_refuse
     assert fault.value.hint == "give another --batch-size or --accumulate"
 
 
-def test_a_model_that_torch_has_converted_is_tried_before_training() -> None:
+def test_a_model_that_torch_has_converted_is_tried_before_training():
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     net[7] = nn.Linear(17, 10).double()
     with pytest.raises(UsageFault, match="does not take the 1×6×6 samples"):
         check(net, batchnorm="sync", batch_size=4)
 
 
-def test_a_model_compiled_as_one_graph_is_refused_under_pooled() -> None:
+def test_a_model_compiled_as_one_graph_is_refused_under_pooled():
     torch._dynamo.reset()
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
     compiled = torch.compile(net, backend="eager", fullgraph=True)
@@ -346,14 +344,14 @@ def test_a_model_compiled_as_one_graph_is_refused_under_pooled() -> None:
     check(torch.compile(net, backend="eager"), batchnorm="pooled", batch_size=4)
 
 
-def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain() -> None:
+def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain():
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
     check(net, batchnorm="sync", batch_size=2)
     with pytest.raises(UsageFault, match="single sample"):
         check(net, batchnorm="plain", batch_size=2)
 
 
-def test_the_flag_is_read_and_plain_is_the_default() -> None:
+def test_the_flag_is_read_and_plain_is_the_default():
     assert command_line.parse([]).batchnorm == "plain"
     assert command_line.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
     with pytest.raises(UsageFault, match="--batchnorm"):
@@ -393,7 +391,7 @@ def modes_and_statistics(rank: int, world_size: int, settings: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("kind", ["plain", "pooled", "sync", "virtual"])
-def test_what_the_user_froze_stays_frozen(run_ranks: Any, kind: str) -> None:
+def test_what_the_user_froze_stays_frozen(run_ranks, kind):
     settings = {"virtual_ranks": 4} if kind == "virtual" else {"batchnorm": kind}
     for modes, final in run_ranks(2, modes_and_statistics, {"batch_size": 12, **settings}):
         assert modes == [[True, True, False, False, True, True, True, True]] * 4
@@ -402,7 +400,7 @@ def test_what_the_user_froze_stays_frozen(run_ranks: Any, kind: str) -> None:
         assert int(final["3.num_batches_tracked"]) > 0
 
 
-def test_a_frozen_layer_takes_a_batch_of_one() -> None:
+def test_a_frozen_layer_takes_a_batch_of_one():
     config = TrainConfig(batch_size=1)
     data = trainings.tensors((3,), 4)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 10))

@@ -206,9 +206,7 @@ def measured(run_ranks: Run, tmp_path_factory: Any) -> Any:
     return measure_all(run_ranks, str(tmp_path_factory.mktemp("exactness")), STOPS[:1])
 
 
-def test_the_plain_training_is_the_same_on_other_ranks_and_after_a_resume(
-    run_ranks: Run, tmp_path: Any
-) -> None:
+def test_the_plain_training_is_the_same_on_other_ranks_and_after_a_resume(run_ranks, tmp_path):
     found = measure(run_ranks, ROWS[0], str(tmp_path), None, STOPS[:1])
     assert not any(found.resumed.values()), found.resumed
     assert max(found.differences.values()) <= FLOAT32
@@ -216,7 +214,7 @@ def test_the_plain_training_is_the_same_on_other_ranks_and_after_a_resume(
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_every_run_resumes_bit_for_bit_on_every_number_of_ranks(measured: Any) -> None:
+def test_every_run_resumes_bit_for_bit_on_every_number_of_ranks(measured):
     for row, result in zip(ROWS, measured[0], strict=True):
         assert len(result.resumed) == len(row.sizes)
         assert not any(result.resumed.values()), (row.name, result.resumed)
@@ -224,7 +222,7 @@ def test_every_run_resumes_bit_for_bit_on_every_number_of_ranks(measured: Any) -
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_ranks_give_what_one_rank_gives_within_the_promised_bounds(measured: Any) -> None:
+def test_ranks_give_what_one_rank_gives_within_the_promised_bounds(measured):
     found, on_others = measured
     for row, result in zip(ROWS, found, strict=True):
         if row.bound is not None:
@@ -234,7 +232,7 @@ def test_ranks_give_what_one_rank_gives_within_the_promised_bounds(measured: Any
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_what_saves_memory_and_equal_shares_give_the_bits_of_the_plain_run(measured: Any) -> None:
+def test_what_saves_memory_and_equal_shares_give_the_bits_of_the_plain_run(measured):
     by_name = {row.name: result.digests for row, result in zip(ROWS, measured[0], strict=True)}
     assert by_name["`--grad-checkpoint`"] == by_name["`--zero`"] == by_name["plain"]
     assert by_name["`--rank-share 1,1`"][2] == by_name["plain"][2]
@@ -242,7 +240,7 @@ def test_what_saves_memory_and_equal_shares_give_the_bits_of_the_plain_run(measu
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_page_says_what_was_measured(measured: Any) -> None:
+def test_the_page_says_what_was_measured(measured):
     assert relations(PAGE.read_text()) == relations(page(*measured)), (
         "run python -m tests.train.trainer.test_exactness"
     )

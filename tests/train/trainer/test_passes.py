@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from ckpttool.errors import CkptToolError
-from tests.ranks import runs, trainings
-from train.config.shared import Every
-from train.config.training import TrainConfig
-from train.main import train
-from train.run.run import Job
-from train.tasks import builtin as tasks
+from tests.ranks import runs
 
 BATCHNORM = "BatchNorm normalises each pass by itself"
 DRAWN = "random numbers (as of dropout) are drawn pass by pass"
@@ -54,47 +44,28 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 def run(rank: int, size: int, make: Any, folder: str, settings: dict[str, Any]) -> str:
-    usual = {"epochs": 2, "batch_size": 12, "keep": 9, "save_every": Every(1, "steps"), "out": folder}
-    config = TrainConfig(**{**usual, **settings})
-    data = trainings.tensors(runs.SHAPE, 34)
-    model = trainings.seeded(make)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            train(Job(config, trainings.place(rank, size), data, model, tasks.build(config, data), []))
-    except CkptToolError as error:
-        return f"{type(error).__name__}: {error} ({error.hint})"
-    return said.getvalue()
-
-
-def saved(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=True)
+    return runs.run(rank, size, make, folder, {**runs.OFTEN, **settings})
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_before_training_it_is_said_why_accumulate_is_another_training(
-    run_ranks: Any, tmp_path: Path, name: str
-) -> None:
+def test_before_training_it_is_said_why_accumulate_is_another_training(run_ranks, tmp_path, name):
     make, settings, why = MODELS[name]
-    said, other = run_ranks(2, run, make, str(tmp_path / "a"), {**settings, "accumulate": 2})
+    said, other = run_ranks(2, run, make, str(tmp_path / "a"), {**settings, "accumulate": 2, "stop_at": 1})
     notes = [line for line in said.splitlines() if line.startswith("note ")]
     assert notes == [f"note    not the training of --accumulate 1: {why}"] * bool(why)
     assert other == ""
-    said, _ = run_ranks(2, run, make, str(tmp_path / "b"), settings)
-    assert "note " not in said
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_resume_changes_the_passes_only_where_that_is_the_same_training(
-    run_ranks: Any, tmp_path: Path, name: str
-) -> None:
+def test_a_resume_changes_the_passes_only_where_that_is_the_same_training(run_ranks, tmp_path, name):
     make, settings, why = MODELS[name]
-    run_ranks(2, run, make, str(tmp_path / "a"), settings)
+    said, _ = run_ranks(2, run, make, str(tmp_path / "a"), settings)
+    assert "note " not in said
     stopped = {**settings, "accumulate": 3, "resume": str(tmp_path / "a/step-000002.pt")}
     said, other = run_ranks(2, run, make, str(tmp_path / "b"), stopped)
     if not why:
         assert "continues from" in said
-        ends = [saved(tmp_path / folder / "last.pt") for folder in "ab"]
+        ends = [runs.read(tmp_path / folder / "last.pt") for folder in "ab"]
         assert runs.largest_difference(*ends) < 1e-5
         return
     assert said.startswith("UsageFault") and f"belongs to a training with --accumulate 1, and {why}" in said
@@ -103,13 +74,13 @@ def test_a_resume_changes_the_passes_only_where_that_is_the_same_training(
     assert "accumulate 1 -> 3" in said
 
 
-def test_asking_leaves_no_trace(run_ranks: Any, tmp_path: Path) -> None:
+def test_asking_leaves_no_trace(run_ranks, tmp_path):
     for size in (1, 2):
         for folder, accumulate in (("a", 1), ("b", 2)):
             settings = {"accumulate": accumulate, "stop_at": 1}
             run_ranks(size, run, runs.restless, str(tmp_path / f"{size}{folder}"), settings)
-        first, second = (saved(tmp_path / f"{size}{folder}/last.pt") for folder in "ab")
+        first, second = (runs.read(tmp_path / f"{size}{folder}/last.pt") for folder in "ab")
         assert first["rng"][0]["python"] == second["rng"][0]["python"]
     again = {"accumulate": 2, "stop_at": 1}
     run_ranks(2, run, runs.restless, str(tmp_path / "c"), again)
-    assert runs.different(saved(tmp_path / "2b/last.pt"), saved(tmp_path / "c/last.pt")) == []
+    assert runs.different(runs.read(tmp_path / "2b/last.pt"), runs.read(tmp_path / "c/last.pt")) == []

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool.metrics.evaluating import BATCH
 from tests.ranks import trainings
-from tests.ranks.programs import ROOT, TORCHRUN, start
+from tests.ranks.programs import BROKEN_DATA, ROOT, TORCHRUN, start
 from tests.support.run_log import epochs_of
 from train import evaluate, main
 from train.config import command_line
@@ -37,13 +37,10 @@ def net():
 """
 
 
-def train_on_ranks(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str]:
+def train_on_ranks(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str] | None:
     """A whole run, and the error that it ended in."""
-    try:
-        main.train(main.prepare(command_line.parse(arguments)))
-    except Exception as error:
-        return type(error).__name__, getattr(error, "message", str(error))
-    return "", ""
+    job = main.prepare(command_line.parse(arguments))
+    return trainings.error_of(lambda: main.train(job), Exception)
 
 
 def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> dict[str, Any]:
@@ -54,13 +51,13 @@ def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> dict[str
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("batchnorm", ["plain", "sync", "pooled"])
 def test_the_log_and_the_evaluation_of_the_checkpoint_agree_to_the_last_digit(
-    run_ranks: Any, tmp_path: Path, size: int, batchnorm: str
-) -> None:
+    run_ranks, tmp_path, size, batchnorm
+):
     (tmp_path / "own.py").write_text(MODEL)
     model = ["--model", f"{tmp_path}/own.py:net", "--data", "digits"]
     saving = ["--out", str(tmp_path / "run"), "--keep", "9"]
     training = [*model, *saving, "--epochs", "2", "--batchnorm", batchnorm]
-    assert {error for error, _ in run_ranks(size, train_on_ranks, training, timeout=200)} == {""}
+    assert run_ranks(size, train_on_ranks, training, timeout=200) == [None] * size
     logged = epochs_of(tmp_path / "run")
     for entry, checkpoint in zip(logged, sorted((tmp_path / "run").glob("step-*.pt")), strict=True):
         for other in {1, 5 - size}:
@@ -68,26 +65,8 @@ def test_the_log_and_the_evaluation_of_the_checkpoint_agree_to_the_last_digit(
                 assert [found[name] for name in SAME] == [entry[name] for name in SAME]
 
 
-BROKEN = """
-import torch
-from torch.utils.data import TensorDataset
-
-class Broken(TensorDataset):
-    def __getitem__(self, index):
-        if index == 300:
-            raise ValueError("sample 300 is broken")
-        return super().__getitem__(index)
-
-def make():
-    train = TensorDataset(torch.zeros(20, 1, 8, 8), torch.arange(20) % 10)
-    return train, Broken(torch.zeros(4000, 1, 8, 8), torch.arange(4000) % 10)
-"""
-
-
-def test_a_rank_that_fails_during_an_evaluation_ends_all_at_once_with_its_error(
-    run_ranks: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "broken.py").write_text(BROKEN)
+def test_a_rank_that_fails_during_an_evaluation_ends_all_at_once_with_its_error(run_ranks, tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN_DATA)
     arguments = ["--data", f"{tmp_path}/broken.py:make", "--epochs", "1"]
     answers = run_ranks(3, train_on_ranks, [*arguments, "--out", str(tmp_path / "run")], timeout=200)
     assert [name for name, _ in answers] == ["RankFailed", "RankFailed", "ValueError"]
@@ -116,7 +95,7 @@ def evaluate_some(rank: int, world_size: int, samples: int, last_label: int | No
     ("samples", "dealt"),
     [(0, [0, 0, 0]), (1, [1, 0, 0]), (BATCH + 1, [BATCH, 1, 0]), (3 * BATCH, [BATCH] * 3)],
 )
-def test_ranks_with_few_or_no_samples_take_part(run_ranks: Any, samples: int, dealt: list[int]) -> None:
+def test_ranks_with_few_or_no_samples_take_part(run_ranks, samples, dealt):
     (alone,) = run_ranks(1, evaluate_some, samples)
     assert alone[2]["samples"] == samples
     for own, answer in zip(dealt, run_ranks(3, evaluate_some, samples), strict=True):
@@ -124,7 +103,7 @@ def test_ranks_with_few_or_no_samples_take_part(run_ranks: Any, samples: int, de
 
 
 @pytest.mark.parametrize("label", [10, -1, -100])
-def test_a_test_label_without_a_class_ends_all_ranks_and_names_its_sample(run_ranks: Any, label: int) -> None:
+def test_a_test_label_without_a_class_ends_all_ranks_and_names_its_sample(run_ranks, label):
     """-100 is the label that torch's loss skips."""
     first, second = run_ranks(2, evaluate_some, BATCH + 2, label)
     said = f"test sample {BATCH + 1} has the label {label}, which is not one of the 10 classes (0 to 9)"
@@ -155,7 +134,7 @@ class Watching(nn.Module):
         return inputs
 
 
-def test_loading_processes_live_as_long_as_the_scorer() -> None:
+def test_loading_processes_live_as_long_as_the_scorer():
     whole = Data("loader", Loader(), Loader(), ("one",), (1,), "loader")
     scorer = Scorer(whole, Classification(whole), trainings.place(0, 1), batch_size=BATCH, workers=2)
     seen = []
@@ -192,9 +171,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[s
     return run
 
 
-def test_torchrun_with_3_ranks_prints_the_json_of_one_process_except_for_their_number(
-    started: Callable[[int], tuple[str, Any]],
-) -> None:
+def test_torchrun_with_3_ranks_prints_the_json_of_one_process_except_for_their_number(started):
     (one, statement), (three, of_three) = started(1), started(3)
     assert one.count('"ranks": 1') == 1
     assert one.replace('"ranks": 1', '"ranks": 3') == three
@@ -204,7 +181,7 @@ def test_torchrun_with_3_ranks_prints_the_json_of_one_process_except_for_their_n
     assert sum(of_three["rank_samples"]) == statement["samples"]
 
 
-def test_the_proposed_evaluation_gives_the_logged_numbers_on_as_many_threads(tmp_path: Path) -> None:
+def test_the_proposed_evaluation_gives_the_logged_numbers_on_as_many_threads(tmp_path):
     def said_by(*command: str) -> str:
         done = start([sys.executable, *command], tmp_path, OMP_NUM_THREADS="2")
         assert done.returncode == 0, done.stderr

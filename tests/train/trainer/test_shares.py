@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +14,8 @@ from torch.nn import functional as F
 
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
-from tests.ranks import trainings
-from train.config.shared import Every
+from tests.ranks import runs, trainings
 from train.config.training import TrainConfig
-from train.main import train
-from train.run.run import Job
 from train.tasks import builtin as tasks
 from train.trainer import preflight, shares
 from train.trainer.shares import Speed, propose
@@ -54,15 +48,7 @@ def train_in_shares(rank: int, world_size: int, make: Any, settings: dict[str, A
 
 def train_alone(make: Any, batch_size: int, clip_norm: float | None) -> list[torch.Tensor]:
     """The same training by plain PyTorch in one process: the mean over each global batch."""
-    model, (inputs, labels) = trainings.seeded(make), data_of(53).train.tensors
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    for epoch in range(2):
-        for batch in torch.tensor(Plan(53, batch_size).order(epoch)).split(batch_size):
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            if clip_norm:
-                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-            optimizer.step()
+    model = trainings.alone(make, data_of(53), batch_size, 2, clip_norm, **SGD)
     return [tensor.detach() for tensor in model.state_dict().values()]
 
 
@@ -80,8 +66,7 @@ def test_training_in_unequal_shares_is_that_of_one_process(run_ranks, make, size
     settings = {**share, **extra, "batchnorm": "sync" if make is normalised else "plain"}
     expected = train_alone(make, share["batch_size"], extra.get("clip_norm"))
     for ours in run_ranks(size, train_in_shares, make, settings):
-        for one, other in zip(ours, expected, strict=True):
-            assert (one.double() - other.double()).abs().max() < 1e-12
+        assert trainings.farthest(ours, expected) < 1e-12
 
 
 def test_ranks_with_other_numbers_of_passes_agree_under_sync_batchnorm(run_ranks):
@@ -108,8 +93,7 @@ def test_with_torchs_sampler_the_repeats_count_as_samples(run_ranks):
         optimizer.step()
     for samples, ours in run_ranks(4, train_as_torch_deals):
         assert samples == 24
-        for one, other in zip(ours, model.parameters(), strict=True):
-            assert (one - other).abs().max() < 1e-12
+        assert trainings.farthest(ours, model.parameters()) < 1e-12
 
 
 # ---- what is refused -----------------------------------------------------------------------------------
@@ -174,25 +158,14 @@ class Slow(nn.Module):
 
 
 def train_by_speed(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> str:
-    config = TrainConfig(
-        out=folder, keep=99, batch_size=36, rank_share="auto", save_every=Every(1, "steps"), **settings
-    )
-    data = trainings.tensors((10,), 144)
     torch.manual_seed(3)
-    place = trainings.place(rank, world_size)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        train(Job(config, place, data, Slow(rank), tasks.build(config, data), []))
-    return said.getvalue()
-
-
-def state_of(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=True)
+    settings = {"out": folder, "batch_size": 36, "rank_share": "auto", **runs.OFTEN, **settings}
+    return runs.outcome(rank, world_size, trainings.tensors((10,), 144), Slow(rank), settings)
 
 
 def test_a_rank_of_half_the_speed_gets_half_the_samples_and_a_resume_follows(run_ranks, tmp_path):
     whole = run_ranks(2, train_by_speed, str(tmp_path / "a"), {"epochs": 2}, timeout=60)[0]
-    plan = state_of(tmp_path / "a" / "last.pt")["plan"]
+    plan = runs.read(tmp_path / "a" / "last.pt")["plan"]
     fast = plan["rank_share"][0] * 36 / sum(plan["rank_share"])
     assert 20 <= fast <= 28, plan["rank_share"]
     given = ",".join(map(str, plan["rank_share"]))
@@ -200,7 +173,7 @@ def test_a_rank_of_half_the_speed_gets_half_the_samples_and_a_resume_follows(run
     middle = str(tmp_path / "a" / "step-000003.pt")
     again = run_ranks(2, train_by_speed, str(tmp_path / "b"), {"epochs": 2, "resume": middle}, timeout=60)[0]
     assert f"shares  --rank-share {given}, as measured when the run began" in again
-    one, other = (state_of(tmp_path / folder / "last.pt") for folder in "ab")
+    one, other = (runs.read(tmp_path / folder / "last.pt") for folder in "ab")
     assert one["digests"]["model"] == other["digests"]["model"]
     assert one["digests"]["optimizer"] == other["digests"]["optimizer"]
 
@@ -226,12 +199,9 @@ def test_measuring_leaves_no_trace(run_ranks):
 
 
 def train_with_shares(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> None:
-    config = TrainConfig(
-        out=folder, batch_size=16, save_every=Every(1, "steps"), keep=9, epochs=1, **settings
-    )
-    data, place = data_of(64), trainings.place(rank, world_size)
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(Job(config, place, data, trainings.seeded(plain), tasks.build(config, data), []))
+    settings = {"out": folder, "batch_size": 16, "epochs": 1, **runs.OFTEN, **settings}
+    said = runs.outcome(rank, world_size, data_of(64), trainings.seeded(plain), settings)
+    assert "Error" not in said and "Fault" not in said, said
 
 
 def test_a_run_continues_with_other_shares_on_other_ranks(run_ranks, tmp_path):
@@ -239,7 +209,7 @@ def test_a_run_continues_with_other_shares_on_other_ranks(run_ranks, tmp_path):
     run_ranks(2, train_with_shares, str(tmp_path / "two"), {"rank_share": (1, 3)})
     resumed = {"rank_share": (1, 1, 1, 5), "resume": str(tmp_path / "two" / "step-000002.pt")}
     run_ranks(4, train_with_shares, str(tmp_path / "four"), resumed)
-    one, four = (state_of(tmp_path / name / "last.pt")["model"] for name in ("one", "four"))
+    one, four = (runs.read(tmp_path / name / "last.pt")["model"] for name in ("one", "four"))
     for name in one:
         assert (one[name] - four[name]).abs().max() < 1e-12
 

@@ -25,6 +25,10 @@ def make_cnn() -> nn.Module:
     return models.simple_cnn(channels=1, height=8, width=8)
 
 
+def small_resnet() -> nn.Module:
+    return models.ResNet(1, 10, 3)
+
+
 KINDS = {
     "linear": (make_linear, (10,), torch.float64, 1e-12),
     "cnn": (make_cnn, (1, 8, 8), torch.float32, 1e-6),
@@ -51,17 +55,13 @@ def parameters_after_epochs(
     return [parameter.detach() for parameter in trainer.ddp.parameters()]
 
 
-def farthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("samples", [20, 18, 3], ids=["even", "uneven", "with an idle rank"])
 def test_one_step_on_many_ranks_is_the_step_of_one_process(run_ranks, kind, size, samples):
     expected = reference(kind, samples, samples)
     for ours in run_ranks(size, parameters_after_epochs, kind, samples, samples, 1, 1):
-        assert farthest(ours, expected) <= KINDS[kind][3]
+        assert trainings.farthest(ours, expected) <= KINDS[kind][3]
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -69,14 +69,14 @@ def test_one_step_on_many_ranks_is_the_step_of_one_process(run_ranks, kind, size
 def test_accumulating_changes_nothing_but_memory(run_ranks, size, accumulate):
     expected = reference("linear", 23, 10, epochs=2)
     for ours in run_ranks(size, parameters_after_epochs, "linear", 23, 10, accumulate, 2):
-        assert farthest(ours, expected) <= 1e-12
+        assert trainings.farthest(ours, expected) <= 1e-12
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_epochs_with_a_short_last_batch_are_those_of_one_process(run_ranks, size):
     expected = reference("linear", 21, 10, epochs=3)  # the last batch has one sample
     for ours in run_ranks(size, parameters_after_epochs, "linear", 21, 10, 1, 3):
-        assert farthest(ours, expected) <= 1e-12
+        assert trainings.farthest(ours, expected) <= 1e-12
 
 
 # ---- ranks without samples -----------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_epochs_with_a_short_last_batch_are_those_of_one_process(run_ranks, size
 
 def take_a_step_with_idle_ranks(rank: int, world_size: int) -> Any:
     """One sample for all ranks, and a model with BatchNorm."""
-    data, model = trainings.tensors((3, 32, 32), 1), trainings.seeded(models.resnet20)
+    data, model = trainings.tensors((3, 8, 8), 1), trainings.seeded(small_resnet)
     trainer = trainings.trainer(rank, world_size, data, model, lr=0.1, batch_size=4, epochs=1)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     score = trainings.finish_epoch(trainer)
@@ -201,7 +201,7 @@ def test_evaluation_counts_each_sample_once_and_gives_the_same_bits_on_any_numbe
 
 
 def evaluate_after_steps(rank: int, world_size: int) -> Any:
-    data, model = trainings.tensors((3, 32, 32), 16), trainings.seeded(models.resnet20)
+    data, model = trainings.tensors((3, 8, 8), 16), trainings.seeded(small_resnet)
     trainer = trainings.trainer(rank, world_size, data, model, batch_size=8, lr=0.1)
     for _ in steps_of_epoch(trainer):
         pass

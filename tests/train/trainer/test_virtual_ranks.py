@@ -16,14 +16,12 @@ from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
 from train.config import command_line
-from train.config.shared import Every
 from train.config.training import TrainConfig
 from train.tasks import builtin as tasks
 from train.trainer import preflight, virtual_ranks
 
 FOUR = {"virtual_ranks": 4}
 STATES = ("model", "optimizer", "ema", "scheduler", "scaler")
-OFTEN = {"keep": 99, "save_every": Every(1, "steps")}
 
 
 def digests(path: Path) -> dict[str, bytes]:
@@ -84,7 +82,7 @@ def test_virtual_ranks_without_samples_in_the_last_batch_add_nothing(run_ranks, 
 @pytest.mark.parametrize("settings", [{}, {"ema": 0.7, "accumulate": 2, "zero": True}], ids=["plain", "more"])
 def test_a_run_stopped_on_four_ranks_goes_on_with_the_same_bits_on_others(run_ranks, tmp_path, settings):
     settings = {**settings, **FOUR}
-    run_ranks(4, runs.run, runs.restless, str(tmp_path / "whole"), {**settings, **OFTEN})
+    run_ranks(4, runs.run, runs.restless, str(tmp_path / "whole"), {**settings, **runs.OFTEN})
     whole = digests(tmp_path / "whole" / "last.pt")
     for size, stop in ((2, 2), (1, 4), (4, 3)):
         resumed = {**settings, "resume": str(tmp_path / "whole" / f"step-{stop:06d}.pt")}

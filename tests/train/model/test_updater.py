@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CheckFailed, UsageFault
-from train.model.precision import Precision, check
+from train.model.updater import Precision, check_precision
 
 CPU = torch.device("cpu")
 INFINITE = float("inf")
@@ -29,30 +29,28 @@ def start(kind: str) -> tuple[Precision, Any, nn.Parameter]:
     return Precision(kind, CPU), torch.optim.SGD([weight], lr=1.0), weight
 
 
-def test_fp16_is_refused_on_a_cpu_and_nothing_else_is() -> None:
+def test_fp16_is_refused_on_a_cpu_and_nothing_else_is():
     with pytest.raises(UsageFault, match="--amp fp16: works only on a GPU") as caught:
-        check("fp16", CPU, nn.Linear(1, 1))
+        check_precision("fp16", CPU, nn.Linear(1, 1))
     assert caught.value.hint == "give --amp bf16, or leave it out"
-    check("bf16", CPU, nn.Linear(1, 1))
-    check("none", CPU, nn.Linear(1, 1).half())
-    check("fp16", torch.device("cuda"), nn.Linear(1, 1))
+    check_precision("bf16", CPU, nn.Linear(1, 1))
+    check_precision("none", CPU, nn.Linear(1, 1).half())
+    check_precision("fp16", torch.device("cuda"), nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
     ("dtype", "hint"), [(torch.complex64, "give --amp bf16"), (torch.float16, "keep the model's weights")]
 )
-def test_fp16_is_refused_for_weights_whose_gradients_can_not_be_scaled(dtype: Any, hint: str) -> None:
+def test_fp16_is_refused_for_weights_whose_gradients_can_not_be_scaled(dtype, hint):
     model = nn.Linear(1, 1).to(dtype)
     with pytest.raises(UsageFault, match="parameter weight is") as caught:
-        check("fp16", torch.device("cuda"), model)
+        check_precision("fp16", torch.device("cuda"), model)
     assert str(caught.value.hint).startswith(hint)
-    check("fp16", torch.device("cuda"), model.requires_grad_(False))
+    check_precision("fp16", torch.device("cuda"), model.requires_grad_(False))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16)])
-def test_the_forward_pass_is_in_the_precision_and_weights_and_gradients_are_not(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_the_forward_pass_is_in_the_precision_and_weights_and_gradients_are_not(kind, dtype):
     model, precision = nn.Linear(3, 2), Precision(kind, CPU)
     with precision.autocast():
         outputs = model(torch.rand(4, 3))
@@ -63,13 +61,13 @@ def test_the_forward_pass_is_in_the_precision_and_weights_and_gradients_are_not(
 
 
 @pytest.mark.parametrize("kind", ["none", "bf16"])
-def test_without_scaling_every_step_is_taken(kind: str) -> None:
+def test_without_scaling_every_step_is_taken(kind):
     precision, optimizer, weight = start(kind)
     assert take(precision, optimizer, weight, INFINITE)
     assert not torch.isfinite(weight).all()
 
 
-def test_scaling_leaves_the_update_as_it_is_and_skips_what_is_infinite() -> None:
+def test_scaling_leaves_the_update_as_it_is_and_skips_what_is_infinite():
     precision, optimizer, weight = start("fp16")
     taken = [take(precision, optimizer, weight, gradient) for gradient in (0.25, INFINITE, float("nan"), 0.5)]
     assert taken == [True, False, False, True]
@@ -78,7 +76,7 @@ def test_scaling_leaves_the_update_as_it_is_and_skips_what_is_infinite() -> None
     assert precision.state_dict()["scale"] == 2.0**14
 
 
-def test_gradients_that_are_never_finite_end_the_run() -> None:
+def test_gradients_that_are_never_finite_end_the_run():
     precision, optimizer, weight = start("fp16")
     with pytest.raises(CheckFailed, match="--amp fp16: gradients are infinite or NaN even if") as caught:
         for _ in range(100):
@@ -87,7 +85,7 @@ def test_gradients_that_are_never_finite_end_the_run() -> None:
     assert "give a smaller --lr" in str(caught.value.hint)
 
 
-def test_restored_scaling_continues_as_it_would_have() -> None:
+def test_restored_scaling_continues_as_it_would_have():
     course = [0.5, INFINITE, 0.25, 0.125, INFINITE, 1.0]
     whole, optimizer, weight = start("fp16")
     for gradient in course:

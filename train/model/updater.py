@@ -1,0 +1,193 @@
+"""What changes the weights by their gradients: precision, optimizer, schedule and average. Imports torch.
+
+With `--amp` the forward pass of a training step alone is computed in lower precision. Weights, gradients, the
+optimizer and the evaluation keep the model's own dtype, so a score is that of the saved file.
+
+float16 has few exponents, so small gradients would become 0. The loss is multiplied by a scale, and gradients
+are divided by it (Micikevicius et al. 2018, arXiv 1710.03740; `torch.amp.GradScaler`). A step whose gradients
+are infinite or NaN is skipped, and the scale is halved. Gradients are summed over ranks before that, so all
+ranks skip the same steps. A skipped step has used its samples and counts as a step of the plan, but changes
+nothing: not the weights, nor their average (`--ema`), nor the learning rate, as torch wants the scheduler
+called after an optimizer's step. So `scheduler.last_epoch + skipped` is the number of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpttool.errors import CheckFailed, UsageFault
+from train.config.training import TrainConfig
+from train.model import optimizer as optimizers
+from train.model.ema import Ema
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Scaling has found no finite gradient on the way here from 65536, so it is not the range that is missing.
+SMALLEST_SCALE = 2.0**-10
+
+# Settings that the optimizer's state holds too.
+OF_GROUPS = ("momentum", "weight_decay")
+
+
+def check_precision(kind: str, device: torch.device, model: nn.Module) -> None:
+    """Refuse `--amp fp16` on a CPU, and for a model with a parameter that is complex or float16."""
+    if kind != "fp16":
+        return
+    if device.type == "cpu":
+        raise UsageFault("--amp fp16: works only on a GPU", hint="give --amp bf16, or leave it out")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UsageFault(
+                f"--amp fp16: parameter {name} is {dtype}, whose gradients can't be scaled",
+                hint="give --amp bf16" if parameter.is_complex() else "keep the model's weights in float32",
+            )
+
+
+class Precision:
+    """The precision of training, with the state of its scaling. `none` changes nothing.
+
+        with precision.autocast():
+            loss = ...
+        precision.scale(loss).backward()     # any number of times
+        precision.unscale(optimizer)         # then clip
+        if precision.step(optimizer):        # False: skipped
+            scheduler.step()
+
+    Attributes:
+        skipped: steps that were skipped since the beginning.
+    """
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        self.dtype, self.device = DTYPES.get(kind), device
+        self.skipped = 0
+        self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale: once in a step, after they were summed over ranks."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Take the optimizer's step unless scaled gradients are not finite; return whether it was taken."""
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        after = self._scaler.get_scale()
+        if after >= before:
+            return True
+        self.skipped += 1
+        if after < SMALLEST_SCALE:
+            raise CheckFailed(
+                f"--amp fp16: gradients are infinite or NaN even if the loss is multiplied by {before:.2g}",
+                hint="give a smaller --lr, --warmup, --clip-norm, or --amp bf16",
+            )
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scaler is None else {**self._scaler.state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._scaler is not None:
+            self.skipped = state["skipped"]
+            self._scaler.load_state_dict(state)
+
+
+class Updater:
+    """Takes the optimizer's steps. Its state is the same on every rank, but for `--zero`'s parts."""
+
+    def __init__(
+        self, config: TrainConfig, model: nn.Module, device: torch.device, steps_per_epoch: int
+    ) -> None:
+        self.config = config
+        # Without DDP's prefix, as the user knows the names.
+        self.parameters = [
+            (name.removeprefix("module."), p) for name, p in model.named_parameters() if p.requires_grad
+        ]
+        self.total_steps = optimizers.total_steps(config, steps_per_epoch)
+        self.precision = Precision(config.amp, device)
+        self.optimizer = optimizers.build_optimizer(config, model)
+        self.scheduler = optimizers.build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
+        self.ema = Ema(model, config.ema) if config.ema else None
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def step(self, *, measured: bool) -> tuple[float, torch.Tensor | None]:
+        """Change the weights and clear the gradients.
+
+        Returns the learning rate, and the gradient's norm before clipping if that is wanted (`measured`).
+        """
+        self.precision.unscale(self.optimizer)
+        norm = None
+        if self.config.clip_norm or measured:
+            norm = optimizers.clip([p for _, p in self.parameters], self.config.clip_norm)
+        lr = self.lr
+        if self.precision.step(self.optimizer):
+            self.scheduler.step()
+            if self.ema:
+                self.ema.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return lr, norm
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it. A collective.
+
+        Tensors are the optimizer's own. With `--zero` its state is rank 0's alone, and None on the others.
+        """
+        state = {
+            "optimizer": optimizers.consolidated(self.optimizer),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.precision.state_dict(),
+        }
+        return state | ({"ema": self.ema.state_dict()} if self.ema else {})
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a state, with this run's own settings where `--change` lets them differ."""
+        fresh = [dict(group) for group in self.optimizer.param_groups]
+        optimizers.restore(self.optimizer, state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._keep_own_settings(fresh)
+        self.precision.load_state_dict(state["scaler"])
+        if self.ema:
+            self.ema.load_state_dict(state["ema"])
+
+    def require_same_names(self, saved: Mapping[str, Any]) -> None:
+        """Raise UsageFault if a saved optimizer is of parameters with other names."""
+        if _names(saved["param_groups"]) != _names(self.optimizer.param_groups):
+            raise UsageFault(
+                f"--model {self.config.model}: its parameters have other names than the saved ones"
+            )
+
+    def _keep_own_settings(self, fresh: list[dict[str, Any]]) -> None:
+        """Give the restored groups this run's settings; no bit differs if those are the same."""
+        lr, schedule = self.config.lr, self.scheduler
+        schedule.base_lrs = [lr] * len(schedule.base_lrs)
+        groups = self.optimizer.param_groups
+        for group, own, rate in zip(groups, fresh, schedule.lr_lambdas, strict=True):
+            group.update({name: own[name] for name in OF_GROUPS if name in own})
+            group["initial_lr"] = lr
+            # Until it is called again, the scheduler would leave the rate of the schedule before.
+            group["lr"] = lr * rate(schedule.last_epoch)
+
+
+def _names(groups: list[dict[str, Any]]) -> list[list[str]]:
+    return [group["param_names"] for group in groups]
