@@ -256,6 +256,7 @@ def save(
     output. The output replaces nothing before it was read back: names, types and shapes as intended.
 
     Args:
+        checkpoint: what is written.
         path: the output; `-` is standard output.
         state: dotted path of the model's state; None to find it.
         full: write everything, also into a format of tensors; None: only if the input is already such a file.
@@ -272,6 +273,9 @@ def save(
         device: the device that a `.pt` tags its storages with, as `cpu`; None keeps those of the file.
         progress: called with the number of bytes after each piece, also of values that are read back.
         expect: called first, with about the number of bytes that progress will come to.
+
+    Returns:
+        What was written, and by name what was not.
 
     Raises:
         TypeError: `checkpoint` is something else, such as a path.
