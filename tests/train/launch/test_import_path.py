@@ -67,7 +67,8 @@ def test_the_names_are_those_of_the_trainer():
     [
         ("next to own.py", "file", []),
         ("next to own.py", "module", []),
-        ("installed", "file", ["--spawn", "2"]),  # as the library `evaluate` may be
+        # as the library `evaluate` may be
+        pytest.param("installed", "file", ["--spawn", "2"], marks=pytest.mark.long),
     ],
 )
 def test_a_user_s_modules_are_found_before_the_trainer_s(own, where, named, ranks):

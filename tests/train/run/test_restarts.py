@@ -123,6 +123,7 @@ def test_a_step_that_has_failed_three_times_is_not_tried_again(tmp_path):
 SHORT = ["rank 0, in the middle of a save", "the agent, by SIGTERM in evaluation"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_runs_that_are_killed_end_in_the_bits_of_one_that_nothing_disturbed():
     kinds = [word for name in SHORT for word in ("--only", name)]
