@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
 def attributes(
-    package: str, modules: Mapping[str, Sequence[str]]
+    package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return a package's `__getattr__`, `__dir__` and `__all__`, given the public names of its modules.
+    """Return a package's `__getattr__`, `__dir__` and `__all__`, given the public names of its modules, with spaces between.
 
     Under `""` are the modules that are public themselves. `__getattr__` raises NeedsTorch where torch is
     needed and missing.
     """
-    home = {name: module for module, names in modules.items() for name in names}
+    home = {name: module for module, names in modules.items() for name in names.split()}
 
     def __getattr__(name: str) -> object:
         if name not in home:

@@ -30,9 +30,9 @@ else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "convert_modules": ("kinds_of", "to_plain", "to_sync"),
-            "pooling": ("Pooled", "pool"),
-            "running_statistics": ("RunningStatistics", "pool_over_ranks"),
-            "sync_batchnorm": ("SyncBatchNorm",),
+            "convert_modules": "kinds_of to_plain to_sync",
+            "pooling": "Pooled pool",
+            "running_statistics": "RunningStatistics pool_over_ranks",
+            "sync_batchnorm": "SyncBatchNorm",
         },
     )

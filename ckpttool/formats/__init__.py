@@ -16,8 +16,8 @@ else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "reading": ("open", "open_ranks", "read"),
-            "saving.report": ("Saved",),
-            "saving.saving": ("save",),
+            "reading": "open open_ranks read",
+            "saving.report": "Saved",
+            "saving.saving": "save",
         },
     )

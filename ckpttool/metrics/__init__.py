@@ -41,19 +41,10 @@ else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "base": ("Metric", "gather", "reduce"),
-            "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
-            "evaluating": ("evaluate", "evaluate_classes"),
-            "scores": (
-                "AUROC",
-                "CalibrationError",
-                "Loss",
-                "MeanAbsoluteError",
-                "MeanSquaredError",
-                "MeanVariance",
-                "Moments",
-                "Perplexity",
-                "R2",
-            ),
+            "base": "Metric gather reduce",
+            "classification": "Accuracy ClassScore ConfusionMatrix Count PerClass TopK",
+            "evaluating": "evaluate evaluate_classes",
+            "scores": "AUROC CalibrationError Loss MeanAbsoluteError MeanSquaredError MeanVariance Moments "
+            "Perplexity R2",
         },
     )
