@@ -21,7 +21,7 @@ from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
 from .shards import ALONE, INDEX
-from .strangers import refuse_url, stranger
+from .strangers import head_of, refuse_url, stranger
 
 
 class Format(Protocol):
@@ -36,9 +36,6 @@ READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, 
 
 # Files that say what is in a folder, in the order of preference; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
-
-# Times that a folder is read again because another process replaced it meanwhile.
-MAX_REPLACED = 1000
 
 
 @contextmanager
@@ -153,7 +150,7 @@ def _only_file(folder: str) -> str | None:
 
 def _open_in(name: str, folder: str) -> Checkpoint:
     """Open the files of a folder, all from the same one if it is replaced meanwhile."""
-    for _ in range(MAX_REPLACED):
+    for _ in range(1000):
         with _held(folder) as is_still_there:
             try:
                 checkpoint = _read_folder(name) if os.path.isdir(name) else _read_telling(name, name)
@@ -230,11 +227,9 @@ def _telling(folder: str, names: list[str]) -> str | None:
         hint = f"name one: {', '.join(indexes[:4])}"
         raise Unreadable(folder, "is a folder with several indexes", hint=hint)
     if any(name.endswith(dcp.METADATA) for name in names):
-        raise Unsupported(
-            folder,
-            "is a DCP checkpoint that each rank saved for itself (use_collectives=False), without a whole",
-            hint="load it on as many ranks, and save it with use_collectives=True, torch's default",
-        )
+        what = "is a DCP checkpoint that each rank saved for itself (use_collectives=False), without a whole"
+        hint = "load it on as many ranks, and save it with use_collectives=True, torch's default"
+        raise Unsupported(folder, what, hint=hint)
     return None
 
 
@@ -245,14 +240,14 @@ def read(source: Source) -> Checkpoint:
     Raises:
         Damaged, Unsupported: as `open` does.
     """
-    head = source.read(0, min(source.size, 512))
+    head = head_of(source)
     if not head:
         hint = "it was never written, or a copy failed; copy it again"
         raise Unsupported(source.path, "is empty", hint=hint)
     for reader in READERS:
         if reader.sniff(head):
             return reader.read(source)
-    raise stranger(source.path, head)
+    raise stranger(source)
 
 
 # A checkpoint that `open` returned, or the path of one.

@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from ..checkpoint import full_json
@@ -29,10 +30,10 @@ from ..tensors.ref import Source, TensorRef
 from . import safetensors
 from .pytorch import legacy as torch_legacy
 from .pytorch import zip as torch_zip
-from .strangers import stranger
+from .strangers import head_of, stranger
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
-SHARD_FORMATS = ((safetensors, SAFETENSORS), (torch_zip, TORCH), (torch_legacy, TORCH))
+READERS = (torch_zip, torch_legacy, safetensors)
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
 INDEX = ".index.json"
 
@@ -82,7 +83,7 @@ def read(source: Source) -> Checkpoint:
     wanted = _wanted(source, index)
     kind, shards = _read_shards(source, wanted)
     state, facts = _joined(source, shards, wanted), index.get("metadata")
-    whole = _checkpoint(source, kind, shards, state)
+    whole = _whole(source, kind, shards, state)
     if facts is None:
         return whole
     ties = facts.get(TIES, {}) if isinstance(facts, dict) else None
@@ -144,11 +145,10 @@ def without_index(path: str, names: Iterable[str]) -> Checkpoint | None:
         commands = (f"ckpttool merge {shlex.quote(path)}/{like.pattern} OUTPUT" for like in series)
         raise Unreadable(path, "has several series of shards without an index", hint="; ".join(commands))
     file_names = [name for _, name in sorted(whole[0].items())]
-    source = Source(path, open_source_descriptor(os.path.join(path, file_names[0])))
-    source.size = 0  # its bytes are those of the first shard, which counts itself
+    source = called(path, open_source_descriptor(os.path.join(path, file_names[0])))
     kind, shards = _read_shards(source, file_names)
     wanted = {name: {*_state_of(source, name, shard)} for name, shard in shards.items()}
-    return _checkpoint(source, kind, shards, _joined(source, shards, wanted))
+    return _whole(source, kind, shards, _joined(source, shards, wanted))
 
 
 def shard_names(source: Source) -> list[str]:
@@ -187,35 +187,36 @@ def _read_shards(source: Source, names: Collection[str]) -> tuple[str, dict[str,
     """Read the shards of a folder, which the messages call by its index or itself; and their format."""
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
     allow_open_files(len(names), source.path)
-    kinds: set[str] = set()
-    shards: dict[str, Checkpoint] = {}
+    shards = {name: _read_shard(source, folder, name) for name in names}
     files: dict[tuple[int, int], str] = {}
-    for name in names:
-        kind, shards[name] = _read_shard(source, folder, name)
-        kinds.add(kind)
     for name, shard in shards.items():
         # Two names of one file (a link, or a file system that ignores case) would be read twice.
         facts = os.fstat(shard.source.fd)
         if (other := files.setdefault((facts.st_dev, facts.st_ino), name)) != name:
             raise Damaged(source.path, f"its shards '{other}' and '{name}' are the same file")
-    if len(kinds) > 1:
+    are_safetensors = {shard.format == safetensors.NAME for shard in shards.values()}
+    if len(are_safetensors) > 1:
         raise Damaged(source.path, "its shards are of different formats")
-    return next(iter(kinds), SAFETENSORS), shards
+    return TORCH if False in are_safetensors else SAFETENSORS, shards
 
 
-def _read_shard(index: Source, folder: str, name: str) -> tuple[str, Checkpoint]:
-    """Read a shard; return the format that it makes of the whole, and the shard."""
+def reader_of(source: Source) -> ModuleType | None:
+    """Return the module that reads a file of torch or safetensors; None for any other file."""
+    head = head_of(source)
+    return next((reader for reader in READERS if reader.sniff(head)), None)
+
+
+def _read_shard(index: Source, folder: str, name: str) -> Checkpoint:
     path = os.path.join(folder, name)
     try:
         source = Source(path, open_source_descriptor(path))
     except Unreadable as fault:
         reason = f"its shard '{name}' can't be opened: {fault.reason}"
         raise Damaged(index.path, reason, hint="get that file again") from None
-    head = source.read(0, min(source.size, 512))
-    for module, kind in SHARD_FORMATS:
-        if module.sniff(head):
-            return kind, module.read(source)
-    other = stranger(path, head)
+    if reader := reader_of(source):
+        shard: Checkpoint = reader.read(source)
+        return shard
+    other = stranger(source)
     raise Damaged(index.path, f"its shard '{name}' {other.reason}", hint=other.hint or "get that file again")
 
 
@@ -245,31 +246,38 @@ def _joined(index: Source, shards: Mapping[str, Checkpoint], wanted: Mapping[str
     return state
 
 
-def _checkpoint(
-    source: Source, kind: str, shards: Mapping[str, Checkpoint], state: OrderedDict_
-) -> Checkpoint:
+def _whole(source: Source, kind: str, shards: Mapping[str, Checkpoint], state: OrderedDict_) -> Checkpoint:
     first = next((shard.metadata for shard in shards.values()), {})
     common = {
         key: text
         for key, text in first.items()
         if all(shard.metadata.get(key) == text for shard in shards.values())
     }
-    return Checkpoint(
-        source,
-        kind,
-        state,
-        max((shard.protocol for shard in shards.values()), default=2),
-        common,
-        tuple(shard.source for shard in shards.values()),
-        unread=tuple(
-            f"metadata '{key}' of the shard '{name}'"
-            for name, shard in shards.items()
-            for key in shard.metadata
-            if key not in common
-        ),
-        names=frozenset().union(*(shard.names for shard in shards.values())),
-        remarks=tuple(remark for shard in shards.values() for remark in shard.remarks),
+    unread = tuple(
+        f"metadata '{key}' of the shard '{name}'"
+        for name, shard in shards.items()
+        for key in shard.metadata
+        if key not in common
     )
+    return Checkpoint(source, kind, state, metadata=common, **{**of_all(shards.values()), "unread": unread})
+
+
+def of_all(files: Collection[Checkpoint]) -> dict[str, Any]:
+    """Return the fields that a checkpoint of several files has from all of them."""
+    return {
+        "protocol": max((file.protocol for file in files), default=2),
+        "shards": tuple(source for file in files for source in (file.source, *file.shards)),
+        "unread": tuple(dict.fromkeys(text for file in files for text in file.unread)),
+        "names": frozenset().union(*(file.names for file in files)),
+        "remarks": tuple(remark for file in files for remark in file.remarks),
+    }
+
+
+def called(path: str, fd: int) -> Source:
+    """Return the first file of several under the path by which messages call them all."""
+    source = Source(path, fd)
+    source.size = 0  # its bytes are those of the first file, which counts itself
+    return source
 
 
 # Writing.

@@ -164,8 +164,7 @@ class SplitOptimizer:
         first: TensorRef | None = None
         for kept, tensor in self._shaped(key):
             if first is not None and tensor.shape != first.shape:
-                others = f", and something else in {list(first.shape)}"
-                raise self._of_unknown_cut(key, kept, tensor, others)
+                raise self._of_unknown_cut(key, kept, tensor, f", and something else in {list(first.shape)}")
             if first is None and spare[tensor.shape] < 1:
                 fewer = "fewer parameters have" if tensor.shape in spare else "no parameter has"
                 raise self._of_unknown_cut(key, kept, tensor, f", which {fewer}")

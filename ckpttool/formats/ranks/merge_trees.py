@@ -210,8 +210,7 @@ def _form(tensor: TensorRef | Sharded) -> str:
 
 def _alike(records: Sequence[Record]) -> bool:
     """Return whether records were made in the same way, from as many values."""
-    ways = {(each.how, str(each.callable), len(each.elements), len(each.items)) for each in records}
-    return len(ways) == 1
+    return len({(each.how, str(each.callable), len(each.elements), len(each.items)) for each in records}) == 1
 
 
 def _agree(places: Sequence[Held], having: Sequence[Held]) -> bool:

@@ -87,18 +87,14 @@ def require_sense(
     """Check that options do not contradict each other, and that each has an effect."""
     path, kind = target.path, target.format
     if full and state is not None:
-        raise UsageFault(
-            f"{path}: gets everything that is there, but one state of it was named ('{state}')",
-            hint="leave out --full or --state",
-        )
+        what = f"{path}: gets everything that is there, but one state of it was named ('{state}')"
+        raise UsageFault(what, hint="leave out --full or --state")
     if full and kind == shards.TORCH:
         hint = f"write a .pt file, or shards of safetensors: --to {shards.SAFETENSORS}"
         raise UsageFault(f"{path}: {kind} holds only the model's state", hint=hint)
     if keep_copies and (full or kind in PICKLES):
-        raise UsageFault(
-            f"{path}: keeps what is tied as one tensor, but copies were asked for",
-            hint="leave out --keep-copies, or write safetensors without --full",
-        )
+        hint = "leave out --keep-copies, or write safetensors without --full"
+        raise UsageFault(f"{path}: keeps what is tied as one tensor, but copies were asked for", hint=hint)
     if shard_size is not None and kind not in (shards.SAFETENSORS, shards.TORCH):
         what, way = "is one file", "end OUTPUT in /"
         if target.is_folder:
@@ -130,15 +126,13 @@ def require_place(checkpoint: Checkpoint, target: Destination, force: bool, kept
     is_named_as_folder = path.endswith("/") or os.path.splitext(path)[1].lower() not in ENDINGS
     if target.is_folder and is_named_as_folder and os.path.isdir(path) and not os.listdir(path):
         return  # an empty folder has nothing to lose
-    for why, hint in _conflicts(checkpoint, target, kept):
+    for why, hint in _reasons(checkpoint, target, kept):
         raise OutputExists(f"{path}: already exists, and {why}", hint=hint)
     if not force:
         raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
 
 
-def _conflicts(
-    checkpoint: Checkpoint, target: Destination, kept: Collection[str]
-) -> Iterator[tuple[str, str]]:
+def _reasons(checkpoint: Checkpoint, target: Destination, kept: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield what keeps an output from being replaced even with `--force`, and what to do instead."""
     path = target.path
     if folders.is_part_of_input(checkpoint, path):

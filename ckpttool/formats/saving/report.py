@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,43 +73,36 @@ class Saved:
         return "holds only tensors" if self.format in TENSORS_ALONE else "has no place for it"
 
 
-def saved_whole(
-    checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State | None, *, full: bool
-) -> Saved:
-    """Report on an output that holds everything, as far as its format can."""
+def facts_of_whole(checkpoint: Checkpoint, kind: str, state: State | None, *, full: bool) -> dict[str, Any]:
+    """Return what there is to say, by Saved's names, of an output that holds all that its format can."""
     lost = checkpoint.unread
     if kind in WHOLE:  # which have no place for the text of a safetensors header
         lost += _lost_metadata(checkpoint)
     apart = kind == dcp.NAME and not full
     if apart:
         lost = (*dcp_tree.lost(checkpoint), *lost)
-    return Saved(
-        path,
-        kind,
-        nbytes,
-        len(state.tensors) + len(state.likes) if state else 0,
-        lost,
-        copied=copied(state) if state and apart else (),
-        mentions=tuple(names_that_run(names_in(checkpoint.tree))) if kind in PICKLES else (),
-        devices=_devices(checkpoint, walk(checkpoint.tree)) if kind in PICKLES else (),
-        text_keys=dcp_tree.with_keys_made_text(checkpoint) if apart else (),
-        keyed_by_text=_keyed_by_text(checkpoint, kind, full),
-    )
+    keys = len(state.tensors) + len(state.likes) if state else 0
+    facts = {"keys": keys, "left_out": lost, "keyed_by_text": _keyed_by_text(checkpoint, kind, full)}
+    if apart:
+        facts["copied"] = copied(state) if state else ()
+        facts["text_keys"] = dcp_tree.with_keys_made_text(checkpoint)
+    if kind in PICKLES:
+        facts["mentions"] = tuple(names_that_run(names_in(checkpoint.tree)))
+        facts["devices"] = _devices(checkpoint, walk(checkpoint.tree))
+    return facts
 
 
-def saved_state(
-    checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State, ties: Mapping[str, str]
-) -> Saved:
-    """Report on an output that holds only the model's tensors."""
+def facts_of_state(checkpoint: Checkpoint, kind: str, state: State, ties: Collection[str]) -> dict[str, Any]:
+    """Return what there is to say, by Saved's names, of an output that holds only the model's tensors."""
     beside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
     where = f"{state.where}." if state.path else ""
     lost = (*(where + name for name in beside), *checkpoint.outside(state), *checkpoint.unread)
     if kind == shards.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
         lost += _lost_metadata(checkpoint)
-        devices = _devices(checkpoint, state.tensors.values())
-        return Saved(path, kind, nbytes, len(state.tensors), lost, devices=devices)
-    apart = tuple(name for name in copied(state) if name not in ties)
-    return Saved(path, kind, nbytes, len(state.tensors), lost, tuple(ties), apart)
+        facts = {"devices": _devices(checkpoint, state.tensors.values())}
+    else:
+        facts = {"tied": tuple(ties), "copied": tuple(name for name in copied(state) if name not in ties)}
+    return {"keys": len(state.tensors), "left_out": lost, **facts}
 
 
 def _devices(checkpoint: Checkpoint, values: Iterable[object]) -> tuple[str, ...]:
