@@ -85,8 +85,8 @@ def read_files(paths: Sequence[str], take: Take = COMPARED) -> Checkpoint:
 
 def _require_to_compare(path: str, parts: Sequence[Checkpoint], take: Take) -> None:
     """Check that there is a rank's value to take, if one is to be taken."""
-    stored_once = (hf_pieces.NAME, dcp.NAME)  # what ranks share
-    if take.rank is not None and all(part.format in stored_once for part in parts):
+    # What ranks share is stored once in these formats.
+    if take.rank is not None and all(part.format in (hf_pieces.NAME, dcp.NAME) for part in parts):
         raise nothing_to_take(path, "rank")
 
 
@@ -151,9 +151,8 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks | None:
     steps = {ranks.step for ranks in known if ranks.step is not None}
     for words, stated in (("ranks", sizes), ("training steps", steps)):
         if len(stated) > 1:
-            numbers = " and ".join(map(str, sorted(stated)[:2]))
-            what = f"has files of two kinds, of different numbers of {words}: {numbers}"
-            raise Damaged(folder, what, hint=HINT)
+            what = f"has files of two kinds, of different numbers of {words}"
+            raise Damaged(folder, f"{what}: {' and '.join(map(str, sorted(stated)[:2]))}", hint=HINT)
     if not known:
         return None
     framework = " and ".join(dict.fromkeys(map(_framework, parts)))
@@ -166,7 +165,7 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks | None:
 
 def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     """Return the command that merges each part by itself."""
-    inputs, here = [], os.path.dirname(os.path.join(folder, ""))
+    inputs, here = list[str](), os.path.dirname(os.path.join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
         folders = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})

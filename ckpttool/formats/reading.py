@@ -7,7 +7,6 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import Damaged, Unreadable, Unsupported, UsageFault
@@ -20,17 +19,8 @@ from .dcp import reading as dcp
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
-from .shards import ALONE, INDEX
+from .shards import ALONE, INDEX, Format
 from .strangers import head_of, refuse_url, stranger
-
-
-class Format(Protocol):
-    """A module that reads one format: a check of the first 512 bytes, and reading."""
-
-    def sniff(self, head: bytes) -> bool: ...
-
-    def read(self, source: Source) -> Checkpoint: ...
-
 
 READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, shards)
 
@@ -129,8 +119,7 @@ def open_ranks(
         refuse_url(name)
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
         # Also where a model.safetensors of rounded weights is there too.
-        checkpoint = frameworks.read_folder(names[0], take) if os.path.isdir(names[0]) else None
-        if checkpoint is not None:
+        if os.path.isdir(names[0]) and (checkpoint := frameworks.read_folder(names[0], take)):
             return checkpoint
         if take_rank is None and take_step is None:
             return open(names[0])
@@ -172,19 +161,18 @@ def _read_folder(name: str) -> Checkpoint:
     except OSError as error:
         raise Unreadable(name, reason(error)) from error
     telling = _telling(name, names)
-    checkpoint = None
     if telling in (None, dcp.METADATA):
         from . import frameworks
 
-        checkpoint = frameworks.read_folder(name)
-    if checkpoint is None and telling is not None:
+        if checkpoint := frameworks.read_folder(name):
+            return checkpoint
+    if telling is not None:
         return _read_telling(name, os.path.join(name, telling))
-    checkpoint = checkpoint or shards.without_index(name, names)
-    if checkpoint is None:
-        from .roots import nothing_known
+    if checkpoint := shards.without_index(name, names):
+        return checkpoint
+    from .roots import nothing_known
 
-        raise nothing_known(name, names, open)
-    return checkpoint
+    raise nothing_known(name, names, open)
 
 
 def _read_telling(name: str, telling: str) -> Checkpoint:

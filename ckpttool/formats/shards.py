@@ -16,12 +16,11 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
-from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from ..checkpoint import full_json
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import Damaged, Unreadable, Unsupported, UsageFault
+from ..errors import Damaged, Unreadable, Unsupported
 from ..files.commit import writing_into
 from ..files.copying import Output, settle_together
 from ..files.open_source import allow_open_files, open_source_descriptor
@@ -33,7 +32,6 @@ from .pytorch import zip as torch_zip
 from .strangers import head_of, stranger
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
-READERS = (torch_zip, torch_legacy, safetensors)
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
 INDEX = ".index.json"
 
@@ -43,9 +41,6 @@ ALONE = tuple(map("".join, STEMS.values()))
 # How shards are named: by transformers and what follows it; by torchtune, with the epoch.
 NUMBERED = re.compile(r"(?P<begin>.+-)(?P<number>\d{5,7})-of-(?P<count>\d{5,7})(?P<end>\.[a-z]+)")
 OF_TORCHTUNE = re.compile(r"(?P<begin>hf_model_)(?P<number>\d{4})(?P<end>_\d{1,6}\.pt)")
-
-# The most bytes of an index; as many as a safetensors header may have.
-MAX_INDEX = 100_000_000
 
 # The entry of an index's metadata that records which names are another name of a tensor.
 TIES = "ckpttool.ties"
@@ -57,12 +52,6 @@ KNOWN_FACTS = {"total_size", "total_parameters", full_json.ENTRY, TIES}
 TOGETHER = 8
 
 DEFAULT_SIZE = 5 * 10**9
-# Factors of units in capitals: `5G` is `5GB`, `5Gi` is `5GiB`.
-UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for unit, base in (("", 1000), ("B", 1000), ("I", 1024), ("IB", 1024))
-}
 
 Opened = Callable[[BinaryIO], Output]
 Cut = Mapping[str, Mapping[str, TensorRef]]  # the name of a file -> the tensors in it
@@ -159,7 +148,7 @@ def shard_names(source: Source) -> list[str]:
 def _parse(source: Source) -> dict[str, Any]:
     if source.path == "-":
         raise Unsupported("-", "is the index of a sharded checkpoint, whose shards are not in it")
-    if source.size > MAX_INDEX:
+    if source.size > safetensors.MAX_HEADER:
         raise Unsupported(source.path, "is too large for the index of a sharded checkpoint")
     return safetensors.parse_object(source.path, source.read(0, source.size), "its index")
 
@@ -200,7 +189,18 @@ def _read_shards(source: Source, names: Collection[str]) -> tuple[str, dict[str,
     return TORCH if False in are_safetensors else SAFETENSORS, shards
 
 
-def reader_of(source: Source) -> ModuleType | None:
+class Format(Protocol):
+    """A module that reads one format: a check of the first 512 bytes, and reading."""
+
+    def sniff(self, head: bytes) -> bool: ...
+
+    def read(self, source: Source) -> Checkpoint: ...
+
+
+READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors)
+
+
+def reader_of(source: Source) -> Format | None:
     """Return the module that reads a file of torch or safetensors; None for any other file."""
     head = head_of(source)
     return next((reader for reader in READERS if reader.sniff(head)), None)
@@ -214,8 +214,7 @@ def _read_shard(index: Source, folder: str, name: str) -> Checkpoint:
         reason = f"its shard '{name}' can't be opened: {fault.reason}"
         raise Damaged(index.path, reason, hint="get that file again") from None
     if reader := reader_of(source):
-        shard: Checkpoint = reader.read(source)
-        return shard
+        return reader.read(source)
     other = stranger(source)
     raise Damaged(index.path, f"its shard '{name}' {other.reason}", hint=other.hint or "get that file again")
 
@@ -281,15 +280,6 @@ def called(path: str, fd: int) -> Source:
 
 
 # Writing.
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that a size such as `5GB`, `5G`, `500MB` or `1GiB` means."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    size = int(float(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0
-    if not size:
-        raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 5G, 500MB or 1GiB")
-    return size
 
 
 def cut_by_size(kind: str, tensors: Mapping[str, TensorRef], size: int) -> Cut:

@@ -11,6 +11,8 @@ from ..tensors.ref import Source
 
 ONNX = re.compile(rb"\x08[\x01-\x20](\x12[\x01-\x40][\w.-]+)?[\x12\x1a\x3a\x42]")  # begins with a version
 
+FROM_GGUF = "transformers reads it: AutoModelForCausalLM.from_pretrained({folder}, gguf_file={name})"
+
 # Formats by their first bytes: what it is, and what to do.
 HEADS = (
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
@@ -22,11 +24,10 @@ HEADS = (
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it first: unzstd"),
     (b"7z\xbc\xaf", "a 7z archive", "unpack it first: 7z x"),
     (b"Rar!", "a RAR archive", "unpack it first: unrar x"),
-    (b"GGUF", "a GGUF model, which is not read here", "{gguf}"),
+    (b"GGUF", "a GGUF model, which is not read here", FROM_GGUF),
     (b"\x89HDF", "an HDF5 file, which is not read here", "load it with Keras or h5py, and save its tensors"),
     (b"\x93NUMPY", "a NumPy array, not a checkpoint", "load it with numpy.load and save it with torch.save"),
 )
-FROM_GGUF = "transformers reads it: AutoModelForCausalLM.from_pretrained({folder}, gguf_file={name})"
 FROM_ONNX = "read it with onnx: onnx.load(...).graph.initializer holds the tensors"
 
 FROM_SAFETENSORS = "numpy.savez(..., **safetensors.numpy.load_file(...))"
@@ -75,8 +76,8 @@ def known(source: Source) -> Unsupported | None:
     folder, name = os.path.split(path)
     for start, what, hint in HEADS:
         if head.lstrip()[: len(start)].lower() == start.lower():
-            gguf = FROM_GGUF.format(folder=repr(folder or "."), name=repr(name))
-            return Unsupported(path, f"is {what}", hint=hint.format(gguf=gguf))
+            hint = hint.format(folder=repr(folder or "."), name=repr(name))
+            return Unsupported(path, f"is {what}", hint=hint)
     if ONNX.match(head) and (b"pytorch" in head or path.lower().endswith(".onnx")):
         return Unsupported(path, "is an ONNX model, which is not read here", hint=FROM_ONNX)
     if path.lower().endswith(".msgpack"):
@@ -111,8 +112,6 @@ def unwritable(path: str) -> UsageFault | None:
 def checkpoints_inside(path: str, names: list[str], unpack: str) -> Unsupported | None:
     """Return the error for an archive that is no checkpoint itself but has some, by the names in it."""
     files = [name for name in names if name.lower().endswith(ARCHIVED)]
-    if not files:
-        return None
     listed = ", ".join(name[:80] for name in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
-    hint = f"unpack it first: {unpack} {shlex.quote(path)}"
-    return Unsupported(path, f"is an archive that holds checkpoints: {listed}", hint=hint)
+    what = f"is an archive that holds checkpoints: {listed}"
+    return Unsupported(path, what, hint=f"unpack it first: {unpack} {shlex.quote(path)}") if files else None

@@ -34,8 +34,6 @@ OURS = re.compile(r".*(?:mp_rank_\d+|layer_\d+-model_\d+)[-_]?(?:model|optim)_st
 
 MAX_RANKS = 1 << 16
 
-OF_PIPELINE = re.compile(r"layer_(\d{1,7})-model_(\d{1,7})")
-
 # DeepSpeed's own program, which knows the rules of the model.
 TO_UNIVERSAL = (
     "make a universal folder of it, which is read here: "
@@ -161,7 +159,7 @@ def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
     if not is_ours(file.path):
         raise Damaged(file.path, "is no file of DeepSpeed's ranks, as the others are", hint="leave it out")
     name = os.path.basename(file.path).removesuffix(".pt")
-    if layer := OF_PIPELINE.match(name):
+    if layer := re.match(r"layer_(\d{1,7})-model_(\d{1,7})", name):
         what = f"is layer {int(layer[1])} of a pipeline, part {int(layer[2])} of it"
         what += ": no file says what the model calls its layers"
         raise Unsupported(file.path, what, hint=TO_UNIVERSAL)

@@ -52,15 +52,9 @@ OTHERS_BY_ENDING = (
     (".weights.h5", "is a Keras model, which is not read here", "load it with Keras, and save its weights"),
 )
 
-# The highest ratio of deflate: 258 bytes in two bits (zlib's technical notes).
-MAX_RATIO = 1032
-
 MAX_GROWTH = 100
 # All inflated records together may be MAX_GROWTH times the size of the file, or SMALL bytes if that is more.
 SMALL = 1 << 30
-
-# A pickle, which is inflated in memory, may be this many times its compressed size, and 1 MiB more.
-MAX_TEXT_GROWTH = 64
 
 CHUNK = 1 << 20
 
@@ -98,7 +92,7 @@ class Archive:
         """Return the bytes of a small record, a pickle or a line of text."""
         record = self.record(name)
         if record.compression == DEFLATED:
-            if record.size > (1 << 20) + MAX_TEXT_GROWTH * record.data.nbytes:
+            if record.size > (1 << 20) + 64 * record.data.nbytes:  # it is inflated in memory
                 what = f"'{record.name}' would grow from {record.data.nbytes} to {record.size} bytes"
                 raise Refused(self.source.path, f"its record {what}", hint=f"no ordinary file does: {UNPACK}")
             return b"".join(_inflated(self.source, record))
@@ -209,7 +203,7 @@ def _inflated(source: Source, record: Record) -> Iterator[bytes]:
     name = record.name
     unlike = f"does not inflate to exactly {record.size} bytes: it is cut short or damaged"
     wrong_size = Damaged(source.path, f"its compressed record '{name}' {unlike}")
-    if record.size > MAX_RATIO * record.data.nbytes:
+    if record.size > 1032 * record.data.nbytes:  # 258 bytes in two bits (zlib's technical notes)
         raise Damaged(source.path, f"its record '{name}' states a size that deflate can't reach")
     stream = zlib.decompressobj(-zlib.MAX_WBITS)
     size = crc = 0

@@ -86,8 +86,6 @@ FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "s
 KEY = GROUPS["key"]
 PUTS = [group for group in range(1, AFTER_NAME.groups + 1) if group not in GROUPS.values()]
 
-EACH_NUMBER = re.compile(NUMBER, re.DOTALL)
-
 # The opcode of text: four bytes of length, and the text.
 TEXT = b"X"
 
@@ -210,5 +208,5 @@ def _memo_indices(match: re.Match[bytes]) -> struct.Struct:
 
 
 def _numbers(opcodes: bytes) -> tuple[int, ...]:
-    numbers = EACH_NUMBER.findall(opcodes)
+    numbers = re.findall(NUMBER, opcodes, re.DOTALL)
     return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)

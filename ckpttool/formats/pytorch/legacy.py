@@ -42,8 +42,7 @@ def read_unsized(place: ByteRange, read: Callable[[bytes], Pickle], first: int =
 
 
 NAME = "torch-legacy"
-MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
-MAGIC = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")  # LONG1 and its ten bytes
+MAGIC = b"\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # LONG1 and its ten bytes
 PROTOCOL_VERSION = 1001
 
 _Storages = dict[str, tuple[StorageForm, Storage]]

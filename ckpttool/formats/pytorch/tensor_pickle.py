@@ -100,8 +100,7 @@ class _Identities:
         return self.empty.setdefault((key, dtype), empty)
 
     def view(self, of: AnyStorage, form: StorageForm, key: str, offset: int, numel: int) -> AnyStorage:
-        root = of.storage if isinstance(of, StorageView) else of
-        made = StorageView(root, offset, numel, form.kind)
+        made = StorageView(of.storage if isinstance(of, StorageView) else of, offset, numel, form.kind)
         known = self.whole.get(key) or self.views.setdefault(key, made)
         if known != made:
             what = "is described twice, differently: torch takes the first"

@@ -33,9 +33,6 @@ FOLDER, LINK, KIND = 0x10, 0o120000 << 16, 0o170000 << 16
 # The bits that tell either from a regular file.
 NOT_A_FILE = FOLDER | LINK & ~(0o100000 << 16)
 
-# Checksum and sizes in a local header whose record has them in a data descriptor behind it.
-BEHIND = [0, 0, 0]
-
 # Bytes read at once for local headers: several headers, where records are small.
 WINDOW = 1 << 15
 
@@ -226,7 +223,8 @@ def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[st
             raise Damaged(place.path, f"its record '{name[:80]}' has another name in its local header")
         data = header + fixed + length + extra
         theirs = [crc, packed, size]
-        as_listed = (mine == theirs and FULL32 not in mine) or (mine == BEHIND and flags & DESCRIPTOR)
+        # Zeros stand where a data descriptor behind the record has checksum and sizes.
+        as_listed = (mine == theirs and FULL32 not in mine) or (flags & DESCRIPTOR and not any(mine))
         if not as_listed or own_flags != flags or own_method != method:
             wide = place.part(data - extra, extra)
             _require_agreement(place, name, (own_flags, own_method, *mine), (flags, method, *theirs), wide)

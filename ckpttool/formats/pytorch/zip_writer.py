@@ -97,10 +97,8 @@ class ZipWriter:
         narrow = min(size, FULL32)
         version = 45 if size >= FULL32 or header >= FULL32 else 0
         alike = (UTF8, STORED, 0, 0, crc, narrow, narrow, len(path))
-        local = LOCAL.pack(Signature.LOCAL, version, *alike, len(extra))
-        self.out.write_at(header, local + path + extra)
+        self.out.write_at(header, LOCAL.pack(Signature.LOCAL, version, *alike, len(extra)) + path + extra)
         wide = [size, size] * (size >= FULL32) + [header] * (header >= FULL32)
         more = struct.pack(f"<HH{len(wide)}Q", ZIP64_EXTRA, 8 * len(wide), *wide) if wide else b""
         rest = (len(more), 0, 0, 0, 0, min(header, FULL32))
-        entry = CENTRAL.pack(Signature.CENTRAL, version, version, *alike, *rest)
-        self._entries[number] = entry + path + more
+        self._entries[number] = CENTRAL.pack(Signature.CENTRAL, version, version, *alike, *rest) + path + more

@@ -143,10 +143,8 @@ class SplitOptimizer:
         listed = [keys for group in _groups(value) if isinstance(keys := group.get("params"), list)]
         if asked and unnamed and len(parameters) != sum(map(len, listed)):
             what = f"the optimizer does not say whether its parameter {unnamed[0]!s:.80} stays whole"
-            hint = (
-                "name its parameters first: ckpttool optimizer IN OUT --to names --order state, if it lists"
-            )
-            raise Refused(file, what, hint=f"{hint} them in the state's order, else with --model SPEC")
+            hint = "name its parameters first: ckpttool optimizer IN OUT --to names --order state, if it"
+            raise Refused(file, what, hint=f"{hint} lists them in the state's order, else with --model SPEC")
         for key in unnamed:
             self._require_one_of(key, spare)
         known = set() if unnamed else {*names.values(), *map(str, value["state"])}

@@ -98,8 +98,8 @@ class _SideBySide:
         first = holders[0]
         if len(holders) < len(places) and isinstance(first.value, Sharded):
             ranks = first.value.ranks - {place.file.rank for place in holders}
-            for file in (place.file for place in places if place.file.rank in ranks):
-                raise Damaged(file.path, f"lacks {_quoted(path)}, of which {first.file.path} has a piece")
+            if lacking := next((place.file for place in places if place.file.rank in ranks), None):
+                raise Damaged(lacking.path, f"lacks {_quoted(path)}, of which {first.file.path} has a piece")
 
     def _record(self, path: Path, places: list[Held], first: Record) -> Record:
         def field(name: str) -> Any:

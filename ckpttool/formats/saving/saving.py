@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
-from ...errors import Damaged, FileError, Refused
+from ...errors import Damaged, FileError, Refused, UsageFault
 from ...files.commit import replacing, require_folder
 from ...files.commit_folder import replacing_folder
 from ...files.copying import DryOutput, Output, Progress
@@ -27,8 +28,7 @@ from ..dcp import tree as dcp_tree
 from ..pytorch import zip as torch_zip
 from ..reading import open as open_any
 from ..reading import read
-from .destination import Destination, destination, require_device, require_place, require_sense
-from .report import PICKLES, Saved, facts_of_state, facts_of_whole
+from .destination import PICKLES, Destination, Saved, destination, report, require_place, require_sense
 
 Tensors = safetensors.Tensors
 Check = Callable[[Checkpoint], None]
@@ -48,7 +48,7 @@ class SavePlan:
     ) -> None:
         self.checkpoint, self.where, self.kept = checkpoint, where, kept
         self.shard_size = shard_size or shards.DEFAULT_SIZE
-        self.path, self.format, self.full = target.path, target.format, target.full
+        self.target, self.path, self.format, self.full = target, target.path, target.format, target.full
         checkpoint.require_whole()
         self.state = None if target.holds_all else checkpoint.state(where)
         if self.state is None and checkpoint.opened:
@@ -105,8 +105,6 @@ class SavePlan:
             dcp_tree.check(tree)
             return self._saved(sum(tensor.nbytes for _, tensor in tree.tensors()))
         if self.format not in folders.NAMES:
-            if self._header_in_place is not None:
-                return self._saved(self.checkpoint.source.size)
             return self._saved(_dry(self._write))
         cut, index = self._shards()
         sizes = [_dry(partial(self._write_shard, name, tensors)) for name, tensors in cut.items()]
@@ -118,10 +116,7 @@ class SavePlan:
             return self._write_folder(opened, check)
         with replacing(self.path) as file:
             with opened(file) as out:
-                if self._header_in_place is None:
-                    self._write(out)
-                else:
-                    safetensors.write_with_header(self.checkpoint.source, self._header_in_place, out)
+                self._write(out)
             check(read(Source(self.path, os.dup(file.fileno()))))
         return self._saved(out.position)
 
@@ -157,7 +152,9 @@ class SavePlan:
         return {name: ref for name, ref in self.state.tensors.items() if name not in self.ties}, {}
 
     def _write(self, out: Output) -> None:
-        if self.format == torch_zip.NAME:
+        if self._header_in_place is not None:
+            safetensors.write_with_header(self.checkpoint.source, self._header_in_place, out)
+        elif self.format == torch_zip.NAME:
             torch_zip.write(self.checkpoint, out, self.path)
         else:
             safetensors.write(self.checkpoint.path, self._flat[0], self._metadata(), out)
@@ -202,11 +199,10 @@ class SavePlan:
             raise Damaged(self.path, UNFIT)
 
     def _saved(self, nbytes: int, **facts: Any) -> Saved:
-        if self.state is not None:
-            facts |= facts_of_state(self.checkpoint, self.format, self.state, self.ties)
-        else:
+        state = self.state
+        if state is None:
             state = self.checkpoint.state(self.where) if self.where else self.checkpoint.found_state()
-            facts |= facts_of_whole(self.checkpoint, self.format, state, full=self.full)
+        facts |= report(self.checkpoint, self.target, state, self.ties)
         facts["not_copied"] = folders.not_copied(self.checkpoint, self.path, self.format)
         return Saved(self.path, self.format, nbytes, **facts)
 
@@ -239,6 +235,14 @@ def are_same(written: Tensors, meant: Tensors, *, values: bool, progress: Progre
     from ...files.digest import digest  # whose hashlib loads OpenSSL
 
     return digest(meant, progress) == digest(written, progress)
+
+
+def _require_device(target: Destination, device: str) -> None:
+    if target.format not in PICKLES:
+        what = f"{target.path}: {target.format} names no devices, but --device {device} was given"
+        raise UsageFault(what, hint="leave it out, or write a .pt file")
+    if not re.fullmatch(r"[a-z]+(:[0-9]{1,3})?", device) or device == "meta":
+        raise UsageFault(f"'{device[:80]}' is not a device", hint="say for example: --device cpu")
 
 
 @takes_checkpoint
@@ -293,7 +297,7 @@ def save(
     target = destination(name, checkpoint, to, full=full)
     require_sense(target, state, full, keep_copies, shard_size)
     if device is not None:
-        require_device(target, device)
+        _require_device(target, device)
         checkpoint = replace(checkpoint, device=device)
     require_place(checkpoint, target, force, kept)
     require_folder(name)
