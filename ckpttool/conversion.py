@@ -9,8 +9,7 @@ from contextlib import suppress
 from .checkpoint.checkpoint import Checkpoint
 from .errors import NothingToDo, Refused
 from .formats.reading import File, open_ranks, opened
-from .formats.saving.destination import destination
-from .formats.saving.report import Saved
+from .formats.saving.destination import Saved, destination
 from .formats.saving.saving import save
 from .tensors.cast import target
 from .transforms.optimizer.rekey import to_names

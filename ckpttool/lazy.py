@@ -9,9 +9,9 @@ from importlib import import_module
 def attributes(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return a package's `__getattr__`, `__dir__` and `__all__`, given the public names of its modules, with spaces between.
+    """Return a package's `__getattr__`, `__dir__` and `__all__`, given its modules' public names.
 
-    Under `""` are the modules that are public themselves. `__getattr__` raises NeedsTorch where torch is
+    The names have spaces between. Under `""` are the modules that are public themselves. `__getattr__` raises NeedsTorch where torch is
     needed and missing.
     """
     home = {name: module for module, names in modules.items() for name in names.split()}

@@ -20,9 +20,9 @@ from ..formats.pytorch.zip_writer import (
     FULL32,
     LOCAL,
     LOCATOR64,
-    LOCATOR64_SIGNATURE,
     PADDING_EXTRA,
     ZIP64_EXTRA,
+    Signature,
 )
 from ..tensors.ref import Source
 
@@ -86,7 +86,7 @@ def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[i
     at = tail.rfind(b"PK\x05\x06")
     size, start = END.unpack_from(tail, at)[5:7]
     end = source.size - len(tail) + at - LOCATOR64.size
-    if end >= 0 and (wide := LOCATOR64.unpack(source.read(end, LOCATOR64.size)))[0] == LOCATOR64_SIGNATURE:
+    if end >= 0 and (wide := LOCATOR64.unpack(source.read(end, LOCATOR64.size)))[0] == Signature.LOCATOR64:
         size, start = END64.unpack(source.read(wide[2], END64.size))[8:10]
     raw, at, entries = source.read(start, size), 0, []
     for _ in range(count):

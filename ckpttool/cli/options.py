@@ -26,7 +26,7 @@ def shape(value: str) -> tuple[int, ...]:
 
 def size(value: str) -> int:
     """Read a number of bytes: `500MB`, `5G`, `1GiB`. Raises UsageFault if the text is no size."""
-    from ..formats.shards import parse_size
+    from ..formats.saving.destination import parse_size
 
     return parse_size(value)
 

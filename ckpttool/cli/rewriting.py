@@ -121,8 +121,7 @@ def rewrite(
     """Open INPUT, transform it, write OUTPUT and report it; `choices` are further ones of `formats.save`."""
     from .. import formats
     from ..checkpoint.states import is_optimizer
-    from ..formats.saving.destination import destination
-    from ..formats.saving.report import WHOLE
+    from ..formats.saving.destination import WHOLE, destination
 
     started, console = time.perf_counter(), job.console
     choices = job.saving() | choices

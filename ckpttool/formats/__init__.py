@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from .reading import open as open
     from .reading import open_ranks as open_ranks
     from .reading import read as read
-    from .saving.report import Saved as Saved
+    from .saving.destination import Saved as Saved
     from .saving.saving import save as save
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
             "reading": "open open_ranks read",
-            "saving.report": "Saved",
+            "saving.destination": "Saved",
             "saving.saving": "save",
         },
     )

@@ -45,17 +45,8 @@ COMPANIONS = (
     *("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py"),
 )
 
-# The most bytes of a companion; tokenizers have up to 40 MB.
-MAX_COMPANION = 100_000_000
-
-# Files that serve a folder of DeepSpeed, and have nothing of their own.
-OF_DEEPSPEED = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
-
 # A folder below that of the ranks, in which trainers keep a model's configuration and tokenizer.
 BELOW = "huggingface"
-
-# What the system says of a file that was removed meanwhile, and of a link that can't be followed.
-LEADS_NOWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES}
 
 
 def kind_of(path: str) -> str | None:
@@ -67,10 +58,8 @@ def kind_of(path: str) -> str | None:
 def files_of_checkpoints(folder: str) -> list[str]:
     """Return the names of the files of all checkpoints in a folder."""
     # A file belongs to one only if its index or metadata names it, whatever its own name looks like.
-    return _with_named(
-        folder,
-        sorted(name for name in os.listdir(folder) if name == dcp.METADATA or name.endswith(shards.INDEX)),
-    )
+    telling = (name for name in os.listdir(folder) if name == dcp.METADATA or name.endswith(shards.INDEX))
+    return _with_named(folder, sorted(telling))
 
 
 def _with_named(folder: str, telling: Collection[str], more: Collection[str] = ()) -> list[str]:
@@ -84,8 +73,8 @@ def _named_by(path: str) -> list[str]:
     names: list[str] = []
     try:
         source = Source(path, open_source_descriptor(path))
-        is_dcp = os.path.basename(path) == dcp.METADATA
-        names = dcp.file_names(source) if is_dcp else shards.shard_names(source)
+        names_in_it = dcp.file_names if os.path.basename(path) == dcp.METADATA else shards.shard_names
+        names = names_in_it(source)
     except CkptToolError as error:
         if isinstance(error.__cause__, OSError):  # what it names is not known, rather than nothing
             raise error.__cause__ from None
@@ -130,8 +119,7 @@ def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
             return False
         read = _files_read(checkpoint)
         return any(_identity_of(os.path.join(path, name)) in read for name in files_of_checkpoints(path))
-    identity = _identity_of(path)
-    if identity is None:
+    if (identity := _identity_of(path)) is None:
         return False
     if (checkpoint.format in NAMES or checkpoint.ranks) and identity in _files_read(checkpoint):
         return True
@@ -152,15 +140,13 @@ def is_same_file(source: Source, path: str) -> bool:
 
 def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
     """Return the names of the other files of a folder, such as a `config.json`, that a new one won't have."""
-    if kind not in NAMES or is_in_place(checkpoint, path):
-        return ()
-    return tuple(other_files(checkpoint, path))
+    is_new = kind in NAMES and not is_in_place(checkpoint, path)
+    return tuple(other_files(checkpoint, path)) if is_new else ()
 
 
 def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) -> list[str]:
     """Return the names in the folder of a checkpoint that are no part of it, sorted."""
-    source = folder or folder_of(checkpoint)
-    if source is None:
+    if (source := folder or folder_of(checkpoint)) is None:
         return []
     read = _files_read(checkpoint)
     top = os.path.realpath(source)
@@ -203,7 +189,8 @@ def _identity_of(path: str) -> File | None:
     try:
         return _identity(os.stat(path))
     except OSError as error:
-        if error.errno in LEADS_NOWHERE:
+        # It was removed meanwhile, or is a link that can't be followed.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
             return None
         raise
 
@@ -222,8 +209,7 @@ def listed_beside(
 
     `folder` is the one that the user named; else it is that of the checkpoint's index, if it has one.
     """
-    folder = folder or folder_of(checkpoint)
-    if folder is None:
+    if (folder := folder or folder_of(checkpoint)) is None:
         return [], []
     names = other_files(checkpoint, path, folder)
     below = os.path.join(folder, BELOW)
@@ -234,7 +220,8 @@ def listed_beside(
     rest = [
         name if _is_inside(folder, name) else f"{name} (a link out of the folder)"
         for name in names
-        if name not in found and name not in OF_DEEPSPEED
+        # The latter serve a folder of DeepSpeed, and have nothing of their own.
+        if name not in (*found, "latest", "zero_to_fp32.py", "zero_to_torch.py")
     ]
     return [os.path.join(folder, name) for name in found], rest
 
@@ -242,7 +229,8 @@ def listed_beside(
 def _is_companion(folder: str, name: str) -> bool:
     path, base = os.path.join(folder, name), os.path.basename(name)
     is_known = any(fnmatchcase(base, pattern) for pattern in COMPANIONS) and not base.endswith(shards.INDEX)
-    is_small = is_known and os.path.isfile(path) and os.path.getsize(path) <= MAX_COMPANION
+    # Tokenizers have up to 40 MB.
+    is_small = is_known and os.path.isfile(path) and os.path.getsize(path) <= 100_000_000
     return is_small and _is_inside(folder, name)
 
 

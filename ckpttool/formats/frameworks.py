@@ -30,9 +30,6 @@ COMPARED = Take()
 
 FRAMEWORKS: tuple[Framework, ...] = (universal, deepspeed, hf_pieces, rank_files)
 
-# Formats that store what ranks share only once: no rank's can be taken.
-SHARED_ONCE = (hf_pieces.NAME, dcp.NAME)
-
 # Keys under which frameworks put a model: a checkpoint has one of them.
 OF_MODEL = {"model", "module", "state_dict"}
 
@@ -64,8 +61,7 @@ def _by_ranks(folder: str, take: Take) -> Iterator[Checkpoint]:
     for framework in FRAMEWORKS:
         named, telling = framework.candidates(folder)
         paths = [path for path in named if path not in taken and (not is_dcp or is_known(path))]
-        checkpoint = framework.read(folder, opened(paths), take) if paths else None
-        if checkpoint is not None:
+        if paths and (checkpoint := framework.read(folder, opened(paths), take)):
             taken.update(paths)
             yield replace(checkpoint, shards=(*checkpoint.shards, *telling))
 
@@ -76,23 +72,21 @@ def read_files(paths: Sequence[str], take: Take = COMPARED) -> Checkpoint:
     name = paths[0] if len(folders) > 1 else folders.pop()
     files = opened(paths)
     for framework in FRAMEWORKS:
-        checkpoint = framework.read(name, files, take)
-        if checkpoint is not None:
+        if checkpoint := framework.read(name, files, take):
             _require_to_compare(name, [checkpoint], take)
             return checkpoint
-    if (copied := rank_files.read_copies(name, files, take)) is not None:
+    if copied := rank_files.read_copies(name, files, take):
         return copied
     if name != paths[0] and (joined := shards.without_index(name, map(os.path.basename, paths))):
         return joined
-    raise UsageFault(
-        f"{paths[0]}: holds no piece of a tensor that one rank of several wrote",
-        hint="for the mean of checkpoints: ckpttool average; for shards, name their index or folder",
-    )
+    hint = "for the mean of checkpoints: ckpttool average; for shards, name their index or folder"
+    raise UsageFault(f"{paths[0]}: holds no piece of a tensor that one rank of several wrote", hint=hint)
 
 
 def _require_to_compare(path: str, parts: Sequence[Checkpoint], take: Take) -> None:
     """Check that there is a rank's value to take, if one is to be taken."""
-    if take.rank is not None and all(part.format in SHARED_ONCE for part in parts):
+    # What ranks share is stored once in these formats.
+    if take.rank is not None and all(part.format in (hf_pieces.NAME, dcp.NAME) for part in parts):
         raise nothing_to_take(path, "rank")
 
 
@@ -120,18 +114,9 @@ def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
 
 def _joined(parts: Sequence[Checkpoint], tree: Mapping[object, object]) -> Checkpoint:
     """Return the parts as the first of them with this tree, the model first, and all that is said of them."""
-    first, *others = parts
-    sources = (source for part in others for source in (part.source, *part.shards))
-    return replace(
-        first,
-        tree=dict(sorted(tree.items(), key=lambda item: item[0] != "model")),
-        protocol=max(part.protocol for part in parts),
-        shards=(*first.shards, *sources),
-        unread=tuple(dict.fromkeys(text for part in parts for text in part.unread)),
-        full=any(part.full for part in parts),
-        names=frozenset().union(*(part.names for part in parts)),
-        remarks=tuple(remark for part in parts for remark in part.remarks),
-    )
+    entries, fields = dict(sorted(tree.items(), key=lambda item: item[0] != "model")), shards.of_all(parts)
+    fields["shards"] = fields["shards"][1:]  # without the first's own file
+    return replace(parts[0], tree=entries, full=any(part.full for part in parts), **fields)
 
 
 def _by_kind(tree: Any) -> tuple[str, dict[object, object]]:
@@ -166,25 +151,21 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks | None:
     steps = {ranks.step for ranks in known if ranks.step is not None}
     for words, stated in (("ranks", sizes), ("training steps", steps)):
         if len(stated) > 1:
-            numbers = " and ".join(map(str, sorted(stated)[:2]))
-            what = f"has files of two kinds, of different numbers of {words}: {numbers}"
-            raise Damaged(folder, what, hint=HINT)
+            what = f"has files of two kinds, of different numbers of {words}"
+            raise Damaged(folder, f"{what}: {' and '.join(map(str, sorted(stated)[:2]))}", hint=HINT)
     if not known:
         return None
-    return Ranks(
-        " and ".join(dict.fromkeys(map(_framework, parts))),
-        max(sizes, default=None),
-        next((ranks.mesh for ranks in known if ranks.mesh), ""),
-        max(steps, default=None),
-        dict(sorted(held.items())),
-        missing=tuple(sorted({rank for ranks in known for rank in ranks.missing})),
-        lacking=tuple(dict.fromkeys(name for ranks in known for name in ranks.lacking)),
-    )
+    framework = " and ".join(dict.fromkeys(map(_framework, parts)))
+    size, step = max(sizes, default=None), max(steps, default=None)
+    mesh, of_ranks = next((ranks.mesh for ranks in known if ranks.mesh), ""), dict(sorted(held.items()))
+    missing = tuple(sorted({rank for ranks in known for rank in ranks.missing}))
+    lacking = tuple(dict.fromkeys(name for ranks in known for name in ranks.lacking))
+    return Ranks(framework, size, mesh, step, of_ranks, missing=missing, lacking=lacking)
 
 
 def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     """Return the command that merges each part by itself."""
-    inputs, here = [], os.path.dirname(os.path.join(folder, ""))
+    inputs, here = list[str](), os.path.dirname(os.path.join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
         folders = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})
@@ -225,8 +206,7 @@ def _read_together(folder: str) -> Checkpoint | None:
         if twice := tree.keys() & part.tree.keys():
             raise Damaged(part.path, f"has '{str(twice.pop())[:80]}', and so has another folder next to it")
         tree |= part.tree
-    telling = Source(folder, os.dup(parts[0].source.fd))
-    telling.size = 0  # its bytes are those of the first folder's metadata, which counts itself
+    telling = shards.called(folder, os.dup(parts[0].source.fd))
     parts[0] = replace(parts[0], source=telling, shards=(parts[0].source, *parts[0].shards))
     whole = _joined(parts, tree)
     beside = (not_read(name) for name in inside if BESIDE.fullmatch(name))

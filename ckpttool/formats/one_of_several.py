@@ -73,10 +73,8 @@ def _others(folder: str, name: str, same: re.Pattern[str]) -> list[str]:
 
 def _numbered(name: str, number: int, others: list[str], way: str) -> Piece | None:
     """Return a piece whose name has no count: number 0 alone may be the whole, as with Meta's 7B."""
-    if not others and not number:
-        return None
     what = f"one of {len(others) + 1} files that ranks wrote ({name})"
-    return Piece(what, tuple(others), 0, f"{CUT}; {way}")
+    return Piece(what, tuple(others), 0, f"{CUT}; {way}") if others or number else None
 
 
 def _shard(folder: str, name: str, match: re.Match[str]) -> Piece:
@@ -86,7 +84,6 @@ def _shard(folder: str, name: str, match: re.Match[str]) -> Piece:
     whole = os.path.join(shlex.quote(folder), f"{shlex.quote(begin)}-*-of-{count}{end}")
     if any(other.endswith(INDEX) for other in names_in(folder or ".")):
         whole = shlex.quote(folder or ".")
-    way = f"ckpttool merge {whole} OUT"
-    if missing:
-        way = f"{missing} of them are not here: copy them too, then ckpttool merge"
+    lacking = f"{missing} of them are not here: copy them too, then ckpttool merge"
+    way = lacking if missing else f"ckpttool merge {whole} OUT"
     return Piece(f"shard {int(number)} of {int(count)}", tuple(others), missing, way)

@@ -7,7 +7,6 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import Damaged, Unreadable, Unsupported, UsageFault
@@ -20,25 +19,13 @@ from .dcp import reading as dcp
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
-from .shards import ALONE, INDEX
-from .strangers import refuse_url, stranger
-
-
-class Format(Protocol):
-    """A module that reads one format: a check of the first 512 bytes, and reading."""
-
-    def sniff(self, head: bytes) -> bool: ...
-
-    def read(self, source: Source) -> Checkpoint: ...
-
+from .shards import ALONE, INDEX, Format
+from .strangers import head_of, refuse_url, stranger
 
 READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, shards)
 
 # Files that say what is in a folder, in the order of preference; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
-
-# Times that a folder is read again because another process replaced it meanwhile.
-MAX_REPLACED = 1000
 
 
 @contextmanager
@@ -132,8 +119,7 @@ def open_ranks(
         refuse_url(name)
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
         # Also where a model.safetensors of rounded weights is there too.
-        checkpoint = frameworks.read_folder(names[0], take) if os.path.isdir(names[0]) else None
-        if checkpoint is not None:
+        if os.path.isdir(names[0]) and (checkpoint := frameworks.read_folder(names[0], take)):
             return checkpoint
         if take_rank is None and take_step is None:
             return open(names[0])
@@ -153,7 +139,7 @@ def _only_file(folder: str) -> str | None:
 
 def _open_in(name: str, folder: str) -> Checkpoint:
     """Open the files of a folder, all from the same one if it is replaced meanwhile."""
-    for _ in range(MAX_REPLACED):
+    for _ in range(1000):
         with _held(folder) as is_still_there:
             try:
                 checkpoint = _read_folder(name) if os.path.isdir(name) else _read_telling(name, name)
@@ -175,19 +161,18 @@ def _read_folder(name: str) -> Checkpoint:
     except OSError as error:
         raise Unreadable(name, reason(error)) from error
     telling = _telling(name, names)
-    checkpoint = None
     if telling in (None, dcp.METADATA):
         from . import frameworks
 
-        checkpoint = frameworks.read_folder(name)
-    if checkpoint is None and telling is not None:
+        if checkpoint := frameworks.read_folder(name):
+            return checkpoint
+    if telling is not None:
         return _read_telling(name, os.path.join(name, telling))
-    checkpoint = checkpoint or shards.without_index(name, names)
-    if checkpoint is None:
-        from .roots import nothing_known
+    if checkpoint := shards.without_index(name, names):
+        return checkpoint
+    from .roots import nothing_known
 
-        raise nothing_known(name, names, open)
-    return checkpoint
+    raise nothing_known(name, names, open)
 
 
 def _read_telling(name: str, telling: str) -> Checkpoint:
@@ -230,11 +215,9 @@ def _telling(folder: str, names: list[str]) -> str | None:
         hint = f"name one: {', '.join(indexes[:4])}"
         raise Unreadable(folder, "is a folder with several indexes", hint=hint)
     if any(name.endswith(dcp.METADATA) for name in names):
-        raise Unsupported(
-            folder,
-            "is a DCP checkpoint that each rank saved for itself (use_collectives=False), without a whole",
-            hint="load it on as many ranks, and save it with use_collectives=True, torch's default",
-        )
+        what = "is a DCP checkpoint that each rank saved for itself (use_collectives=False), without a whole"
+        hint = "load it on as many ranks, and save it with use_collectives=True, torch's default"
+        raise Unsupported(folder, what, hint=hint)
     return None
 
 
@@ -245,14 +228,14 @@ def read(source: Source) -> Checkpoint:
     Raises:
         Damaged, Unsupported: as `open` does.
     """
-    head = source.read(0, min(source.size, 512))
+    head = head_of(source)
     if not head:
         hint = "it was never written, or a copy failed; copy it again"
         raise Unsupported(source.path, "is empty", hint=hint)
     for reader in READERS:
         if reader.sniff(head):
             return reader.read(source)
-    raise stranger(source.path, head)
+    raise stranger(source)
 
 
 # A checkpoint that `open` returned, or the path of one.

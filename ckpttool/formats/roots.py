@@ -40,23 +40,21 @@ NO_MODELS = re.compile(
 )
 
 # How names state a step, the surest first.
-STEPS = ("global_step", "step", "iteration", "iter", "checkpoint", "ckpt", "ba", "epoch", "ep")
-STEP = {word: re.compile(rf"(?<![a-z]){word}[-_= ]?(\d{{1,15}})", re.IGNORECASE) for word in STEPS}
+WORDS = ("global_step", "step", "iteration", "iter", "checkpoint", "ckpt", "ba", "epoch", "ep")
+STEPS = [re.compile(rf"(?<![a-z]){word}[-_= ]?(\d{{1,15}})", re.IGNORECASE) for word in WORDS]
 
 
 def step_in(path: str) -> int | None:
     """Return the training step that a path states; None for none."""
-    for pattern in STEP.values():
-        if numbers := pattern.findall(path):
-            return int(numbers[-1])
-    return None
+    stated = filter(None, (pattern.findall(path) for pattern in STEPS))
+    return next((int(numbers[-1]) for numbers in stated), None)
 
 
 def checkpoints_below(folder: str) -> list[str]:
     """Return the paths that look like checkpoints below a folder, the newest first."""
     facts = os.stat(folder)
-    found = [*_below(folder, DEEPEST, {(facts.st_dev, facts.st_ino)})]
-    return sorted(found, key=lambda path: (*_age(folder, path), path))
+    paths = _below(folder, DEEPEST, {(facts.st_dev, facts.st_ino)})
+    return sorted(paths, key=lambda path: (*_age(folder, path), path))
 
 
 def _age(folder: str, path: str) -> tuple[int, float]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import le, sub
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..checkpoint import full_json
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
@@ -20,22 +20,14 @@ from ..errors import Damaged, Refused, Unsupported
 from ..files.copying import Output
 from ..inert_pickle.values import OrderedDict_
 from ..tensors.dtypes import DTYPES, DType
-from ..tensors.ref import (
-    MAX_AXES,
-    MAX_BYTES,
-    ByteRange,
-    Source,
-    Storage,
-    TensorRef,
-    contiguous_stride,
-    extent,
-    is_count,
-)
+from ..tensors.ref import MAX_AXES, MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
 from ..tensors.values import require_bounded, stream
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
+
+Tensors = Mapping[str, TensorRef]
 
 FIELD_NAMES = ("dtype", "shape", "data_offsets")
 
@@ -75,10 +67,9 @@ def read(source: Source) -> Checkpoint:
         return Checkpoint(source, NAME, tree, protocol, metadata, full=True)
     state = OrderedDict_(tensors)
     # Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
-    for name, kept in list(metadata.items()):
+    for name, kept in [*metadata.items()]:
         if kept in tensors and name not in tensors and name not in RESERVED:
-            state[name] = tensors[kept]
-            del metadata[name]
+            state[name] = tensors[metadata.pop(name)]
     return Checkpoint(source, NAME, state, 2, metadata)
 
 
@@ -110,9 +101,8 @@ def _tensors(source: Source, header: dict[str, Any], start: int) -> dict[str, Te
     # is looked for only then.
     names, types, shapes, begins, ends = _columns(source, header)
     likes = list(zip(types, shapes, strict=True))
-    of_like = {
-        like: _form(source, name, *like) for like, name in dict(zip(likes, names, strict=True)).items()
-    }
+    example = dict(zip(likes, names, strict=True))
+    of_like = {like: _form(source, name, *like) for like, name in example.items()}
     forms = list(map(of_like.__getitem__, likes))
     dtypes, sizes, strides, nbytes, kinds = zip(*forms, strict=True) if forms else ((),) * 5
     if (found := tuple(map(sub, ends, begins))) != nbytes:
@@ -141,13 +131,14 @@ _Columns = tuple[Sequence[str], Sequence[str], Sequence[tuple[int, ...]], tuple[
 def _columns(source: Source, header: dict[str, Any]) -> _Columns:
     """Return name, type, shape, begin and end of all tensors, in the order of the payload."""
     if not header:
-        return (), (), (), (), ()
+        return ((),) * 5
     entries = [entry if type(entry) is tuple else _reordered(entry) for entry in header.values()]
     types, shapes, begins, ends = zip(*entries, strict=True)
     numbers = [*begins, *ends, *chain.from_iterable(shapes)]
     has_types = {*map(type, types)} == {str} and {*map(type, numbers)} == {int}
     if not has_types or min(numbers) < 0 or max(numbers) > MAX_BYTES:
-        name = next(name for name, entry in zip(header, entries, strict=True) if not _is_regular(*entry))
+        regular = (type(t) is str and all(map(is_count, (*shape, *place))) for t, shape, *place in entries)
+        name = next(name for name, is_regular in zip(header, regular, strict=True) if not is_regular)
         raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
     if all(map(le, ends, begins[1:])):
         return [*header], types, shapes, begins, ends
@@ -163,22 +154,11 @@ def _reordered(entry: Any) -> tuple[Any, ...]:
     return usual or (None, (), 0, 0)
 
 
-def _is_regular(type_name: object, shape: tuple[object, ...], begin: object, end: object) -> bool:
-    return type(type_name) is str and all(map(is_count, (*shape, begin, end)))
+Shape = tuple[int, ...]
 
 
-class _Form(NamedTuple):
-    """What a tensor is but for its place: a file may have 100,000 tensors of a few forms."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    nbytes: int
-    kind: str
-
-
-def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> _Form:
-    """Check and return the form of a tensor that is the first to have it."""
+def _form(source: Source, name: str, type_name: str, shape: Shape) -> tuple[DType, Shape, Shape, int, str]:
+    """Check the form of a tensor that is the first to have it: dtype, shape, stride, bytes, and storage."""
     dtype = BY_NAME.get(type_name)
     if dtype is None:
         raise Unsupported(source.path, f"tensor '{name}' has the type {type_name[:20]}, unknown to torch")
@@ -187,32 +167,30 @@ def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> 
     if len(shape) > MAX_AXES:
         reason = f"tensor '{name[:80]}' has {len(shape)} axes, and at most {MAX_AXES} are supported"
         raise Unsupported(source.path, reason)
-    nbytes = 0 if 0 in shape else extent(shape) * dtype.itemsize
-    return _Form(dtype, shape, contiguous_stride(shape), nbytes, dtype.storage or "UntypedStorage")
+    kind = dtype.storage or "UntypedStorage"
+    like = TensorRef.contiguous(Storage(ByteRange(source, 0, 0), kind), dtype, shape)
+    return dtype, shape, like.stride, like.nbytes, kind
 
 
-def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str], out: Output) -> None:
+def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output) -> None:
     """Write tensors; each name gets its own copy of the values."""
-    ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
-    for name, tensor in ordered:
+    ordered = dict(sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0])))
+    for name, tensor in ordered.items():
         require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
     out.write(header(path, ordered, metadata))
-    for _, tensor in ordered:
+    for tensor in ordered.values():
         if tensor.is_stretch:
             out.copy(tensor.data)
         else:
             out.write_all(stream(tensor), tensor.nbytes)
 
 
-def ties(tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]) -> dict[str, str]:
+def ties(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, str]:
     """Return the names that are another name of a tensor: name -> the first name of that tensor."""
     first: dict[tuple[object, ...], str] = {}
-    tied = {}
-    for name, tensor in tensors.items():
-        kept = first.setdefault(tensor.view, name)
-        if kept != name and tensor.numel and name not in metadata and name not in RESERVED:
-            tied[name] = kept
-    return tied
+    kept = {name: first.setdefault(tensor.view, name) for name, tensor in tensors.items() if tensor.numel}
+    free = (name for name in kept if name not in metadata and name not in RESERVED)
+    return {name: kept[name] for name in free if kept[name] != name}
 
 
 def _rank(path: str, name: str, tensor: TensorRef) -> int:
@@ -225,17 +203,14 @@ def _rank(path: str, name: str, tensor: TensorRef) -> int:
     return RANK[tensor.dtype.safetensors]
 
 
-def header(
-    path: str, ordered: Iterable[tuple[str, TensorRef]], metadata: Mapping[str, str], fill: int = 0
-) -> bytes:
+def header(path: str, tensors: Tensors, metadata: Mapping[str, str], fill: int = 0) -> bytes:
     """Return the length and the JSON of a file."""
     header: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
-    for name, tensor in ordered:
-        end = offset + tensor.nbytes
-        place = offset, end
+    for name, tensor in tensors.items():
+        place = offset, offset + tensor.nbytes
         header[name] = {"dtype": tensor.dtype.safetensors, "shape": tensor.shape, "data_offsets": place}
-        offset = end
+        offset = place[1]
     try:
         raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
@@ -283,9 +258,7 @@ def _but_minus_zero(text: str) -> int:
     return int(text)
 
 
-def header_in_place(
-    source: Source, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]
-) -> bytes | None:
+def header_in_place(source: Source, tensors: Tensors, metadata: Mapping[str, str]) -> bytes | None:
     """Return the header that takes the place of a file's own, if these tensors are exactly its payload."""
     places = []
     for item in tensors.items():
@@ -297,7 +270,7 @@ def header_in_place(
     if [*(begin for begin, _, _ in places), source.size][1:] != [begin + n for begin, n, _ in places]:
         return None
     start = places[0][0] if places else 0
-    new = header(source.path, [item for _, _, item in places], metadata, fill=start)
+    new = header(source.path, dict(item for _, _, item in places), metadata, fill=start)
     return new if len(new) == start else None
 
 

@@ -16,11 +16,11 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from ..checkpoint import full_json
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import Damaged, Unreadable, Unsupported, UsageFault
+from ..errors import Damaged, Unreadable, Unsupported
 from ..files.commit import writing_into
 from ..files.copying import Output, settle_together
 from ..files.open_source import allow_open_files, open_source_descriptor
@@ -29,10 +29,9 @@ from ..tensors.ref import Source, TensorRef
 from . import safetensors
 from .pytorch import legacy as torch_legacy
 from .pytorch import zip as torch_zip
-from .strangers import stranger
+from .strangers import head_of, stranger
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
-SHARD_FORMATS = ((safetensors, SAFETENSORS), (torch_zip, TORCH), (torch_legacy, TORCH))
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
 INDEX = ".index.json"
 
@@ -42,9 +41,6 @@ ALONE = tuple(map("".join, STEMS.values()))
 # How shards are named: by transformers and what follows it; by torchtune, with the epoch.
 NUMBERED = re.compile(r"(?P<begin>.+-)(?P<number>\d{5,7})-of-(?P<count>\d{5,7})(?P<end>\.[a-z]+)")
 OF_TORCHTUNE = re.compile(r"(?P<begin>hf_model_)(?P<number>\d{4})(?P<end>_\d{1,6}\.pt)")
-
-# The most bytes of an index; as many as a safetensors header may have.
-MAX_INDEX = 100_000_000
 
 # The entry of an index's metadata that records which names are another name of a tensor.
 TIES = "ckpttool.ties"
@@ -56,12 +52,6 @@ KNOWN_FACTS = {"total_size", "total_parameters", full_json.ENTRY, TIES}
 TOGETHER = 8
 
 DEFAULT_SIZE = 5 * 10**9
-# Factors of units in capitals: `5G` is `5GB`, `5Gi` is `5GiB`.
-UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for unit, base in (("", 1000), ("B", 1000), ("I", 1024), ("IB", 1024))
-}
 
 Opened = Callable[[BinaryIO], Output]
 Cut = Mapping[str, Mapping[str, TensorRef]]  # the name of a file -> the tensors in it
@@ -82,7 +72,7 @@ def read(source: Source) -> Checkpoint:
     wanted = _wanted(source, index)
     kind, shards = _read_shards(source, wanted)
     state, facts = _joined(source, shards, wanted), index.get("metadata")
-    whole = _checkpoint(source, kind, shards, state)
+    whole = _whole(source, kind, shards, state)
     if facts is None:
         return whole
     ties = facts.get(TIES, {}) if isinstance(facts, dict) else None
@@ -144,11 +134,10 @@ def without_index(path: str, names: Iterable[str]) -> Checkpoint | None:
         commands = (f"ckpttool merge {shlex.quote(path)}/{like.pattern} OUTPUT" for like in series)
         raise Unreadable(path, "has several series of shards without an index", hint="; ".join(commands))
     file_names = [name for _, name in sorted(whole[0].items())]
-    source = Source(path, open_source_descriptor(os.path.join(path, file_names[0])))
-    source.size = 0  # its bytes are those of the first shard, which counts itself
+    source = called(path, open_source_descriptor(os.path.join(path, file_names[0])))
     kind, shards = _read_shards(source, file_names)
     wanted = {name: {*_state_of(source, name, shard)} for name, shard in shards.items()}
-    return _checkpoint(source, kind, shards, _joined(source, shards, wanted))
+    return _whole(source, kind, shards, _joined(source, shards, wanted))
 
 
 def shard_names(source: Source) -> list[str]:
@@ -159,7 +148,7 @@ def shard_names(source: Source) -> list[str]:
 def _parse(source: Source) -> dict[str, Any]:
     if source.path == "-":
         raise Unsupported("-", "is the index of a sharded checkpoint, whose shards are not in it")
-    if source.size > MAX_INDEX:
+    if source.size > safetensors.MAX_HEADER:
         raise Unsupported(source.path, "is too large for the index of a sharded checkpoint")
     return safetensors.parse_object(source.path, source.read(0, source.size), "its index")
 
@@ -187,35 +176,46 @@ def _read_shards(source: Source, names: Collection[str]) -> tuple[str, dict[str,
     """Read the shards of a folder, which the messages call by its index or itself; and their format."""
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
     allow_open_files(len(names), source.path)
-    kinds: set[str] = set()
-    shards: dict[str, Checkpoint] = {}
+    shards = {name: _read_shard(source, folder, name) for name in names}
     files: dict[tuple[int, int], str] = {}
-    for name in names:
-        kind, shards[name] = _read_shard(source, folder, name)
-        kinds.add(kind)
     for name, shard in shards.items():
         # Two names of one file (a link, or a file system that ignores case) would be read twice.
         facts = os.fstat(shard.source.fd)
         if (other := files.setdefault((facts.st_dev, facts.st_ino), name)) != name:
             raise Damaged(source.path, f"its shards '{other}' and '{name}' are the same file")
-    if len(kinds) > 1:
+    are_safetensors = {shard.format == safetensors.NAME for shard in shards.values()}
+    if len(are_safetensors) > 1:
         raise Damaged(source.path, "its shards are of different formats")
-    return next(iter(kinds), SAFETENSORS), shards
+    return TORCH if False in are_safetensors else SAFETENSORS, shards
 
 
-def _read_shard(index: Source, folder: str, name: str) -> tuple[str, Checkpoint]:
-    """Read a shard; return the format that it makes of the whole, and the shard."""
+class Format(Protocol):
+    """A module that reads one format: a check of the first 512 bytes, and reading."""
+
+    def sniff(self, head: bytes) -> bool: ...
+
+    def read(self, source: Source) -> Checkpoint: ...
+
+
+READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors)
+
+
+def reader_of(source: Source) -> Format | None:
+    """Return the module that reads a file of torch or safetensors; None for any other file."""
+    head = head_of(source)
+    return next((reader for reader in READERS if reader.sniff(head)), None)
+
+
+def _read_shard(index: Source, folder: str, name: str) -> Checkpoint:
     path = os.path.join(folder, name)
     try:
         source = Source(path, open_source_descriptor(path))
     except Unreadable as fault:
         reason = f"its shard '{name}' can't be opened: {fault.reason}"
         raise Damaged(index.path, reason, hint="get that file again") from None
-    head = source.read(0, min(source.size, 512))
-    for module, kind in SHARD_FORMATS:
-        if module.sniff(head):
-            return kind, module.read(source)
-    other = stranger(path, head)
+    if reader := reader_of(source):
+        return reader.read(source)
+    other = stranger(source)
     raise Damaged(index.path, f"its shard '{name}' {other.reason}", hint=other.hint or "get that file again")
 
 
@@ -245,43 +245,41 @@ def _joined(index: Source, shards: Mapping[str, Checkpoint], wanted: Mapping[str
     return state
 
 
-def _checkpoint(
-    source: Source, kind: str, shards: Mapping[str, Checkpoint], state: OrderedDict_
-) -> Checkpoint:
+def _whole(source: Source, kind: str, shards: Mapping[str, Checkpoint], state: OrderedDict_) -> Checkpoint:
     first = next((shard.metadata for shard in shards.values()), {})
     common = {
         key: text
         for key, text in first.items()
         if all(shard.metadata.get(key) == text for shard in shards.values())
     }
-    return Checkpoint(
-        source,
-        kind,
-        state,
-        max((shard.protocol for shard in shards.values()), default=2),
-        common,
-        tuple(shard.source for shard in shards.values()),
-        unread=tuple(
-            f"metadata '{key}' of the shard '{name}'"
-            for name, shard in shards.items()
-            for key in shard.metadata
-            if key not in common
-        ),
-        names=frozenset().union(*(shard.names for shard in shards.values())),
-        remarks=tuple(remark for shard in shards.values() for remark in shard.remarks),
+    unread = tuple(
+        f"metadata '{key}' of the shard '{name}'"
+        for name, shard in shards.items()
+        for key in shard.metadata
+        if key not in common
     )
+    return Checkpoint(source, kind, state, metadata=common, **{**of_all(shards.values()), "unread": unread})
+
+
+def of_all(files: Collection[Checkpoint]) -> dict[str, Any]:
+    """Return the fields that a checkpoint of several files has from all of them."""
+    return {
+        "protocol": max((file.protocol for file in files), default=2),
+        "shards": tuple(source for file in files for source in (file.source, *file.shards)),
+        "unread": tuple(dict.fromkeys(text for file in files for text in file.unread)),
+        "names": frozenset().union(*(file.names for file in files)),
+        "remarks": tuple(remark for file in files for remark in file.remarks),
+    }
+
+
+def called(path: str, fd: int) -> Source:
+    """Return the first file of several under the path by which messages call them all."""
+    source = Source(path, fd)
+    source.size = 0  # its bytes are those of the first file, which counts itself
+    return source
 
 
 # Writing.
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that a size such as `5GB`, `5G`, `500MB` or `1GiB` means."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    size = int(float(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0
-    if not size:
-        raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 5G, 500MB or 1GiB")
-    return size
 
 
 def cut_by_size(kind: str, tensors: Mapping[str, TensorRef], size: int) -> Cut:

@@ -20,7 +20,7 @@ from ..checkpoint.flat_optimizers import as_nested
 from ..checkpoint.rebuilt_tensors import with_plain_tensor
 from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.states import BUFFERS, is_optimizer
-from ..errors import Damaged, FileError, NothingToDo, OutputExists, Refused, UsageFault
+from ..errors import Damaged, NothingToDo, OutputExists, Refused, UsageFault
 from ..files.commit import require_folder, writing_into
 from ..files.commit_folder import replacing_folder
 from ..files.copying import DryOutput, Output, Progress
@@ -30,6 +30,7 @@ from .folders import folder_of
 from .pytorch import zip as torch_zip
 from .ranks.cut import Shards, SplitOptimizer
 from .reading import open as open_any
+from .saving.saving import UNFIT, are_same, read_back
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 
@@ -180,17 +181,15 @@ def _require_place(checkpoint: Checkpoint, path: str, force: bool, kept: Collect
         return
     if not os.path.isdir(path):
         raise OutputExists(f"{path}: already exists, and is a file", hint="name a new folder")
-    others = sorted(name for name in os.listdir(path) if not FILE.fullmatch(name) and name not in kept)
-    if others:
-        found = ", ".join(others[:3])
-        what = f"{path}: already exists, and holds other files ({found})"
+    if others := sorted({*os.listdir(path)}.difference(_replaced(path), kept)):
+        what = f"{path}: already exists, and holds other files ({', '.join(others[:3])})"
         raise OutputExists(what, hint="name a new folder")
     if not force:
         raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
 
 
 def _replaced(folder: str) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if FILE.fullmatch(name))
+    return sorted(filter(FILE.fullmatch, os.listdir(folder)))
 
 
 class SplitPlan:
@@ -245,9 +244,7 @@ class SplitPlan:
             beside = ((k, v) for k, v in self.state.container.items() if self._is_beside(k, v))
             return {key: value for key, value in beside if not is_optimizer(value)}
         tree = _without(self.checkpoint.tree, self.state.path)
-        if self.optimizer:
-            tree = _without(tree, self.optimizer.path)
-        return tree
+        return _without(tree, self.optimizer.path) if self.optimizer else tree
 
     def _is_beside(self, key: object, value: object) -> bool:
         """Return whether an entry at the top, where the model's names are, belongs to no module."""
@@ -260,16 +257,13 @@ class SplitPlan:
 
     def files(self) -> Iterator[tuple[str, Checkpoint]]:
         """Yield each file's name with what goes into it, rank by rank."""
+        whole = replace(self.checkpoint, protocol=2, opened=(), full=False, ranks=None)
         for rank in range(self.ranks):
             shards = Shards(self.path, rank, self.ranks, self.device, self.axis)
-            trees: dict[str, object] = {MODEL: self._model(shards)}
-            if self.optimizer:
-                trees[OPTIMIZER] = self.optimizer.of_rank(shards)
-            if self.extra:
-                trees[EXTRA] = self.extra
-            for kind, tree in trees.items():
-                part = replace(self.checkpoint, tree=tree, protocol=2, opened=(), full=False, ranks=None)
-                yield f"{kind}_world_size_{self.ranks}_rank_{rank}.pt", part
+            optimizer = self.optimizer.of_rank(shards) if self.optimizer else None
+            trees = {MODEL: self._model(shards), OPTIMIZER: optimizer, EXTRA: self.extra}
+            for kind in self.kinds:
+                yield f"{kind}_world_size_{self.ranks}_rank_{rank}.pt", replace(whole, tree=trees[kind])
 
     def _model(self, shards: Shards) -> object:
         cut, container = {*self.sharded}, self.state.container
@@ -295,20 +289,11 @@ class SplitPlan:
 
     def compare(self, folder: str, path: str, *, values: bool, progress: Progress | None) -> None:
         """Compare what was written with what was meant, as the merged whole reads back."""
-        problem = "does not read back as intended, and was not kept"
-        try:
-            with open_any(folder) as written:
-                tensors = written.state("model" if self.optimizer or self.extra else "").tensors
-                same = _forms(tensors) == _forms(self.tensors)
-                if same and values:
-                    from ..files.digest import digest
-
-                    same = digest(tensors, progress) == digest(self.tensors, progress)
-        except FileError as fault:
-            reason = fault.message.replace(f"{folder}{os.sep}", "").replace(f"{folder}: ", "")
-            raise Damaged(path, f"{problem}: {reason}") from None
-        if not same:
-            raise Damaged(path, problem)
+        where = "model" if self.optimizer or self.extra else ""
+        with read_back(path, folder), open_any(folder) as written:
+            is_same = are_same(written.state(where).tensors, self.tensors, values=values, progress=progress)
+        if not is_same:
+            raise Damaged(path, UNFIT)
 
     def report(self, path: str, sizes: Mapping[str, int], old: Collection[str]) -> Split:
         """Return what was written."""
@@ -335,10 +320,6 @@ def _is_buffer(name: str, tensor: TensorRef) -> bool:
     """Return whether a tensor is no parameter that FSDP2 cuts: without axes, integers, running statistics."""
     floats = any(kind in tensor.dtype.name for kind in ("float", "complex"))
     return not tensor.shape or not floats or name.rpartition(".")[2] in BUFFERS
-
-
-def _forms(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[object, ...]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _without(tree: dict[Any, Any], path: Path) -> dict[Any, Any]:

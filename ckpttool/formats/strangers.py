@@ -7,8 +7,11 @@ import re
 import shlex
 
 from ..errors import Unsupported, UsageFault
+from ..tensors.ref import Source
 
 ONNX = re.compile(rb"\x08[\x01-\x20](\x12[\x01-\x40][\w.-]+)?[\x12\x1a\x3a\x42]")  # begins with a version
+
+FROM_GGUF = "transformers reads it: AutoModelForCausalLM.from_pretrained({folder}, gguf_file={name})"
 
 # Formats by their first bytes: what it is, and what to do.
 HEADS = (
@@ -21,23 +24,20 @@ HEADS = (
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it first: unzstd"),
     (b"7z\xbc\xaf", "a 7z archive", "unpack it first: 7z x"),
     (b"Rar!", "a RAR archive", "unpack it first: unrar x"),
-    (b"GGUF", "a GGUF model, which is not read here", "{gguf}"),
+    (b"GGUF", "a GGUF model, which is not read here", FROM_GGUF),
     (b"\x89HDF", "an HDF5 file, which is not read here", "load it with Keras or h5py, and save its tensors"),
     (b"\x93NUMPY", "a NumPy array, not a checkpoint", "load it with numpy.load and save it with torch.save"),
 )
-FROM_GGUF = "transformers reads it: AutoModelForCausalLM.from_pretrained({folder}, gguf_file={name})"
 FROM_ONNX = "read it with onnx: onnx.load(...).graph.initializer holds the tensors"
+
+FROM_SAFETENSORS = "numpy.savez(..., **safetensors.numpy.load_file(...))"
 
 # Formats by their names' endings, for an output that asks for one: what it is, and what makes it.
 ENDINGS = {
     ".gguf": ("GGUF", "write safetensors next to config.json, then run llama.cpp's convert_hf_to_gguf.py"),
     ".onnx": ("ONNX", "it holds the model's code too: load the state, then torch.onnx.export"),
-    ".h5": ("HDF5", "write safetensors, and store its tensors with h5py"),
-    ".hdf5": ("HDF5", "write safetensors, and store its tensors with h5py"),
-    ".npz": (
-        "NumPy archives",
-        "write safetensors, then numpy.savez(..., **safetensors.numpy.load_file(...))",
-    ),
+    **dict.fromkeys((".h5", ".hdf5"), ("HDF5", "write safetensors, and store its tensors with h5py")),
+    ".npz": ("NumPy archives", f"write safetensors, then {FROM_SAFETENSORS}"),
     ".msgpack": ("Flax's msgpack", "write safetensors, which Flax models of transformers load too"),
     ".tflite": ("TensorFlow Lite", "it holds the model's code too: convert the model, not its checkpoint"),
     ".zip": ("plain zip archives", "write a .pt, which is a zip; or zip the output"),
@@ -57,22 +57,27 @@ FETCH = {
 }
 
 
+def head_of(source: Source) -> bytes:
+    """Return the first bytes of a file, by which formats are recognised."""
+    return source.read(0, min(source.size, 512))
+
+
 def refuse_url(path: str) -> None:
     """Refuse a URL to read from; a local path that looks like one is left alone if it is there."""
     if (found := re.match(r"([a-z][a-z0-9+.-]+)://(.*)", path, re.IGNORECASE)) and not os.path.lexists(path):
-        fetch = FETCH.get(found[1].lower(), "")
-        command = fetch.format(url=shlex.quote(path), rest=shlex.quote(found[2]))
+        command = FETCH.get(found[1].lower(), "").format(url=shlex.quote(path), rest=shlex.quote(found[2]))
         hint = "download it first" + (f": {command}" if command else "")
         raise Unsupported(path, "is a URL, and URLs are not read yet", hint=hint)
 
 
-def known(path: str, head: bytes) -> Unsupported | None:
+def known(source: Source) -> Unsupported | None:
     """Return the error for a file that begins as something else does; None for one that begins otherwise."""
+    path, head = source.path, head_of(source)
     folder, name = os.path.split(path)
     for start, what, hint in HEADS:
         if head.lstrip()[: len(start)].lower() == start.lower():
-            gguf = FROM_GGUF.format(folder=repr(folder or "."), name=repr(name))
-            return Unsupported(path, f"is {what}", hint=hint.format(gguf=gguf))
+            hint = hint.format(folder=repr(folder or "."), name=repr(name))
+            return Unsupported(path, f"is {what}", hint=hint)
     if ONNX.match(head) and (b"pytorch" in head or path.lower().endswith(".onnx")):
         return Unsupported(path, "is an ONNX model, which is not read here", hint=FROM_ONNX)
     if path.lower().endswith(".msgpack"):
@@ -81,14 +86,14 @@ def known(path: str, head: bytes) -> Unsupported | None:
     return None
 
 
-def stranger(path: str, head: bytes) -> Unsupported:
+def stranger(source: Source) -> Unsupported:
     """Return the error for a file in a format that is not read here."""
-    if (fault := known(path, head)) is not None:
+    if fault := known(source):
         return fault
-    if head[:1] == b"\x80":
-        listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(path)}"
-        return Unsupported(path, "is a pickle, but not one that torch.save wrote", hint=listed)
-    return Unsupported(path, "is not a checkpoint in any format known here")
+    if head_of(source)[:1] == b"\x80":
+        listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(source.path)}"
+        return Unsupported(source.path, "is a pickle, but not one that torch.save wrote", hint=listed)
+    return Unsupported(source.path, "is not a checkpoint in any format known here")
 
 
 def refuse_output(path: str) -> None:
@@ -107,8 +112,6 @@ def unwritable(path: str) -> UsageFault | None:
 def checkpoints_inside(path: str, names: list[str], unpack: str) -> Unsupported | None:
     """Return the error for an archive that is no checkpoint itself but has some, by the names in it."""
     files = [name for name in names if name.lower().endswith(ARCHIVED)]
-    if not files:
-        return None
     listed = ", ".join(name[:80] for name in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
-    hint = f"unpack it first: {unpack} {shlex.quote(path)}"
-    return Unsupported(path, f"is an archive that holds checkpoints: {listed}", hint=hint)
+    what = f"is an archive that holds checkpoints: {listed}"
+    return Unsupported(path, what, hint=f"unpack it first: {unpack} {shlex.quote(path)}") if files else None

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, FileError, Unreadable, Unsupported, UsageFault
-from ckpttool.formats.shards import parse_size
+from ckpttool.formats.saving.destination import parse_size
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.opening import convert

@@ -22,12 +22,13 @@ from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import detached
 from ...checkpoint.ranks import HINT, Ranks
+from ...checkpoint.special_tensors import torch_dtype
 from ...errors import Damaged, Unreadable, Unsupported
 from ...files.open_source import allow_open_files, open_source_descriptor
 from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
 from ...tensors.chunks import Part, assembled
-from ...tensors.dtypes import DTYPES, DType
+from ...tensors.dtypes import DType
 from ...tensors.ref import MAX_BYTES, BadTensor, ByteRange, Source, TensorRef, is_count
 from ..pytorch.archive import Archive
 from ..strangers import known as known_stranger
@@ -41,9 +42,6 @@ ENDING = ".distcp"
 FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
 
 MODULE = "torch.distributed.checkpoint"
-
-# The most bytes of `.metadata`; a million chunks take a third of it.
-MAX_METADATA = 1 << 30
 
 
 def sniff(head: bytes) -> bool:
@@ -63,11 +61,10 @@ def read(source: Source) -> Checkpoint:
         raise Damaged(source.path, str(fault)) from None
     text, protocol = tree.get(full_json.ENTRY), 2
     content: object = tree
-    if isinstance(text, str):
+    if full := isinstance(text, str):
         content, protocol = full_json.decode_entry(source.path, tree, text)
     shards = tuple(items.files.values())
     ranks, names = _ranks(shards, items.absent), names | items.names
-    full = isinstance(text, str)
     checkpoint = Checkpoint(source, NAME, content, protocol, {}, shards, full=full, names=names, ranks=ranks)
     return with_extras(checkpoint, items.folder)
 
@@ -107,7 +104,7 @@ def _file_names(storage_data: object) -> set[str]:
 
 def _metadata(source: Source) -> tuple[dict[Any, Any], frozenset[Global]]:
     """Read the metadata into memory: a mapping of it would end this process if the file became shorter."""
-    if source.size > MAX_METADATA:
+    if source.size > 1 << 30:  # a million chunks take a third of it
         raise Unsupported(source.path, "has metadata of more than 1 GB")
     pickle = read_pickle(source.read(0, source.size))
     return _fields(pickle.value, "Metadata"), pickle.names
@@ -131,12 +128,10 @@ def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
 
 def _dtype(properties: object) -> DType:
     """Return the element type, which `TensorProperties` keeps as the first item of a tuple."""
-    named = None
-    match properties:
-        case Record(state=(Global("torch", name), *_)) if name in DTYPES:
-            return DTYPES[name]
-        case Record(state=(first, *_)):
-            named = first
+    state = properties.state if isinstance(properties, Record) else None
+    named = state[0] if isinstance(state, tuple | list) and state else None
+    if dtype := torch_dtype(named):
+        return dtype
     raise PickleFault(f"its metadata has a tensor of unknown type {in_brief(named)[:40]}")
 
 
@@ -148,7 +143,7 @@ class _Items:
         self.folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
         self.files: dict[str, Source] = {}
         self.names: frozenset[Global] = frozenset()
-        self.places: dict[tuple[object, object], ByteRange | None] = {}
+        self.places: dict[tuple[object, object], ByteRange | None] = {}  # None where the file is not there
         self.loaded: dict[tuple[object, object], object] = {}
         if not isinstance(storage_data, dict):
             raise PickleFault("its metadata does not say where anything is stored")
@@ -185,7 +180,7 @@ class _Items:
             return None
         source = self.file(file)
         if offset + nbytes > source.size:
-            if fault := known_stranger(source.path, source.read(0, min(source.size, 512))):
+            if fault := known_stranger(source):
                 raise fault
             raise Damaged(source.path, f"is cut short: it ends before '{name}' does")
         return ByteRange(source, offset, nbytes)
@@ -211,7 +206,7 @@ class _Items:
 
     def value(self, name: str, metadata: object) -> object:
         """Return a tensor, or a value that is not one."""
-        if isinstance(metadata, Record) and metadata.callable in BYTES:
+        if isinstance(metadata, Record) and metadata.callable == BYTES:
             return ABSENT if self.is_absent(name, None) else self.load(name, None)
         fields = _fields(metadata, "TensorStorageMetadata")
         dtype, size = _dtype(fields.get("properties")), torch_size(fields.get("size"))
@@ -264,4 +259,4 @@ class _Items:
 # What stands for a value in a file that is not there.
 ABSENT = object()
 
-BYTES = {Global(f"{MODULE}.metadata", "BytesStorageMetadata")}
+BYTES = Global(f"{MODULE}.metadata", "BytesStorageMetadata")

@@ -72,15 +72,14 @@ def check(checkpoint: Checkpoint) -> None:
 
 def _objects_refused(path: str, objects: list[tuple[str, str]]) -> Refused:
     """Return the error for objects, given by name and type; it names the first few."""
+    told = ", ".join(f"'{name}' ({kind})" for name, kind in objects[:MOST_TOLD])
+    more = f" and {len(objects) - MOST_TOLD} more" if objects[MOST_TOLD:] else ""
+    said = f"holds objects: {told}{more};"
     if len(objects) == 1:
-        said = "'{}' is an object ({})".format(*objects[0])
-    else:
-        told = ", ".join(f"'{name}' ({kind})" for name, kind in objects[:MOST_TOLD])
-        more = f" and {len(objects) - MOST_TOLD} more" if objects[MOST_TOLD:] else ""
-        said = f"holds objects: {told}{more}"
+        said = "'{}' is an object ({}), and".format(*objects[0])
     drops = " ".join(f"--drop {shlex.quote(name)}" for name, _ in objects[:MOST_TOLD])
-    said += f"{';' if objects[1:] else ', and'} objects are never created from a file here"
-    return Refused(path, said, hint=f"{WITH_FULL}, or leave out what you can do without: {drops}")
+    hint = f"{WITH_FULL}, or leave out what you can do without: {drops}"
+    return Refused(path, f"{said} objects are never created from a file here", hint=hint)
 
 
 def name_of(key: object) -> str:
@@ -104,10 +103,9 @@ def _is_data(value: Global | Record | Storage) -> bool:
             return name in DTYPES
         case Record(callable=Global("torch", "Size")):
             try:
-                torch_size(value)
+                return torch_size(value) is not None
             except PickleFault:
                 return False
-            return True
     return tensor_of(value) is not None
 
 
@@ -222,12 +220,9 @@ def with_extras(checkpoint: Checkpoint, folder: str) -> Checkpoint:
         tree = _as_trainer(tree)
     if twice := tree.keys() & meta.tree.keys():
         raise Damaged(path, f"has '{str(twice.pop())[:80]}', and so has the DCP folder that it is in")
-    return replace(
-        checkpoint,
-        tree=remade(checkpoint.tree, [*tree.items(), *meta.tree.items()]),
-        shards=(*checkpoint.shards, source),
-        names=checkpoint.names | meta.names,
-    )
+    whole = remade(checkpoint.tree, [*tree.items(), *meta.tree.items()])
+    shards, names = (*checkpoint.shards, source), checkpoint.names | meta.names
+    return replace(checkpoint, tree=whole, shards=shards, names=names)
 
 
 def _as_trainer(tree: Mapping[Any, Any]) -> dict[Any, Any]:

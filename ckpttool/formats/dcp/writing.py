@@ -30,9 +30,6 @@ from .tree import check, inside, name_of, torch_size
 
 PICKLED = (tuple, set, frozenset)
 
-# The most values that are written: what appears in several places is written in each.
-MAX_VALUES = 10_000_000
-
 
 def write(checkpoint: Checkpoint, folder: str) -> None:
     """Write the whole tree with torch's own library."""
@@ -50,10 +47,9 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
             if isinstance(fault, RuntimeError):  # of torch: it has no memory left, say
                 said = f"torch could not write it as DCP: {str(fault).splitlines()[0]}"
                 raise Refused(checkpoint.path, said) from None
-            if not isinstance(fault, ValueError):
-                raise fault from None
-            # Two paths that are one when they are joined with dots.
-            raise Refused(checkpoint.path, str(fault), hint="write a .pt file instead") from None
+            if isinstance(fault, ValueError):  # two paths that are one when they are joined with dots
+                raise Refused(checkpoint.path, str(fault), hint="write a .pt file instead") from None
+            raise fault from None
 
 
 class _Live:
@@ -74,7 +70,8 @@ class _Live:
         if tensor is not None:
             return (self.pickled if pickled else self.named)[id(tensor)]
         self.visits += 1
-        if len(path) > MAX_DEPTH or self.visits > MAX_VALUES:
+        # What appears in several places is written in each.
+        if len(path) > MAX_DEPTH or self.visits > 10_000_000:
             raise Refused(self.path, f"'{'.'.join(path[:4])}…' is nested too deeply, or holds too much")
         pickled = pickled or isinstance(value, PICKLED)
         if isinstance(value, dict):

@@ -34,8 +34,6 @@ OURS = re.compile(r".*(?:mp_rank_\d+|layer_\d+-model_\d+)[-_]?(?:model|optim)_st
 
 MAX_RANKS = 1 << 16
 
-OF_PIPELINE = re.compile(r"layer_(\d{1,7})-model_(\d{1,7})")
-
 # DeepSpeed's own program, which knows the rules of the model.
 TO_UNIVERSAL = (
     "make a universal folder of it, which is read here: "
@@ -73,8 +71,7 @@ class Files:
 
 def candidates(folder: str) -> Candidates:
     """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there."""
-    here = states_in(folder)
-    if here:
+    if here := states_in(folder):
         return Candidates(here)
     below = [name for name in _folders(folder) if not is_universal(os.path.join(folder, name))]
     tags = {name: states for name in below if (states := states_in(os.path.join(folder, name)))}
@@ -108,8 +105,8 @@ def is_universal(folder: str) -> bool:
     zero = os.path.join(folder, ZERO)
     if "\0" in folder or os.path.basename(folder) in ("", ".", "..") or not os.path.isdir(zero):
         return False
-    known = (os.path.exists(os.path.join(zero, name, "fp32.pt")) for name in names_in(zero))
-    return os.path.exists(os.path.join(zero, SETTINGS)) or any(known)
+    telling = (SETTINGS, *(os.path.join(name, "fp32.pt") for name in names_in(zero)))
+    return any(os.path.exists(os.path.join(zero, name)) for name in telling)
 
 
 def states_in(folder: str) -> list[str]:
@@ -131,34 +128,30 @@ def is_ours(path: str) -> bool:
 
 def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
     """Return the files of a run, told apart by their names and checked against each other."""
-    models: list[RankFile] = []
-    optims: list[RankFile] = []
+    kinds: dict[bool, list[RankFile]] = {True: [], False: []}
     ranked: set[bool] = set()
     for file in files:
         named, is_model = _named(file)
         tree = contents(file)
         world = _world_size(file.path, tree, is_model)
-        (models if is_model else optims).append(RankFile(file.source, tree, int(named["rank"] or 0), world))
+        kinds[is_model].append(RankFile(file.source, tree, int(named["rank"] or 0), world))
         if is_model:
             ranked.add(named["rank"] is not None)
-    if not models:
+    if not kinds[True]:
         raise Damaged(path, NO_MODELS, hint=HINT)
-    of_models, of_optims = in_order(models), in_order(optims) if optims else None
-    first = of_models.files[0]
-    for other in optims:
+    models, optims = in_order(kinds[True]), in_order(kinds[False])
+    first = models.files[0]
+    for other in kinds[False]:
         other.require_world_of(first)
-    world_size = first.world_size or 1
-    stage = _stage(first, optims)
+    world_size, stage = first.world_size or 1, _stage(first, kinds[False])
     if ranked != {stage == 3}:
         raise first.damaged(f"does not belong to the other files here, of ZeRO stage {stage}")
-    of_ranks = [*([of_models] if stage == 3 else []), *([of_optims] if stage and of_optims else [])]
-    missing = {rank for kind in of_ranks for rank in kind.missing}
-    if stage and of_optims is None:
+    cut = [kind for kind, is_cut in ((models, stage == 3), (optims, stage > 0)) if is_cut]
+    missing = {rank for kind in cut for rank in kind.missing}
+    if stage and not optims.files:
         missing = {*range(world_size)}
-    by_rank = {file.rank: file for file in of_models.files}
-    optims_by_rank = {file.rank: file for file in of_optims.files} if of_optims else {}
-    lacking = tuple(name for kind in of_ranks for name in kind.lacking)
-    return Files(path, stage, world_size, by_rank, optims_by_rank, tuple(sorted(missing)), lacking)
+    lacking = tuple(name for kind in cut for name in kind.lacking)
+    return Files(path, stage, world_size, models.by_rank, optims.by_rank, tuple(sorted(missing)), lacking)
 
 
 def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
@@ -166,7 +159,7 @@ def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
     if not is_ours(file.path):
         raise Damaged(file.path, "is no file of DeepSpeed's ranks, as the others are", hint="leave it out")
     name = os.path.basename(file.path).removesuffix(".pt")
-    if layer := OF_PIPELINE.match(name):
+    if layer := re.match(r"layer_(\d{1,7})-model_(\d{1,7})", name):
         what = f"is layer {int(layer[1])} of a pipeline, part {int(layer[2])} of it"
         what += ": no file says what the model calls its layers"
         raise Unsupported(file.path, what, hint=TO_UNIVERSAL)
@@ -211,9 +204,8 @@ def entry(file: RankFile, name: str) -> dict[Any, Any]:
 
 
 def _world_size(path: str, tree: Mapping[Any, Any], is_model: bool) -> int:
-    states = tree if is_model else attributes(tree.get("optimizer_state_dict"))
     name = "dp_world_size" if is_model else "partition_count"
-    stated = states.get(name)
+    stated = (tree if is_model else attributes(tree.get("optimizer_state_dict"))).get(name)
     counts: list[Any] = stated if isinstance(stated, list) and stated else [stated]
     if any(type(count) is not int or not 0 < count <= MAX_RANKS for count in counts):
         raise Damaged(path, f"does not say how many ranks there were ('{name}')")
@@ -264,12 +256,10 @@ def one_step(files: Files, optimizer: object, take_step: int | None) -> int | No
         raise UsageFault(f"{files.path}: is of no step {take_step}; its files state {known}")
     if take_step is None and len({*stated.values()}) > 1:
         told = ", ".join(f"{where} states {step}" for where, step in stated.items())
+        hint = "copy the files of one step; if you know that they belong together, "
+        hint += "as after a restart of the optimizer: "
         command = f"ckpttool merge {shlex.quote(files.path)} OUTPUT --take-step {max(stated.values())}"
-        raise files.first.damaged(
-            f"is of another step than what it lies with: {told}",
-            "copy the files of one step; if you know that they belong together, as after a restart of the "
-            f"optimizer: {command}",
-        )
+        raise files.first.damaged(f"is of another step than what it lies with: {told}", hint + command)
     return take_step if take_step is not None else next(iter(stated.values()), None)
 
 

@@ -48,8 +48,8 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     step = one_step(run, tree.get("optimizer"), take.step)
     if take.step is not None and "global_steps" in tree:
         tree = tree | {"global_steps": step}
-    ranks = Ranks(f"{framework(run)} ZeRO-{run.stage}", run.world_size, step=step, held=_held(files, run))
-    ranks = replace(ranks, replicated=tuple(wholes.replicated), missing=run.missing, lacking=run.lacking)
+    kind, held, replicated = f"{framework(run)} ZeRO-{run.stage}", _held(files, run), tuple(wholes.replicated)
+    ranks = Ranks(kind, run.world_size, "", step, held, replicated, run.missing, run.lacking)
     return whole_of(path, NAME, tree, files, ranks, wholes.left)
 
 
@@ -64,8 +64,7 @@ def _require_states_of(path: str, take_rank: int | None, files: Files) -> None:
     if take_rank is not None and take_rank not in files.models:
         there = ", ".join(map(str, files.models))
         what = f"only rank {there} holds model states, and rank {take_rank} parts of the optimizer"
-        hint = f"leave out --take-rank, or take rank {min(files.models)}"
-        raise UsageFault(f"{path}: {what}", hint=hint)
+        raise UsageFault(f"{path}: {what}", hint=f"leave out --take-rank, or take rank {min(files.models)}")
 
 
 def _held(files: Sequence[Checkpoint], run: Files) -> dict[int, int]:
@@ -83,7 +82,10 @@ def _joined(files: Files, wholes: Wholes) -> dict[Any, Any]:
     """Return a run's contents in stages 1 to 3."""
     groups = _groups(files)
     layout = _layout(files, groups)
-    cut = _trained(files, layout, wholes) | frozen_of(files, wholes)
+    parts = {rank: _parts(files.stage, file) for rank, file in files.optims.items()}
+    of_group = [{rank: listed[group] for rank, listed in parts.items()} for group in range(len(groups))]
+    cut = {slot.name: joined(wholes, slot, of_group[slot.group]) for slot in layout.slots}
+    cut |= frozen_of(files, wholes)
     optimizer = zero.optimizer_of(files, layout, [[*group] for group in groups], wholes)
     tree = merged(wholes, [without_pieces(file, files, cut) for file in files.models.values()])
     return {**tree, "module": module_of(files, tree["module"], cut), "optimizer": optimizer}
@@ -168,21 +170,11 @@ def _check_mapping(file: RankFile, *layouts: Layout) -> None:
     places = [{name: attributes(place) for name, place in attributes(each).items()} for each in listed]
     stated = [{name: (at.get("start"), at.get("numel")) for name, at in each.items()} for each in places]
     if all(stated != layout.held_by(file.rank) for layout in layouts):
-        raise file.damaged(
-            f"holds other parameters than rank {file.rank}'s file should ('param_slice_mappings')",
-            "the file is of another rank or run: copy the files of all ranks once more",
-        )
+        what = f"holds other parameters than rank {file.rank}'s file should ('param_slice_mappings')"
+        raise file.damaged(what, "the file is of another rank or run: copy the files of all ranks once more")
 
 
 # The model's state.
-
-
-def _trained(files: Files, layout: Layout, wholes: Wholes) -> dict[str, TensorRef]:
-    parts = {rank: _parts(files.stage, file) for rank, file in files.optims.items()}
-    return {
-        slot.name: joined(wholes, slot, {rank: groups[slot.group] for rank, groups in parts.items()})
-        for slot in layout.slots
-    }
 
 
 def frozen_of(files: Files, wholes: Wholes) -> dict[str, TensorRef]:

@@ -30,8 +30,6 @@ from .files import LATEST, SETTINGS, ZERO, Files, contents, is_universal, named_
 from .reading import NAME, buffers_of, framework, frozen_of, module_of, shapes_of_groups, without_pieces
 from .zero import IN_USE, alone, numel, param_groups
 
-LATEST_UNIVERSAL = "latest_universal"
-
 WEIGHTS, STEP = "fp32", "step"
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -53,7 +51,7 @@ def candidates(folder: str) -> Candidates:
         return Candidates(_files_in(folder))
     if states_in(folder):
         return Candidates([])
-    for telling in (LATEST, LATEST_UNIVERSAL):
+    for telling in (LATEST, "latest_universal"):
         if (named := named_by(folder, telling)) is not None:
             inside = os.path.join(folder, named[0])
             return Candidates(_files_in(inside), (named[1],)) if is_universal(inside) else Candidates([])
@@ -62,12 +60,10 @@ def candidates(folder: str) -> Candidates:
 
 def _files_in(folder: str) -> list[str]:
     zero = os.path.join(folder, ZERO)
-    names = [
-        os.path.join(name, file) for name in names_in(zero) for file in names_in(os.path.join(zero, name))
-    ]
-    states = [os.path.join(zero, name) for name in names if name.endswith(".pt")]
-    settings = os.path.join(zero, SETTINGS)
-    return [*states_in(folder), *states, *([settings] if os.path.exists(settings) else [])]
+    folders = [os.path.join(zero, name) for name in names_in(zero)]
+    paths = [os.path.join(inside, name) for inside in folders for name in names_in(inside)]
+    states = [path for path in paths if path.endswith(".pt")]
+    return [*states_in(folder), *states, *filter(os.path.exists, [os.path.join(zero, SETTINGS)])]
 
 
 def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
@@ -107,9 +103,8 @@ def _sorted_out(files: Sequence[Checkpoint]) -> _Parts:
         elif named := run_files.OF_MODEL.fullmatch(stem):
             rank = int(named["rank"] or 0)
             parts.models[int(named["mp"]), rank] = RankFile(file.source, contents(file), rank, None)
-        elif run_files.is_ours(
-            file.path
-        ):  # layers of a pipeline, experts: copies of the run's, in its own precision
+        # Layers of a pipeline and experts are copies of the run's, in its own precision.
+        elif run_files.is_ours(file.path):
             parts.left.append(f"{name} (its parameters are in {ZERO}/)")
     return parts
 
@@ -117,10 +112,8 @@ def _sorted_out(files: Sequence[Checkpoint]) -> _Parts:
 def _run(path: str, parts: _Parts, models: Mapping[int, RankFile]) -> Files:
     """Return the run that the folder was made of, as if `optimizer_state.pt` were the file of rank 0."""
     world = next(iter(models.values())).tree.get("dp_world_size")
-    names = [os.path.basename(file.path) for file in models.values()]
-    is_stage_3 = any(name.startswith("zero_pp_rank_") for name in names)
-    settings = parts.settings
-    optims = {0: RankFile(settings.source, settings.tree, 0, None)} if settings else {}
+    is_stage_3 = any(os.path.basename(file.path).startswith("zero_pp_rank_") for file in models.values())
+    optims = {0: RankFile(parts.settings.source, parts.settings.tree, 0, None)} if parts.settings else {}
     return Files(path, 3 if is_stage_3 else 1, world if type(world) is int else 1, models, optims)
 
 
@@ -157,9 +150,8 @@ def _of_cut_model(run: Files, parts: _Parts, weights: Mapping[str, TensorRef]) -
     """Return the tree of a model that ranks had parts of: only `zero/` has its parameters whole."""
     own, buffers = attributes(run.facts.get("module")), buffers_of(run)
     known = [name for name in own if name in parts.states]
-    names = [*known, *sorted(parts.states.keys() - own.keys(), key=_natural)]
     state: dict[str, object] = {}
-    for name in names:
+    for name in [*known, *sorted(parts.states.keys() - own.keys(), key=_natural)]:
         if name in weights:
             state[name] = weights[name]
         elif name in buffers and tensor_of(own.get(name)) is not None:
@@ -195,18 +187,14 @@ def _optimizer(run: Files, parts: _Parts, groups: Sequence[Shapes]) -> dict[str,
     state: dict[str, dict[str, object]] = {}
     for number, group in enumerate(groups):
         for name, shape in group.items():
-            kept: dict[str, object] = {}
-            for key, file in parts.states[name].items():
-                if key == STEP:
-                    kept[key] = file.tree
-                elif key != WEIGHTS:
-                    kept[key] = _tensor(file, shape if run.stage == 3 else None)
+            form = shape if run.stage == 3 else None
+            files = {key: file for key, file in parts.states[name].items() if key != WEIGHTS}
+            kept = {key: file.tree if key == STEP else _tensor(file, form) for key, file in files.items()}
             if kept and STEP not in kept and (step := _step_of_group(parts.settings, number)) is not None:
                 kept[STEP] = step
             if kept:
                 state[name] = kept
-    names = [[*group] for group in groups]
-    return {"state": state, "param_groups": param_groups(run, {0: parts.settings.tree}, names)}
+    return {"state": state, "param_groups": param_groups(run, {0: parts.settings.tree}, [*map(list, groups)])}
 
 
 def _step_of_group(settings: Checkpoint, number: int) -> object:

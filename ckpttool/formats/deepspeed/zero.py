@@ -63,20 +63,17 @@ class Layout:
 
     def fits(self, rank: int, group: int, part: TensorRef) -> bool:
         """Return whether a rank's part of a vector has as many elements as the parameters take."""
-        least, most = self.least[rank][group], self.most[rank][group]
-        return len(part.shape) == 1 and least <= part.numel <= most
+        return len(part.shape) == 1 and self.least[rank][group] <= part.numel <= self.most[rank][group]
 
     def check(self, rank: int, group: int, part: TensorRef, what: str) -> None:
         """Check the size of a rank's part of a vector."""
         if not self.fits(rank, group, part):
             least, most = self.least[rank][group], self.most[rank][group]
             padding = f", {most - least} of them padding" if most > least else ""
-            raise Damaged(
-                part.storage.data.path,
-                f"its {what} of group {group} has shape {list(part.shape)}, and rank {rank}'s part of the "
-                f"parameters has {most} elements{padding}",
-                hint="the parameters are listed in the files *_model_states.pt: copy the folder again",
-            )
+            here = f"its {what} of group {group} has shape {list(part.shape)}"
+            should = f"rank {rank}'s part of the parameters has {most} elements{padding}"
+            hint = "the parameters are listed in the files *_model_states.pt: copy the folder again"
+            raise Damaged(part.storage.data.path, f"{here}, and {should}", hint=hint)
 
     def held_by(self, rank: int) -> list[dict[str, tuple[int, int]]]:
         """Return the runs of each group that a rank holds: name -> (start, count)."""
@@ -149,8 +146,8 @@ def joined(wholes: Wholes, slot: Slot, parts: Mapping[int, TensorRef], name: str
 
 def _cut(part: TensorRef, run: Run) -> TensorRef:
     if len(part.shape) != 1 or part.numel < run.start + run.count:
-        needed = f"needs {run.start + run.count} elements"
-        what = f"a part of a parameter has shape {list(part.shape)}, and {needed}"
+        needed = run.start + run.count
+        what = f"a part of a parameter has shape {list(part.shape)}, and needs {needed} elements"
         raise Damaged(part.storage.data.path, what)
     return replace(part, shape=(run.count,), offset=part.offset + run.start * part.stride[0])
 
@@ -227,8 +224,8 @@ class _Joining:
             elif any(self.layout.fits(rank, group, part) for rank, part in parts.items()):
                 self._add_momentum(key, group, parts)
             else:
-                what = f"'{key[:80]}' of the optimizer's state, of other sizes than the parameters"
-                self.wholes.left.append(what)
+                left = f"'{key[:80]}' of the optimizer's state, of other sizes than the parameters"
+                self.wholes.left.append(left)
 
     def _common_keys(self, entries: Mapping[int, Mapping[str, Any]]) -> list[str]:
         first = min(entries)
@@ -279,10 +276,9 @@ def param_groups(files: Files, bases: Mapping[int, Any], names: Names) -> list[d
     """Return the settings of the parameter groups, which list their parameters by name."""
     first = min(bases)
     groups, file = _groups(bases[first]), files.optims[first]
-    for rank, base in bases.items():
-        if not same(_groups(base), groups):
-            what = f"is of another step or run: its optimizer's settings are not those in {file.path}"
-            raise files.optims[rank].damaged(what)
+    if other := next((files.optims[rank] for rank in bases if not same(_groups(bases[rank]), groups)), None):
+        what = f"is of another step or run: its optimizer's settings are not those in {file.path}"
+        raise other.damaged(what)
     listed = [attributes(group).get("params") for group in groups]
     numbers = [number for each in listed for number in (each if isinstance(each, list) else [None])]
     if numbers != [*range(len(names))]:

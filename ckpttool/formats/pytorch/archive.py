@@ -39,36 +39,22 @@ LEADING_NUMBER = re.compile(rb"[ \t-\r]*([+-]?[0-9]+)")
 # Records that are looked up by name; torch finds them in any case of letters.
 LOOKED_UP = (PICKLE, "/byteorder", "/constants.pkl")
 
+EXPORTED = "load it with torch.export.load and save its state_dict"
+PACKAGED = "load the model with torch.package.PackageImporter and save its state_dict()"
+SCRIPTED = "load it with torch.jit.load and save its state_dict()"
+
 # Other things that are kept in a zip file, by how the name of a record ends.
 OTHERS_BY_ENDING = (
-    (
-        "/archive_format",
-        "is an exported program (torch.export), code and all, not a checkpoint",
-        "load it with torch.export.load and save its state_dict",
-    ),
-    (
-        "/.data/extern_modules",
-        "is a torch.package archive, code and all, not a checkpoint",
-        "load the model with torch.package.PackageImporter and save its state_dict()",
-    ),
-    (
-        "/model.json",
-        "is a TorchScript archive of torch before 1.4, which is not read here",
-        "load it with torch.jit.load and save its state_dict()",
-    ),
+    ("/archive_format", "is an exported program (torch.export), code and all, not a checkpoint", EXPORTED),
+    ("/.data/extern_modules", "is a torch.package archive, code and all, not a checkpoint", PACKAGED),
+    ("/model.json", "is a TorchScript archive of torch before 1.4, which is not read here", SCRIPTED),
     (".npy", "is a NumPy archive (.npz), not a checkpoint", "load it with numpy.load, then torch.save"),
     (".weights.h5", "is a Keras model, which is not read here", "load it with Keras, and save its weights"),
 )
 
-# The highest ratio of deflate: 258 bytes in two bits (zlib's technical notes).
-MAX_RATIO = 1032
-
 MAX_GROWTH = 100
 # All inflated records together may be MAX_GROWTH times the size of the file, or SMALL bytes if that is more.
 SMALL = 1 << 30
-
-# A pickle, which is inflated in memory, may be this many times its compressed size, and 1 MiB more.
-MAX_TEXT_GROWTH = 64
 
 CHUNK = 1 << 20
 
@@ -97,22 +83,18 @@ class Archive:
         if record is None:
             raise Damaged(self.source.path, f"its record '{name[:80]}' is missing")
         if record.compression not in (STORED, DEFLATED):
-            method = f"method {record.compression}"
-            raise Unsupported(
-                self.source.path,
-                f"its record '{name[:80]}' is compressed in a way that torch does not read ({method})",
-                hint="unpack it and zip it again without compression",
-            )
+            what = f"is compressed in a way that torch does not read (method {record.compression})"
+            hint = "unpack it and zip it again without compression"
+            raise Unsupported(self.source.path, f"its record '{name[:80]}' {what}", hint=hint)
         return record
 
     def bytes_of(self, name: str) -> bytes:
         """Return the bytes of a small record, a pickle or a line of text."""
         record = self.record(name)
         if record.compression == DEFLATED:
-            if record.size > (1 << 20) + MAX_TEXT_GROWTH * record.data.nbytes:
+            if record.size > (1 << 20) + 64 * record.data.nbytes:  # it is inflated in memory
                 what = f"'{record.name}' would grow from {record.data.nbytes} to {record.size} bytes"
-                hint = f"no ordinary file does: {UNPACK}"
-                raise Refused(self.source.path, f"its record {what}", hint=hint)
+                raise Refused(self.source.path, f"its record {what}", hint=f"no ordinary file does: {UNPACK}")
             return b"".join(_inflated(self.source, record))
         data = record.data.read()
         if record.crc32 is not None and zlib.crc32(data) != record.crc32:
@@ -122,29 +104,26 @@ class Archive:
     def read_pickle(self) -> Pickle:
         """Read the tree in `data.pkl`; no storage is read, unless it is compressed."""
         try:
-            return read_torch_pickle(
-                self.bytes_of("data.pkl"), 0, self.storage, parts=ZIP_PARTS, remarks=self.remarks
-            )
+            data = self.bytes_of("data.pkl")
+            return read_torch_pickle(data, self.storage, parts=ZIP_PARTS, remarks=self.remarks)
         except PickleFault as fault:
             raise Damaged(self.source.path, str(fault)) from None
 
     def storage(self, key: str, form: StorageForm) -> Storage:
         """Return the storage of a persistent id, the same object for the same key."""
-        storage = self.storages.get(key)
-        if storage is None:
-            record = self.records.get(self.data + key)
-            if record is None or record.compression != STORED:
-                record = self.record(f"data/{key}")
-            self._require_size(key, form, record.size)  # before anything is inflated
-            data = self._inflate(record) if record.compression == DEFLATED else record.data
-            if not DEVICE.fullmatch(form.location):
-                said = f"is tagged with '{form.location[:40]}', which is no device: torch refuses the file"
-                self.remarks.append(Remark(f"storage '{key[:80]}'", said))
-            storage = Storage(data, form.kind, form.location, record.crc32, self.byteorder)
-            self.storages[key] = storage
-        else:
+        if storage := self.storages.get(key):
             self._require_size(key, form, storage.nbytes)
-        return storage
+            return storage
+        record = self.records.get(self.data + key)
+        if record is None or record.compression != STORED:
+            record = self.record(f"data/{key}")
+        self._require_size(key, form, record.size)  # before anything is inflated
+        data = self._inflate(record) if record.compression == DEFLATED else record.data
+        if not DEVICE.fullmatch(form.location):
+            said = f"is tagged with '{form.location[:40]}', which is no device: torch refuses the file"
+            self.remarks.append(Remark(f"storage '{key[:80]}'", said))
+        self.storages[key] = Storage(data, form.kind, form.location, record.crc32, self.byteorder)
+        return self.storages[key]
 
     def _require_size(self, key: str, form: StorageForm, size: int) -> None:
         if form.nbytes != size:
@@ -222,12 +201,9 @@ def is_intact(source: Source, record: Record) -> bool | None:
 def _inflated(source: Source, record: Record) -> Iterator[bytes]:
     """Yield the contents of a compressed record in pieces of at most CHUNK bytes."""
     name = record.name
-    wrong_size = Damaged(
-        source.path,
-        f"its compressed record '{name}' does not inflate to exactly {record.size} bytes: it is cut short or "
-        "damaged",
-    )
-    if record.size > MAX_RATIO * record.data.nbytes:
+    unlike = f"does not inflate to exactly {record.size} bytes: it is cut short or damaged"
+    wrong_size = Damaged(source.path, f"its compressed record '{name}' {unlike}")
+    if record.size > 1032 * record.data.nbytes:  # 258 bytes in two bits (zlib's technical notes)
         raise Damaged(source.path, f"its record '{name}' states a size that deflate can't reach")
     stream = zlib.decompressobj(-zlib.MAX_WBITS)
     size = crc = 0

@@ -35,14 +35,6 @@ class StorageForm(NamedTuple):
 FindStorage = Callable[[str, StorageForm], Storage]
 
 
-class StorageId(NamedTuple):
-    """A persistent id that was checked. `view` is (key, offset, numel)."""
-
-    key: str
-    form: StorageForm
-    view: tuple[str, int, int] | None
-
-
 def element_type(kind: str) -> DType:
     """Return the element type of a storage class; `uint8` for an untyped storage, which counts bytes."""
     return STORAGE_DTYPES.get(kind, DTYPES["uint8"])
@@ -53,8 +45,8 @@ def itemsize(kind: str) -> int:
     return element_type(kind).itemsize
 
 
-def parse_storage_id(identity: object) -> StorageId:
-    """Check a persistent id."""
+def storage_id(identity: object) -> tuple[str, StorageForm, tuple[str, int, int] | None]:
+    """Check a persistent id; return its key, its form, and of a view key, offset and number of elements."""
     if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
         raise PickleFault(f"its pickle refers to something that is not a storage: {in_brief(identity)[:60]}")
     _, kind, key, location, numel = identity[:5]
@@ -68,8 +60,7 @@ def parse_storage_id(identity: object) -> StorageId:
         is_triple = isinstance(view, tuple) and len(view) == 3 and isinstance(view[0], str)
         if not is_triple or not all(map(is_count, view[1:])) or sum(view[1:]) > numel:
             raise PickleFault(f"its pickle has a malformed view of storage '{key[:80]}'")
-    form = StorageForm(kind.name, location, numel, numel * itemsize(kind.name))
-    return StorageId(key, form, view)
+    return key, StorageForm(kind.name, location, numel, numel * itemsize(kind.name)), view
 
 
 # Named groups are what tensors of one form have in common, and the key; unnamed ones are memo indices.
@@ -94,8 +85,6 @@ GROUPS = AFTER_NAME.groupindex
 FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "shape", "stride", "end")]
 KEY = GROUPS["key"]
 PUTS = [group for group in range(1, AFTER_NAME.groups + 1) if group not in GROUPS.values()]
-
-EACH_NUMBER = re.compile(NUMBER, re.DOTALL)
 
 # The opcode of text: four bytes of length, and the text.
 TEXT = b"X"
@@ -219,5 +208,5 @@ def _memo_indices(match: re.Match[bytes]) -> struct.Struct:
 
 
 def _numbers(opcodes: bytes) -> tuple[int, ...]:
-    numbers = EACH_NUMBER.findall(opcodes)
+    numbers = re.findall(NUMBER, opcodes, re.DOTALL)
     return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)

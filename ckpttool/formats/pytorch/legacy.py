@@ -26,26 +26,23 @@ from .tensor_pickle import LEGACY_PARTS, read_torch_pickle
 FIRST, GROWTH = 1 << 16, 8
 
 
-def read_unsized(
-    source: Source, start: int, end: int, read: Callable[[bytes], Pickle], first: int = FIRST
-) -> Pickle:
-    """Read the pickle that begins at byte `start` of a file."""
+def read_unsized(place: ByteRange, read: Callable[[bytes], Pickle], first: int = FIRST) -> Pickle:
+    """Read the pickle with which a part of a file begins; its `end` is that within the file."""
     size = first
     while True:
-        data = source.read(start, min(size, end - start))
+        data = place.part(0, min(size, place.nbytes)).read()
         try:
             pickle = read(data)
         except CutShort:
-            if size >= end - start:
+            if size >= place.nbytes:
                 raise
             size *= GROWTH
         else:
-            return replace(pickle, end=start + pickle.end)
+            return replace(pickle, end=place.offset + pickle.end)
 
 
 NAME = "torch-legacy"
-MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
-MAGIC = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")  # LONG1 and its ten bytes
+MAGIC = b"\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # LONG1 and its ten bytes
 PROTOCOL_VERSION = 1001
 
 _Storages = dict[str, tuple[StorageForm, Storage]]
@@ -65,13 +62,13 @@ def read(source: Source) -> Checkpoint:
         storages.clear()
         remarks.clear()
         find = partial(_storage, source, storages)
-        return read_torch_pickle(data, 0, find, parts=LEGACY_PARTS, remarks=remarks)
+        return read_torch_pickle(data, find, parts=LEGACY_PARTS, remarks=remarks)
 
     pickles: list[Pickle] = []
     try:
         for read_one in (read_pickle, _read_version, read_pickle, read_tree, read_pickle):
             start = pickles[-1].end if pickles else 0
-            pickles.append(read_unsized(source, start, source.size, read_one))
+            pickles.append(read_unsized(ByteRange(source, start, source.size - start), read_one))
     except PickleFault as fault:
         raise Damaged(source.path, str(fault)) from None
     *_, tree, keys = pickles

@@ -25,7 +25,7 @@ from ...tensors.ref import MAX_AXES, BadTensor, ByteRange, Source, Storage, Tens
 from ..strangers import checkpoints_inside
 from .fast_path import itemsize
 from .legacy import read_unsized
-from .tensor_pickle import StorageView, tensor_of_storage
+from .tensor_pickle import AnyStorage, StorageView, tensor_of_storage
 
 NAME = "torch-tar"
 MEMBERS = ("storages", "tensors", "pickle")
@@ -36,13 +36,7 @@ PLAIN, EXTENDED = (b"0", b"\0"), b"x"
 
 TIMES = re.compile(rb"([0-9]{1,3} [acm]time=[0-9.]{1,40}\n)*")
 
-# Entries that a tar may have; torch wrote four.
-MAX_ENTRIES = 64
-
-# Enough for the pickles of storages and tensors, which are many.
-FEW_BYTES = 4096
-
-Objects = dict[int, Storage | StorageView | TensorRef]
+Objects = dict[int, AnyStorage | TensorRef]
 
 
 def sniff(head: bytes) -> bool:
@@ -84,7 +78,7 @@ def entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
     # Only what torch's files need is read: regular files, and extended headers that state times. Python's
     # tarfile reads all of the format, and takes minutes for some hostile files.
     position = 0
-    for _ in range(MAX_ENTRIES):
+    for _ in range(64):  # torch wrote four
         header = source.read(position, BLOCK) if position + BLOCK <= source.size else b""
         if not any(header):  # zeros mark the end
             return
@@ -131,7 +125,8 @@ class _Member:
 
     def pickle(self, persistent_load: Any = None) -> Pickle:
         read = partial(read_pickle, persistent_load=persistent_load)
-        pickle = read_unsized(self.source, self.position, self.end, read, FEW_BYTES)
+        rest = ByteRange(self.source, self.position, self.end - self.position)
+        pickle = read_unsized(rest, read, first=4096)  # those of storages and tensors are small, and many
         self.names |= pickle.names
         self.position = pickle.end
         return pickle
@@ -161,8 +156,7 @@ def _read_storages(member: _Member) -> Objects:
         if not isinstance(location, str) or not isinstance(kind, Global) or kind.name not in STORAGE_DTYPES:
             raise PickleFault(f"has a storage of unknown class {in_brief(kind)[:60]}")
         (numel,) = member.numbers("<q")
-        data = member.take(numel * itemsize(kind.name))
-        _put(objects, key, Storage(data, kind.name, location))
+        _put(objects, key, Storage(member.take(numel * itemsize(kind.name)), kind.name, location))
     views = member.pickle().value
     if not isinstance(views, list):
         raise PickleFault("has a malformed list of views")
@@ -199,7 +193,7 @@ def _triple(member: _Member, what: str) -> tuple[object, object, object]:
     return entry
 
 
-def _put(objects: Objects, key: object, value: Storage | StorageView | TensorRef) -> None:
+def _put(objects: Objects, key: object, value: AnyStorage | TensorRef) -> None:
     if type(key) is not int or key in objects:
         raise PickleFault(f"has the key {in_brief(key)[:20]} twice, or one that is not a number")
     objects[key] = value

@@ -21,15 +21,7 @@ from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, OrderedDict_, R
 from ...inert_pickle.writer import write_pickle
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ...tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, is_count
-from .fast_path import (
-    UNTYPED,
-    FindStorage,
-    StorageForm,
-    TensorPattern,
-    element_type,
-    itemsize,
-    parse_storage_id,
-)
+from .fast_path import UNTYPED, FindStorage, StorageForm, TensorPattern, element_type, itemsize, storage_id
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
 REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
@@ -47,20 +39,20 @@ class StorageView:
     kind: str | None = None  # the class whose elements are counted; that of the storage when None
 
 
+AnyStorage = Storage | StorageView
+
 # Parts of a persistent id, in the zip format and before it: the sixth is the view, or None.
 ZIP_PARTS, LEGACY_PARTS = 5, 6
 
 
-def read_torch_pickle(
-    data: bytes, start: int, storage: FindStorage, *, parts: int, remarks: list[Remark]
-) -> Pickle:
+def read_torch_pickle(data: bytes, storage: FindStorage, *, parts: int, remarks: list[Remark]) -> Pickle:
     """Read a pickle that torch wrote: its tensors become TensorRefs."""
     identities = _Identities(storage, parts, remarks)
     reducers = REDUCERS | {name: partial(_rebuild_parameter, name, remarks) for name in PARAMETER}
     reducers |= {name: partial(_without_hooks, name, remarks) for name in (REBUILD_V2, REBUILD_V3)}
     reducers |= {name: partial(_rebuild_from_type, name, remarks) for name in FROM_TYPE}
     shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)} if parts == ZIP_PARTS else {}
-    return read_pickle(data, start, persistent_load=identities.find, reducers=reducers, shortcuts=shortcuts)
+    return read_pickle(data, persistent_load=identities.find, reducers=reducers, shortcuts=shortcuts)
 
 
 def _remark(remarks: list[Remark], name: str, message: str) -> None:
@@ -79,14 +71,14 @@ class _Identities:
         self.storage = storage
         self.parts = parts
         self.remarks = remarks
-        self.whole: dict[str, Storage | StorageView] = {}
+        self.whole: dict[str, AnyStorage] = {}
         self.views: dict[str, StorageView] = {}
         self.empty: dict[tuple[str, DType], Storage] = {}
 
     def find(self, identity: object) -> object:
         if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
             return identity[1]  # a class with its source text, in whole models pickled by torch before 1.6
-        key, form, view = parse_storage_id(identity)
+        key, form, view = storage_id(identity)
         if isinstance(identity, tuple) and len(identity) != self.parts:
             what = f"has {len(identity)} parts in its id, which torch refuses here"
             _remark(self.remarks, f"storage '{key[:80]}'", what)
@@ -96,7 +88,7 @@ class _Identities:
         self.whole.setdefault(key, storage)
         return storage if view is None else self.view(storage, form, *view)
 
-    def of_class(self, key: str, form: StorageForm) -> Storage | StorageView:
+    def of_class(self, key: str, form: StorageForm) -> AnyStorage:
         """The storage of a key, seen under the class that the persistent id names."""
         storage, dtype = self.storage(key, form), element_type(form.kind)
         if dtype is element_type(storage.kind):
@@ -107,11 +99,8 @@ class _Identities:
         empty = Storage(storage.data, form.kind, form.location, storage.crc32, storage.byteorder)
         return self.empty.setdefault((key, dtype), empty)
 
-    def view(
-        self, of: Storage | StorageView, form: StorageForm, key: str, offset: int, numel: int
-    ) -> Storage | StorageView:
-        root = of.storage if isinstance(of, StorageView) else of
-        made = StorageView(root, offset, numel, form.kind)
+    def view(self, of: AnyStorage, form: StorageForm, key: str, offset: int, numel: int) -> AnyStorage:
+        made = StorageView(of.storage if isinstance(of, StorageView) else of, offset, numel, form.kind)
         known = self.whole.get(key) or self.views.setdefault(key, made)
         if known != made:
             what = "is described twice, differently: torch takes the first"
@@ -192,7 +181,7 @@ REDUCERS: dict[Global, Callable[[tuple[Any, ...]], object]] = {
 
 
 def tensor_of_storage(
-    storage: Storage | StorageView, dtype: DType | None, shape: Any, stride: Any, offset: Any, *flags: bool
+    storage: AnyStorage, dtype: DType | None, shape: Any, stride: Any, offset: Any, *flags: bool
 ) -> TensorRef:
     """Return a tensor as `checked_tensor` does; that of a view lies in the storage itself."""
     if isinstance(storage, Storage):
@@ -219,9 +208,7 @@ def written_device(storage: Storage, device: str | None) -> str:
     return storage.location if device is None or storage.location == "meta" else device
 
 
-def write_torch_pickle(
-    value: object, protocol: int = 2, device: str | None = None
-) -> tuple[bytes, list[Storage]]:
+def write_torch_pickle(value: object, protocol: int, device: str | None) -> tuple[bytes, list[Storage]]:
     """Return the pickle of a value, and its storages in the order of their keys."""
     storages: list[Storage] = []
     ids: dict[int, tuple[object, ...]] = {}
@@ -231,8 +218,7 @@ def write_torch_pickle(
         if id(storage) not in ids:
             kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
             numel = storage.nbytes // itemsize(storage.kind)
-            location = written_device(storage, device)
-            ids[id(storage)] = ("storage", kind, str(len(storages)), location, numel)
+            ids[id(storage)] = ("storage", kind, str(len(storages)), written_device(storage, device), numel)
             storages.append(storage)
         return ids[id(storage)]
 

@@ -17,7 +17,7 @@ from ...errors import Damaged, Refused, Unsupported
 from ...files.copying import Output
 from ...inert_pickle.values import Global, OrderedDict_, Record, TooDeep, tensor_of
 from ...tensors.ref import Source, Storage
-from .archive import Archive
+from .archive import SCRIPTED, Archive
 from .tensor_pickle import write_torch_pickle
 from .zip_writer import ZipWriter
 
@@ -117,11 +117,7 @@ def _read_torchscript(archive: Archive) -> Checkpoint:
 
 
 def _not_plain(archive: Archive, what: str) -> Unsupported:
-    return Unsupported(
-        archive.source.path,
-        f"is a TorchScript archive whose {what}",
-        hint="load it with torch.jit.load and save its state_dict()",
-    )
+    return Unsupported(archive.source.path, f"is a TorchScript archive whose {what}", hint=SCRIPTED)
 
 
 def _what(value: object) -> str:

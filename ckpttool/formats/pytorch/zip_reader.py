@@ -17,26 +17,14 @@ from typing import NamedTuple
 
 from ...errors import Damaged, Unsupported
 from ...tensors.ref import ByteRange, Source
-from .zip_writer import (
-    CENTRAL_SIGNATURE,
-    DESCRIPTOR,
-    END,
-    END64,
-    END64_SIGNATURE,
-    END_SIGNATURE,
-    FULL16,
-    FULL32,
-    LOCAL_SIGNATURE,
-    LOCATOR64,
-    LOCATOR64_SIGNATURE,
-    STORED,
-    UNREADABLE,
-    ZIP64_EXTRA,
-)
+from .zip_writer import DESCRIPTOR, END, END64, FULL16, FULL32, LOCATOR64, STORED, ZIP64_EXTRA, Signature
 
 # The fields that are read; versions, times and internal attributes between them are skipped.
 CENTRAL_ENTRY = struct.Struct("<I4xHH4xIIIHHHH2xII")
 LOCAL_HEADER = struct.Struct("<I2xHH4xIIIHH")
+
+# Flags: encrypted, a patch, strongly encrypted, headers masked.
+UNREADABLE = 0x1 | 0x20 | 0x40 | 0x2000
 
 # External attributes: a folder's bit in MS-DOS and torch; a symbolic link among the kinds of Unix; their
 # mask.
@@ -44,9 +32,6 @@ FOLDER, LINK, KIND = 0x10, 0o120000 << 16, 0o170000 << 16
 
 # The bits that tell either from a regular file.
 NOT_A_FILE = FOLDER | LINK & ~(0o100000 << 16)
-
-# Checksum and sizes in a local header whose record has them in a data descriptor behind it.
-BEHIND = [0, 0, 0]
 
 # Bytes read at once for local headers: several headers, where records are small.
 WINDOW = 1 << 15
@@ -70,9 +55,6 @@ class Record(NamedTuple):
 # What the central directory says of a record: offset of the local header, name as bytes and as text, flags,
 # compression, checksum, bytes in the file, bytes once inflated. Entries sort in the order of the file.
 _Entry = tuple[int, bytes, str, int, int, int, int, int]
-
-# Flags, compression, checksum, bytes in the file, bytes once inflated.
-_Numbers = tuple[int, ...]
 
 
 class _Overlap(Damaged):
@@ -104,7 +86,7 @@ def _find_directory(place: ByteRange) -> tuple[int, int, int]:
     """Return the number of entries, the bytes and the offset of the central directory."""
     tail_size = min(place.nbytes, END.size + FULL16)
     tail = place.part(place.nbytes - tail_size, tail_size).read()
-    at = tail.rfind(struct.pack("<I", END_SIGNATURE))
+    at = tail.rfind(struct.pack("<I", Signature.END))
     if at < 0 or at + END.size > len(tail):
         raise Damaged(place.path, "is cut short: the zip directory at its end is missing")
     _, disk, start_disk, here, count, size, offset, comment = END.unpack_from(tail, at)
@@ -123,15 +105,13 @@ def _find_directory64(place: ByteRange, end: int, narrow: tuple[int, int, int]) 
     """Return the same numbers from the ZIP64 end record, which torch always writes, and where that begins."""
     # Without a ZIP64 record they are the narrow ones, and the place of the narrow record, `end`.
     at = end - LOCATOR64.size
-    if at < 0:
+    locator = place.part(at, LOCATOR64.size).read() if at >= 0 else bytes(LOCATOR64.size)
+    signature, end_disk, position, disks = LOCATOR64.unpack(locator)
+    if signature != Signature.LOCATOR64:
         return (*narrow, end)
-    signature, end_disk, position, disks = LOCATOR64.unpack(place.part(at, LOCATOR64.size).read())
-    if signature != LOCATOR64_SIGNATURE:
-        return (*narrow, end)
-    if position + END64.size != at:  # Python would take an extension behind the record for the record
-        raise Damaged(place.path, "its ZIP64 directory is malformed")
-    fields = END64.unpack(place.part(position, END64.size).read())
-    if fields[:2] != (END64_SIGNATURE, END64.size - 12):
+    # Python would take an extension behind the record for the record.
+    fields = END64.unpack(place.part(position, END64.size).read()) if position + END64.size == at else ()
+    if fields[:2] != (Signature.END64, END64.size - 12):
         raise Damaged(place.path, "its ZIP64 directory is malformed")
     disk, start_disk, here, count, size, offset = fields[4:]
     if end_disk or disks > 1 or disk or start_disk or here != count:
@@ -155,7 +135,7 @@ def _entries(place: ByteRange, count: int, raw: bytes) -> Iterator[_Entry]:
         fields = CENTRAL_ENTRY.unpack_from(raw, end)
         signature, flags, method, crc, packed, size, named, extra, comment, disk, attributes, header = fields
         end = begin + named + extra + comment
-        if signature != CENTRAL_SIGNATURE or end > len(raw):
+        if signature != Signature.CENTRAL or end > len(raw):
             raise Damaged(place.path, "its zip directory is malformed")
         raw_name = raw[begin : begin + named]
         try:
@@ -178,22 +158,19 @@ def _entries(place: ByteRange, count: int, raw: bytes) -> Iterator[_Entry]:
         raise Damaged(place.path, "its zip directory is longer than its entries")
 
 
-def _widen(
-    place: ByteRange, name: str, extra: bytes, size: int, packed: int, header: int
-) -> tuple[int, int, int]:
-    """Replace the numbers that are too narrow by those of the ZIP64 extra field, in its fixed order."""
+def _widen(place: ByteRange, name: str, extra: bytes, *narrow: int) -> list[int]:
+    """Replace the numbers that are too narrow by those of the ZIP64 extra field: size, packed, offset."""
     position = 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, position)
         if position + 4 + length > len(extra):
             break
         if kind == ZIP64_EXTRA:
-            wide = iter(struct.iter_unpack("<Q", extra[position + 4 : position + 4 + length // 8 * 8]))
-            try:
-                size, packed, header = (next(wide)[0] if v == FULL32 else v for v in (size, packed, header))
-            except (StopIteration, RuntimeError):
+            numbers = extra[position + 4 : position + 4 + length // 8 * 8]
+            wide = [number for (number,) in struct.iter_unpack("<Q", numbers)]
+            if len(wide) < narrow.count(FULL32):
                 break
-            return size, packed, header
+            return [wide.pop(0) if number == FULL32 else number for number in narrow]
         position += 4 + length
     raise Damaged(place.path, f"its record '{name[:80]}' lacks its ZIP64 sizes")
 
@@ -208,10 +185,11 @@ def _require_file(place: ByteRange, name: str, attributes: int, size: int) -> No
 
 def _refuse_duplicate(place: ByteRange, names: Iterable[str]) -> None:
     """Name the record that is there twice; torch looks for records in any case of letters."""
-    seen: dict[str, int] = {}
-    for number, name in enumerate(names):
-        if seen.setdefault(name.lower(), number) != number:
+    seen: set[str] = set()
+    for name in names:
+        if name.lower() in seen:
             raise Damaged(place.path, f"holds the record '{name[:80]}' twice")
+        seen.add(name.lower())
 
 
 def _require_plain(place: ByteRange, name: str, size: int) -> None:
@@ -241,14 +219,15 @@ def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[st
             if named > len(window):
                 raise Damaged(place.path, f"its record '{name[:80]}' lies outside the file")
         signature, own_flags, own_method, *mine, own_length, extra = unpack(window, at)
-        if signature != LOCAL_SIGNATURE or own_length != length or window[at + fixed : named] != raw_name:
+        if signature != Signature.LOCAL or own_length != length or window[at + fixed : named] != raw_name:
             raise Damaged(place.path, f"its record '{name[:80]}' has another name in its local header")
         data = header + fixed + length + extra
         theirs = [crc, packed, size]
-        as_listed = (mine == theirs and FULL32 not in mine) or (mine == BEHIND and flags & DESCRIPTOR)
+        # Zeros stand where a data descriptor behind the record has checksum and sizes.
+        as_listed = (mine == theirs and FULL32 not in mine) or (flags & DESCRIPTOR and not any(mine))
         if not as_listed or own_flags != flags or own_method != method:
-            whole, listed = (own_flags, own_method, *mine), (flags, method, *theirs)
-            _require_agreement(place, name, whole, listed, place.part(data - extra, extra))
+            wide = place.part(data - extra, extra)
+            _require_agreement(place, name, (own_flags, own_method, *mine), (flags, method, *theirs), wide)
         end, before = data + packed, name
         if end > limit:
             raise Damaged(place.path, f"its record '{name[:80]}' runs past the end of the records")
@@ -257,12 +236,12 @@ def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[st
 
 
 def _require_agreement(
-    place: ByteRange, name: str, mine: _Numbers, theirs: _Numbers, extra: ByteRange
+    place: ByteRange, name: str, mine: tuple[int, ...], theirs: tuple[int, ...], extra: ByteRange
 ) -> None:
     """Refuse a local header that means something else than the central directory's entry."""
     flags, method, crc, packed, size = mine
     if FULL32 in (packed, size):
-        size, packed, _ = _widen(place, name, extra.read(), size, packed, 0)
+        size, packed = _widen(place, name, extra.read(), size, packed)
     behind = flags & DESCRIPTOR  # which follows the bytes, and leaves zeros here
     same = all(m == t or (m == 0 and behind) for m, t in zip((crc, packed, size), theirs[2:], strict=True))
     if (flags ^ theirs[0]) & (UNREADABLE | DESCRIPTOR) or method != theirs[1] or not same:

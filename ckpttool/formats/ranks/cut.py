@@ -143,10 +143,8 @@ class SplitOptimizer:
         listed = [keys for group in _groups(value) if isinstance(keys := group.get("params"), list)]
         if asked and unnamed and len(parameters) != sum(map(len, listed)):
             what = f"the optimizer does not say whether its parameter {unnamed[0]!s:.80} stays whole"
-            hint = (
-                "name its parameters first: ckpttool optimizer IN OUT --to names --order state, if it lists"
-            )
-            raise Refused(file, what, hint=f"{hint} them in the state's order, else with --model SPEC")
+            hint = "name its parameters first: ckpttool optimizer IN OUT --to names --order state, if it"
+            raise Refused(file, what, hint=f"{hint} lists them in the state's order, else with --model SPEC")
         for key in unnamed:
             self._require_one_of(key, spare)
         known = set() if unnamed else {*names.values(), *map(str, value["state"])}
@@ -164,8 +162,7 @@ class SplitOptimizer:
         first: TensorRef | None = None
         for kept, tensor in self._shaped(key):
             if first is not None and tensor.shape != first.shape:
-                others = f", and something else in {list(first.shape)}"
-                raise self._of_unknown_cut(key, kept, tensor, others)
+                raise self._of_unknown_cut(key, kept, tensor, f", and something else in {list(first.shape)}")
             if first is None and spare[tensor.shape] < 1:
                 fewer = "fewer parameters have" if tensor.shape in spare else "no parameter has"
                 raise self._of_unknown_cut(key, kept, tensor, f", which {fewer}")

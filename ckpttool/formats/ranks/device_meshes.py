@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
 from ...inert_pickle.values import Record
+from ...tensors.chunks import Index
 from ...tensors.ref import MAX_AXES, Source, TensorRef, contiguous_stride, is_count
 
 # The most ranks of a mesh, and the most intervals that a rank's piece may have along one dimension.
@@ -22,9 +23,6 @@ MAX_CHUNKS = 1 << 20
 
 # Types of devices, as torch calls them.
 DEVICE = re.compile(r"[a-z]{1,20}")
-
-# Steps that a further box of a piece counts as; it takes about 300 bytes of memory.
-BOX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +104,22 @@ def _axis_names(fields: Mapping[Any, Any], axes: int) -> tuple[str, ...]:
 
 
 # The shape and stride of an axis: numbers each, as an axis may be several flattened.
-Axis = tuple[tuple[int, ...], tuple[int, ...]]
+Axis = tuple[Index, Index]
 
 
 def _axes(fields: Mapping[Any, Any]) -> list[Axis]:
     layout = attributes(fields.get("_layout"))
     listed = layout.get("axes")
     pairs: list[tuple[object, object]]
+    shapes, strides, mesh = layout.get("shape"), layout.get("stride"), fields.get("mesh")
     if isinstance(listed, tuple | list):  # since torch 2.10
         pairs = [(axis.get("shape"), axis.get("stride")) for axis in map(attributes, listed)]
-    elif isinstance(mesh := fields.get("mesh"), TensorRef):  # before 2.9
+    elif isinstance(mesh, TensorRef):  # before 2.9
         pairs = [*zip(mesh.shape, contiguous_stride(mesh.shape), strict=True)]
+    elif isinstance(shapes, tuple) and isinstance(strides, tuple):
+        pairs = [*zip(shapes, strides, strict=False)]
     else:
-        match layout:
-            case {"shape": tuple() as shapes, "stride": tuple() as strides}:
-                pairs = [*zip(shapes, strides, strict=False)]
-            case _:
-                raise BadMesh("has no axes")
+        raise BadMesh("has no axes")
     if len(pairs) > MAX_AXES:
         raise BadMesh(f"has {len(pairs)} axes")
     if any(len(part) > MAX_AXES for pair in pairs for part in pair if isinstance(part, tuple | list)):
@@ -133,9 +130,7 @@ def _axes(fields: Mapping[Any, Any]) -> list[Axis]:
     return axes
 
 
-def _viewed(
-    axes: Sequence[Axis], coordinate: tuple[int, ...], listed: tuple[int, ...], rank: object
-) -> tuple[int, tuple[int, ...]]:
+def _viewed(axes: Sequence[Axis], coordinate: Index, listed: Index, rank: object) -> tuple[int, Index]:
     """Return the rank that wrote a mesh, and all of the mesh, which is a view of a list of ranks."""
     if not is_count(rank) or rank not in listed:
         raise BadMesh("does not list the rank that wrote it")
@@ -196,21 +191,16 @@ def _between(intervals: Intervals, start: int, stop: int) -> Iterator[tuple[int,
         before += last - first
 
 
-def boxes(
-    local: TensorRef, index_sets: Sequence[Intervals], work: Work
-) -> Iterator[tuple[tuple[int, ...], TensorRef]]:
+def boxes(local: TensorRef, index_sets: Sequence[Intervals], work: Work) -> Iterator[tuple[Index, TensorRef]]:
     """Cut a rank's values into boxes of the whole: each is begin and values."""
-    work.spend(BOX * (math.prod(map(len, index_sets)) - 1))
+    work.spend(64 * (math.prod(map(len, index_sets)) - 1))  # a box takes about 300 bytes of memory
     if all(len(intervals) == 1 for intervals in index_sets):
         yield tuple(start for [(start, _)] in index_sets), local
         return
-    places = [list(zip(_starts(intervals), intervals, strict=True)) for intervals in index_sets]
+    sizes = ((stop - start for start, stop in intervals[:-1]) for intervals in index_sets)
+    starts = (itertools.accumulate(lengths, initial=0) for lengths in sizes)
+    places = [[*zip(at, intervals, strict=True)] for at, intervals in zip(starts, index_sets, strict=True)]
     for box in itertools.product(*places):
         at = sum(start * step for (start, _), step in zip(box, local.stride, strict=True))
         shape = tuple(stop - start for _, (start, stop) in box)
-        begin = tuple(start for _, (start, _) in box)
-        yield begin, replace(local, shape=shape, offset=local.offset + at)
-
-
-def _starts(intervals: Intervals) -> Iterator[int]:
-    return itertools.accumulate((stop - start for start, stop in intervals[:-1]), initial=0)
+        yield tuple(start for _, (start, _) in box), replace(local, shape=shape, offset=local.offset + at)

@@ -148,18 +148,12 @@ def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[
     for each in facts:
         if each.rank is not None and each.world_size in (None, size):
             nbytes[each.rank] += each.nbytes
-    mesh = _largest(each.mesh for each in facts)
-    return Ranks(
-        "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)",
-        size,
-        str(mesh or ""),
-        step_of([file for run in runs.values() for file in run.files]),
-        dict(sorted(nbytes.items())),
-        tuple(replicated),
-        tuple(sorted({rank for run in runs.values() for rank in run.missing})),
-        tuple(name for run in runs.values() for name in run.lacking),
-        mesh.device if mesh else "",
-    )
+    mesh, held = _largest(each.mesh for each in facts), dict(sorted(nbytes.items()))
+    name, device = "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)", mesh.device if mesh else ""
+    step = step_of([file for run in runs.values() for file in run.files])
+    missing = tuple(sorted({rank for run in runs.values() for rank in run.missing}))
+    lacking = tuple(name for run in runs.values() for name in run.lacking)
+    return Ranks(name, size, str(mesh or ""), step, held, tuple(replicated), missing, lacking, device)
 
 
 def _joined(wholes: Wholes, runs: Runs, others: Mapping[str, Sequence[_Facts]]) -> object:
@@ -187,7 +181,7 @@ def _facts(file: Checkpoint) -> _Facts:
     sharded: list[Sharded] = []
     nbytes = 0
     for path, value in file.named(unless_sharded):
-        if (tensor := tensor_of(value)) is not None:
+        if tensor := tensor_of(value):
             nbytes += tensor.nbytes
         elif isinstance(value, Sharded):
             if path and path[-1].endswith(FLAT):
@@ -295,17 +289,15 @@ def read_copies(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoin
         return None
     size = len(next(iter(kinds.values())))
     require_rank(path, take.rank, range(size))
-    names = _names_of_kinds({stem: copies[0].tree for stem, copies in kinds.items()})
-    wholes = Wholes(path, world_size=size, take_rank=take.rank)
-    trees, held = dict[object, object](), dict.fromkeys(range(size), 0)
-    for stem, copies in kinds.items():
-        where = (names[stem],) if len(kinds) > 1 else ()
-        of_ranks = [RankFile(copy.source, copy.tree, rank, size) for rank, copy in enumerate(copies)]
-        trees[names[stem]] = merged(wholes, of_ranks, where)
-        for rank, copy in enumerate(copies):
-            held[rank] += sum(tensor.nbytes for _, tensor in copy.tensors())
+    runs = {
+        stem: in_order(RankFile(copy.source, copy.tree, rank, size) for rank, copy in enumerate(copies))
+        for stem, copies in kinds.items()
+    }
+    wholes = Wholes(path, take_rank=take.rank)
+    tree = _joined(wholes, runs, {})
+    of_ranks = enumerate(zip(*kinds.values(), strict=True))
+    held = {rank: sum(t.nbytes for copy in copies for _, t in copy.tensors()) for rank, copies in of_ranks}
     ranks = Ranks("whole copies", size, held=held, replicated=tuple(wholes.replicated))
-    tree = trees if len(trees) > 1 else trees.popitem()[1]
     return whole_of(path, COPIES, tree, files, ranks, wholes.left)
 
 

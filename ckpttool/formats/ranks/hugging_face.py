@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...checkpoint.checkpoint import SHARDING, Checkpoint
@@ -50,7 +50,7 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
         raise Damaged(path, "has two files of one rank and number")
     _require_all_files(path, placed)
     there = {rank for rank, _, _ in placed}
-    missing = tuple(rank for rank in range(max(there)) if rank not in there)
+    missing = tuple(sorted({*range(max(there))} - there))
     pieces: dict[str, list[Piece]] = {}
     nbytes: Counter[int] = Counter()
     for (rank, _, _), file in sorted(placed.items()):
@@ -80,25 +80,22 @@ def _require_all_files(path: str, placed: dict[tuple[int, int, int], Checkpoint]
     if len(counts) > 1:
         raise Damaged(path, f"has files of saves in {' and in '.join(map(str, sorted(counts)))} files")
     numbers = {number for _, number, _ in placed}
-    for number in range(1, counts.pop() + 1):
-        if number not in numbers:
-            hint = "copy the files of all ranks into one folder"
-            raise Damaged(path, f"has no file number {number}", hint=hint)
+    if lacking := next((n for n in range(1, counts.pop() + 1) if n not in numbers), None):
+        hint = "copy the files of all ranks into one folder"
+        raise Damaged(path, f"has no file number {lacking}", hint=hint)
 
 
-def _pieces(file: Checkpoint) -> list[tuple[str, TensorRef, tuple[int, ...]]]:
-    """Return the pieces in a file: name, values, and where they begin."""
+def _pieces(file: Checkpoint) -> Iterator[tuple[str, TensorRef, tuple[int, ...]]]:
+    """Yield the pieces in a file: name, values, and where they begin."""
     listed = parse_object(file.path, file.metadata[SHARDING].encode(), f"its {SHARDING}")
     tree: Any = file.tree
     if not isinstance(tree, dict) or {*tree} != {*listed}:
         raise Damaged(file.path, f"its {SHARDING} does not list the tensors that it has")
-    pieces = []
     for name, tensor in tree.items():
         begin = shape_of(attributes(listed[name]).get("saved_offsets"))
         if begin is None or not isinstance(tensor, TensorRef) or len(begin) != len(tensor.shape):
             raise Damaged(file.path, f"its {SHARDING} does not say where '{name[:80]}' begins")
-        pieces.append((name, tensor, begin))
-    return pieces
+        yield name, tensor, begin
 
 
 def _whole(path: str, wholes: Wholes, name: str, pieces: list[Piece]) -> TensorRef:

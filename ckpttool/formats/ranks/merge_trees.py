@@ -98,8 +98,8 @@ class _SideBySide:
         first = holders[0]
         if len(holders) < len(places) and isinstance(first.value, Sharded):
             ranks = first.value.ranks - {place.file.rank for place in holders}
-            for file in (place.file for place in places if place.file.rank in ranks):
-                raise Damaged(file.path, f"lacks {_quoted(path)}, of which {first.file.path} has a piece")
+            if lacking := next((place.file for place in places if place.file.rank in ranks), None):
+                raise Damaged(lacking.path, f"lacks {_quoted(path)}, of which {first.file.path} has a piece")
 
     def _record(self, path: Path, places: list[Held], first: Record) -> Record:
         def field(name: str) -> Any:
@@ -210,8 +210,7 @@ def _form(tensor: TensorRef | Sharded) -> str:
 
 def _alike(records: Sequence[Record]) -> bool:
     """Return whether records were made in the same way, from as many values."""
-    ways = {(each.how, str(each.callable), len(each.elements), len(each.items)) for each in records}
-    return len(ways) == 1
+    return len({(each.how, str(each.callable), len(each.elements), len(each.items)) for each in records}) == 1
 
 
 def _agree(places: Sequence[Held], having: Sequence[Held]) -> bool:

@@ -20,7 +20,6 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -31,9 +30,7 @@ from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
 from ...tensors.values import MAX_EXPANSION
-from .. import safetensors
-from ..pytorch import legacy as torch_legacy
-from ..pytorch import zip as torch_zip
+from ..shards import called, of_all, reader_of
 from ..strangers import known
 from .sharded_values import with_pieces
 
@@ -86,10 +83,14 @@ class RankFiles:
     missing: tuple[int, ...]  # the ranks whose file is not there
 
     @property
+    def by_rank(self) -> dict[int, RankFile]:
+        return {file.rank: file for file in self.files}
+
+    @property
     def lacking(self) -> tuple[str, ...]:
         """The names of the files that are not there, if those of the others differ in the rank alone."""
         names = [re.split(r"(\d+)", os.path.basename(file.path)) for file in self.files]
-        if len({*map(len, names)}) > 1:
+        if len({*map(len, names)}) != 1:
             return ()
         first, columns, ranks = names[0], [*zip(*names, strict=True)], [file.rank for file in self.files]
         places = [i for i in range(1, len(columns), 2) if [*map(int, columns[i])] == ranks]
@@ -113,15 +114,14 @@ def in_order(files: Iterable[RankFile]) -> RankFiles:
             telling = telling or file
             hint = "take the files of the other run out of the folder, or name the files to merge"
             file.require_world_of(telling, hint)
-        other = by_rank.setdefault(file.rank, file)
-        if other is not file:
+        if (other := by_rank.setdefault(file.rank, file)) is not file:
             raise file.damaged(f"was written by rank {file.rank}, and so was {other.path}")
     in_ranks = tuple(file for _, file in sorted(by_rank.items()))
     size = telling.world_size if telling else None
     for file in in_ranks:
         if size is not None and file.rank >= size:
             raise Damaged(file.path, f"says that rank {file.rank} of {size} ranks wrote it")
-    missing = {*range(in_ranks[-1].rank + 1 if size is None else size)} - by_rank.keys()
+    missing = {*range(max(by_rank, default=-1) + 1 if size is None else size)} - by_rank.keys()
     return RankFiles(in_ranks, size, tuple(sorted(missing)))
 
 
@@ -180,9 +180,9 @@ class Wholes:
 
     def _part(self, replicas: list[Piece]) -> Part:
         replicas = sorted(replicas, key=lambda piece: (piece.rank != self.take_rank, piece.rank))
-        first, *others = replicas if self.take_rank is None else replicas[:1]
-        ranks = first.rank, *(other.rank for other in others)
-        return Part(first.begin, first.tensor, tuple(other.tensor for other in others), ranks)
+        replicas = replicas if self.take_rank is None else replicas[:1]
+        first, *copies = (piece.tensor for piece in replicas)
+        return Part(replicas[0].begin, first, tuple(copies), tuple(piece.rank for piece in replicas))
 
 
 def with_gaps(
@@ -220,9 +220,6 @@ def require_rank(path: str, take_rank: int | None, ranks: Iterable[int]) -> None
         raise UsageFault(f"{path}: no file of it was written by rank {take_rank}", hint=hint)
 
 
-READERS = (torch_zip, torch_legacy, safetensors)
-
-
 class Candidates(NamedTuple):
     """The paths of the files that may be a run's, and the open files that named them."""
 
@@ -254,40 +251,24 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
     files = []
     for path in paths:
         source = Source(path, open_source_descriptor(path))
-        reader = _reader_of(source)
+        reader = reader_of(source)
         if reader is None:
             hint = "copy it again, or name the files to merge"
-            fault = known(path, source.read(0, min(source.size, 512)))
-            raise fault or Unreadable(path, "is not a file that torch or safetensors wrote", hint=hint)
+            unknown = Unreadable(path, "is not a file that torch or safetensors wrote", hint=hint)
+            raise known(source) or unknown
         files.append(with_pieces(reader.read(source)))
     return files
 
 
 def is_known(path: str) -> bool:
     """Return whether a file begins as those do that torch or safetensors write; Unreadable if it can't be."""
-    return _reader_of(Source(path, open_source_descriptor(path))) is not None
-
-
-def _reader_of(source: Source) -> ModuleType | None:
-    head = source.read(0, min(source.size, 512))
-    return next((reader for reader in READERS if reader.sniff(head)), None)
+    return reader_of(Source(path, open_source_descriptor(path))) is not None
 
 
 def whole_of(
     path: str, kind: str, tree: object, files: Sequence[Checkpoint], ranks: Ranks, unread: Iterable[str]
 ) -> Checkpoint:
     """Return the files of ranks as one checkpoint."""
-    telling = Source(path, os.dup(files[0].source.fd))
-    telling.size = 0  # its bytes are those of the first file, which counts itself
-    return Checkpoint(
-        telling,
-        kind,
-        tree,
-        max(file.protocol for file in files),
-        shards=tuple(file.source for file in files),
-        unread=tuple(unread),
-        names=frozenset().union(*(file.names for file in files)),
-        remarks=tuple(remark for file in files for remark in file.remarks),
-        device="cpu",  # each rank's storages are tagged with its own device
-        ranks=ranks,
-    )
+    telling, fields = called(path, os.dup(files[0].source.fd)), {**of_all(files), "unread": tuple(unread)}
+    # Each rank's storages are tagged with its own device.
+    return Checkpoint(telling, kind, tree, device="cpu", ranks=ranks, **fields)

@@ -46,7 +46,7 @@ class ShardedValues:
     """Reads the sharded tensors of one file."""
 
     def __init__(self, source: Source) -> None:
-        self.path, self._work = source.path, Work(source)
+        self.path, self._work, self._name = source.path, Work(source), ""
         self._meshes: dict[int, Mesh] = {}
         self._numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -55,68 +55,69 @@ class ShardedValues:
         subclass = _subclass(value)
         if subclass is None:
             return None
+        self._name = name[:80]
         kind, args, state = subclass
         dtype, shape = (torch_dtype(args[1]), shape_of(args[2])) if len(args) > 2 else (None, None)
         if shape is None or dtype is None:
-            raise self._malformed(name)
+            raise self._malformed()
         shape = self._once(shape)
         if kind == DTENSOR:
-            return self._dtensor(name, dtype, shape, attributes(state))
-        return self._sharded_tensor(name, dtype, shape, state)
+            return self._dtensor(dtype, shape, attributes(state))
+        return self._sharded_tensor(dtype, shape, state)
 
     def _once(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Return one object for equal tuples: many tensors have the same shape, cut in the same way."""
         return self._numbers.setdefault(numbers, numbers)
 
-    def _malformed(self, name: str) -> Damaged:
-        return Damaged(self.path, f"'{name[:80]}' is a sharded tensor whose description is malformed")
+    def _malformed(self) -> Damaged:
+        return Damaged(self.path, f"'{self._name}' is a sharded tensor whose description is malformed")
+
+    def _require_shape(self, tensor: TensorRef, shape: tuple[int, ...], said_by: str) -> None:
+        if tensor.shape != shape:
+            what = f"has shape {list(tensor.shape)}, and its {said_by} says {list(shape)}"
+            raise Damaged(self.path, f"its piece of '{self._name}' {what}")
 
     # DTensor
 
-    def _dtensor(
-        self, name: str, dtype: DType, shape: tuple[int, ...], state: Mapping[object, object]
-    ) -> Sharded:
+    def _dtensor(self, dtype: DType, shape: tuple[int, ...], state: Mapping[object, object]) -> Sharded:
         local, spec = tensor_of(state.get("_local_tensor")), attributes(state.get("_spec"))
         placements = spec.get("placements")
         if local is None or not isinstance(placements, tuple | list):
-            raise self._malformed(name)
-        mesh = self._mesh(name, spec.get("mesh"))
+            raise self._malformed()
+        mesh = self._mesh(spec.get("mesh"))
         if len(placements) != len(mesh.sizes):
-            raise self._malformed(name)
+            raise self._malformed()
         index_sets: list[Intervals] = [[(0, size)] for size in shape]
-        for dim, cuts in self._cuts(name, placements, len(shape), spec.get("shard_order")):
+        for dim, cuts in self._cuts(placements, len(shape), spec.get("shard_order")).items():
             for axis, chunks in cuts.items():
                 ranks, at = mesh.sizes[axis], mesh.coordinate[axis]
                 index_sets[dim] = share(index_sets[dim], ranks, at, chunks, self._work)
         sizes = tuple(sum(stop - start for start, stop in intervals) for intervals in index_sets)
-        if local.shape != sizes:
-            what = f"has shape {list(local.shape)}, and its placement says {list(sizes)}"
-            raise Damaged(self.path, f"its piece of '{name[:80]}' {what}")
+        self._require_shape(local, sizes, "placement")
         places = boxes(local, index_sets, self._work) if local.numel else ()
         pieces = tuple((self._once(begin), piece) for begin, piece in places)
         return Sharded(DTENSOR, dtype, shape, mesh.rank, mesh.world_size, mesh.ranks, pieces, mesh)
 
-    def _cuts(
-        self, name: str, placements: Sequence[object], dims: int, stated: object
-    ) -> Iterable[tuple[int, Mapping[int, int]]]:
-        """Yield each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting."""
+    def _cuts(self, placements: Sequence[object], dims: int, stated: object) -> dict[int, dict[int, int]]:
+        """Return each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting."""
         cuts_of: dict[int, dict[int, int]] = {}
         for axis, placement in enumerate(placements):
-            if cut := self._cut_of(name, placement, dims):
+            if cut := self._cut_of(placement, dims):
                 cuts_of.setdefault(cut[0], {})[axis] = cut[1]
         stated = stated if isinstance(stated, tuple | list) else ()
         if len(stated) > dims:
-            raise self._malformed(name)
+            raise self._malformed()
         order = dict(map(_order_of, stated))
         for dim, cuts in cuts_of.items():
             is_strided = any(chunks > 1 for chunks in cuts.values())  # which states an order by itself
             known = len(cuts) == 1 or is_strided or not order
             axes = [*cuts] if known else order.get(dim, [])
             if sorted(axes) != [*cuts] or (is_strided and order.get(dim, axes) != axes):
-                raise self._malformed(name)
-            yield dim, {axis: cuts[axis] for axis in axes}
+                raise self._malformed()
+            cuts_of[dim] = {axis: cuts[axis] for axis in axes}
+        return cuts_of
 
-    def _cut_of(self, name: str, placement: object, dims: int) -> tuple[int, int] | None:
+    def _cut_of(self, placement: object, dims: int) -> tuple[int, int] | None:
         """Return the dimension that a placement cuts, and in how many chunks first; None if it cuts none."""
         kind = placement.type_name.rpartition(".")[2] if isinstance(placement, Record) else ""
         settings = attributes(placement)
@@ -126,49 +127,47 @@ class ShardedValues:
             shown = kind or in_brief(placement)[:40]
             what = f"is a DTensor placed as {shown}, which does not say where values belong"
             hint = "before saving: tensor.redistribute(placements=[Replicate()] * mesh.ndim)"
-            raise Unsupported(self.path, f"'{name[:80]}' {what}", hint=hint)
+            raise Unsupported(self.path, f"'{self._name}' {what}", hint=hint)
         dim, chunks = settings.get("dim"), settings.get("split_factor", 1)
         if not is_count(dim) or dim >= dims or not is_count(chunks) or not 0 < chunks <= MAX_CHUNKS:
-            raise self._malformed(name)
+            raise self._malformed()
         return dim, chunks
 
-    def _mesh(self, name: str, value: object) -> Mesh:
+    def _mesh(self, value: object) -> Mesh:
         if id(value) not in self._meshes:
             try:
                 self._meshes[id(value)] = read_mesh(value, self._work)
             except BadMesh as fault:
-                raise Damaged(self.path, f"'{name[:80]}' is a DTensor whose device mesh {fault}") from None
+                raise Damaged(self.path, f"'{self._name}' is a DTensor whose device mesh {fault}") from None
         return self._meshes[id(value)]
 
     # ShardedTensor
 
-    def _sharded_tensor(self, name: str, dtype: DType, shape: tuple[int, ...], state: object) -> Sharded:
+    def _sharded_tensor(self, dtype: DType, shape: tuple[int, ...], state: object) -> Sharded:
         match state:
             case (list() as shards, metadata, process_group, *_):
                 group = attributes(process_group)
                 listed = attributes(metadata).get("shards_metadata")
             case _:
-                raise self._malformed(name)
+                raise self._malformed()
         rank, world = group.get("global_rank"), group.get("global_world_size")
         if not is_count(rank) or not is_count(world) or not isinstance(listed, list):
-            raise self._malformed(name)
+            raise self._malformed()
         self._work.spend(len(shards) + len(listed))
-        pieces = tuple(self._shard(name, attributes(shard)) for shard in shards)
+        pieces = tuple(self._shard(attributes(shard)) for shard in shards)
         placements = (attributes(attributes(shard).get("placement")) for shard in listed)
         owners = [owner for placement in placements if is_count(owner := placement.get("_rank"))]
         if len(owners) < len(listed):
-            raise self._malformed(name)
+            raise self._malformed()
         return Sharded(SHARDED_TENSOR, dtype, shape, rank, world, frozenset(owners), pieces)
 
-    def _shard(self, name: str, shard: Mapping[object, object]) -> tuple[tuple[int, ...], TensorRef]:
+    def _shard(self, shard: Mapping[object, object]) -> tuple[tuple[int, ...], TensorRef]:
         place = attributes(shard.get("metadata"))
         tensor, begin = tensor_of(shard.get("tensor")), shape_of(place.get("shard_offsets"))
         size = shape_of(place.get("shard_sizes"))
         if tensor is None or begin is None or size is None:
-            raise self._malformed(name)
-        if tensor.shape != size:
-            what = f"has shape {list(tensor.shape)}, and its metadata says {list(size)}"
-            raise Damaged(self.path, f"its piece of '{name[:80]}' {what}")
+            raise self._malformed()
+        self._require_shape(tensor, size, "metadata")
         return begin, tensor
 
 

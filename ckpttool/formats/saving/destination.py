@@ -1,23 +1,44 @@
-"""Choosing the format of an output, and checking that it may be written there with the options given."""
+"""The output of a save: its format, whether it may be written there, and what was written of the input."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...checkpoint.dotted_names import contents, dotted
+from ...checkpoint.state import State
+from ...checkpoint.states import is_optimizer
 from ...errors import OutputExists, UsageFault
+from ...inert_pickle.known_names import names_in, names_that_run
+from ...inert_pickle.values import walk
+from ...tensors.ref import Storage, TensorRef
 from .. import folders, safetensors, shards
+from ..dcp import reading as dcp
+from ..dcp import tree as dcp_tree
 from ..pytorch import zip as torch_zip
+from ..pytorch.tensor_pickle import written_device
 from ..strangers import refuse_output, unwritable
-from .report import PICKLES, WHOLE
 
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
     **dict.fromkeys(torch_zip.EXTENSIONS, torch_zip.NAME),
+}
+
+PICKLES = (torch_zip.NAME, shards.TORCH)
+# Formats that hold everything in a checkpoint, not only the model's state.
+WHOLE = (torch_zip.NAME, dcp.NAME)
+HEADED = (safetensors.NAME, shards.SAFETENSORS)
+
+# Factors of units in capitals: `5G` is `5GB`, `5Gi` is `5GiB`.
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("", 1000), ("B", 1000), ("I", 1024), ("IB", 1024))
 }
 
 
@@ -35,7 +56,7 @@ class Destination:
 
     @property
     def has_metadata(self) -> bool:
-        return self.format in (safetensors.NAME, shards.SAFETENSORS)
+        return self.format in HEADED
 
     @property
     def is_folder(self) -> bool:
@@ -87,18 +108,14 @@ def require_sense(
     """Check that options do not contradict each other, and that each has an effect."""
     path, kind = target.path, target.format
     if full and state is not None:
-        raise UsageFault(
-            f"{path}: gets everything that is there, but one state of it was named ('{state}')",
-            hint="leave out --full or --state",
-        )
+        what = f"{path}: gets everything that is there, but one state of it was named ('{state}')"
+        raise UsageFault(what, hint="leave out --full or --state")
     if full and kind == shards.TORCH:
         hint = f"write a .pt file, or shards of safetensors: --to {shards.SAFETENSORS}"
         raise UsageFault(f"{path}: {kind} holds only the model's state", hint=hint)
     if keep_copies and (full or kind in PICKLES):
-        raise UsageFault(
-            f"{path}: keeps what is tied as one tensor, but copies were asked for",
-            hint="leave out --keep-copies, or write safetensors without --full",
-        )
+        hint = "leave out --keep-copies, or write safetensors without --full"
+        raise UsageFault(f"{path}: keeps what is tied as one tensor, but copies were asked for", hint=hint)
     if shard_size is not None and kind not in (shards.SAFETENSORS, shards.TORCH):
         what, way = "is one file", "end OUTPUT in /"
         if target.is_folder:
@@ -109,13 +126,13 @@ def require_sense(
         raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
 
 
-def require_device(target: Destination, device: str) -> None:
-    """Check that a device can be written."""
-    if target.format not in PICKLES:
-        what = f"{target.path}: {target.format} names no devices, but --device {device} was given"
-        raise UsageFault(what, hint="leave it out, or write a .pt file")
-    if not re.fullmatch(r"[a-z]+(:[0-9]{1,3})?", device) or device == "meta":
-        raise UsageFault(f"'{device[:80]}' is not a device", hint="say for example: --device cpu")
+def parse_size(text: str) -> int:
+    """Return the bytes that a size such as `5GB`, `5G`, `500MB` or `1GiB` means."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    size = int(float(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0
+    if not size:
+        raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 5G, 500MB or 1GiB")
+    return size
 
 
 def require_place(checkpoint: Checkpoint, target: Destination, force: bool, kept: Collection[str]) -> None:
@@ -130,15 +147,13 @@ def require_place(checkpoint: Checkpoint, target: Destination, force: bool, kept
     is_named_as_folder = path.endswith("/") or os.path.splitext(path)[1].lower() not in ENDINGS
     if target.is_folder and is_named_as_folder and os.path.isdir(path) and not os.listdir(path):
         return  # an empty folder has nothing to lose
-    for why, hint in _conflicts(checkpoint, target, kept):
+    for why, hint in _reasons(checkpoint, target, kept):
         raise OutputExists(f"{path}: already exists, and {why}", hint=hint)
     if not force:
         raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
 
 
-def _conflicts(
-    checkpoint: Checkpoint, target: Destination, kept: Collection[str]
-) -> Iterator[tuple[str, str]]:
+def _reasons(checkpoint: Checkpoint, target: Destination, kept: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield what keeps an output from being replaced even with `--force`, and what to do instead."""
     path = target.path
     if folders.is_part_of_input(checkpoint, path):
@@ -150,3 +165,128 @@ def _conflicts(
         yield "is a folder", "name a file in it"
     elif others := folders.others(checkpoint, path, kept):
         yield f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
+
+
+# The result.
+
+
+# The facts of a save that depend on what is in the checkpoint, by the names of Saved.
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What `save` wrote.
+
+    Attributes:
+        path: the output.
+        format: its format.
+        nbytes: its size.
+        keys: how many names the model's state has in it.
+        left_out: dotted names of what the format can't hold.
+        tied: names kept as another name of a tensor, by a record in the metadata.
+        copied: names that share memory and were written out each for itself.
+        mentions: names in the output's pickle that could run something when it is unpickled without
+            `weights_only`, whether or not the input was a pickle that had them.
+        devices: devices other than the CPU that the output tags storages with: on a machine without them
+            torch loads it only with `map_location`.
+        text_keys: dicts with keys, such as numbers, that are text in the output.
+        keyed_by_text: optimizers whose state is keyed by text where their groups list numbers, because it
+            went into DCP or came out of it; outside DCP torch loads no momentum from them.
+        not_copied: other files of the input's folder, which a new folder does not have.
+        shards: how many files of a folder hold the tensors; 0 for a single file, and for a DCP not yet
+            written.
+        given_back: names in a replaced folder of what another process put into the old one meanwhile.
+        not_removed: paths of what could not be removed of a replaced folder, each with the reason.
+    """
+
+    path: str
+    format: str
+    nbytes: int
+    keys: int
+    left_out: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    text_keys: tuple[str, ...] = ()
+    keyed_by_text: tuple[str, ...] = ()
+    not_copied: tuple[str, ...] = ()
+    shards: int = 0
+    given_back: tuple[str, ...] = ()
+    not_removed: tuple[str, ...] = ()
+
+    @property
+    def why_left_out(self) -> str:
+        """Why the format can't hold what was left out: words to follow the format's name."""
+        return "has no place for it" if self.format in WHOLE else "holds only tensors"
+
+
+def report(checkpoint: Checkpoint, target: Destination, state: State | None, ties: Collection[str]) -> Facts:
+    """Return what there is to say of an output, by Saved's names, and of a state in it."""
+    kind, lost, facts = target.format, checkpoint.unread, Facts()
+    if kind not in HEADED:  # those with no place for the text of a safetensors header
+        lost += _lost_metadata(checkpoint)
+    if state is not None and not target.holds_all:
+        beside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
+        where = f"{state.where}." if state.path else ""
+        lost = (*(where + name for name in beside), *checkpoint.outside(state), *lost)
+        if kind == shards.TORCH:  # which keeps what is shared
+            facts["devices"] = _devices(checkpoint, state.tensors.values())
+        else:
+            facts["tied"] = tuple(ties)
+            facts["copied"] = tuple(name for name in copied(state) if name not in ties)
+        return facts | {"keys": len(state.tensors), "left_out": lost}
+    if kind == dcp.NAME and not target.full:
+        lost = (*dcp_tree.lost(checkpoint), *lost)
+        facts["copied"] = copied(state) if state else ()
+        facts["text_keys"] = dcp_tree.with_keys_made_text(checkpoint)
+    if kind in PICKLES:
+        facts["mentions"] = tuple(names_that_run(names_in(checkpoint.tree)))
+        facts["devices"] = _devices(checkpoint, walk(checkpoint.tree))
+    facts["keyed_by_text"] = _keyed_by_text(checkpoint, kind, target.full)
+    return facts | {"keys": len(state.tensors) + len(state.likes) if state else 0, "left_out": lost}
+
+
+def _devices(checkpoint: Checkpoint, values: Iterable[object]) -> tuple[str, ...]:
+    """Return the devices other than the CPU that the storages among some values are written with."""
+    storages = (value.storage if isinstance(value, TensorRef) else value for value in values)
+    written = (written_device(value, checkpoint.device) for value in storages if isinstance(value, Storage))
+    return tuple(sorted({*written} - {"cpu", "meta"}))
+
+
+def _lost_metadata(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the text in a safetensors header, but for the note that its tensors are torch's."""
+    texts = checkpoint.metadata.items()
+    return tuple(f"metadata '{name}'" for name, text in texts if OF_TORCH.get(name) != text)
+
+
+def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, ...]:
+    """Return the optimizers whose keys were numbers, and are text because DCP has no others."""
+    into, out_of = kind == dcp.NAME and not full, checkpoint.format == dcp.NAME
+    if into == out_of:
+        return ()
+    named = ((dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value))
+    return tuple(name or dcp_tree.TOP for name, value in named if _keeps_numbers(value, int if into else str))
+
+
+def _keeps_numbers(optimizer: Any, kind: type) -> bool:
+    """Return whether the state of parameters that the groups list as numbers has keys of this type."""
+    state, groups = optimizer.get("state"), optimizer.get("param_groups")
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return False
+    listed = [group.get("params") for group in groups if isinstance(group, dict)]
+    numbers = {str(key) for keys in listed if isinstance(keys, list) for key in keys if type(key) is int}
+    return any(type(key) is kind and str(key) in numbers for key in state)
+
+
+def copied(state: State) -> tuple[str, ...]:
+    """Return the names whose bytes another name has too; a format without sharing gives each a copy."""
+    reached: dict[int, int] = {}  # in each storage, how far the names before this one go
+    names = set()
+    for name, tensor in sorted(state.tensors.items(), key=lambda item: item[1].span[0]):
+        (begin, end), before = tensor.span, reached.get(id(tensor.storage), 0)
+        if begin < min(end, before):
+            names.add(name)
+        reached[id(tensor.storage)] = max(before, end)
+    return tuple(name for name in state.tensors if name in names)

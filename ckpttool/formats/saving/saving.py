@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,21 +16,21 @@ from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
-from ...errors import Damaged, FileError, Refused
+from ...errors import Damaged, FileError, Refused, UsageFault
 from ...files.commit import replacing, require_folder
 from ...files.commit_folder import replacing_folder
 from ...files.copying import DryOutput, Output, Progress
 from ...inert_pickle.values import OrderedDict_
-from ...tensors.ref import Source, Storage, TensorRef
+from ...tensors.ref import Source, Storage
 from .. import folders, safetensors, shards
 from ..dcp import reading as dcp
 from ..dcp import tree as dcp_tree
 from ..pytorch import zip as torch_zip
 from ..reading import open as open_any
 from ..reading import read
-from .destination import Destination, destination, require_device, require_place, require_sense
-from .report import PICKLES, Saved, saved_state, saved_whole
+from .destination import PICKLES, Destination, Saved, destination, report, require_place, require_sense
 
+Tensors = safetensors.Tensors
 Check = Callable[[Checkpoint], None]
 
 
@@ -46,7 +48,7 @@ class SavePlan:
     ) -> None:
         self.checkpoint, self.where, self.kept = checkpoint, where, kept
         self.shard_size = shard_size or shards.DEFAULT_SIZE
-        self.path, self.format, self.full = target.path, target.format, target.full
+        self.target, self.path, self.format, self.full = target, target.path, target.format, target.full
         checkpoint.require_whole()
         self.state = None if target.holds_all else checkpoint.state(where)
         if self.state is None and checkpoint.opened:
@@ -64,7 +66,7 @@ class SavePlan:
         if self.state is not None and not keep_copies and self.format not in PICKLES:
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
 
-    def tensors(self) -> Mapping[str, TensorRef]:
+    def tensors(self) -> Tensors:
         """Return the tensors that the output will have, by their names in it."""
         return dict(self.checkpoint.tensors()) if self.state is None else self.state.tensors
 
@@ -103,8 +105,6 @@ class SavePlan:
             dcp_tree.check(tree)
             return self._saved(sum(tensor.nbytes for _, tensor in tree.tensors()))
         if self.format not in folders.NAMES:
-            if self._header_in_place is not None:
-                return self._saved(self.checkpoint.source.size)
             return self._saved(_dry(self._write))
         cut, index = self._shards()
         sizes = [_dry(partial(self._write_shard, name, tensors)) for name, tensors in cut.items()]
@@ -116,30 +116,22 @@ class SavePlan:
             return self._write_folder(opened, check)
         with replacing(self.path) as file:
             with opened(file) as out:
-                if self._header_in_place is None:
-                    self._write(out)
-                else:
-                    safetensors.write_with_header(self.checkpoint.source, self._header_in_place, out)
+                self._write(out)
             check(read(Source(self.path, os.dup(file.fileno()))))
         return self._saved(out.position)
 
     def _write_folder(self, opened: shards.Opened, check: Check) -> Saved:
         stay = [name for name in self.kept if os.path.lexists(os.path.join(self.path, name))]
         stay += folders.companions(self.checkpoint, self.path)
-        replaced = folders.replaced_by(self.checkpoint, self.path)
-        with replacing_folder(self.path, replaced, {*stay}) as new:
+        with replacing_folder(self.path, folders.replaced_by(self.checkpoint, self.path), {*stay}) as new:
             if self.format == dcp.NAME:
                 from ..dcp.writing import write as write_dcp  # imports torch
 
                 write_dcp(self._for_dcp(), new.path)
             else:
                 shards.write(new.path, self.format, *self._shards(), self._write_shard, opened)
-            try:
+            with read_back(self.path, new.path):
                 written = open_any(new.path)
-            except FileError as fault:
-                reason = fault.message.replace(f"{new.path}{os.sep}", "").replace(f"{new.path}: ", "")
-                unfit = f"does not read back as intended, and was not kept: {reason}"
-                raise Damaged(self.path, unfit) from None
             with written:
                 check(written)
             sizes = {entry.name: entry.stat().st_size for entry in os.scandir(new.path)}
@@ -151,7 +143,7 @@ class SavePlan:
         )
 
     @cached_property
-    def _flat(self) -> tuple[Mapping[str, TensorRef], dict[str, str]]:
+    def _flat(self) -> tuple[Tensors, dict[str, str]]:
         """The tensors that a format of tensors gets values of, and the text of the rest if all is kept."""
         if self.state is None:
             whole = self.checkpoint
@@ -160,7 +152,9 @@ class SavePlan:
         return {name: ref for name, ref in self.state.tensors.items() if name not in self.ties}, {}
 
     def _write(self, out: Output) -> None:
-        if self.format == torch_zip.NAME:
+        if self._header_in_place is not None:
+            safetensors.write_with_header(self.checkpoint.source, self._header_in_place, out)
+        elif self.format == torch_zip.NAME:
             torch_zip.write(self.checkpoint, out, self.path)
         else:
             safetensors.write(self.checkpoint.path, self._flat[0], self._metadata(), out)
@@ -176,7 +170,7 @@ class SavePlan:
         cut = shards.cut_by_size(self.format, tensors, self.shard_size)
         return cut, shards.index_text(cut, {**texts, **({shards.TIES: self.ties} if self.ties else {})})
 
-    def _write_shard(self, name: str, tensors: Mapping[str, TensorRef], out: Output) -> None:
+    def _write_shard(self, name: str, tensors: Tensors, out: Output) -> None:
         if self.format == shards.SAFETENSORS:
             safetensors.write(self.checkpoint.path, tensors, OF_TORCH | {**self.checkpoint.metadata}, out)
         else:
@@ -200,25 +194,17 @@ class SavePlan:
 
     def compare(self, written: Checkpoint, *, values: bool, progress: Progress | None) -> None:
         """Compare what was written with what was intended."""
-        meant = self.tensors()
         tensors = dict(written.tensors()) if self.state is None else written.state("").tensors
-        same = _structure(meant) == _structure(tensors)
-        if same and values:
-            from ...files.digest import digest  # whose hashlib loads OpenSSL
-
-            same = digest(meant, progress) == digest(tensors, progress)
-        if not same:
-            raise Damaged(self.path, "does not read back as intended, and was not kept")
+        if not are_same(tensors, self.tensors(), values=values, progress=progress):
+            raise Damaged(self.path, UNFIT)
 
     def _saved(self, nbytes: int, **facts: Any) -> Saved:
-        report = (self.checkpoint, self.path, self.format, nbytes)
-        if self.state is not None:
-            saved = saved_state(*report, self.state, self.ties)
-        else:
+        state = self.state
+        if state is None:
             state = self.checkpoint.state(self.where) if self.where else self.checkpoint.found_state()
-            saved = saved_whole(*report, state, full=self.full)
-        not_copied = folders.not_copied(self.checkpoint, self.path, self.format)
-        return replace(saved, not_copied=not_copied, **facts)
+        facts |= report(self.checkpoint, self.target, state, self.ties)
+        facts["not_copied"] = folders.not_copied(self.checkpoint, self.path, self.format)
+        return Saved(self.path, self.format, nbytes, **facts)
 
 
 def _dry(write: Callable[[Output], None]) -> int:
@@ -228,8 +214,35 @@ def _dry(write: Callable[[Output], None]) -> int:
     return out.position
 
 
-def _structure(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[object, ...]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+UNFIT = "does not read back as intended, and was not kept"
+
+
+@contextmanager
+def read_back(path: str, folder: str) -> Iterator[None]:
+    """Say of what is wrong with the new folder, not yet in its place, that the output was not kept."""
+    try:
+        yield
+    except FileError as fault:
+        reason = fault.message.replace(f"{folder}{os.sep}", "").replace(f"{folder}: ", "")
+        raise Damaged(path, f"{UNFIT}: {reason}") from None
+
+
+def are_same(written: Tensors, meant: Tensors, *, values: bool, progress: Progress | None) -> bool:
+    """Return whether tensors were written as they were meant: names, types and shapes, or values too."""
+    first, second = ({name: (t.dtype, t.shape) for name, t in ts.items()} for ts in (written, meant))
+    if not values or first != second:
+        return first == second
+    from ...files.digest import digest  # whose hashlib loads OpenSSL
+
+    return digest(meant, progress) == digest(written, progress)
+
+
+def _require_device(target: Destination, device: str) -> None:
+    if target.format not in PICKLES:
+        what = f"{target.path}: {target.format} names no devices, but --device {device} was given"
+        raise UsageFault(what, hint="leave it out, or write a .pt file")
+    if not re.fullmatch(r"[a-z]+(:[0-9]{1,3})?", device) or device == "meta":
+        raise UsageFault(f"'{device[:80]}' is not a device", hint="say for example: --device cpu")
 
 
 @takes_checkpoint
@@ -288,7 +301,7 @@ def save(
     target = destination(name, checkpoint, to, full=full)
     require_sense(target, state, full, keep_copies, shard_size)
     if device is not None:
-        require_device(target, device)
+        _require_device(target, device)
         checkpoint = replace(checkpoint, device=device)
     require_place(checkpoint, target, force, kept)
     require_folder(name)

@@ -55,7 +55,7 @@ def read(data: bytes, path: Path, *, pattern: bool) -> tuple[Any, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_pickle, "TensorPattern", Counted)
-        found = tensor_pickle.read_torch_pickle(data, 0, storage, parts=tensor_pickle.ZIP_PARTS, remarks=[])
+        found = tensor_pickle.read_torch_pickle(data, storage, parts=tensor_pickle.ZIP_PARTS, remarks=[])
         value = found.value
     return value, taken[0]
 
