@@ -36,12 +36,12 @@ NAMED = re.compile(r".+\.lora_(?:embedding_)?[AB]\.(?!bias$)([^.]+)(?:\.weight)?
 # Values of `init_lora_weights` that leave the model's own weights as they are.
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
-# Settings by which a layer computes something else than W + scale · B·A.
-UNKNOWN_WAYS = (
-    *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "megatron_config", "layer_replication"),
-    *("target_parameters", "trainable_token_indices", "alora_invocation_tokens", "arrow_config"),
-    *("kasa_config", "velora_config", "monteclora_config"),
+_WAYS = (
+    "use_dora lora_bias use_qalora use_bdlora megatron_config layer_replication target_parameters "
+    "trainable_token_indices alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config"
 )
+# Settings by which a layer computes something else than W + scale · B·A.
+UNKNOWN_WAYS = tuple(_WAYS.split())
 
 IN_PYTHON = "merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()"
 
