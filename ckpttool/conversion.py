@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from .checkpoint.checkpoint import Checkpoint
 from .errors import NothingToDo, Refused
+from .formats.one_of_several import piece_of
 from .formats.reading import File, open_ranks, opened
 from .formats.saving.destination import Saved, destination
 from .formats.saving.saving import save
@@ -31,6 +33,9 @@ def convert(
     force: bool = False,
 ) -> Saved:
     """Write a checkpoint in another format, without running anything in it.
+
+    A file that is one of several, as `model-00001-of-00005.safetensors`, is converted alone; a UserWarning
+    names the rest, and what makes the whole.
 
     Args:
         file: a path, or an open checkpoint.
@@ -58,6 +63,9 @@ def convert(
     """
     only, exclude, leave_out = tuple(only), tuple(exclude), tuple(leave_out)
     with opened(file) as checkpoint:
+        if not isinstance(file, Checkpoint) and (piece := piece_of(os.fspath(file))) is not None:
+            others = ", ".join([*piece.others[:4], *(["…"] if piece.others[4:] else [])])
+            warnings.warn(piece.warning(checkpoint.path, others), stacklevel=2)
         if leave_out:
             checkpoint = drop(checkpoint, leave_out)
         if only or exclude:

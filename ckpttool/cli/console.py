@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import click
@@ -20,7 +21,6 @@ import click
 from ..files.copying import Progress
 
 BAR_FROM = 64 << 20  # bytes of work from which a progress bar is drawn
-
 MAX_INDENTED = 1 << 20  # characters of JSON up to which it is indented
 
 
@@ -43,9 +43,8 @@ class Console:
         """Print something worth knowing about the result, on stderr."""
         if not (self.quiet or self.json):
             width = None if pasted else terminal_width(sys.stderr)
-            lines = [text] if width is None else wrapped(text, width)
             with suppress(OSError):  # a note that can't be printed does not fail the command
-                click.echo("\n".join(lines), err=True)
+                click.echo(text if width is None else "\n".join(wrapped(text, width)), err=True)
 
     def names(self, names: Sequence[str]) -> str:
         """Join the first few names, or with -v all of them."""
@@ -116,14 +115,14 @@ class Bar:
 def to_json(data: Mapping[str, object]) -> str:
     """Return `data` as strict JSON: NaN and infinity become strings, lone surrogates are escaped."""
     # More than MAX_INDENTED characters get one line per field: json indents ten times as slowly.
+    dumps = partial(json.dumps, allow_nan=False)
     try:
-        fields = {key: json.dumps(value, allow_nan=False) for key, value in data.items()}
+        fields = {key: dumps(value) for key, value in data.items()}
     except (TypeError, ValueError):
-        data = {key: _finite(value) for key, value in data.items()}
-        fields = {key: json.dumps(value, allow_nan=False) for key, value in data.items()}
+        fields = {key: dumps(_finite(value)) for key, value in data.items()}
     if sum(map(len, fields.values())) > MAX_INDENTED:
-        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {text}" for key, text in fields.items()) + "\n}"
-    return json.dumps(_finite(data), indent=2, allow_nan=False)
+        return "{\n" + ",\n".join(f"  {dumps(key)}: {text}" for key, text in fields.items()) + "\n}"
+    return dumps(_finite(data), indent=2)
 
 
 def _finite(value: object) -> object:
@@ -131,9 +130,7 @@ def _finite(value: object) -> object:
         return str(value)
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    return [*map(_finite, value)] if isinstance(value, list | tuple) else value
 
 
 def printable(text: str) -> str:
@@ -151,9 +148,9 @@ def show_bytes(count: float) -> str:
     return f"{count:.3g} {units[0]}"
 
 
-def counted(count: int, one: str, more: str) -> str:
+def counted(count: int, one: str, more: str = "") -> str:
     """Return a count with its noun: `1 value`, `2 values`."""
-    return f"{count} {one if count == 1 else more}"
+    return f"{count} {one if count == 1 else more or f'{one}s'}"
 
 
 def show_names(names: Sequence[str], most: int = 4) -> str:
@@ -211,24 +208,22 @@ def _clip(text: str, start: int, end: int) -> str:
 
 def cut(text: str, width: int | None) -> str:
     """Cut the end of `text` to `width` columns, with "…" in its place; None cuts nothing."""
-    if width is None or columns(text) <= width:
-        return text
-    return _clip(text, 0, max(width - 1, 1)) + "…"
+    return text if width is None else _cut(text, width, max(width - 1, 1), 0)
 
 
 def cut_front(text: str, width: int) -> str:
     """Cut the start of `text` to `width` columns: names that share their start differ at their end."""
-    wide = columns(text)
-    return text if wide <= width else "…" + _clip(text, wide - max(width - 1, 1), wide)
+    return _cut(text, width, 0, max(width - 1, 1))
 
 
 def cut_middle(text: str, width: int) -> str:
     """Cut the middle of `text` to `width` columns: both ends of a path tell where something is."""
+    return _cut(text, width, width // 2, max(width - 1, 0) // 2)
+
+
+def _cut(text: str, width: int, start: int, end: int) -> str:
     wide = columns(text)
-    if wide <= width:
-        return text
-    end = max(width - 1, 0) // 2
-    return _clip(text, 0, width // 2) + "…" + _clip(text, wide - end, wide)
+    return text if wide <= width else f"{_clip(text, 0, start)}…{_clip(text, wide - end, wide)}"
 
 
 def left(text: str, width: int) -> str:
@@ -259,8 +254,8 @@ def table(
         least = min(widths[0], 16)
         rest = sum(widths[1:]) + 2 * (len(widths) - 1)
         widths[:1] = [min(widths[0], max(width - rest, least))]
+    pads = [left if i in to_the_left else right for i in range(len(widths))]
     for first, *others in rows:
-        padded = [left(cut_front(first, widths[0]), widths[0])]
-        for i, cell in enumerate(others, 1):
-            padded.append((left if i in to_the_left else right)(cell, widths[i]))
-        yield cut("  ".join(padded).rstrip(), width)
+        cells = [cut_front(first, widths[0]), *others]
+        line = "  ".join(pad(cell, wide) for pad, cell, wide in zip(pads, cells, widths, strict=True))
+        yield cut(line.rstrip(), width)

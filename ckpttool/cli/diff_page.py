@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from .console import coloured, columns, cut, cut_middle, left, printable, right
@@ -13,21 +14,14 @@ if TYPE_CHECKING:
     from ..analysis.compare import Change, Comparison
     from ..analysis.distances import Distance
 
-MANY_STEPS = 9999  # How many ulps are shown at most
-
-
 ROWS = 40  # How many rows are shown without -v
-
 FEW = 8  # With fewer modules than these, the most different ones of the level below tell more
 
 # A mark (`~` in both files, `-` only in A, `+` only in B), a name, and what differs
 Item = tuple[str, str, "Change | None"]
 
 HEADER = ("differ", "relative", "cosine", "largest")
-
 COLOURS = {"~": "yellow", "-": "red", "+": "green"}
-
-NARROW = 16  # Columns that a name gets at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +36,7 @@ class Row:
     relative: float = math.inf  # what `relative` returns, of the tensors together
 
 
-def page(comparison: Comparison, *, sort: str | None, width: int | None) -> Iterator[str]:
+def page(comparison: Comparison, sort: str | None, width: int | None) -> Iterator[str]:
     """Yield a header and at most ROWS rows: the most different ones, if there are more."""
     rows = rows_of(items_of(comparison))
     largest = sorted(range(len(rows)), key=lambda i: -rows[i].relative)[:ROWS]
@@ -53,7 +47,7 @@ def page(comparison: Comparison, *, sort: str | None, width: int | None) -> Iter
         yield "  -v shows every tensor"
 
 
-def details(comparison: Comparison, *, sort: str | None) -> Iterator[str]:
+def details(comparison: Comparison, sort: str | None) -> Iterator[str]:
     """Yield a line for every difference, with all that is known of it; `sort` as for `page`."""
     rows = [
         Row(mark, name, detailed(change) if change else "", relative=relative(change))
@@ -77,7 +71,7 @@ def _table(rows: list[Row], width: int | None) -> Iterator[str]:
     if width is not None:
         words = max((columns(row.text) for row in rows), default=0)
         others = sum(widths) + 2 * len(widths) if len(cells) > 1 else min(words + 2, width // 2)
-        names = [cut_middle(name, max(width - 2 - others, NARROW)) for name in names]
+        names = [cut_middle(name, max(width - 2 - others, 16)) for name in names]
     widest = max(map(columns, names), default=0)
     if len(cells) > 1:
         yield "  " + "  ".join([" " * widest, *map(right, HEADER, widths)])
@@ -116,7 +110,8 @@ def rows_of(items: list[Item]) -> list[Row]:
     for _, name, _ in items:
         path = name.split(".")[:-1]
         module = ".".join(path[:chosen])
-        shared[module] = [*_shared([shared.get(module, path), path])]
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(shared.get(module, path), path, strict=False))
+        shared[module] = [part for part, _ in pairs]
     return [_group(group, shared, chosen) if len(group) > 1 else _row(group[0]) for group in finer]
 
 
@@ -148,14 +143,6 @@ def _group(items: list[Item], shared: dict[str, list[str]], depth: int) -> Row:
     kinds = {"values": "tensors", "shape": "tensors of another shape", "dtype": "tensors of another dtype"}
     words = {kinds.get(change.why, "values") for change in changes} or {"names"}
     return Row(mark, name, f"{len(items)} {' or '.join(sorted(words))}")
-
-
-def _shared(paths: list[list[str]]) -> Iterator[str]:
-    """Yield the first parts that all paths have."""
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        yield parts[0]
 
 
 def _measured(mark: str, name: str, changes: list[Change]) -> Row:
@@ -207,7 +194,7 @@ def detailed(change: Change) -> str:
     types = change.a if change.a == change.b else f"{change.a} -> {change.b}"
     text = f"{types}: {_how_many(distance)}"
     if distance.max_abs:
-        steps = distance.max_ulp is not None and distance.max_ulp <= MANY_STEPS
+        steps = distance.max_ulp is not None and distance.max_ulp <= 9999
         text += f", by up to {number(distance.max_abs)}{f' ({distance.max_ulp} ulp)' if steps else ''}"
     text += f", at {list(change.index)}" if change.index else ""
     text += "" if distance.a is None else f": {_from_to(distance.a, distance.b)}"

@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import (
-    CkptToolError,
-    Damaged,
-    FileError,
-    Mismatch,
-    NothingToDo,
-    RanksDiffer,
-    Unreadable,
-    Unsupported,
-    UsageFault,
-    install,
-)
+from .. import errors
+from ..errors import CkptToolError, FileError, Mismatch, NothingToDo, RanksDiffer, UsageFault, install
 from ..files.failures import reason
 from .console import coloured, printable, to_json
 
@@ -144,11 +134,11 @@ def _usual_hint(error: CkptToolError, call: Call) -> str:
     if error.exit_code == 2:
         return f"{call.command} --help"
     path = error.path if isinstance(error, FileError) else next(iter(call.paths), "FILE")
-    if isinstance(error, Damaged):
+    if isinstance(error, errors.Damaged):
         return "copy or download it again, or use an older checkpoint"
-    if isinstance(error, Unreadable):
+    if isinstance(error, errors.Unreadable):
         return f"check what is there, and its permissions: ls -ld {shlex.quote(path)}"
-    if isinstance(error, Unsupported):  # inspect reads no more than the others
+    if isinstance(error, errors.Unsupported):  # inspect reads no more than the others
         return "files of torch.save, safetensors, shards with an index and DCP folders can be read"
     return f"see what is in it: ckpttool inspect {shlex.quote(path)}"
 

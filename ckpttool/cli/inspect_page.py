@@ -12,19 +12,8 @@ from ..analysis.module_tree import tensors_in_words
 from ..analysis.other_contents import in_words
 from ..checkpoint.checkpoint import SHARDING
 from ..transforms.wrappers import LIGHTNING
-from .console import (
-    coloured,
-    columns,
-    counted,
-    cut,
-    cut_middle,
-    left,
-    printable,
-    right,
-    show_bytes,
-    show_names,
-    wrapped,
-)
+from . import console
+from .console import columns, counted, cut, printable, show_bytes, show_names
 
 if TYPE_CHECKING:
     from ..analysis.module_tree import Branch
@@ -34,15 +23,9 @@ if TYPE_CHECKING:
     from ..transforms.wrappers import FoundPrefix
 
 MAX_OTHERS = 12  # Values below one name that are shown without `-v`
-
 FIRST = ("hyper_parameters", "datamodule_hyper_parameters")  # Entries of a Lightning file that stand first
-
 FOLDED = ("loops", "callbacks")  # Entries of a Lightning file that hold its own bookkeeping
-
-MAX_LINES = 200  # Lines of modules that are shown without `-v`
-
 CALLS = "calls"  # the label of what torch.load would call without weights_only
-
 INDENT = 14  # Columns before a fact: two spaces, and the widest label
 
 
@@ -53,7 +36,9 @@ def page(
     yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
     for label, fact in _facts(summary, everything):
         lines_of_fact = _folded(f"  {label:{INDENT - 2}}{fact}".rstrip(), width)
-        yield from (coloured(line, "red") for line in lines_of_fact) if label == CALLS else lines_of_fact
+        yield from (
+            (console.coloured(line, "red") for line in lines_of_fact) if label == CALLS else lines_of_fact
+        )
     if summary.keys:
         yield ""
         yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
@@ -65,7 +50,7 @@ def page(
             values = max(columns(value) for _, value in other)
             widest = min(widest, max(width - values - 4, width // 2))
         for name, value in other:
-            shown = left(cut_middle(name, widest), widest)
+            shown = console.left(console.cut_middle(name, widest), widest)
             yield cut(f"  {shown}  {value}".rstrip(), width)
 
 
@@ -105,12 +90,11 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
         return
     if summary.state is not None:
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
-        tensors = counted(summary.keys, "tensor", "tensors")
+        tensors = counted(summary.keys, "tensor")
         yield "state", f"{_place(summary.state)}{whole}: {tensors}, {summary.parameters:,} parameters"
         dtypes = (f"{count} {dtype}" for dtype, count in summary.here.dtypes.items())
         yield "dtypes", ", ".join(dtypes) or "none"
-        pieces = [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]
-        if pieces:
+        if pieces := [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]:
             yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
         if set(summary.here.devices) - {"cpu"}:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
@@ -124,7 +108,7 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
 
 def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
     """Yield who wrote the files, what each rank's hold, and which are missing."""
-    count = "" if ranks.world_size is None else counted(ranks.world_size, "rank", "ranks")
+    count = "" if ranks.world_size is None else counted(ranks.world_size, "rank")
     step = "" if ranks.step is None else f"step {ranks.step}"
     yield "run", ", ".join(filter(None, (ranks.framework, count, printable(ranks.axes), step)))
     if ranks.held:
@@ -155,7 +139,7 @@ def _prefix(prefix: FoundPrefix) -> str:
 
 def _training(summary: Summary) -> Iterator[tuple[str, str]]:
     for row in summary.optimizers:
-        state = f"state of {row.with_state} of {counted(row.parameters, 'parameter', 'parameters')}"
+        state = f"state of {row.with_state} of {counted(row.parameters, 'parameter')}"
         kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
         size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
         kind = row.kind or "of an unknown kind"
@@ -193,7 +177,7 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
 def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> Iterator[str]:
     usual = next(iter(summary.here.dtypes), "")
     lines = list(summary.modules.lines(depth))
-    shown = lines if everything else lines[:MAX_LINES]
+    shown = lines if everything else lines[:200]
     where = printable(summary.state or "")
     names = [_module(level, branch, where) for level, branch in shown]
     deepest = max(level for level, _ in lines)
@@ -209,9 +193,11 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
     for name, count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
         if width and columns(inside) > space - first:
-            inside = brief if ";" in brief else cut_middle(brief, max(space - first, 16))
-        figures = f"{right(count, second)}  {right(size, third)}"
-        yield cut(f"{left(cut_middle(name, first), first)}  {figures}  {inside}".rstrip(), width)
+            inside = brief if ";" in brief else console.cut_middle(brief, max(space - first, 16))
+        figures = f"{console.right(count, second)}  {console.right(size, third)}"
+        yield cut(
+            f"{console.left(console.cut_middle(name, first), first)}  {figures}  {inside}".rstrip(), width
+        )
     if len(lines) > len(shown):
         yield f"and {len(lines) - len(shown):,} more: -v shows them all"
 
@@ -227,7 +213,7 @@ def _module(level: int, branch: Branch, where: str) -> str:
 def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
     """Return what is in a module, for its line, in full and in fewer words."""
     if branch.branches:
-        text = counted(branch.count, "tensor", "tensors") if closed else ""
+        text = counted(branch.count, "tensor") if closed else ""
         return text, text
     whole, brief = (tensors_in_words(branch, usual, MAX_OTHERS, brief=each) for each in (False, True))
     return printable(whole), printable(brief)
@@ -237,7 +223,7 @@ def _folded(line: str, width: int | None) -> list[str]:
     """Fold a fact into lines of `width` columns, each indented as the fact is."""
     if width is None or columns(line) <= width:
         return [line]
-    parts = wrapped(line[INDENT:], max(width - INDENT, 20))
+    parts = console.wrapped(line[INDENT:], max(width - INDENT, 20))
     return [(" " * INDENT if i else line[:INDENT]) + part for i, part in enumerate(parts)]
 
 
@@ -266,7 +252,7 @@ def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
             yield f"{printable(name)}.…", f"{len(rows) - most:,} more: -v shows them all"
     most = len(summary.other_tensors) if everything else MAX_OTHERS
     for held in summary.other_tensors[:most]:
-        yield printable(held.name), f"{counted(held.tensors, 'tensor', 'tensors')}, {show_bytes(held.nbytes)}"
+        yield printable(held.name), f"{counted(held.tensors, 'tensor')}, {show_bytes(held.nbytes)}"
     if len(summary.other_tensors) > most:
         yield "…", f"{len(summary.other_tensors) - most:,} more with tensors: -v shows them all"
 
@@ -275,7 +261,7 @@ def _bookkeeping(name: str, rows: Sequence[OtherRow]) -> str:
     """Return the names of loops or callbacks, with keys such as `EarlyStopping{'mode': 'min'}`."""
     keys = (re.split(r"[.{]", row.name[len(name) + 1 :])[0] for row in rows)
     shown = printable(", ".join(filter(None, dict.fromkeys(keys))))
-    return f"{counted(len(rows), 'value', 'values')} of {shown}" if shown else _value(rows[0])
+    return f"{counted(len(rows), 'value')} of {shown}" if shown else _value(rows[0])
 
 
 def _value(row: OtherRow) -> str:

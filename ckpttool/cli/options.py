@@ -57,11 +57,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(said: str, help: str, *names: str, **settings: Any) -> Callable[[F], F]:
-    """Return an option, as its help says it: `--model SPEC`; "Repeatable." is added if it is `multiple`."""
+    """Return an option, as its help says it: `--model SPEC`."""
     name, _, metavar = said.partition(" ")
-    is_said = not settings.get("multiple") or "Repeatable" in help
-    help += "" if is_said else " Repeatable."
     return click.option(name, *names, metavar=metavar or None, help=help, **settings)
+
+
+def several(said: str, help: str, type: Callable[[str], Any] | None = None) -> Callable[[F], F]:
+    """Return an option that may be given again and again."""
+    return option(said, f"{help} Repeatable.", type=type, multiple=True)
 
 
 def flag(name: str, help: str, *names: str) -> Callable[[F], F]:
@@ -71,16 +74,15 @@ def flag(name: str, help: str, *names: str) -> Callable[[F], F]:
 
 def _note_output(ctx: click.Context, argument: click.Parameter, output: str) -> str:
     """Record for the report of an error that stdout is the output file."""
-    if (call := ctx.find_object(Call)) is not None:
-        call.to_stderr = output == "-"
+    ctx.ensure_object(Call).to_stderr = output == "-"
     return output
 
 
 def note_inputs(ctx: click.Context, argument: click.Parameter, given: Any) -> Any:
     """Record the command and its input files for the report of an error."""
-    if (call := ctx.find_object(Call)) is not None:
-        call.command = ctx.command_path
-        call.paths += given if isinstance(given, tuple) else (given,)
+    call = ctx.ensure_object(Call)
+    call.command = ctx.command_path
+    call.paths += given if isinstance(given, tuple) else (given,)
     return given
 
 
@@ -93,18 +95,17 @@ def _part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str
     return note_inputs(ctx, argument, given[:-1])
 
 
-def _argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
+def argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
+    """Return an argument that names an input, `-` for stdin."""
     settings = {"type": click.Path(allow_dash=True), "callback": note_inputs, **settings}
     return click.argument(name, metavar=metavar, **settings)
 
 
-input_argument = _argument("input", "INPUT")
-inputs_and_output = _argument("inputs", "INPUT… OUTPUT", nargs=-1, callback=_part_output)
-output_argument = click.argument(
-    "output", metavar="OUTPUT", type=click.Path(allow_dash=True), callback=_note_output
-)
-file_argument = _argument("file", "FILE")
-files_argument = _argument("files", "FILE…", nargs=-1, required=True)
+input_argument = argument("input", "INPUT")
+inputs_and_output = argument("inputs", "INPUT… OUTPUT", nargs=-1, callback=_part_output)
+output_argument = argument("output", "OUTPUT", callback=_note_output)
+file_argument = argument("file", "FILE")
+files_argument = argument("files", "FILE…", nargs=-1, required=True)
 
 state_option = option(
     "--state WHERE", "Which state to use if the file holds several, dotted for nesting, e.g. model.ema."
@@ -114,38 +115,18 @@ model_option = option(
     "The model: torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10). Its code is run.",
     required=True,
 )
-force_option = flag("--force", "Replace OUTPUT if it exists.")
 dry_run_option = flag("--dry-run", "Say what would be written, but write nothing.")
-shard_size_option = option(
-    "--shard-size SIZE",
-    "The largest size of a shard if OUTPUT is a folder of shards, e.g. 500MB or 1G.  [default: 5GB]",
-    type=size,
-)
-verify_option = option(
-    "--verify/--no-verify",
-    "Also compare the values written with those read; or do not even compare bytes with checksums.",
-    default=None,
-)
 no_verify_option = flag("--no-verify", "Do not compare the bytes read with their checksums.")
 device_option = option(
     "--device NAME", "The device that a .pt tags its storages with, e.g. cpu; default: as INPUT."
 )
 FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
-to_option = click.option(
-    "--to",
+to_option = option(
+    "--to FORMAT",
+    f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
     type=click.Choice(FORMATS, case_sensitive=False),
-    metavar="FORMAT",
-    help=f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
 )
 full_option = flag("--full", "Keep everything, also in safetensors: optimizer, counters, settings.")
-companions_option = flag(
-    "--companions", "Also copy the small files of the model in INPUT's folder: config.json, the tokenizer."
-)
-json_option = flag("--json", "Print one JSON object on stdout, also for errors.", "as_json")
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only errors.")
-verbose_option = click.option(
-    "-v", "--verbose", is_flag=True, help="Show every name, not only the first few."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +203,39 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 # The options of every command, which gets a `console` for them
-reading = _all(json_option, quiet_option, verbose_option, _with_console)
+reading = _all(
+    flag("--json", "Print one JSON object on stdout, also for errors.", "as_json"),
+    flag("-q", "Print only errors.", "--quiet"),
+    flag("-v", "Show every name, not only the first few.", "--verbose"),
+    _with_console,
+)
 
 # What all commands have that write a state: their arguments and shared options become a `job`
-job_options = _all(companions_option, verify_option, dry_run_option, force_option, reading, _with_job)
-writing_options = _all(state_option, shard_size_option, device_option, job_options)
+job_options = _all(
+    flag(
+        "--companions",
+        "Also copy the small files of the model in INPUT's folder: config.json, the tokenizer.",
+    ),
+    option(
+        "--verify/--no-verify",
+        "Also compare the values written with those read; or do not even compare bytes with checksums.",
+        default=None,
+    ),
+    dry_run_option,
+    flag("--force", "Replace OUTPUT if it exists."),
+    reading,
+    _with_job,
+)
+writing_options = _all(
+    state_option,
+    option(
+        "--shard-size SIZE",
+        "The largest size of a shard if OUTPUT is a folder of shards, e.g. 500MB or 1G.  [default: 5GB]",
+        type=size,
+    ),
+    device_option,
+    job_options,
+)
 
 # The arguments and options of every command that writes one file from another
 writing = _all(input_argument, output_argument, writing_options)

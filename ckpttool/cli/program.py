@@ -15,20 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
-from .commands import (
-    convert,
-    convert_batchnorm,
-    diff,
-    gather_metrics,
-    inspect,
-    keys,
-    load,
-    prove,
-    ranks,
-    slim,
-    training,
-    verify,
-)
+from .commands import check, convert, convert_batchnorm, diff, inspect, keys, load, ranks, training
 from .failure import Call, fail
 
 EPILOG = """\
@@ -43,7 +30,7 @@ and files: eval "$(_CKPTTOOL_COMPLETE=bash_source ckpttool)", or zsh_source.
 SECTIONS: dict[str, dict[click.Command, str]] = {
     "Look": {
         inspect.command: "Show what is in a file, without running any of it",
-        verify.digest: "One SHA-256 for a model, the same in every format",
+        check.digest: "One SHA-256 for a model, the same in every format",
     },
     "Rename": {
         keys.strip_prefix: "Take a wrapper's prefix off the keys",
@@ -51,11 +38,11 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
         keys.rename_keys: "Rename keys by regular expressions",
     },
     "Convert": {
-        convert.command: "Write another format, or other element types",
+        convert.convert: "Write another format, or other element types",
         ranks.merge: "Write what many ranks wrote as one checkpoint",
         ranks.split: "Write one checkpoint as files for many ranks",
-        slim.slim: "Write only the model's state, without unused bytes",
-        slim.disarm: "Plain values for objects, as weights_only wants",
+        convert.slim: "Write only the model's state, without unused bytes",
+        convert.disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm.command: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },
     "Train on": {
@@ -65,9 +52,9 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
     },
     "Check": {
         diff.command: "What differs between two files, by name and value",
-        verify.verify: "Read every byte: structure, checksums, NaN, infinity",
-        prove.command: "Whether a training run's record holds, bit for bit",
-        gather_metrics.command: "Exact metrics from one prediction file per rank",
+        check.verify: "Read every byte: structure, checksums, NaN, infinity",
+        check.prove: "Whether a training run's record holds, bit for bit",
+        check.gather_metrics: "Exact metrics from one prediction file per rank",
     },
     "Load": {
         load.doctor: "Why it does not load, and the commands that fix it",

@@ -70,9 +70,7 @@ def note_piece(console: Console, path: str) -> Piece | None:
     from ..formats.one_of_several import piece_of
 
     if (piece := piece_of(path)) is not None:
-        rest = f"the others ({console.names(piece.others)}) are" if piece.others else "the others are"
-        way = f"The whole: {piece.way}" if piece.way.startswith("ckpttool ") else piece.way
-        said = f"{printable(path)} is {piece.what}; {rest} not read. {way[:1].upper()}{way[1:]}"
+        said = piece.warning(printable(path), console.names(piece.others))
         console.note(f"{coloured('warning:', 'yellow')} {said}", pasted=True)
     return piece
 
@@ -89,9 +87,8 @@ def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, n
 
 def note_unread(console: Console, *checkpoints: Checkpoint) -> None:
     """Note what a comparison of checkpoints can't see, such as values that differ between ranks."""
-    for each in checkpoints:
-        if each.unread:
-            console.note(f"not compared, of {printable(each.path)}: {console.names(each.unread)}")
+    for checkpoint in checkpoints:
+        console.note_names(f"not compared, of {printable(checkpoint.path)}", checkpoint.unread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,9 +206,9 @@ def _report(
     if not dry and outcome.casting is not None:
         data["overflows"] = overflows = outcome.casting.overflows
         if overflows:
-            console.note(f"{counted(overflows, 'finite value', 'finite values')} became infinite")
+            console.note(f"{counted(overflows, 'finite value')} became infinite")
     about = "about " if dry and saved.format == "dcp" else ""
-    shards = f" in {counted(saved.shards, 'shard', 'shards')}" if saved.shards else ""
+    shards = f" in {counted(saved.shards, 'shard')}" if saved.shards else ""
     size = f"{about}{show_bytes(saved.nbytes)}{shards}"
     report_written(console, outcome.done, saved.path, size, seconds, data, dry=dry)
 

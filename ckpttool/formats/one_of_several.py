@@ -44,6 +44,12 @@ class Piece:
     missing: int  # how many are not there, as far as names tell
     way: str  # the command for the whole, or what can't be done
 
+    def warning(self, path: str, others: str) -> str:
+        """Say that the others are not read; `others` are as many of their names as are to be shown."""
+        rest = f"the others ({others}) are" if others else "the others are"
+        way = f"The whole: {self.way}" if self.way.startswith("ckpttool ") else self.way
+        return f"{path} is {self.what}; {rest} not read. {way[:1].upper()}{way[1:]}"
+
 
 def piece_of(path: str) -> Piece | None:
     """Return what a file is a piece of; None for one that is whole by its name, and for folders and stdin."""

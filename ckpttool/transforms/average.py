@@ -85,12 +85,11 @@ def average(
     states = [checkpoint.state(state) for checkpoint in checkpoints]
     for checkpoint, chosen in zip(checkpoints, states, strict=True):
         require_plain(checkpoint.path, chosen.likes, "can't be averaged")
-    for checkpoint, chosen in zip(checkpoints[:-1], states[:-1], strict=True):
+    for checkpoint, chosen in zip(checkpoints[:-1], states, strict=False):
         _require_same(checkpoint, chosen, checkpoints[-1], states[-1])
     last, work = states[-1], _Averaging(states, shares)
-    container = remade(
-        last.container, ((key, work.entry(str(key), value)) for key, value in last.container.items())
-    )
+    entries = ((key, work.entry(str(key), value)) for key, value in last.container.items())
+    container = remade(last.container, entries)
     statistics = tuple(name for name in work.averaged if name.endswith((MEAN, VARIANCE)))
     done = Averaged(len(states), tuple(work.averaged), tuple(work.kept), tuple(work.taken), statistics)
     return replace(checkpoints[-1], tree=container, opened=()), done
@@ -147,11 +146,9 @@ class _Averaging:
             (self.kept if same else self.taken).append(name)
             return last
         if part.name not in FLOATS:
-            raise Refused(
-                path := last.storage.data.path,
-                f"'{name}' is {last.dtype.name}, which can't be averaged",
-                hint=f"convert each file first: ckpttool convert {shlex.quote(path)} bf16.pt --dtype bf16",
-            )
+            path, what = last.storage.data.path, f"'{name}' is {last.dtype.name}, which can't be averaged"
+            convert = f"ckpttool convert {shlex.quote(path)} bf16.pt --dtype bf16"
+            raise Refused(path, what, hint=f"convert each file first: {convert}")
         for tensor in inputs:
             require_bounded(name, tensor)
         self.averaged.append(name)
@@ -175,7 +172,7 @@ class _Averaging:
         batch = self.batches.get(part.name)
         if batch is None or batch.nbytes > BATCH:
             self.batches[part.name] = batch = _Batch(self.weights, part)
-        return Computed(path, nbytes, partial(_stretch_of, self.held, batch, batch.add(inputs)))
+        return Computed(path, nbytes, partial(_stretch_of, partial(self.held, batch), batch.add(inputs)))
 
 
 class _Work:
@@ -219,17 +216,14 @@ class _Batch:
         return mean(raw, self._weights, self._part)
 
 
-def _stretch_of(
-    held: Callable[[_Batch], memoryview], batch: _Batch, first: int, start: int, nbytes: int
-) -> Iterator[memoryview]:
-    yield held(batch)[first + start : first + start + nbytes]
+def _stretch_of(means: Callable[[], memoryview], first: int, start: int, nbytes: int) -> Iterator[memoryview]:
+    yield means()[first + start : first + start + nbytes]
 
 
 def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
     for tensor in (a, b):
         require_bounded(name, tensor, MAX_REPEATED)
-    pairs = zip(in_pieces(a, CHUNK), in_pieces(b, CHUNK), strict=True)
-    return all(x == y for x, y in pairs)
+    return all(x == y for x, y in zip(in_pieces(a, CHUNK), in_pieces(b, CHUNK), strict=True))
 
 
 def _fills_buffers(data: ByteRange | Computed) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
@@ -13,51 +15,20 @@ from ..checkpoint.pickled_modules import BadModules, is_module, named, own_attri
 from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
-from ..inert_pickle.known_names import (
-    DTENSOR_NAMES,
-    DTYPE_NAMES,
-    MAX_INTEGER,
-    NAMES,
-    is_tensor_taken,
-    is_value,
-    names_in,
-    wrapped,
-    wraps,
-)
+from ..inert_pickle import known_names, values
+from ..inert_pickle.known_names import is_value, wraps
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
 from ..inert_pickle.plain_objects import NoText, attributes_of, described, settings_of, text_of
-from ..inert_pickle.values import (
-    MAX_DEPTH,
-    FrozenSet_,
-    Global,
-    OrderedDict_,
-    Record,
-    Set_,
-    TooDeep,
-    container_name,
-    in_brief,
-    tensor_of,
-    walk,
-)
+from ..inert_pickle.values import Global, OrderedDict_, Record, in_brief, tensor_of
 from ..tensors.ref import TensorRef
-
-COMPLEX = Global("builtins", "complex")
-TORCHS_CLASSES = (None, Global("torch", "Tensor"))  # None stands for a Parameter that is made as one
-CONTAINERS = (dict, list, tuple, set, frozenset, Record)
 
 
 class Change(NamedTuple):
-    """A value that became another.
+    """A value that became another."""
 
-    Attributes:
-        name: its dotted path.
-        was: its type: `argparse.Namespace`.
-        now: what it became: `dict`.
-    """
-
-    name: str
-    was: str
-    now: str
+    name: str  # its dotted path
+    was: str  # its type: `argparse.Namespace`
+    now: str  # what it became: `dict`
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,30 +97,26 @@ class _Disarmer:
         self.left_out: list[str] = []
         self.refused: dict[str, SpecialTensor] = {}
         self.done: dict[int, object] = {}
-        self.making: dict[int, Path] = {}  # where a value lies that is being made
+        self.making: dict[int, Path] = {}  # where those lie that are being made, each in the one before
         self.originals: list[object] = []  # they live as long as their ids are keys of `done`
-        self.level = 0
         self.names_left = MAX_NAMES + 64 * checkpoint.nbytes
 
     def run(self) -> tuple[Checkpoint, Disarmed]:
         try:
             tree = self.value(self.checkpoint.tree, ())
-        except (TooDeep, RecursionError):
+        except (values.TooDeep, RecursionError):
             raise Refused(self.checkpoint.path, "its contents are nested too deeply to be copied") from None
-        self.refuse()
-        names = names_in(tree)
-        if not names <= NAMES:  # never, as each value was made here
-            raise Refused(self.checkpoint.path, f"{min(map(str, names - NAMES))} would be left in it")
-        new = replace(self.checkpoint, tree=tree, protocol=2, names=frozenset(names), opened=())
-        dtensors = not names.isdisjoint(DTENSOR_NAMES)
-        return new, Disarmed(tuple(self.changed), tuple(self.left_out), dtensors)
-
-    def refuse(self) -> None:
-        """Raise Refused if there are tensors that torch loads only with the code of their class."""
+        # Tensors that torch loads only with the code of their class
         state = self.checkpoint.found_state() if self.refused else None
         where = f"{state.where}." if state is not None and state.path else ""
         likes = {name.removeprefix(where): like for name, like in self.refused.items()}
         require_plain(self.checkpoint.path, likes, "can't be loaded by torch.load(weights_only=True)")
+        names = known_names.names_in(tree)
+        if others := names - known_names.NAMES:  # never, as each value was made here
+            raise Refused(self.checkpoint.path, f"{min(map(str, others))} would be left in it")
+        new = replace(self.checkpoint, tree=tree, protocol=2, names=frozenset(names), opened=())
+        dtensors = not names.isdisjoint(known_names.DTENSOR_NAMES)
+        return new, Disarmed(tuple(self.changed), tuple(self.left_out), dtensors)
 
     def refusal(self, path: Path, why: str) -> Refused:
         """Return the error for a value that has no plain form."""
@@ -158,49 +125,46 @@ class _Disarmer:
 
     def note(self, path: Path, was: str, now: str) -> None:
         """Record a change."""
-        self.count((*path, was, now))
-        self.changed.append(Change(dotted(path), was, now))
+        self.changed.append(Change(self.noted(path, was, now), was, now))
 
     def leave_out(self, path: Path, names: Iterable[str]) -> None:
         """Record attributes that have no place any more."""
-        for name in names:
-            self.count((*path, name))
-            self.left_out.append(dotted((*path, name)))
+        self.left_out += [self.noted((*path, name)) for name in names]
 
-    def count(self, words: Path) -> None:
+    def noted(self, path: Path, *types: str) -> str:
+        words = (*path, *types)
         self.names_left -= sum(map(len, words)) + len(words)
         if self.names_left < 0:
             raise Unsupported(self.checkpoint.path, "the names of its objects need too much memory")
+        return dotted(path)
 
     def value(self, value: object, path: Path) -> object:
         """Return a value of the tree in its plain form."""
-        if type(value) is int and value.bit_length() >= MAX_INTEGER:
+        if type(value) is int and value.bit_length() >= known_names.MAX_INTEGER:
             self.note(path, "int", "text")
             return hex(value)
-        if type(value) is Global and value not in DTYPE_NAMES:
+        if type(value) is Global and value not in known_names.DTYPE_NAMES:
             self.note(path, str(value), "text")
             return str(value)
-        if not isinstance(value, CONTAINERS):
+        if not isinstance(value, dict | list | tuple | set | frozenset | Record):
             return value
         if id(value) in self.done:
             return self.done[id(value)]
         if id(value) in self.making:
             return self.inside_itself(value)
-        if self.level == MAX_DEPTH:
-            raise TooDeep
-        self.level += 1
+        if len(self.making) == values.MAX_DEPTH:
+            raise values.TooDeep
         self.originals.append(value)
         self.making[id(value)] = path
         made = self.record(value, path) if isinstance(value, Record) else self.container(value, path)
         del self.making[id(value)]
-        self.level -= 1
         return self.done.setdefault(id(value), made)
 
     def inside_itself(self, value: object) -> object:
         """Return the list that a tuple becomes which holds itself, as torch can't read its pickle."""
         path = self.making[id(value)]
         if not isinstance(value, tuple):
-            kind = value.type_name if isinstance(value, Record) else container_name(value)
+            kind = value.type_name if isinstance(value, Record) else values.container_name(value)
             raise self.refusal(path, f"({kind}) holds itself, which torch.load(weights_only=True) can't load")
         self.note(path, "tuple that holds itself", "list")
         made: list[object] = []
@@ -228,7 +192,7 @@ class _Disarmer:
         if isinstance(value, frozenset):
             self.note(path, "frozenset", "set")
         items = list(value)
-        return Set_(self.plain_keys(items, [(*path, str(i)) for i in range(len(items))]))
+        return values.Set_(self.plain_keys(items, [(*path, str(i)) for i in range(len(items))]))
 
     def fill(self, made: Any, items: Any, of: object, path: Path) -> Any:
         """Fill an empty dict, which takes the place of `of`."""
@@ -251,23 +215,20 @@ class _Disarmer:
 
     def record(self, value: Record, path: Path) -> object:
         plain, like = tensor_of(value), special_tensor(value)
-        if plain is not None or like is not None:
-            if is_tensor_taken(value) and (plain is None or not wraps(value).attributes):
-                return value
-            if plain is not None:
-                return self.wrapped(value, plain, path)
-            assert like is not None
+        if (plain or like) and known_names.is_tensor_taken(value) and not (plain and wraps(value).attributes):
+            return value
+        if plain is not None:
+            return self.wrapped(value, plain, path)
+        if like is not None:
             self.refused[dotted(path)] = like
             return None
         if is_value(value):
             return value
-        number = scalar_of(value)
-        if number is not None:
+        if (number := scalar_of(value)) is not None:
             parts = number if isinstance(number, tuple) else None
             self.note(path, scalar_type(value), "complex" if parts else type(number).__name__)
-            return Record("reduce", COMPLEX, parts) if parts else number
-        text = text_of(value)
-        if text is not None:
+            return Record("reduce", Global("builtins", "complex"), parts) if parts else number
+        if (text := text_of(value)) is not None:
             self.note(path, value.type_name, "text")
             return text
         return self.other(value, path)
@@ -275,20 +236,25 @@ class _Disarmer:
     def wrapped(self, value: Record, plain: TensorRef, path: Path) -> object:
         """Return a tensor of torch's own class, or a Parameter, with its attributes in their plain forms."""
         wrapping = wraps(value)
-        if wrapping.kind not in TORCHS_CLASSES:
-            kind = wrapping.kind
+        # None stands for a Parameter that is made as one.
+        if (kind := wrapping.kind) not in (None, Global("torch", "Tensor")):
             self.note(path, str(kind) if isinstance(kind, Global) else "object", "tensor")
         self.leave_out(path, wrapping.left_out)
         attributes = {name: self.value(item, (*path, name)) for name, item in wrapping.attributes.items()}
-        return wrapped(plain, wrapping.requires_grad, attributes)
+        return known_names.wrapped(plain, wrapping.requires_grad, attributes)
 
     def other(self, value: Record, path: Path) -> object:
         array, attributes = array_of(value), attributes_of(value)
-        if (module := self.state_dict(value)) is not None:
+        state = made = None
+        with suppress(BadModules):
+            state = [*named(value)] if is_module(value) else None
+        if state is not None:
             self.note(path, value.type_name, "state dict")
             self.leave_out(path, (name for name, _ in own_attributes(value)))
-            return self.fill(OrderedDict_(), module, value, path)
-        if array is not None and (made := self.array(array, path)) is not None:
+            return self.fill(OrderedDict_(), state, value, path)
+        with suppress(ValueError):  # of elements that have no plain form
+            made = self.array(array, path) if array is not None else None
+        if made is not None:
             self.note(path, "numpy.ndarray", "list" if isinstance(made, list) else "tensor")
             return made
         if isinstance(attributes, list):
@@ -302,34 +268,21 @@ class _Disarmer:
         self.note(path, value.type_name, "record")
         return self.fill({}, self.parts(value), value, path)
 
-    def state_dict(self, value: Record) -> Iterable[tuple[str, object]] | None:
-        """Return the entries of a pickled model's state dict; None for anything else."""
-        try:
-            return [*named(value)] if is_module(value) else None
-        except BadModules:
-            return None
-
     def array(self, array: Array, path: Path) -> object:
-        """Return an array as a tensor, or as lists; None for elements that have no plain form."""
         tensor = None if self.apart else array.tensor(self.checkpoint.path)
-        try:
-            return tensor or array.nested(lambda item: self.value(item, path))
-        except ValueError:
-            return None
+        return tensor or array.nested(lambda item: self.value(item, path))
 
     def parts(self, value: Record) -> Iterator[tuple[str, object]]:
         """Yield what an object is made of, each part by its name."""
+        state = value.state
+        if self.apart and isinstance(state, dict) and _may_be_state(value, state):
+            state = [*map(list, state.items())]
         yield "callable", str(value.callable) if isinstance(value.callable, Global) else value.callable
         yield "args", value.args
-        if value.kwargs:
-            yield "kwargs", value.kwargs
-        if value.has_state:
-            pairs = self.apart and isinstance(value.state, dict) and _may_be_state(value, value.state)
-            yield "state", [*map(list, value.state.items())] if pairs else value.state  # type: ignore[attr-defined]
-        if value.elements:
-            yield "elements", [*value.elements]
-        if value.items:
-            yield "items", [*map(list, value.items)]
+        yield from [("kwargs", value.kwargs)] if value.kwargs else []
+        yield from [("state", state)] if value.has_state else []
+        yield from [("elements", [*value.elements])] if value.elements else []
+        yield from [("items", [*map(list, value.items)])] if value.items else []
 
     # Keys of dicts and items of sets, which need a hash.
 
@@ -346,40 +299,32 @@ class _Disarmer:
 
     def key(self, key: object, path: Path) -> object:
         """Return a key or an item of a set as something that has a hash."""
-        if isinstance(key, tuple):
-            return tuple(self.key(item, path) for item in key)
-        if isinstance(key, FrozenSet_):
+        if isinstance(key, values.FrozenSet_):
             self.note(path, "frozenset", "tuple")
+        if isinstance(key, tuple | values.FrozenSet_):
             return tuple(self.key(item, path) for item in key)
         if not isinstance(key, Record) or tensor_of(key) is not None or is_value(key):
             return self.value(key, path)
         number = scalar_of(key)
         plain = number if isinstance(number, int | float | str | bytes) else text_of(key)
-        if plain is None:
-            plain = self.described(key, path)
-        self.note(path, key.type_name, type(plain).__name__)
-        return plain
-
-    def described(self, key: Record, path: Path) -> str:
         try:
-            return described(key)
+            plain = described(key) if plain is None else plain
         except NoText as why:
             what = f"is a key or an item of a set that can't become text: it holds {why}"
             raise self.refusal(path, what) from None
+        self.note(path, key.type_name, type(plain).__name__)
+        return plain
 
 
 def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
     """Return whether the attributes of an object, as a dict, could be or complete a dict of tensors."""
     return not attributes or any(
-        isinstance(part, TensorRef) or array_of(part) is not None for part in walk(value)
+        isinstance(part, TensorRef) or array_of(part) is not None for part in values.walk(value)
     )
 
 
 def _apart(key: object, taken: set[Any]) -> object:
     """Return a key, with a number behind it if it is among those taken."""
-    new, count = key, 1
     text = str(key) if isinstance(key, str | int | float | bytes) else in_brief(key)
-    while new in taken:
-        count += 1
-        new = f"{text}~{count}"
-    return new
+    numbered = (f"{text}~{number}" for number in count(2))
+    return next(name for name in chain([key], numbered) if name not in taken)

@@ -44,11 +44,10 @@ def rename_keys(
         Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
         NoState: the file holds no state, or none at `state`.
     """
-    target, rules = checkpoint.state(state), list(rules)
+    (target, *copies), rules = _with_copies(checkpoint, state), list(rules)
     renaming = rename_names(_keys(target), rules)
     if not renaming.renamed:
         raise NothingToDo(f"{checkpoint.path}: no key would change", hint=_first_key(target))
-    copies = _copies(checkpoint, target) if state is None else []
     return _apply(checkpoint, target, renaming, [(copy, rename_names(_keys(copy), rules)) for copy in copies])
 
 
@@ -85,8 +84,8 @@ def strip_prefix(
     """
     target, doomed = checkpoint.state(state), set(drop)
     if absent := sorted(doomed - target.container.keys()):
-        message = f"{checkpoint.path}: there is no key '{absent[0]}' to drop"
-        raise NothingToDo(message, hint=_first_key(target))
+        what = f"{checkpoint.path}: there is no key '{absent[0]}' to drop"
+        raise NothingToDo(what, hint=_first_key(target))
 
     def stripped(carrier: State) -> Renaming:
         names = [name for name in _keys(carrier) if name not in doomed]
@@ -119,12 +118,11 @@ def add_prefix(
         UsageFault: the prefix is empty.
         NoState: the file holds no state, or none at `state`.
     """
-    target = checkpoint.state(state)
-    copies = _copies(checkpoint, target) if state is None else []
-    others = [(copy, add_names(_keys(copy), prefix)) for copy in copies]
+    target, *copies = _with_copies(checkpoint, state)
     # Each wrapper is an nn.Module, so torch gives it a version of its own.
     parts = prefix.removesuffix(".").split(".")
     wrappers = {".".join(parts[:count]): {"version": 1} for count in range(len(parts))}
+    others = [(copy, add_names(_keys(copy), prefix)) for copy in copies]
     return _apply(checkpoint, target, add_names(_keys(target), prefix), others, wrappers)
 
 
@@ -136,9 +134,9 @@ def stripping(path: str, state: State, other: State) -> str | None:
         except CkptToolError:
             continue
         if set(plain) == set(other.tensors):
+            strip = f"{shlex.quote(path)} plain.safetensors --prefix {wrapper.prefix}"
             return (
-                f"the names differ only in '{wrapper.prefix}'; strip it first: ckpttool strip-prefix "
-                f"{shlex.quote(path)} plain.safetensors --prefix {wrapper.prefix}"
+                f"the names differ only in '{wrapper.prefix}'; strip it first: ckpttool strip-prefix {strip}"
             )
     return None
 
@@ -161,14 +159,13 @@ def _others(checkpoint: Checkpoint, state: State) -> list[State]:
     return list(states.values())
 
 
-def _copies(checkpoint: Checkpoint, state: State) -> list[State]:
-    """Return the averages of a state: the other states that share more than half of their names with it."""
+def _with_copies(checkpoint: Checkpoint, where: str | None) -> list[State]:
+    """Return a state and, if it is not named, the others that share most of their names with it: averages."""
+    state = checkpoint.state(where)
     mine = state.tensors.keys()
-    return [
-        other
-        for other in _others(checkpoint, state)
-        if 2 * len(mine & other.tensors.keys()) > max(len(mine), len(other.tensors))
-    ]
+    others = _others(checkpoint, state) if where is None else []
+    names = ((other, other.tensors.keys()) for other in others)
+    return [state, *(other for other, its in names if 2 * len(mine & its) > max(len(mine), len(its)))]
 
 
 def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[State]) -> NothingToDo:
@@ -253,10 +250,6 @@ def _enclosing(names: Iterable[str]) -> set[str]:
     return paths
 
 
-# Entries of an optimizer's group that list its parameters: `params` too, when the state is keyed by name.
-LISTS = ("params", "param_names")
-
-
 def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
     """Return an optimizer's state dict with its parameters renamed, in its state and its groups."""
 
@@ -271,9 +264,7 @@ def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any
     if isinstance(state := optimizer["state"], dict):
         new["state"] = remade(state, ((new_name(key), value) for key, value in state.items()))
     if isinstance(groups := optimizer["param_groups"], list):
-        new["param_groups"] = [
-            remade(group, group.items()) if isinstance(group, dict) else group for group in groups
-        ]
+        new["param_groups"] = [remade(g, g.items()) if isinstance(g, dict) else g for g in groups]
     for group, entry in _lists(new):
         group[entry] = [*map(new_name, group[entry])]
     return new
@@ -288,6 +279,7 @@ def _parameter_names(optimizer: Any) -> Iterator[object]:
 def _lists(optimizer: Any) -> Iterator[tuple[dict[Any, Any], str]]:
     """Yield the groups of an optimizer with the name of each list of parameters in them."""
     groups = optimizer["param_groups"]
-    for group, entry in product(groups if isinstance(groups, list) else (), LISTS):
+    # `params` holds names where the state is keyed by them.
+    for group, entry in product(groups if isinstance(groups, list) else (), ("params", "param_names")):
         if isinstance(group, dict) and isinstance(group.get(entry), list):
             yield group, entry

@@ -22,11 +22,11 @@ from ..tensors.values import CHUNK, FORMATS, require_bounded, stream, stretches,
 from .selection import replace_state
 
 Sizes = tuple[int, ...]
+Rules = Iterable[tuple[str, Sizes]]  # a pattern of keys, and what their tensors get
+Changed = tuple[Checkpoint, tuple[str, ...]]  # with the names of the tensors that changed
 
 
-def permute(
-    checkpoint: Checkpoint, rules: Iterable[tuple[str, Sizes]], *, state: str | None = None
-) -> tuple[Checkpoint, tuple[str, ...]]:
+def permute(checkpoint: Checkpoint, rules: Rules, *, state: str | None = None) -> Changed:
     """Return a checkpoint with the axes of some tensors in another order, as `torch.permute` orders them."""
 
     def moved(key: str, tensor: TensorRef, axes: Sizes) -> TensorRef:
@@ -40,9 +40,7 @@ def permute(
     return _by_pattern(checkpoint, rules, moved, state)
 
 
-def reshape(
-    checkpoint: Checkpoint, rules: Iterable[tuple[str, Sizes]], *, state: str | None = None
-) -> tuple[Checkpoint, tuple[str, ...]]:
+def reshape(checkpoint: Checkpoint, rules: Rules, *, state: str | None = None) -> Changed:
     """Return a checkpoint with some tensors in another shape, their elements in the same order."""
 
     def shaped(key: str, tensor: TensorRef, shape: Sizes) -> TensorRef:
@@ -51,8 +49,7 @@ def reshape(
         if prod(shape) != tensor.numel:
             counts = f"has {tensor.numel} elements, and {_listed(shape)} {prod(shape)}"
             raise UsageFault(f"{checkpoint.path}: '{key}' {counts}")
-        stride = _strides(tensor, shape)
-        if stride is None:
+        if (stride := _strides(tensor, shape)) is None:
             hint = "make it contiguous first: convert to .safetensors, then convert that"
             what = f"is a strided view and can't be viewed as {_listed(shape)}"
             raise UsageFault(f"{checkpoint.path}: '{key}' {what}", hint=hint)
@@ -68,23 +65,22 @@ def _strides(tensor: TensorRef, shape: Sizes) -> Sizes | None:
     sizes = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size != 1]
     if [size for size, _ in sizes] != [size for size in shape if size != 1]:
         return None
-    steps = iter(step for _, step in sizes)
+    steps = iter([step for _, step in sizes])
     return tuple(1 if size == 1 else next(steps) for size in shape)
 
 
 def _by_pattern(
     checkpoint: Checkpoint,
-    rules: Iterable[tuple[str, Sizes]],
+    rules: Rules,
     change: Callable[[str, TensorRef, Sizes], TensorRef],
     where: str | None,
-) -> tuple[Checkpoint, tuple[str, ...]]:
+) -> Changed:
     """Apply rules in order to every tensor whose key matches their pattern."""
     target = checkpoint.state(where)
     tensors = target.tensors
     changed: dict[str, TensorRef] = {}
     for pattern, sizes in rules:
-        fitting = [key for key in tensors if fnmatchcase(key, pattern)]
-        if not fitting:
+        if not (fitting := [key for key in tensors if fnmatchcase(key, pattern)]):
             hint = f"the first key is '{next(iter(tensors), '')}'"
             raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
@@ -102,9 +98,7 @@ def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, Tenso
             return value
         return done.setdefault((id(value), *new.view), with_plain_tensor(value, new))
 
-    return replace_state(
-        checkpoint, state, lambda old: type(old)({key: put(key, value) for key, value in old.items()})
-    )
+    return replace_state(checkpoint, state, lambda old: ((key, put(key, old[key])) for key in old))
 
 
 def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str | None = None) -> Checkpoint:
@@ -121,7 +115,7 @@ def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str 
         if new in target.container or new in more:
             raise Collision(f"'{new}' would be another name of '{old}', but already exists")
         more[new] = target.container[old]
-    return replace_state(checkpoint, target, lambda old: type(old)({**old, **more}))
+    return replace_state(checkpoint, target, lambda old: {**old, **more})
 
 
 def _listed(sizes: Sizes) -> str:
@@ -178,16 +172,14 @@ def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[C
         NoState: the file holds no state, or none at `state`.
     """
     target = checkpoint.state(state)
-    names = _pairs(target.tensors)
-    if not names:
+    if not (names := _pairs(target.tensors)):
         raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
-    new = replace_state(checkpoint, target, lambda old: _join(old, target.tensors, names))
-    return new, names
+    return replace_state(checkpoint, target, lambda old: _join(old, target.tensors, names)), names
 
 
 def _split(old: Container, names: Collection[str]) -> Container:
     """Return a state with each named tensor as two views of its storage. Raises Collision."""
-    new: Container = type(old)()
+    new: Container = {}
     for key, value in old.items():
         tensor = plain_tensor(value)
         parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
@@ -199,13 +191,8 @@ def _split(old: Container, names: Collection[str]) -> Container:
 
 
 def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
-    real = replace(
-        tensor,
-        dtype=SPLIT[tensor.dtype.name],
-        stride=tuple(2 * step for step in tensor.stride),
-        offset=2 * tensor.offset,
-        conj=False,
-    )
+    dtype, stride = SPLIT[tensor.dtype.name], tuple(2 * step for step in tensor.stride)
+    real = replace(tensor, dtype=dtype, stride=stride, offset=2 * tensor.offset, conj=False)
     imag = replace(real, offset=real.offset + 1, neg=tensor.neg != tensor.conj)
     return {f"{name}.real": real, f"{name}.imag": imag}
 
@@ -229,7 +216,7 @@ def _join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[st
             both = f"'{name}.real' and '{name}.imag'"
             raise Collision(f"{both} would be joined into '{name}', which already exists")
     joined: dict[object, TensorRef] = {}  # tied pairs become tied tensors
-    new: Container = type(old)()
+    new: Container = {}
     for key, value in old.items():
         name, _, part = str(key).rpartition(".")
         if name not in names or part not in ("real", "imag"):
@@ -251,13 +238,8 @@ def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
         return None
     if any(step % 2 for step in (real.offset, *steps)) or old.nbytes % dtype.itemsize:
         return None
-    return replace(
-        real,
-        dtype=dtype,
-        stride=tuple(step // 2 for step in real.stride),
-        offset=real.offset // 2,
-        conj=real.neg != imag.neg,
-    )
+    stride = tuple(step // 2 for step in real.stride)
+    return replace(real, dtype=dtype, stride=stride, offset=real.offset // 2, conj=real.neg != imag.neg)
 
 
 def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
@@ -269,15 +251,13 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
         first, count = start // dtype.itemsize, nbytes // dtype.itemsize
-        left, right = (
-            chain.from_iterable(stream(part) for part in stretches(tensor, first, count))
-            for tensor in (real, imag)
-        )
-        for a, b in _in_step(left, right, CHUNK):
-            both = bytearray(len(a) * 2)
+        parts = (stretches(tensor, first, count) for tensor in (real, imag))
+        streams = (chain.from_iterable(map(stream, pieces)) for pieces in parts)
+        for pair in _in_step(*streams):
+            both = bytearray(len(pair[0]) * 2)
             numbers = memoryview(both).cast(FORMATS[width])
-            numbers[0::2] = memoryview(a).cast(FORMATS[width])
-            numbers[1::2] = memoryview(b).cast(FORMATS[width])
+            for start, part in enumerate(pair):
+                numbers[start::2] = memoryview(part).cast(FORMATS[width])
             if old.byteorder == "big":
                 swap(both, width)
             yield memoryview(both)
@@ -288,15 +268,11 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
     return replace(TensorRef.contiguous(storage, dtype, real.shape), requires_grad=real.requires_grad)
 
 
-def _in_step(
-    left: Iterator[memoryview], right: Iterator[memoryview], size: int
-) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield two streams of the same length in pieces of the same size, of at most `size` bytes."""
+def _in_step(*streams: Iterator[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield two streams of the same length in pieces of the same size, of at most CHUNK bytes."""
+    left, right = streams
     a = b = memoryview(b"")
-    while True:
-        a, b = a or next(left, a), b or next(right, b)
-        if not a:
-            return
-        count = min(len(a), len(b), size)
+    while (a := a or next(left, a)) and (b := b or next(right, b)):
+        count = min(len(a), len(b), CHUNK)
         yield a[:count], b[:count]
         a, b = a[count:], b[count:]

@@ -119,8 +119,9 @@ class Hints(NamedTuple):
     dots: Callable[[str, str], str] | None = None
 
 
-SAME = "the two differ only in the prefix: keep them distinct, or remove one first"
-PREFIXES = Hints(SAME, "give a shorter --prefix")
+PREFIXES = Hints(
+    "the two differ only in the prefix: keep them distinct, or remove one first", "give a shorter --prefix"
+)
 MAPS = Hints(
     "give a --map that keeps them distinct, or remove one first", "give a --map that leaves something"
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from typing import Any
 
 from ..checkpoint import full_json
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
@@ -18,7 +19,7 @@ from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.special_tensors import PLACEHOLDER, require_plain
 from ..checkpoint.state import State
 from ..errors import NothingToDo, UsageFault
-from ..inert_pickle.values import OrderedDict_, remade, walk
+from ..inert_pickle.values import remade, walk
 from ..tensors.cast import Caster, CastReport
 from ..tensors.dtypes import DType
 from ..tensors.ref import Storage, TensorRef
@@ -27,19 +28,11 @@ WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, s
 
 
 def replace_state(
-    checkpoint: Checkpoint, state: State, change: Callable[[dict[object, object]], dict[object, object]]
+    checkpoint: Checkpoint, state: State, change: Callable[[dict[Any, Any]], Any]
 ) -> Checkpoint:
-    """Return a checkpoint whose state's dict is replaced by a changed copy that keeps its module versions."""
-
-    def swap(value: object) -> object:
-        if value is not state.container:
-            return value
-        new = change(state.container)
-        if isinstance(new, OrderedDict_) and isinstance(value, OrderedDict_):
-            new.attributes = value.attributes
-        return new
-
-    return checkpoint.changed(state, swap)
+    """Return a checkpoint with other entries in its state's dict, which keeps its module versions."""
+    new = remade(state.container, change(state.container))
+    return checkpoint.changed(state, lambda value: new if value is state.container else value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +65,15 @@ def select(
     for flag, patterns in (("--only", only := tuple(only)), ("--exclude", tuple(exclude))):
         for pattern in patterns:
             if not (matches := {key for key in keys if fnmatchcase(key, pattern)}):
-                hint = _wider(flag, pattern, keys)
-                raise NothingToDo(f"{checkpoint.path}: no key matches '{pattern}'", hint=hint)
+                what = f"{checkpoint.path}: no key matches '{pattern}'"
+                raise NothingToDo(what, hint=_wider(flag, pattern, keys))
             fitting[flag] |= matches
     kept = (fitting["--only"] if only else set(keys)) - fitting["--exclude"]
     if not kept:
         raise NothingToDo(f"{checkpoint.path}: no key would be left", hint="give fewer patterns")
-    new = replace_state(
-        checkpoint,
-        target,
-        lambda old: type(old)({k: v for k, v in old.items() if k in kept or not isinstance(k, str)}),
-    )
-    return new, Selection(tuple(k for k in keys if k in kept), tuple(k for k in keys if k not in kept))
+    rest = set(keys) - kept
+    new = replace_state(checkpoint, target, lambda old: {k: v for k, v in old.items() if k not in rest})
+    return new, Selection(tuple(k for k in keys if k in kept), tuple(k for k in keys if k in rest))
 
 
 def _wider(flag: str, pattern: str, keys: list[str]) -> str:
@@ -107,20 +97,18 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
     caster = Caster(to)
     new = replace_state(checkpoint, target, lambda old: _map_tensors(old, caster.cast))
     if not caster.report.tensors:
-        what = f"{checkpoint.path}: no tensor to cast: none has a float dtype other than {to.name}"
-        raise NothingToDo(what)
+        what = f"no tensor to cast: none has a float dtype other than {to.name}"
+        raise NothingToDo(f"{checkpoint.path}: {what}")
     return new, caster.report
 
 
-def _map_tensors(
-    container: dict[object, object], change: Callable[[TensorRef], TensorRef]
-) -> dict[object, object]:
+def _map_tensors(container: dict[Any, Any], change: Callable[[TensorRef], TensorRef]) -> dict[Any, Any]:
     """Return the same dict with each tensor changed, inside a Parameter too; ties stay ties."""
-    done: dict[int, object] = {}
-    for value in container.values():
-        if id(value) not in done:
-            tensor = plain_tensor(value)
-            done[id(value)] = value if tensor is None else with_plain_tensor(value, change(tensor))
+    values = {id(value): value for value in container.values()}
+    done = {
+        name: with_plain_tensor(value, change(tensor)) if (tensor := plain_tensor(value)) else value
+        for name, value in values.items()
+    }
     return remade(container, ((key, done[id(value)]) for key, value in container.items()))
 
 
@@ -170,9 +158,9 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
             raise NothingToDo(f"{checkpoint.path}: holds nothing named '{name}'", hint=hint)
         doomed.setdefault(id(entry[0]), set()).add(entry[1])
 
-    def change(value: object) -> object:
+    def change(value: Any) -> Any:
         names = doomed.get(id(value))
-        if not isinstance(value, dict) or names is None:
+        if names is None:
             return value
         return remade(value, ((key, item) for key, item in value.items() if key not in names))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpttool
 from ckpttool.formats.one_of_several import piece_of
 
 WEIGHTS = {"a.weight": torch.ones(3, 2)}
@@ -51,6 +52,29 @@ def test_a_piece_is_named_with_the_rest(names: list[str], said: str, tmp_path: P
     for command in ("inspect", "digest", "verify"):
         ran = cli(command, first)
         assert said in ran.err, command
+
+
+def test_python_warns_of_the_rest_too_where_it_was_called(tmp_path: Path) -> None:
+    shards = put(tmp_path / "m", *(f"model-0000{i}-of-00006.safetensors" for i in range(1, 7)))
+    with pytest.warns(UserWarning, match="shard 1 of 6") as warned:
+        saved = ckpttool.convert(shards[0], tmp_path / "out.pt")
+    (warning,) = warned
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        f"{shards[0]} is shard 1 of 6; the others ({', '.join(map(str, shards[1:5]))}, …) are not read. "
+        f"The whole: ckpttool merge {tmp_path}/m/model-*-of-00006.safetensors OUT"
+    )
+    assert saved.keys == len(WEIGHTS)
+
+
+def test_python_does_not_warn_of_a_whole(tmp_path: Path) -> None:
+    """A warning would be an error here: of a whole file, and of shards opened together."""
+    (whole,) = put(tmp_path, "model.safetensors")
+    ckpttool.convert(whole, tmp_path / "out.pt")
+    shards = put(tmp_path / "m", *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)))
+    save_file({"b.weight": torch.ones(2)}, shards[1])
+    with ckpttool.open_ranks(shards) as checkpoint:
+        ckpttool.convert(checkpoint, tmp_path / "merged.pt")
 
 
 @pytest.mark.parametrize(

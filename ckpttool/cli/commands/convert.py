@@ -1,18 +1,22 @@
-"""The command `ckpttool convert`."""
+"""The commands that write a checkpoint in another form: `convert`, `slim` and `disarm`."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...errors import UsageFault
 from .. import options
-from ..console import counted
-from ..options import Job
+from ..console import Console, counted, printable, show_bytes
+from ..options import Job, entry, pair, sizes_for
 from ..rewriting import Change, Outcome, Target, rewrite
+from .training import parameters_of
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
+    from ...transforms.disarm import Disarmed
 
 
 @click.command("convert")
@@ -21,42 +25,28 @@ if TYPE_CHECKING:
 @options.option(
     "--dtype TYPE", "Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …)."
 )
-@options.option("--only GLOB", "Keep only the keys that match, e.g. 'layer1.*'.", multiple=True)
-@options.option("--exclude GLOB", "Leave out the keys that match.", multiple=True)
-@options.option(
-    "--permute GLOB=AXES",
-    "Put axes in another order: 'fc.weight=1,0' transposes.",
-    type=options.sizes_for,
-    multiple=True,
+@options.several("--only GLOB", "Keep only the keys that match, e.g. 'layer1.*'.")
+@options.several("--exclude GLOB", "Leave out the keys that match.")
+@options.several("--permute GLOB=AXES", "Put axes in another order: 'fc.weight=1,0' transposes.", sizes_for)
+@options.several(
+    "--reshape GLOB=SHAPE", "Give the same elements another shape: 'fc.weight=10,64,1,1'.", sizes_for
 )
-@options.option(
-    "--reshape GLOB=SHAPE",
-    "Give the same elements another shape: 'fc.weight=10,64,1,1'.",
-    type=options.sizes_for,
-    multiple=True,
-)
-@options.option(
-    "--tie NEW=OLD",
-    "Give a tensor a second name: 'lm_head.weight=embed.weight'.",
-    type=options.pair,
-    multiple=True,
-)
-@options.option("--drop NAME", "Leave out what is stored there, e.g. optimizer.", multiple=True)
+@options.several("--tie NEW=OLD", "Give a tensor a second name: 'lm_head.weight=embed.weight'.", pair)
+@options.several("--drop NAME", "Leave out what is stored there, e.g. optimizer.")
 @options.option(
     "--complex",
     "Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
     "complex_",
     type=click.Choice(["split", "join"]),
 )
-@options.option(
+@options.several(
     "--metadata NAME=TEXT",
     "Add text to the header of safetensors: 'format=pt', which some readers want.",
-    type=options.entry,
-    multiple=True,
+    entry,
 )
 @options.flag("--keep-copies", "Write tied tensors once per name if the format has no ties.")
 @options.writing
-def command(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
+def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
     """Write a checkpoint in another format, whole, without running anything in it.
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
@@ -75,8 +65,8 @@ def command(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
         changes["dtype"] = cast.target(changes["dtype"].lower())
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        outcome = Outcome(f"converted {checkpoint.format}")
-        outcome.of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
+        of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
+        outcome = Outcome(f"converted {checkpoint.format}", of_state=of_state)
         checkpoint = _changed(checkpoint, outcome, target.state, changes)
         return _described(checkpoint, dict(changes["metadata"]), target), outcome
 
@@ -93,34 +83,119 @@ def _changed(
         checkpoint = drop(checkpoint, names)
         outcome.left_out += names
     if changes["only"] or changes["exclude"]:
-        patterns = {name: changes[name] for name in ("only", "exclude")}
-        checkpoint, selection = select(checkpoint, state=state, **patterns)
+        only, exclude = changes["only"], changes["exclude"]
+        checkpoint, selection = select(checkpoint, only=only, exclude=exclude, state=state)
         outcome.left_out += selection.left_out
     in_layout = ("permute", layout.permute, "permuted"), ("reshape", layout.reshape, "reshaped")
     for flag, change, done in in_layout:
         if changes[flag]:
             checkpoint, names = change(checkpoint, changes[flag], state=state)
-            outcome.done += f", {counted(len(names), 'tensor', 'tensors')} {done}"
+            outcome.done += f", {counted(len(names), 'tensor')} {done}"
     if ties := changes["tie"]:
         checkpoint = layout.tie(checkpoint, ties, state=state)
-        outcome.done += f", {counted(len(ties), 'name', 'names')} tied"
+        outcome.done += f", {counted(len(ties), 'name')} tied"
+    ways = {"split": (layout.split_complex, "split"), "join": (layout.join_complex, "joined")}
     if way := changes["complex_"]:
-        change_parts = layout.split_complex if way == "split" else layout.join_complex
+        change_parts, done = ways[way]
         checkpoint, names = change_parts(checkpoint, state=state)
-        done = "split" if way == "split" else "joined"
-        outcome.done += f", {counted(len(names), 'complex tensor', 'complex tensors')} {done}"
+        outcome.done += f", {counted(len(names), 'complex tensor')} {done}"
     if (dtype := changes["dtype"]) is not None:
         checkpoint, outcome.casting = cast(checkpoint, dtype, state=state)
-        count = counted(outcome.casting.tensors, "tensor", "tensors")
-        outcome.done += f", {count} cast to {dtype.name}"
+        outcome.done += f", {counted(outcome.casting.tensors, 'tensor')} cast to {dtype.name}"
     return checkpoint
 
 
 def _described(checkpoint: Checkpoint, metadata: dict[str, str], target: Target) -> Checkpoint:
-    from ...errors import UsageFault
     from ...transforms.selection import with_metadata
 
     if metadata and not target.place.has_metadata:
         what = f"--metadata: {target.place.format} has no place for it"
         raise UsageFault(what, hint="write safetensors, or leave it out")
     return with_metadata(checkpoint, metadata, state=target.state) if metadata else checkpoint
+
+
+@click.command("slim")
+@options.writing
+@options.option(
+    "--model SPEC", "Name the tensors of an average that lists them in the order of this model's parameters."
+)
+def slim(job: Job, model: str | None) -> None:
+    """Write only the model's state, without bytes that none of its tensors uses.
+
+    Optimizer, counters and arguments stay behind, and so does the rest of a storage that a view was cut from.
+    An average without names, such as --state ema.shadow_params, gets those of --model.
+
+    \b
+    Example:
+      ckpttool slim last.pt weights.pt
+    """
+    from ...transforms.ema_names import with_names
+    from ...transforms.selection import slim
+
+    parameters = parameters_of(model) if model else None
+
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        named = with_names(checkpoint, target.state, parameters) if parameters else None
+        if named is not None:
+            count = counted(len(named.checkpoint.state("").tensors), "tensor")
+            done = f"named {count} by {model}"
+            return slim(named.checkpoint), Outcome(done, left_out=named.left_out, where="")
+        left_out = checkpoint.outside(checkpoint.state(target.state))
+        done = f"slimmed {show_bytes(checkpoint.nbytes)}"
+        return slim(checkpoint, state=target.state), Outcome(done, left_out=left_out, where="")
+
+    rewrite(job, transform)
+
+
+@click.command("disarm")
+@options.input_argument
+@options.output_argument
+@options.state_option
+@options.device_option
+@options.job_options
+def disarm(job: Job) -> None:
+    """Write a .pt of tensors and plain values alone, which torch.load(weights_only=True) takes.
+
+    Nothing that INPUT names is imported or called, and OUTPUT names nothing but torch's own tensors and
+    types. Every object that became a plain value is named: a Namespace or dataclass becomes a dict, a
+    NumPy scalar a number, an array a tensor, a path text, a pickled model its state dict, a function or class
+    its name as text. Anything else becomes a dict of what would have been called, with which arguments. The
+    model's state stays as it is, and so does its digest.
+
+    \b
+    Example:
+      ckpttool disarm last.pt safe.pt
+    """
+    from ...formats.pytorch import zip as torch_zip
+    from ...formats.saving.destination import format_of_name
+    from ...transforms import disarm as transforms
+
+    if format_of_name(job.output) not in (torch_zip.NAME, None):
+        hint = "safetensors and folders of it hold no objects: ckpttool convert writes them"
+        raise UsageFault(f"{job.output}: disarm writes a .pt file", hint=hint)
+
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        new, disarmed = transforms.disarm(checkpoint, state=target.state)
+        changed = [{"name": name, "from": was, "to": now} for name, was, now in disarmed.changed]
+        return new, Outcome(
+            f"disarmed {counted(len(changed), 'object')}"
+            if changed
+            else "found only tensors and plain values",
+            left_out=disarmed.left_out,
+            of_state=False,
+            notes=_notes(job.console, disarmed),
+            fields={"changed": changed},
+        )
+
+    rewrite(job, transform, to=torch_zip.NAME, state=None)
+
+
+def _notes(console: Console, disarmed: Disarmed) -> list[str]:
+    """Return a line for each kind of change, with the names of the values."""
+    names: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, was, now in disarmed.changed:
+        names[was, now].append(name or "the file itself")
+    notes = [f"{printable(was)} -> {now}: {console.names(at)}" for (was, now), at in names.items()]
+    if disarmed.dtensors:
+        notes.append("its DTensors are kept: import torch.distributed.tensor before torch.load")
+    return notes

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
 
 
+def _counts(text: str) -> tuple[str, tuple[int, ...]]:
+    """Split `[GLOB=]N0,N1,…` into a pattern of layers and a count for each INPUT."""
+    pattern, _, numbers = text.rpartition("=")
+    try:
+        return pattern or "*", tuple(int(number) for number in numbers.split(","))
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is not N0,N1,… or GLOB=N0,N1,…", param_hint="--counts") from None
+
+
 @click.command("convert-batchnorm")
 @options.inputs_and_output
 @options.option(
@@ -29,35 +38,28 @@ if TYPE_CHECKING:
     "--model SPEC",
     "The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
 )
-@options.option(
+@options.several(
     "--counts [GLOB=]N0,N1,…",
     "Values per channel in each INPUT's batch: batch × positions; of layers matching GLOB.",
-    multiple=True,
+    _counts,
 )
-@options.option(
-    "--cumulative GLOB",
-    "Layers with momentum=None: ranks are also weighted by their counters of batches.",
-    multiple=True,
+@options.several(
+    "--cumulative GLOB", "Layers with momentum=None: ranks are also weighted by their counters of batches."
 )
 @options.option(
     "--momentum M",
     "The layers' momentum, e.g. 0.1: add the variance between ranks that averaging removed.",
     type=float,
 )
-@options.option("--exclude GLOB", "Skip layers that match GLOB.", multiple=True)
-@options.option(
-    "--keep-first GLOB", "Keys in which INPUTs may differ: the first INPUT's are taken.", multiple=True
-)
+@options.several("--exclude GLOB", "Skip layers that match GLOB.")
+@options.several("--keep-first GLOB", "Keys in which INPUTs may differ: the first INPUT's are taken.")
 @options.writing_options
 def command(
     job: Job,
     to: Literal["sync", "plain"] | None,
     model: str | None,
-    counts: tuple[str, ...],
-    cumulative: tuple[str, ...],
-    momentum: float | None,
     exclude: tuple[str, ...],
-    keep_first: tuple[str, ...],
+    **of_ranks: Any,
 ) -> None:
     """Convert BatchNorm's state for SyncBatchNorm and back, and pool the statistics of several ranks.
 
@@ -85,10 +87,10 @@ def command(
     from ...batchnorm.pool_files import pool_states
     from ...errors import NothingToDo
 
-    of_ranks: dict[str, Any] = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
     others = job.inputs[1:]
     if not others:
-        _require_one(to, {"counts": counts, **of_ranks})
+        _require_one(to, of_ranks)
+    counts = dict(of_ranks.pop("counts")) or None
     job.require_new_output()
     plain_or_sync: Literal["sync", "plain"] = to or "plain"
 
@@ -97,12 +99,11 @@ def command(
         choices: dict[str, Any] = {"exclude": exclude, "state": target.state}
         if others:
             files = [checkpoint, *map(formats.open, others)]  # tensors that are kept refer to the open files
-            checkpoint, pooled = pool_states(files, dict(map(_counts, counts)) or None, **of_ranks, **choices)
-        as_text = target.place.has_metadata and not target.place.full
+            checkpoint, pooled = pool_states(files, counts, **of_ranks, **choices)
+        choices["as_text"] = target.place.has_metadata and not target.place.full
+        choices["kinds"] = _kinds(model)
         try:
-            checkpoint, report = convert(
-                checkpoint, plain_or_sync, as_text=as_text, kinds=_kinds(model), **choices
-            )
+            checkpoint, report = convert(checkpoint, plain_or_sync, **choices)
         except NothingToDo:
             if not pooled:
                 raise
@@ -121,15 +122,6 @@ def _require_one(to: str | None, of_ranks: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} is for several INPUTs, one per rank")
 
 
-def _counts(text: str) -> tuple[str, tuple[int, ...]]:
-    """Split `[GLOB=]N0,N1,…` into a pattern of layers and a count for each INPUT."""
-    pattern, _, numbers = text.rpartition("=")
-    try:
-        return pattern or "*", tuple(int(number) for number in numbers.split(","))
-    except ValueError:
-        raise click.BadParameter(f"'{text}' is not N0,N1,… or GLOB=N0,N1,…", param_hint="--counts") from None
-
-
 def _kinds(spec: str | None) -> dict[str, str] | None:
     """Return the kind of each BatchNorm layer of a model. Runs its code; imports torch."""
     if spec is None:
@@ -143,13 +135,12 @@ def _kinds(spec: str | None) -> dict[str, str] | None:
 
 def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report) -> Outcome:
     layers = (pooled or report).layers
-    many = counted(len(layers), "BatchNorm layer", "BatchNorm layers")
+    many = counted(len(layers), "BatchNorm layer")
     done = f"pooled the statistics of {ranks} ranks in {many}" if pooled else f"converted {many} for {to}"
     if pooled and not pooled.exact:
         done += ", assuming equal counts (--counts gives others)"
-    kinds = (("recorded", report.recorded, "kind"), ("removed", report.restored, "kind"))
-    for verb, names, what in (("added", report.added, "counter"), *kinds):
-        if names:
-            done += f", {counted(len(names), what, f'{what}s')} {verb}"
+    kinds = ((report.recorded, "kind", "recorded"), (report.restored, "kind", "removed"))
+    for names, what, verb in ((report.added, "counter", "added"), *kinds):
+        done += f", {counted(len(names), what)} {verb}" if names else ""
     none_pooled = {"pooled": (), "from_first": ()}
     return Outcome(done, fields={**fields_of(report), **none_pooled, **fields_of(pooled)})

@@ -30,8 +30,8 @@ class _Tolerance(click.FloatRange):
 
 
 @click.command("diff")
-@click.argument("a", metavar="A", type=click.Path(allow_dash=True), callback=options.note_inputs)
-@click.argument("b", metavar="B", type=click.Path(), callback=options.note_inputs)
+@options.argument("a", "A")
+@options.argument("b", "B", type=click.Path())
 @options.option("--rtol X", "Tolerate differences up to X times |b|.", type=_Tolerance(0))
 @options.option("--atol X", "Tolerate differences up to X.", type=_Tolerance(0))
 @options.flag("--ignore-prefix", "Match names that differ only in wrappers' prefixes.")
@@ -44,17 +44,7 @@ class _Tolerance(click.FloatRange):
 @options.state_option
 @options.no_verify_option
 @options.reading
-def command(
-    console: Console,
-    a: str,
-    b: str,
-    sort: str | None,
-    no_verify: bool,
-    model_only: bool,
-    state: str | None,
-    ignore_prefix: bool,
-    **limits: float | None,
-) -> int:
+def command(console: Console, a: str, b: str, sort: str | None, no_verify: bool, **choices: Any) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 
     A row for each tensor or value that is only in A (-), only in B (+) or differs (~); a row for each module
@@ -74,16 +64,15 @@ def command(
     """
     from ...analysis.compare import diff
 
-    choices = {"model_only": model_only, "ignore_prefix": ignore_prefix, "verify": not no_verify}
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
-            comparison = diff(mine, theirs, progress=progress, state=state, **choices, **limits)  # type: ignore[arg-type]
+            comparison = diff(mine, theirs, progress=progress, verify=not no_verify, **choices)
         note_unread(console, mine, theirs)
-        if model_only or comparison.aside_a or comparison.aside_b:  # else every state was compared
+        if choices["model_only"] or comparison.aside_a or comparison.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):
-                note_state(console, checkpoint, state, named=True)
-    _report(console, a, b, comparison, sort, limits)
+                note_state(console, checkpoint, choices["state"], named=True)
+    _report(console, a, b, comparison, sort, {name: choices[name] for name in ("rtol", "atol")})
     return 0 if comparison.same else 1
 
 
@@ -93,15 +82,12 @@ def _report(
     from ..diff_page import details, page
 
     for names, file in ((comparison.aside_a, b), (comparison.aside_b, a)):
-        if names:
-            console.note(f"not compared, as {printable(file)} holds only tensors: {console.names(names)}")
+        console.note_names(f"not compared, as {printable(file)} holds only tensors", names)
     if comparison.matched_without_prefix:
         more = counted(comparison.matched_without_prefix, "name is", "names are")
         console.note(f"{more} in both files except for a wrapper's prefix: --ignore-prefix")
-    if console.verbose:
-        lines = details(comparison, sort=sort)
-    else:
-        lines = page(comparison, sort=sort, width=terminal_width(sys.stdout))
+    width = terminal_width(sys.stdout)
+    lines = details(comparison, sort) if console.verbose else page(comparison, sort, width)
     verdict = _verdict(printable(a), printable(b), comparison, limits)
     console.result("\n".join([*lines, verdict]), {**_data(comparison, sort), **limits})
 
@@ -115,11 +101,8 @@ def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
     return {
         "same": comparison.same,
         "identical": comparison.identical,
-        "tolerated": comparison.tolerated,
-        "only_a": comparison.only_a,
-        "only_b": comparison.only_b,
-        "changed": [_fields(change) for change in changed],
-        "tensors": comparison.tensors,
+        **fields_of(comparison, without=("aside_a", "aside_b", "matched_without_prefix")),
+        "changed": [*map(_fields, changed)],
         "not_compared": [*comparison.aside_a, *comparison.aside_b],
     }
 
@@ -135,7 +118,7 @@ def _fields(change: Change) -> dict[str, object]:
 
 
 def _verdict(a: str, b: str, comparison: Comparison, limits: Limits) -> str:
-    compared = counted(comparison.tensors, "tensor", "tensors")
+    compared = counted(comparison.tensors, "tensor")
     if comparison.same and (tolerated := len(comparison.tolerated)):
         within = ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
         differ = f"{counted(tolerated, 'value differs', 'values differ')} by less"

@@ -36,13 +36,7 @@ STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 @options.no_verify_option
 @options.reading
 def command(
-    console: Console,
-    files: tuple[str, ...],
-    depth: int | None,
-    listed: bool,
-    measured: bool,
-    state: str | None,
-    no_verify: bool,
+    console: Console, files: tuple[str, ...], depth: int | None, state: str | None, **flags: bool
 ) -> int:
     """Show what is in each FILE, without loading it or running anything it names.
 
@@ -57,6 +51,8 @@ def command(
     from ...analysis.tables import tensor_rows
     from ..inspect_page import page
 
+    listed, measured, verify = flags["listed"], flags["measured"], not flags["no_verify"]
+
     def answer(file: str) -> Answer:
         try:
             opened = open_file(console, file)
@@ -66,7 +62,7 @@ def command(
             return run
         with opened as checkpoint:
             summary = summarize(checkpoint, state)
-            stats = _measure(console, checkpoint, not no_verify) if measured else {}
+            stats = _measure(console, checkpoint, verify) if measured else {}
             if console.json:
                 return Answer("", _fields(summary, tensor_rows(checkpoint), stats))
             width = terminal_width(sys.stdout)
@@ -85,15 +81,15 @@ def _of_run(folder: str) -> Answer | None:
     """Return the table of the checkpoints in a run's folder; None if none of them can be read."""
     from ...analysis.tables import checkpoint_rows
 
-    found = checkpoint_rows(folder)
-    if not any(entry.format for entry in found):
+    rows = checkpoint_rows(folder)
+    if not any(row.format for row in rows):
         return None
-    fields = [
-        fields_of(entry, {"nbytes": "bytes"}) | {"whole": not entry.problem, "problem": entry.problem or None}
-        for entry in found
+    checkpoints = [
+        fields_of(row, {"nbytes": "bytes"}) | {"whole": not row.problem, "problem": row.problem or None}
+        for row in rows
     ]
-    data = {"path": folder, "checkpoints": fields}
-    return Answer("\n".join(_run_page(folder, found, terminal_width(sys.stdout))), data)
+    lines = _run_page(folder, rows, terminal_width(sys.stdout))
+    return Answer("\n".join(lines), {"path": folder, "checkpoints": checkpoints})
 
 
 def _lines() -> int:
@@ -140,8 +136,7 @@ def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[st
     if row.kind is None:
         del fields["kind"], fields["local_shape"]
     if row.name in stats:
-        measured = stats[row.name]
-        fields["stats"] = asdict(measured) if measured else None
+        fields["stats"] = (measured := stats[row.name]) and asdict(measured)
     return fields
 
 
@@ -149,14 +144,10 @@ def tensor_lines(
     rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
 ) -> Iterator[str]:
     """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics."""
-    cells = [
-        (
-            *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
-            printable(row.shared_with or ""),
-            *(_figures(stats.get(row.name)) if stats else ()),
-        )
-        for row in rows
-    ]
+    cells: list[Sequence[str]] = []
+    for row in rows:
+        tensor = (printable(row.name), row.type, row.sizes, str(row.nbytes), printable(row.shared_with or ""))
+        cells.append((*tensor, *(_figures(stats.get(row.name)) if stats else ())))
     if width is not None:
         return table(cells, (0, 1, 4), width)
     header = [(*STATS[:3], "bytes", "shared with", *STATS[3:])] if stats and cells else []
@@ -197,18 +188,13 @@ def _figures(stat: Stats | None) -> list[str]:
 
 def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) -> Iterator[str]:
     """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
-    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint', 'checkpoints')}, newest first"
-    rows = [
-        (
-            os.path.relpath(entry.path, folder),
-            "" if entry.step is None else str(entry.step),
-            entry.format or "",
-            show_bytes(entry.nbytes),
-            f"no: {entry.problem}" if entry.problem else "whole",
-        )
-        for entry in entries
-    ]
-    yield from table([("checkpoint", "step", "format", "bytes", ""), *rows], (0, 2, 4), width)
+    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint')}, newest first"
+    rows = [("checkpoint", "step", "format", "bytes", "")]
+    for entry in entries:
+        path, step = os.path.relpath(entry.path, folder), "" if entry.step is None else str(entry.step)
+        verdict = f"no: {entry.problem}" if entry.problem else "whole"
+        rows.append((path, step, entry.format or "", show_bytes(entry.nbytes), verdict))
+    yield from table(rows, (0, 2, 4), width)
     whole = next((entry for entry in entries if not entry.problem), entries[0])
     yield ""
     yield f"ckpttool inspect {shlex.quote(whole.path)}"

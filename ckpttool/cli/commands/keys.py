@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 @options.option("--prefix", "What to remove, including the dot.", default="module.", show_default=True)
 @options.flag("--repeat", "Repeat until none is left, e.g. module.module.conv.weight.")
 @options.flag("--anywhere", "Also remove it inside a name, e.g. 0._orig_mod.weight.")
-@options.option("--drop KEY", "Leave out a key, e.g. n_averaged.", multiple=True)
-@options.option(
-    "--keep NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.", multiple=True
-)
+@options.several("--drop KEY", "Leave out a key, e.g. n_averaged.")
+@options.several("--keep NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.")
 @options.writing
 def strip_prefix(
     job: Job, prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], keep: tuple[str, ...]
@@ -124,10 +122,8 @@ def add_prefix(job: Job, prefix: str) -> None:
         outcome = renaming_outcome(f"added '{prefix}' to", renaming)
         if not prefix.endswith("."):
             first = next(iter(renaming.names.values()), prefix)
-            better = f"--prefix {shlex.quote(f'{prefix}.')}"
-            outcome.notes.append(
-                f"the prefix ends in no dot, so keys are like '{first}'; with a dot: {better}"
-            )
+            with_dot = f"with a dot: --prefix {shlex.quote(f'{prefix}.')}"
+            outcome.notes.append(f"the prefix ends in no dot, so keys are like '{first}'; {with_dot}")
         if twice := sum(name.startswith(prefix) for name in renaming.names):
             had = f"{twice} of {len(renaming.names)} keys had '{prefix}' already"
             outcome.notes.append(f"{had}, and now begin with '{prefix * 2}'")

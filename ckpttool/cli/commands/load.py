@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -66,6 +66,7 @@ def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
     verb = "loads" if diagnosis.loads else "does not load"
     why = f": {diagnosis.fit}" if diagnosis.fit.distance else ""
     yield from _comment(f"{diagnosis.path} {verb} into {spec}{why}")
+    remarks = [problem for problem in diagnosis.problems if problem.is_remark]
     wrong = [problem for problem in diagnosis.problems if not problem.is_remark]
     for problem in wrong:
         yield from _comment(f"{problem.kind}: {problem.message}")
@@ -77,19 +78,16 @@ def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
         yield diagnosis.then
     if diagnosis.python:
         yield f"# {'or in Python' if wrong else 'in Python'}: {printable(diagnosis.python)}"
-    for problem in diagnosis.problems:
-        if problem.is_remark:
-            yield from _comment(f"{problem.kind}: {problem.message}")
-            if problem.command:
-                yield f"#   {problem.command}"
+    for remark in remarks:
+        yield from _comment(f"{remark.kind}: {remark.message}")
+        if remark.command:
+            yield f"#   {remark.command}"
 
 
 def _comment(text: str) -> list[str]:
     """Return text as comment lines, no wider than the terminal."""
     width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
-    return textwrap.wrap(
-        printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False
-    )
+    return wrap(printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
 
 
 @click.command("reload")
@@ -97,22 +95,14 @@ def _comment(text: str) -> list[str]:
 @options.model_option
 @options.option("--input-shape N,…", "Also run a forward pass on zeros of this shape.", type=options.shape)
 @options.state_option
-@options.option(
+@options.several(
     "--allow-missing GLOB",
     "Names of the model that FILE may lack or have in another shape; they keep its values.",
-    multiple=True,
 )
-@options.option(
-    "--allow-unexpected GLOB", "Names of FILE that the model may lack; they are ignored.", multiple=True
-)
+@options.several("--allow-unexpected GLOB", "Names of FILE that the model may lack; they are ignored.")
 @options.reading
 def reload(
-    console: Console,
-    file: str,
-    model: str,
-    input_shape: tuple[int, ...] | None,
-    state: str | None,
-    **allowed: tuple[str, ...],
+    console: Console, file: str, model: str, input_shape: tuple[int, ...] | None, **choices: Any
 ) -> None:
     """Load FILE strictly into the plain model, in one process, and report it.
 
@@ -132,30 +122,27 @@ def reload(
     with open_file(console, file) as checkpoint, stdout_kept_for_results():
         opened = time.perf_counter()
         # Values that the model keeps take part in the forward pass; else none of its own are needed.
-        build = with_values if input_shape and allowed["allow_missing"] else skeleton
+        build = with_values if input_shape and choices["allow_missing"] else skeleton
         built = build(model)  # may take long, or leave the current folder
         seconds = opened - time.perf_counter()
-        note_state(console, checkpoint, state)
-        loaded = reloading.reload(checkpoint, built, state=state, assign=True, spec=model, **allowed)
+        note_state(console, checkpoint, choices["state"])
+        loaded = reloading.reload(checkpoint, built, assign=True, spec=model, **choices)
         seconds += time.perf_counter() - started
         shape = _forward(built, input_shape, model) if input_shape else None
-    data: dict[str, object] = {
+    # What is kept has values in the model, and lacks them in its skeleton alone.
+    without_values = [name for name in loaded.without_values if name not in loaded.kept]
+    covered, renamed = loaded.covered, {"kept": "missing", "ignored": "unexpected"}
+    data = fields_of(loaded, renamed, without=("path", "format", "covered")) | {
         "loaded": len(loaded.loaded),
-        "missing": loaded.kept,
-        "unexpected": loaded.ignored,
         "mismatched": [],
-        "state": loaded.state,
-        "prefix": loaded.prefix,
-        "added": loaded.added,
-        "without_values": _without_values(loaded),
-        "parameters": {"loaded": loaded.covered.parameters, "of": loaded.covered.of_parameters},
-        "bytes": {"loaded": loaded.covered.nbytes, "of": loaded.covered.of_nbytes},
+        "without_values": without_values,
+        "parameters": {"loaded": covered.parameters, "of": covered.of_parameters},
+        "bytes": {"loaded": covered.nbytes, "of": covered.of_nbytes},
         "seconds": round(seconds, 4),
         **({"output_shape": shape} if shape else {}),
     }
     note_fields(console, loaded)
-    said = "on the meta device, without values, as no file holds them"
-    console.note_names(said, _without_values(loaded))
+    console.note_names("on the meta device, without values, as no file holds them", without_values)
     forward = f"\nforward pass: {list(input_shape)} -> {shape}" if input_shape else ""
     console.result(_line(loaded, model, seconds) + forward, data)
 
@@ -181,20 +168,13 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
     return list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
 
 
-def _without_values(loaded: Reloaded) -> list[str]:
-    """Return what has no values in the model either: those that are kept lack them in its skeleton alone."""
-    return [name for name in loaded.without_values if name not in loaded.kept]
-
-
 def _line(loaded: Reloaded, spec: str, seconds: float) -> str:
     stripped = f" without '{loaded.prefix}'" if loaded.prefix else ""
     count, covered = len(loaded.loaded), loaded.covered
     how = "strictly"
     if loaded.kept or loaded.ignored:
-        how = (
-            f"{covered.parameters} of its {covered.of_parameters} parameters, "
-            f"{show_bytes(covered.nbytes)} of {show_bytes(covered.of_nbytes)}"
-        )
+        sizes = f"{show_bytes(covered.nbytes)} of {show_bytes(covered.of_nbytes)}"
+        how = f"{covered.parameters} of its {covered.of_parameters} parameters, {sizes}"
     return (
         f"loaded {count} of {count + len(loaded.kept)} tensors{stripped} into {spec}, {how}, "
         f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -55,21 +56,18 @@ def merge(
 
     job.require_new_output(alone=False)
 
-    def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        return _merged(checkpoint, dtype, target)
-
     def opening() -> Checkpoint:
         files = job.inputs if job.inputs[1:] else job.input
         return formats.open_ranks(files, take_rank=take_rank, take_step=take_step)
 
     try:
-        rewrite(job, transform, opening=opening, full=full or None, to=to)
+        rewrite(job, partial(_merged, dtype=dtype), opening=opening, full=full or None, to=to)
     except RanksDiffer:
         with opening() as checkpoint:
             raise _all_that_differ(job.console, checkpoint) from None
 
 
-def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> Change:
+def _merged(checkpoint: Checkpoint, target: Target, *, dtype: str | None) -> Change:
     """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
     from ...checkpoint.dotted_names import contents
     from ...checkpoint.flat_optimizers import is_flat
@@ -81,9 +79,8 @@ def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> Change
         names = ("framework", "world_size", "mesh", "step")
         outcome.fields = {"ranks": {name: getattr(ranks, name) for name in names}}
         if checkpoint.format == "safetensors-ranks":
-            outcome.notes.append(
-                f"no file says how many ranks there were; those of {len(ranks.held)} were found"
-            )
+            found = f"those of {len(ranks.held)} were found"
+            outcome.notes.append(f"no file says how many ranks there were; {found}")
     as_text = target.place.format == "dcp"
     stays_flat = as_text and any(is_flat(value) for _, value in checkpoint.named(contents))
     if target.place.holds_all and not stays_flat:  # torchtitan loads no other form
@@ -95,7 +92,7 @@ def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> Change
         except NothingToDo:  # to merge is something to do
             outcome.notes.append(f"no tensor had to be cast: none has a float dtype other than {to.name}")
         else:
-            outcome.done += f", {counted(outcome.casting.tensors, 'tensor', 'tensors')} cast to {to.name}"
+            outcome.done += f", {counted(outcome.casting.tensors, 'tensor')} cast to {to.name}"
     return checkpoint, outcome
 
 
@@ -120,7 +117,7 @@ def _with_names(checkpoint: Checkpoint, outcome: Outcome, file: str, *, as_text:
 def _in_words(checkpoint: Checkpoint) -> str:
     if (ranks := checkpoint.ranks) is None:
         return checkpoint.format
-    count = f"{counted(ranks.world_size, 'rank', 'ranks')} of " if ranks.world_size is not None else ""
+    count = f"{counted(ranks.world_size, 'rank')} of " if ranks.world_size is not None else ""
     return f"{count}{ranks.framework}{f', {ranks.axes}' if ranks.axes else ''}"
 
 
@@ -152,10 +149,8 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
     "The type of the ranks' devices, with dtensor: cuda, cpu, xpu.  [default: INPUT's, else cuda]",
 )
 @options.option("--axis NAME", "The name of the mesh's axis, where the training names it.")
-@options.option(
-    "--whole GLOB",
-    "Keys that each rank holds whole, besides integers and BatchNorm's statistics.",
-    multiple=True,
+@options.several(
+    "--whole GLOB", "Keys that each rank holds whole, besides integers and BatchNorm's statistics."
 )
 @options.flag(
     "--replace-all",
@@ -163,9 +158,7 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
 )
 @options.state_option
 @options.job_options
-def split(
-    job: Job, ranks: int, form: str, axis: str | None, whole: tuple[str, ...], replace_all: bool
-) -> None:
+def split(job: Job, ranks: int, form: str, **of_mesh: Any) -> None:
     """Write a whole checkpoint as files that the ranks of a training run load: the inverse of merge.
 
     As dtensor, rank R of W gets OUTPUT/model_world_size_W_rank_R.pt, cut as fully_shard(model) cuts it, and
@@ -183,12 +176,11 @@ def split(
       ckpttool split run.pt folder/ --ranks 4 --as dcp
     """
     if form == "dtensor":
-        _as_dtensors(job, ranks, axis, whole, replace_all)
+        _as_dtensors(job, ranks, of_mesh)
         return
-    of_mesh = {"--device": job.device, "--axis": axis, "--whole": whole, "--replace-all": replace_all}
-    if useless := [flag for flag, value in of_mesh.items() if value]:
-        hint = "leave it out"
-        raise UsageFault(f"{useless[0]} has no effect on a DCP folder, which has no mesh", hint=hint)
+    if useless := [name for name, value in {"device": job.device, **of_mesh}.items() if value]:
+        what = f"--{useless[0].replace('_', '-')} has no effect on a DCP folder, which has no mesh"
+        raise UsageFault(what, hint="leave it out")
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         outcome = Outcome("wrote for any number of ranks", of_state=False, fields={"ranks": ranks})
@@ -213,20 +205,19 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
     ]
 
 
-def _as_dtensors(job: Job, ranks: int, axis: str | None, whole: tuple[str, ...], replace_all: bool) -> None:
+def _as_dtensors(job: Job, ranks: int, of_mesh: dict[str, Any]) -> None:
     from ...formats import splitting
     from ...formats.saving.destination import Destination
 
     console, started = job.console, time.perf_counter()
-    choices = job.saving() | {"axis": axis, "whole": whole, "replace_all": replace_all}
+    choices = job.saving() | of_mesh
     del choices["shard_size"]
     with open_file(console, job.input) as checkpoint, console.bar("writing") as bar:
         companions = Companions.of(checkpoint, job, Destination(job.output, "dtensor-ranks", True))
         note_state(console, checkpoint, job.state)
         wrappers = _wrappers(checkpoint, job.state)
-        written = splitting.split(
-            checkpoint, job.output, ranks, kept=companions.names, **bar.calls, **choices
-        )
+        choices |= {"kept": companions.names, **bar.calls}
+        written = splitting.split(checkpoint, job.output, ranks, **choices)
         if not job.dry_run:
             companions.copy()
     for note in wrappers:
@@ -237,13 +228,8 @@ def _as_dtensors(job: Job, ranks: int, axis: str | None, whole: tuple[str, ...],
         f"for ranks on {written.device}, in a model under fully_shard(model); import torch.distributed.tensor"
     )
     count = len(written.sharded)
-    done = f"split {counted(count, 'tensor', 'tensors')} over {counted(ranks, 'rank', 'ranks')}"
-    size = f"{counted(len(written.files), 'file', 'files')}, {show_bytes(written.nbytes)}"
-    data = {
-        **fields_of(written),
-        "format": "dtensor-ranks",
-        "keys": count + len(written.whole),
-        "renamed": 0,
-        **companions.fields(),
-    }
+    done = f"split {counted(count, 'tensor')} over {counted(ranks, 'rank')}"
+    size = f"{counted(len(written.files), 'file')}, {show_bytes(written.nbytes)}"
+    keys = {"keys": count + len(written.whole), "renamed": 0}
+    data = {**fields_of(written), "format": "dtensor-ranks", **keys, **companions.fields()}
     report_written(console, done, written.path, size, time.perf_counter() - started, data, dry=job.dry_run)

@@ -18,11 +18,19 @@ if TYPE_CHECKING:
     from ...transforms.optimizer.rekey import Form
 
 
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        what = f"'{text}' is not a list of numbers such as 1,1,2"
+        raise click.BadParameter(what, param_hint="--weights") from None
+
+
 @click.command("average")
 @options.inputs_and_output
-@options.option("--weights W,W,…", "The weight of each INPUT; equal if not given.")
+@options.option("--weights W,W,…", "The weight of each INPUT; equal if not given.", type=_numbers)
 @options.writing_options
-def average(job: Job, weights: str | None) -> None:
+def average(job: Job, weights: list[float] | None) -> None:
     """Write the mean of several checkpoints of one model: only its state, every number rounded once.
 
     Means are computed with twice the precision of float64, whatever the dtype. Integers and booleans, such as
@@ -40,13 +48,12 @@ def average(job: Job, weights: str | None) -> None:
     from ...transforms import average as transforms
 
     job.require_new_output()
-    shares = _numbers(weights) if weights is not None else None
     *others, last_path = job.inputs
 
     def transform(last: Checkpoint, target: Target) -> Change:
         files = [*map(formats.open, others), last]
-        new, averaged = transforms.average(files, weights=shares, state=target.state)
-        done = f"averaged {counted(len(averaged.averaged), 'tensor', 'tensors')} of {averaged.files} files"
+        new, averaged = transforms.average(files, weights=weights, state=target.state)
+        done = f"averaged {counted(len(averaged.averaged), 'tensor')} of {averaged.files} files"
         left_out = last.outside(last.state(target.state))
         outcome = Outcome(done, left_out=left_out, where="", result=averaged)
         if averaged.taken:
@@ -61,15 +68,6 @@ def average(job: Job, weights: str | None) -> None:
         return new, outcome
 
     rewrite(replace(job, input=last_path), transform)
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"'{text}' is not a list of numbers such as 1,1,2", param_hint="--weights"
-        ) from None
 
 
 @click.command("merge-lora")
@@ -97,7 +95,7 @@ def merge_lora(job: Job, adapter: str) -> None:
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, merged = merge.merge_lora(checkpoint, opened, state=target.state)
-        done = f"added {counted(len(merged.updated), 'update', 'updates')} of {adapter}"
+        done = f"added {counted(len(merged.updated), 'update')} of {adapter}"
         settings = {"tie_word_embeddings": False} if merged.untied else {}
         return new, Outcome(done, casting=merged.casting, settings=settings, result=merged)
 
@@ -147,16 +145,16 @@ def optimizer(job: Job, to: Form, model: str | None, order: Order | None) -> Non
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, change = rekeyed(checkpoint, to, parameters=parameters, state=target.state, order=order)
-        what = counted(len(change.optimizers), "optimizer", "optimizers")
+        what = counted(len(change.optimizers), "optimizer")
         key = "flat names" if to == "flat" else to
-        done = f"keyed {what} of {counted(change.parameters, 'parameter', 'parameters')} by {key}"
+        done = f"keyed {what} of {counted(change.parameters, 'parameter')} by {key}"
         outcome = Outcome(done + (f", {change.moved} moved" if change.moved else ""), result=change)
         if change.ordered:
             either = "the model or the file's state, whichever fits"
             whose = {"model": "the model", "state": "the file's state", None: either}[order]
             outcome.notes.append(f"it names no parameters: they were taken in the order of {whose}")
         if change.absent:
-            count = counted(len(change.absent), "parameter", "parameters")
+            count = counted(len(change.absent), "parameter")
             names = job.console.names(change.absent)
             outcome.notes.append(f"{count} of the model are in no optimizer: {names}")
         return new, outcome

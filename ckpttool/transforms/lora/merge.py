@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,7 @@ class _Merging:
             tuple(name for name in replaced if tensors[name].dtype is not self.whole[name].dtype),
             tuple(name for name in self.whole if name not in tensors),
             self.ties.untied(),
-            self.ties.following(self.updates),
+            self.ties.following(),
             Overflows(),
         )
 
@@ -263,11 +264,6 @@ class Update:
     turned: bool = False
 
     @property
-    def rank(self) -> int:
-        """The inner size of the product."""
-        return self.a.shape[0]
-
-    @property
     def sizes(self) -> tuple[int, int]:
         """Rows and columns of what is added."""
         rows, columns = self.b.shape[0], prod(self.a.shape[1:])
@@ -275,28 +271,39 @@ class Update:
 
     def factors(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return both matrices in float64, in the order in which they are multiplied. Imports numpy."""
-        a = in_float64(self.a).reshape(self.rank, -1)
-        b = in_float64(self.b).reshape(-1, self.rank)
+        rank = self.a.shape[0]
+        a, b = in_float64(self.a).reshape(rank, -1), in_float64(self.b).reshape(-1, rank)
         return (a.T.copy(), b.T.copy()) if self.turned else (b, a)
 
 
 def updated(path: str, weight: TensorRef, update: Update, to: DType, report: CastReport) -> TensorRef:
     """Return a weight to which an update is added; nothing is read yet."""
     row = prod(weight.shape[1:]) * to.itemsize
-    factors: list[tuple[Any, Any]] = []
+    factors = cache(update.factors)
+
+    def rows(begin: int, end: int) -> memoryview:
+        import numpy as np
+
+        left, right = factors()
+        shape = (end - begin, *weight.shape[1:])
+        part = replace(weight, shape=shape, offset=weight.offset + begin * weight.stride[0])
+        values = in_float64(part).reshape(end - begin, -1)
+        finite = np.isfinite(values)
+        with np.errstate(all="ignore"):
+            values += update.scale * (left[begin:end] @ right)
+            rounded = nearest(values.reshape(-1), to)
+        overflows = np.flatnonzero(finite & ~np.isfinite(reader(to)(rounded).reshape(finite.shape)))
+        if len(overflows):
+            report.note(0, overflows + begin * finite.shape[1])
+        return memoryview(np.ascontiguousarray(rounded).view("u1"))  # type: ignore[arg-type]
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
         if not nbytes:
             return
-        if not factors:
-            factors.append(update.factors())
         first, end = start // row, -(-(start + nbytes) // row)
         step = max(1, CHUNK // row)
         for begin in range(first, end, step):
-            left, right = factors[0]
-            part = left[begin : min(begin + step, end)], right
-            raw = _rows(weight, begin, part, update.scale, to, report)
-            offset = begin * row
+            raw, offset = rows(begin, min(begin + step, end)), begin * row
             yield raw[max(start - offset, 0) : min(start + nbytes - offset, len(raw))]
 
     data = Computed(path, weight.numel * to.itemsize, make, is_divisible=True)
@@ -304,28 +311,3 @@ def updated(path: str, weight: TensorRef, update: Update, to: DType, report: Cas
     kind = to.storage or "UntypedStorage"
     storage = Storage(data, kind, weight.storage.location, origins=origins)
     return TensorRef.contiguous(storage, to, weight.shape)
-
-
-def _rows(
-    weight: TensorRef,
-    begin: int,
-    factors: tuple[NDArray[Any], NDArray[Any]],
-    scale: float,
-    to: DType,
-    report: CastReport,
-) -> memoryview:
-    """Return the rows of the result from `begin` on as bytes, as many as the first factor has."""
-    import numpy as np
-
-    left, right = factors
-    shape = (len(left), *weight.shape[1:])
-    part = replace(weight, shape=shape, offset=weight.offset + begin * weight.stride[0])
-    values = in_float64(part).reshape(len(left), -1)
-    finite = np.isfinite(values)
-    with np.errstate(all="ignore"):
-        values += scale * (left @ right)
-        rounded = nearest(values.reshape(-1), to)
-    overflows = np.flatnonzero(finite & ~np.isfinite(reader(to)(rounded).reshape(finite.shape)))
-    if len(overflows):
-        report.note(0, overflows + begin * finite.shape[1])
-    return memoryview(np.ascontiguousarray(rounded).view("u1"))  # type: ignore[arg-type]

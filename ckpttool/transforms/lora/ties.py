@@ -11,6 +11,7 @@ import os
 import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
@@ -51,26 +52,25 @@ def tying(base: str, output: str, embedding: str) -> str:
     return f"ckpttool convert {shlex.quote(base)} tied.safetensors --tie {pair}, and merge into that"
 
 
+@dataclass
 class Ties:
     """Which of a model's tensors take what an adapter holds whole."""
 
-    def __init__(
-        self,
-        base: str,
-        tensors: Mapping[str, TensorRef],
-        adapter: Adapter,
-        whole: dict[str, TensorRef],
-        updates: Collection[str],
-    ) -> None:
-        self.base, self.tensors, self.adapter, self.whole = base, tensors, adapter, whole
-        self.config = _config_of(base)
+    base: str
+    tensors: Mapping[str, TensorRef]
+    adapter: Adapter
+    whole: dict[str, TensorRef]
+    updates: Collection[str]
+
+    def __post_init__(self) -> None:
+        tensors, saved = self.tensors, self.adapter.saved_modules()
+        self.config = _config_of(self.base)
         self.names: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
             self.names[tensor.view].append(name)
-        saved = adapter.saved_modules()
         # Where PEFT ties the copies (Llama, but not GPT-2), both are in the file.
-        keeps_ties = bool(adapter.config.get("ensure_weight_tying")) and self._join_copies()
-        replaced = [name for name in whole if name in tensors and name not in updates]
+        keeps_ties = bool(self.adapter.config.get("ensure_weight_tying")) and self._join_copies()
+        replaced = [name for name in self.whole if name in tensors and name not in self.updates]
         # Names that leave their ties -> the adapter's tensor that they take.
         self.alone = {name: name for name in replaced if keeps_ties or saved_module(name, saved)}
         for name in tuple(self.alone):
@@ -102,10 +102,10 @@ class Ties:
             if tied or _are_equal(self.tensors[name], self.tensors[output]):
                 yield name, output
 
-    def following(self, updates: Collection[str]) -> tuple[str, ...]:
+    def following(self) -> tuple[str, ...]:
         """Return the names that are tied to updated weights, and change with them."""
-        names = dict.fromkeys(other for name in updates for other in self.names[self.tensors[name].view])
-        return tuple(name for name in names if name not in updates and name not in self.alone)
+        names = dict.fromkeys(other for name in self.updates for other in self.names[self.tensors[name].view])
+        return tuple(name for name in names if name not in self.updates and name not in self.alone)
 
     def _join_copies(self) -> bool:
         """Make equal copies in the adapter one, unnamed where the base has no such name; say if any were."""

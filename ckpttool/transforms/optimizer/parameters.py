@@ -15,6 +15,10 @@ from .slots import BadOptimizer, Shape, Slot, without_prefix
 FLOATING = ("float", "bfloat", "complex")  # how the names of parameters' element types begin
 MAX_WAYS = 20_000  # followed at once; with more of them, none is certain
 
+Names = tuple[str, ...]
+Parameters = Sequence[tuple[str, Shape]]  # in an order
+Places = Sequence[Shape | None]
+
 # Whose order an optimizer lists its parameters in: that of the file's state, or of the live model.
 Order = Literal["state", "model"]
 
@@ -26,15 +30,10 @@ class ParameterSource:
     """A file, or a live model, as the source of parameters' names."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        live: Mapping[str, Shape] | None,
-        state: str | None,
-        order: Order | None = None,
+        self, checkpoint: Checkpoint, live: Mapping[str, Shape] | None, state: str | None, order: Order | None
     ) -> None:
         where = [state] if state is not None else [dotted(path) for path in checkpoint.states()]
-        self.live = live
-        self.order = order
+        self.live, self.order = live, order
         self.states = [_parameters(checkpoint, path, live) for path in where]
 
     def named(self, groups: list[list[Slot]], *, needed: bool) -> tuple[list[list[Slot]], bool]:
@@ -53,14 +52,14 @@ class ParameterSource:
         names = iter(ways[0])
         return [[slot._replace(name=next(names)) for slot in group] for group in groups], ordered
 
-    def _by_shapes(self, groups: list[list[Shape | None]]) -> list[tuple[str, ...]]:
+    def _by_shapes(self, groups: list[list[Shape | None]]) -> list[Names]:
         flat = [shape for group in groups for shape in group]
-        lists = self.states or ([list(self.live.items())] if self.live else [])
+        lists = self.states or ([[*self.live.items()]] if self.live else [])
         return [*dict.fromkeys(way for candidates in lists for way in by_shapes(flat, candidates))]
 
-    def _in_order(self, groups: list[list[Shape | None]]) -> list[tuple[str, ...]]:
+    def _in_order(self, groups: list[list[Shape | None]]) -> list[Names]:
         """Return the ways that fit the order that was asked for, under the names that the file has."""
-        live = [list(self.live.items())] if self.live else []
+        live: list[Parameters] = [[*self.live.items()]] if self.live else []
         lists = {"state": self.states, "model": live, None: [*self.states, *live]}[self.order]
         ways: dict[tuple[str, ...], tuple[str, ...]] = {}
         for way in (way for candidates in lists for way in in_order(groups, candidates)):
@@ -89,9 +88,7 @@ class ParameterSource:
                 return
 
 
-def _parameters(
-    checkpoint: Checkpoint, where: str, live: Mapping[str, Shape] | None
-) -> list[tuple[str, Shape]]:
+def _parameters(checkpoint: Checkpoint, where: str, live: Mapping[str, Shape] | None) -> Parameters:
     """Return the tensors of a state that may be parameters, ties once, in the file's order."""
     state = checkpoint.state(where)
     known = {str(name) for name, value in state.container.items() if _is_parameter(value)}
@@ -127,18 +124,14 @@ class _Way(NamedTuple):
     name: str = ""
 
 
-def by_shapes(
-    places: Sequence[Shape | None], parameters: Sequence[tuple[str, Shape]]
-) -> list[tuple[str, ...]]:
+def by_shapes(places: Places, parameters: Parameters) -> list[Names]:
     """Return the ways to assign parameters to the places of an optimizer, in any order: none, one, or two."""
     # Where there is a choice of parameters, one way takes the first and the other the last.
     ways = [_first_fit(places, order) for order in (parameters, parameters[::-1])]
     return [*dict.fromkeys(way for way in ways if way is not None)]
 
 
-def _first_fit(
-    places: Sequence[Shape | None], parameters: Sequence[tuple[str, Shape]]
-) -> tuple[str, ...] | None:
+def _first_fit(places: Places, parameters: Parameters) -> Names | None:
     free: dict[Shape, deque[str]] = defaultdict(deque)
     for name, shape in parameters:
         free[shape].append(name)
@@ -152,9 +145,7 @@ def _first_fit(
     return None if None in names else tuple(map(str, names))
 
 
-def in_order(
-    groups: Sequence[Sequence[Shape | None]], parameters: Sequence[tuple[str, Shape]]
-) -> list[tuple[str, ...]]:
+def in_order(groups: Sequence[Places], parameters: Parameters) -> list[Names]:
     """Return the ways to assign parameters to an optimizer that lists those of each group in their order."""
     # Scripts make such an optimizer that go through `named_parameters()` once and sort them into groups.
     # One that puts the new layers first is another, and nothing in its state tells: the caller must know.
@@ -176,7 +167,7 @@ def in_order(
     return [_names(way, len(groups)) for way in ended]
 
 
-def _names(way: _Way, count: int) -> tuple[str, ...]:
+def _names(way: _Way, count: int) -> Names:
     groups: list[list[str]] = [[] for _ in range(count)]
     while way.before is not None:
         groups[way.group].append(way.name)

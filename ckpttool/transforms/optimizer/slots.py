@@ -26,6 +26,7 @@ FLAT = ("old_dirs", "prev_flat_grad")  # of LBFGS: they hold all parameters in o
 FEW = 8  # misfits of each kind that are listed
 
 Shape = tuple[int, ...]
+Shapes = Mapping[str, Sequence[int]]  # of parameters, by name
 
 
 class BadOptimizer(ValueError):
@@ -64,18 +65,15 @@ def _slots(group: Any, state: dict[Any, Any]) -> list[Slot]:
     keys = group.get("params") if isinstance(group, dict) else None
     if not isinstance(keys, list) or not all(type(key) in (int, str) for key in keys):
         raise BadOptimizer("has a group without a list of `params`")
-    names: list[Any] = list(keys) if any(map(is_name, keys)) else [None] * len(keys)
+    # torch's converter to DCP turns numbers into text.
+    is_by_name = any(isinstance(key, str) and not key.isdecimal() for key in keys)
+    names: list[Any] = list(keys) if is_by_name else [None] * len(keys)
     listed = group.get("param_names")
     if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
         if len(listed) != len(keys):
             raise BadOptimizer(f"has {len(keys)} parameters and {len(listed)} names in one group")
         names = listed
     return [Slot(key, name, _shape(entry_of(state, key))) for key, name in zip(keys, names, strict=True)]
-
-
-def is_name(key: object) -> bool:
-    """Return whether a key is a parameter's name; torch's converter to DCP turns numbers into text."""
-    return isinstance(key, str) and not key.isdecimal()
 
 
 def entry_of(state: Mapping[Any, Any], key: int | str) -> Any:
@@ -140,7 +138,7 @@ class OrderCheck:
 
 
 def mismatched_order(
-    state: Mapping[str, Any], optimizer: Mapping[Any, Any], parameters: Mapping[str, Sequence[int]]
+    state: Mapping[str, Any], optimizer: Mapping[Any, Any], parameters: Shapes
 ) -> OrderCheck:
     """Check whether loading an optimizer's state by index gives each parameter its own momentum."""
     try:
@@ -163,9 +161,7 @@ def mismatched_order(
     return OrderCheck(kept, len(live), order=tuple(_different(theirs, live, 0)[:FEW]))
 
 
-def _compared(
-    groups: Sequence[Sequence[Slot]], named: Sequence[Sequence[str]], parameters: Mapping[str, Sequence[int]]
-) -> OrderCheck:
+def _compared(groups: list[list[Slot]], named: list[list[str]], parameters: Shapes) -> OrderCheck:
     """Compare the names and momenta of each group with the parameters that the model would put there."""
     place = {name: index for index, name in enumerate(parameters)}
     shapes: list[Misfit] = []
@@ -173,12 +169,9 @@ def _compared(
     first = 0
     for group, theirs in zip(groups, named, strict=True):
         live = sorted(theirs, key=lambda name: place.get(name, len(place)))
-        unknown = [
-            Misfit(i, "", name, "no such parameter")
-            for i, name in enumerate(theirs, first)
-            if name not in place
-        ]
-        names += unknown or _different(theirs, live, first)
+        unknown = [(i, name) for i, name in enumerate(theirs, first) if name not in place]
+        misfits = [Misfit(i, "", name, "no such parameter") for i, name in unknown]
+        names += misfits or _different(theirs, live, first)
         for position, (slot, name) in enumerate(zip(group, live, strict=True), first):
             if name in place and slot.shape not in (None, shape := tuple(parameters[name])):
                 shapes.append(Misfit(position, name, str(list(slot.shape or ())), str(list(shape))))
@@ -191,5 +184,5 @@ def _different(theirs: Sequence[str], live: Sequence[str], first: int) -> list[M
     return [Misfit(position, here, there, here) for position, (there, here) in pairs if there != here]
 
 
-def _all_fit(group: Sequence[Slot], names: Sequence[str], parameters: Mapping[str, Sequence[int]]) -> bool:
+def _all_fit(group: Sequence[Slot], names: Sequence[str], parameters: Shapes) -> bool:
     return all(slot.shape in (None, tuple(parameters[name])) for slot, name in zip(group, names, strict=True))
