@@ -11,8 +11,8 @@ def attributes(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return a package's `__getattr__`, `__dir__` and `__all__`, given its modules' public names.
 
-    The names have spaces between. Under `""` are the modules that are public themselves. `__getattr__` raises NeedsTorch where torch is
-    needed and missing.
+    They are separated by spaces; under `""` are modules that are public themselves. `__getattr__` raises
+    NeedsTorch where torch is needed and missing.
     """
     home = {name: module for module, names in modules.items() for name in names.split()}
 
