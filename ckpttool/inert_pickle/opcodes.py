@@ -76,10 +76,6 @@ def integer_or_bool(raw: bytes) -> int:
 # Functions that make operations: these differ only in a width, a constant or an action.
 
 
-def push(m: Machine, value: object) -> None:
-    m.stack.append(value)
-
-
 def pushed(value: Callable[[bytes], object]) -> Callable[[Machine, bytes], None]:
     """Push what `value` makes of some bytes."""
     return lambda m, raw: m.stack.append(value(raw))
@@ -95,25 +91,36 @@ def constant(make: Callable[[], object]) -> Operation:
     return operation
 
 
-def number(layout: str, act: Callable[[Machine, Any], object] = push) -> Operation:
-    """Call `act` with a number of a `layout` of `struct`."""
-    form = struct.Struct(layout)
+def number(layout: str) -> Operation:
+    """Push a number of a `layout` of `struct`."""
+    read, width = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def operation(m: Machine, position: int) -> int:
-        act(m, form.unpack_from(m.data, position)[0])
-        return position + form.size
+        m.stack.append(read(m.data, position)[0])
+        return position + width
+
+    return operation
+
+
+def indexed(layout: str, act: Callable[[Machine, int], None]) -> Operation:
+    """Call `act` with a memo index."""
+    read, width = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(m: Machine, position: int) -> int:
+        act(m, read(m.data, position)[0])
+        return position + width
 
     return operation
 
 
 def sized(layout: str, value: Callable[[bytes], object]) -> Operation:
     """Push what `value` makes of bytes that follow their count."""
-    form = struct.Struct(layout)
+    read, width = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def operation(m: Machine, position: int) -> int:
-        count: int = form.unpack_from(m.data, position)[0]
-        m.stack.append(value(m.take(position + form.size, count)))
-        return position + form.size + count
+        count: int = read(m.data, position)[0]
+        m.stack.append(value(m.take(position + width, count)))
+        return position + width + count
 
     return operation
 
@@ -249,7 +256,7 @@ def object_(m: Machine, items: list[Any]) -> None:
 
 OPCODES: dict[bytes, Operation] = {
     b"\x80": proto,
-    b"\x95": number("<Q", lambda m, size: None),  # of a frame
+    b"\x95": indexed("<Q", lambda m, size: None),  # of a frame
     b".": stop,
     # Constants and numbers.
     b"N": constant(lambda: None),
@@ -286,18 +293,18 @@ OPCODES: dict[bytes, Operation] = {
     b"1": grouped(lambda m, items: None),
     b"2": popping(1, lambda m, value: m.stack.extend((value, value))),
     b"g": line(lambda m, raw: m.get(integer(raw))),
-    b"h": number("<B", Machine.get),
-    b"j": number("<I", Machine.get),
+    b"h": indexed("<B", Machine.get),
+    b"j": indexed("<I", Machine.get),
     b"p": line(lambda m, raw: m.put(integer(raw), m.stack[-1])),
-    b"q": number("<B", lambda m, index: m.put(index, m.stack[-1])),
-    b"r": number("<I", lambda m, index: m.put(index, m.stack[-1])),
+    b"q": indexed("<B", lambda m, index: m.put(index, m.stack[-1])),
+    b"r": indexed("<I", lambda m, index: m.put(index, m.stack[-1])),
     b"\x94": memoize,
     # Containers.
-    b"\x85": popping(1, lambda m, *items: push(m, items)),
-    b"\x86": popping(2, lambda m, *items: push(m, items)),
-    b"\x87": popping(3, lambda m, *items: push(m, items)),
-    b"t": grouped(lambda m, items: push(m, tuple(items))),
-    b"l": grouped(push),
+    b"\x85": popping(1, lambda m, a: m.stack.append((a,))),
+    b"\x86": popping(2, lambda m, a, b: m.stack.append((a, b))),
+    b"\x87": popping(3, lambda m, a, b, c: m.stack.append((a, b, c))),
+    b"t": grouped(lambda m, items: m.stack.append(tuple(items))),
+    b"l": grouped(lambda m, items: m.stack.append(items)),
     b"d": grouped(make_dict),
     b"\x91": grouped(Machine.frozen_set),
     b"a": popping(1, lambda m, item: m.extend([item])),
