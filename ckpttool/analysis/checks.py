@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..checkpoint.state import State
@@ -43,22 +42,22 @@ def digest(
         chosen = checkpoint.state(state)
         used = [(name, tensor.storage) for name, tensor in chosen.tensors.items()] if verify else []
         with Checksums(checkpoint, used) as checksums:
-            value = state_digest(checkpoint, chosen, progress)
+            value = hashing.digest(_with_parts(checkpoint.path, chosen), progress)
             checksums.finish()
         return value
 
 
-def state_digest(checkpoint: Checkpoint, state: State, progress: Progress | None = None) -> str:
-    """Return the digest of a state, as 64 hexadecimal digits."""
+def _with_parts(path: str, state: State) -> dict[str, TensorRef]:
+    """Return the tensors of a state, and the parts of those that are not plain ones."""
     unsure = {name: like for name, like in state.likes.items() if like.is_piece or not like.known}
-    require_plain(checkpoint.path, unsure, "have no digest: this file does not hold or show all their values")
+    require_plain(path, unsure, "have no digest: this file does not hold or show all their values")
     tensors = dict(state.tensors)
     for name, like in state.likes.items():
-        for part, tensor in _parts(checkpoint.path, like):
+        for part, tensor in _parts(path, like):
             if f"{name}:{part}" in tensors:
-                raise Refused(checkpoint.path, f"'{name}:{part}' is both a tensor and a part of one")
+                raise Refused(path, f"'{name}:{part}' is both a tensor and a part of one")
             tensors[f"{name}:{part}"] = tensor
-    return hashing.digest(tensors, progress)
+    return tensors
 
 
 def _parts(path: str, like: SpecialTensor) -> Iterator[tuple[str, TensorRef]]:

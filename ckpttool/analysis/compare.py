@@ -168,13 +168,13 @@ def _entries(state: State, *, likes: bool) -> dict[object, object]:
     return {name: value for name, value in state.others.items() if (name in state.likes) is likes}
 
 
-def _outside_of(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
+def outside_of(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
     return (*map(str, _entries(state, likes=False)), *checkpoint.outside(state))
 
 
 def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
     """Return whether a file's format could hold what the file lacks."""
-    return checkpoint.format in HOLD_ALL or bool(_outside_of(checkpoint, state))
+    return checkpoint.format in HOLD_ALL or bool(outside_of(checkpoint, state))
 
 
 class _Comparing:
@@ -187,7 +187,7 @@ class _Comparing:
         self.only: tuple[list[str], list[str]] = [], []
         self.aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self.changes: list[Change] = []
-        self.pairs: list[tuple[int, Pair]] = []
+        self.pairs: list[Pair] = []
         self.tensors_seen = 0
         self.tolerated: list[str] = []  # values that are no tensors
 
@@ -216,22 +216,21 @@ class _Comparing:
             a, b = self.a.tree if mine.path else {}, self.b.tree if theirs.path else {}
             self.trees(a, b, (mine.anchor, theirs.anchor))
         else:
-            self.aside = _outside_of(self.a, mine), _outside_of(self.b, theirs)
+            self.aside = outside_of(self.a, mine), outside_of(self.b, theirs)
 
     def tensor(self, name: str, a: TensorRef, b: TensorRef) -> None:
         self.tensors_seen += 1
-        if a.shape != b.shape:
-            self.changes.append(Change(name, "shape", in_words(a), in_words(b)))
-        elif a.dtype is not b.dtype and not (
-            self.tolerance and has_numbers(a.dtype) and has_numbers(b.dtype)
-        ):
-            self.changes.append(Change(name, "dtype", in_words(a), in_words(b)))
+        are_numbers = has_numbers(a.dtype) and has_numbers(b.dtype)
+        comparable = a.dtype is b.dtype or (self.tolerance and are_numbers)
+        if a.shape != b.shape or not comparable:
+            why = "dtype" if a.shape == b.shape else "shape"
+            self.changes.append(Change(name, why, in_words(a), in_words(b)))
         else:
-            self.pairs.append((len(self.changes), Pair(name, a, b)))
+            self.pairs.append(Pair(name, a, b, len(self.changes)))
 
     def storages(self, side: int) -> Iterator[tuple[str, Storage]]:
         """Yield what is read of one of the files, by the names of the tensors that use it."""
-        return ((pair.name, (pair.a, pair.b)[side].storage) for _, pair in self.pairs)
+        return ((pair.name, (pair.a, pair.b)[side].storage) for pair in self.pairs)
 
     def trees(self, a: object, b: object, apart: tuple[object, object] = (None, None)) -> None:
         """Compare two trees by dotted names, each pair of containers once, and not the values `apart`."""
@@ -292,27 +291,19 @@ class _Comparing:
 
     def result(self, progress: Progress | None) -> Comparison:
         """Read the values, and put the differences in the order of the first file."""
-        place = {id(pair): before for before, pair in self.pairs}
         changes = [(before, 1, change) for before, change in enumerate(self.changes)]
-        apart = list(distances((pair for _, pair in self.pairs), self.tolerance, progress))
+        apart = list(distances(self.pairs, self.tolerance, progress))
         differ = [(pair, distance) for pair, distance in apart if distance.differ]
-        tolerated = [pair.name for pair, distance in apart if not distance.differ]
+        tolerated = (*(pair.name for pair, distance in apart if not distance.differ), *self.tolerated)
         measured = norms(pair for pair, _ in differ)
-        for (pair, found), lengths in zip(differ, measured, strict=True):
-            index = None if found.where is None else unravelled(found.where, pair.a.shape)
-            change = Change(pair.name, "values", in_words(pair.a), in_words(pair.b), found, index, lengths)
-            changes.append((place[id(pair)], 0, change))
+        for ((name, a, b, before), distance), lengths in zip(differ, measured, strict=True):
+            index = None if distance.where is None else unravelled(distance.where, a.shape)
+            change = Change(name, "values", in_words(a), in_words(b), distance, index, lengths)
+            changes.append((before, 0, change))
         changes.sort(key=lambda change: change[:2])
-        return Comparison(
-            only_a=tuple(self.only[0]),
-            only_b=tuple(self.only[1]),
-            changed=tuple(change for _, _, change in changes),
-            tensors=self.tensors_seen,
-            aside_a=self.aside[0],
-            aside_b=self.aside[1],
-            matched_without_prefix=self.gained,
-            tolerated=(*tolerated, *self.tolerated),
-        )
+        changed = tuple(change for _, _, change in changes)
+        only_a, only_b = map(tuple, self.only)
+        return Comparison(only_a, only_b, changed, self.tensors_seen, *self.aside, self.gained, tolerated)
 
 
 def _type_of_record(value: object) -> str:

@@ -41,6 +41,7 @@ class Pair(NamedTuple):
     name: str
     a: TensorRef
     b: TensorRef
+    place: int = 0  # for the caller, to put its outcome in order
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +82,7 @@ class _Piece(NamedTuple):
 def _pieces(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[_Piece]:
     """Cut pairs that are plain bytes of one type into pieces; other pairs are one piece each."""
     for pair in pairs:
-        _, a, b = pair
+        a, b = pair.a, pair.b
         measure = measurer(a.dtype, b.dtype, tolerance)
         mine, theirs = (each.data if each.is_plain else None for each in (a, b))
         if a.dtype is not b.dtype or not (isinstance(mine, ByteRange) and isinstance(theirs, ByteRange)):
@@ -102,8 +103,7 @@ def _compare(piece: _Piece) -> Distance:
     chunks = (data.chunks(memoryview(to)) for data, to in zip(piece.plain, (mine, theirs), strict=True))
     for a, b in zip(*chunks, strict=True):
         # Bytearrays are compared by memcmp; memoryviews element by element, 20 times as slowly.
-        same = mine == theirs if len(a) == size else bytes(a) == bytes(b)
-        if not same:
+        if mine != theirs if len(a) == size else bytes(a) != bytes(b):
             found += piece.measure(a, b, first)
         first += len(a) // piece.pair.a.dtype.itemsize
     return found
@@ -111,7 +111,7 @@ def _compare(piece: _Piece) -> Distance:
 
 def _in_step(pair: Pair, measure: Measure) -> Distance:
     """Compare values of any layout and type; what both repeat by a stride of 0 is compared once."""
-    name, a, b = pair
+    name, a, b, _ = pair
     once, other = repeated_once(a, b)
     found, first = Distance(0), 0
     for side in (once, other):
@@ -209,7 +209,7 @@ def norms(pairs: Iterable[Pair]) -> Iterator[Norms | None]:
 def _norms(pair: Pair) -> Norms | None:
     import numpy as np
 
-    _, a, b = pair
+    a, b = pair.a, pair.b
     if not (has_numbers(a.dtype) and has_numbers(b.dtype)):
         return None
     total, once = Norms(), repeated_once(a, b)

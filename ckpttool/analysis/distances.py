@@ -52,15 +52,12 @@ class Distance:
     def __add__(self, other: Distance) -> Distance:
         """Join two pieces of one tensor; of equal differences the first keeps its place."""
         first = self if not other.differ or (self.differ and self._rank() >= other._rank()) else other
-        return replace(
-            first,
-            differ=self.differ + other.differ,
-            nans=self.nans + other.nans,
-            max_abs=_larger(self.max_abs, other.max_abs),
-            max_rel=_larger(self.max_rel, other.max_rel),
-            max_ulp=_larger(self.max_ulp, other.max_ulp),
-            tolerated=self.tolerated or other.tolerated,
-        )
+        most = {
+            name: _larger(getattr(self, name), getattr(other, name))
+            for name in ("max_abs", "max_rel", "max_ulp")
+        }
+        differ, nans = self.differ + other.differ, self.nans + other.nans
+        return replace(first, differ=differ, nans=nans, tolerated=self.tolerated or other.tolerated, **most)
 
     def _rank(self) -> tuple[bool, float | int]:
         return self.nans > 0, -1 if self.max_abs is None else self.max_abs

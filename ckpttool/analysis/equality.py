@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 
 from ..checkpoint.dotted_names import contents
@@ -40,7 +41,7 @@ def unchanged(name: str) -> str:
 def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
     """Return for each of two states a rule that takes off the prefix of wrappers, or of one outer module."""
     names = list(a), list(b)
-    rules = [_first_one_to_one(all_, _without_wrappers) for all_ in names]
+    rules = [_first_one_to_one(all_, partial(WRAPPER.sub, r"\1")) for all_ in names]
     short = [{rule(name) for name in all_} for rule, all_ in zip(rules, names, strict=True)]
     for this, other in ((0, 1), (1, 0)):
         outer = _outer(short[this], short[other])
@@ -53,10 +54,6 @@ def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
 def shared(a: Iterable[str], b: Iterable[str], rules: tuple[Bare, Bare]) -> int:
     """Return how many names two states have in common under these rules."""
     return len({rules[0](name) for name in a} & {rules[1](name) for name in b})
-
-
-def _without_wrappers(name: str) -> str:
-    return WRAPPER.sub(r"\1", name)
 
 
 def _without(outer: str, rule: Bare) -> Bare:
@@ -114,9 +111,9 @@ def in_words(value: object) -> str:
     like = special_tensor(value)
     if like is not None:
         return str(like)
-    if isinstance(value, str):
-        return repr(value) if len(value) <= LONG else f"{value[:LONG]!r}… ({len(value)} characters)"
-    if isinstance(value, float):
+    if isinstance(value, str) and len(value) > LONG:
+        return f"{value[:LONG]!r}… ({len(value)} characters)"
+    if isinstance(value, str | float):
         return repr(value)
     if isinstance(value, dict | list | tuple | set | frozenset):
         return f"{container_name(value)} of {len(value)}"

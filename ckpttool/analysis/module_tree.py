@@ -97,14 +97,9 @@ def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
     storages = Counter(map(id, map(attrgetter("storage"), tensors.values())))
     if len(storages) == len(tensors):
         return set()
-    counted: set[tuple[object, ...]] = set()
-    tied: set[str] = set()
-    for name, tensor in tensors.items():
-        if storages[id(tensor.storage)] > 1:
-            if tensor.view in counted:
-                tied.add(name)
-            counted.add(tensor.view)
-    return tied
+    first: dict[tuple[object, ...], str] = {}
+    shared = ((name, tensor) for name, tensor in tensors.items() if storages[id(tensor.storage)] > 1)
+    return {name for name, tensor in shared if first.setdefault(tensor.view, name) != name}
 
 
 def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: int, levels: int) -> Branch:

@@ -47,24 +47,15 @@ OPTIMIZERS: tuple[tuple[set[str], set[str], str], ...] = (
     (set(), {"betas"}, "of the Adam family"),
 )
 
-# Names in a scheduler's state besides its counters, and the scheduler that has them; the first match counts.
+# Schedulers, and names in their states besides the counters; the first match counts.
 # Source: torch/optim/lr_scheduler.py.
-SCHEDULERS: tuple[tuple[set[str], str], ...] = (
-    ({"_schedulers", "_milestones"}, "SequentialLR"),
-    ({"_schedulers"}, "ChainedScheduler"),
-    ({"T_0", "T_mult"}, "CosineAnnealingWarmRestarts"),
-    ({"T_max"}, "CosineAnnealingLR"),
-    ({"num_bad_epochs"}, "ReduceLROnPlateau"),
-    ({"total_steps"}, "OneCycleLR"),
-    ({"step_ratio"}, "CyclicLR"),
-    ({"total_iters", "start_factor"}, "LinearLR"),
-    ({"total_iters", "factor"}, "ConstantLR"),
-    ({"total_iters", "power"}, "PolynomialLR"),
-    ({"milestones"}, "MultiStepLR"),
-    ({"step_size"}, "StepLR"),
-    ({"lr_lambdas"}, "LambdaLR"),
-    ({"gamma"}, "ExponentialLR"),
-)
+SCHEDULERS = """
+    SequentialLR: _schedulers _milestones, ChainedScheduler: _schedulers, CosineAnnealingLR: T_max,
+    CosineAnnealingWarmRestarts: T_0 T_mult, ReduceLROnPlateau: num_bad_epochs, OneCycleLR: total_steps,
+    CyclicLR: step_ratio, LinearLR: total_iters start_factor, ConstantLR: total_iters factor,
+    PolynomialLR: total_iters power, MultiStepLR: milestones, StepLR: step_size, LambdaLR: lr_lambdas,
+    ExponentialLR: gamma
+"""
 
 PARAMETERS = ("params", "param_names")  # Entries of a group that name its parameters; the others are settings
 
@@ -185,11 +176,9 @@ def training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedul
                 entries = value if isinstance(value, dict) else dict(enumerate(value[:MAX_OPTIMIZERS]))
                 if all_tensors(entries.values()):
                     continue
-                below += [
-                    (f"{name}.{in_brief(key)}" if name else in_brief(key), item)
-                    for key, item in entries.items()
-                    if isinstance(item, inside)
-                ]
+                begin = f"{name}." if name else ""
+                items = ((key, item) for key, item in entries.items() if isinstance(item, inside))
+                below += [(begin + in_brief(key), item) for key, item in items]
         level = below
     return tuple(optimizers), tuple(schedulers)
 
@@ -226,7 +215,8 @@ def describe_scheduler(name: str, value: object) -> SchedulerRow | None:
     """Return a scheduler's state in short; None when the value is not one."""
     if not isinstance(value, dict) or "last_epoch" not in value or is_optimizer(value):
         return None
-    kind = next((kind for keys, kind in SCHEDULERS if keys <= value.keys()), None)
+    known = (entry.split(":") for entry in SCHEDULERS.split(","))
+    kind = next((kind.strip() for kind, keys in known if {*keys.split()} <= value.keys()), None)
     if kind is None and "_step_count" not in value:
         return None
     rate = value.get("_last_lr")

@@ -117,6 +117,8 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     others = [(path, tensor) for path, tensor in outside if id(tensor.storage) not in here.storages]
     optimizers, schedulers = training_rows(checkpoint.tree)
     names = checkpoint.names | names_in(checkpoint.tree)
+    lightning = isinstance(checkpoint.tree, dict) and LIGHTNING in checkpoint.tree
+    prefixes = found_prefixes(tensors, chosen.versions, lightning=lightning) if chosen else ()
     return Summary(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -127,7 +129,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         keys=len(tensors) + len(likes),
         likes=dict(likes),
         parameters=modules.parameters,
-        prefixes=tuple(_prefixes(checkpoint, chosen)) if chosen else (),
+        prefixes=tuple(prefixes),
         modules=modules,
         ties=tuple(_ties(tensors)) if here.shared else (),
         here=_with_likes(tensors, likes, here.kinds()),
@@ -169,11 +171,6 @@ def _call(value: Record, levels: int = 3) -> str:
     arguments = value.args if isinstance(value.args, tuple) else (value.args,)
     shown = (repr(x[:LONG]) if isinstance(x, str | bytes) else in_brief(x)[:LONG] for x in arguments[:4])
     return f"{name}({', '.join(shown)})"
-
-
-def _prefixes(checkpoint: Checkpoint, state: State) -> list[FoundPrefix]:
-    lightning = isinstance(checkpoint.tree, dict) and LIGHTNING in checkpoint.tree
-    return found_prefixes(state.tensors, state.versions, lightning=lightning)
 
 
 def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
@@ -261,10 +258,8 @@ class _Looks:
 
     def unused(self) -> int:
         """Return the bytes of storages that no tensor uses, without gaps between a view's elements."""
-        used = 0
-        for tensor, count in self.alone:
-            begin, stop = tensor.span
-            used += (stop - begin) * count
+        spans = ((tensor.span, count) for tensor, count in self.alone)
+        used = sum((stop - begin) * count for (begin, stop), count in spans)
         for group in self.shared:
             end = 0
             for begin, stop in sorted(tensor.span for tensor in group):

@@ -19,11 +19,10 @@ from ..inert_pickle.values import Record
 from ..tensors.cast import FLOATS, carrier, reader
 from ..tensors.ref import TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
+from .distances import INTEGERS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
 
 MOST_CHECKPOINTS = 200  # that are opened; the newest of a run come first
 

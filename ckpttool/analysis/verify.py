@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.ranks import require_all
-from ..checkpoint.state import State
 from ..errors import RanksDiffer
 from ..files.copying import Progress, map_bytes
 from ..formats.dcp import reading as dcp
@@ -25,7 +24,7 @@ from ..tensors.dtypes import real_dtype
 from ..tensors.ref import ByteRange, Source, Storage, TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from ..transforms.keys import stripping
-from .compare import Change, both_states, diff
+from .compare import Change, both_states, diff, outside_of
 from .zip_structure import zip_frame
 
 ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)  # The formats that are zips, or folders of zips
@@ -234,7 +233,7 @@ def _compare(
 ) -> tuple[str, list[Problem], str | None]:
     """Return what was compared, the differences, and the next thing to do about them."""
     states = both_states(a, b, where)
-    whole = where is None and (states is None or all(map(_holds_more, (a, b), states)))
+    whole = where is None and (states is None or all(map(outside_of, (a, b), states)))
     with Checksums(b, b.storages()) as checksums:  # those of `a` are among the problems already
         comparison = diff(a, b, state=where, model_only=not whole, verify=False, progress=progress)
         checksums.finish()
@@ -254,10 +253,6 @@ def _problem(change: Change) -> Problem:
         return Problem("values", change.name, f"{found.differ} of {found.of} values differ")
     kind = "form" if change.why in ("shape", "dtype") else "values"
     return Problem(kind, change.name, f"{change.a}, there {change.b}")
-
-
-def _holds_more(checkpoint: Checkpoint, state: State) -> bool:
-    return len(state.others) > len(state.likes) or bool(checkpoint.outside(state))
 
 
 def _non_finite(

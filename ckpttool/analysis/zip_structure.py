@@ -11,19 +11,9 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 
+from ..formats.pytorch import zip_writer
 from ..formats.pytorch.zip_reader import read_directory
-from ..formats.pytorch.zip_writer import (
-    CENTRAL,
-    DESCRIPTOR,
-    END,
-    END64,
-    FULL32,
-    LOCAL,
-    LOCATOR64,
-    PADDING_EXTRA,
-    ZIP64_EXTRA,
-    Signature,
-)
+from ..formats.pytorch.zip_writer import CENTRAL, END, FULL32, LOCAL, LOCATOR64, PADDING_EXTRA, ZIP64_EXTRA
 from ..tensors.ref import Source
 
 # A descriptor behind a record by its size: signature, CRC-32, bytes in the file, bytes once inflated
@@ -65,7 +55,7 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
                 faults.append((record.name, "its padding is not what torch pads with"))
         gap = source.read(behind, end - behind)
         descriptor = DESCRIPTORS.get(len(gap))
-        if fields[3] & DESCRIPTOR and descriptor:
+        if fields[3] & zip_writer.DESCRIPTOR and descriptor:
             if descriptor.unpack(gap) != (DESCRIPTOR_SIGNATURE, fields[7], record.data.nbytes, record.size):
                 faults.append((record.name, "the descriptor behind it does not fit it"))
         else:
@@ -73,9 +63,9 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
     size = sum(CENTRAL.size + fields[10] + fields[11] + fields[12] for _, fields, _ in entries)
     free["comments"] += sum(fields[12] for _, fields, _ in entries)
     behind = source.size - start - size - END.size
-    if behind >= END64.size + LOCATOR64.size:
+    if behind >= zip_writer.END64.size + LOCATOR64.size:
         free["header fields"] += FREE_AT_END
-        behind -= END64.size + LOCATOR64.size
+        behind -= zip_writer.END64.size + LOCATOR64.size
     free["comments"] += behind
     return faults, +free
 
@@ -86,8 +76,9 @@ def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[i
     at = tail.rfind(b"PK\x05\x06")
     size, start = END.unpack_from(tail, at)[5:7]
     end = source.size - len(tail) + at - LOCATOR64.size
-    if end >= 0 and (wide := LOCATOR64.unpack(source.read(end, LOCATOR64.size)))[0] == Signature.LOCATOR64:
-        size, start = END64.unpack(source.read(wide[2], END64.size))[8:10]
+    signature, _, wide, _ = LOCATOR64.unpack(source.read(end, LOCATOR64.size)) if end >= 0 else (0, 0, 0, 0)
+    if signature == zip_writer.Signature.LOCATOR64:
+        size, start = zip_writer.END64.unpack(source.read(wide, zip_writer.END64.size))[8:10]
     raw, at, entries = source.read(start, size), 0, []
     for _ in range(count):
         fields = CENTRAL.unpack_from(raw, at)

@@ -104,10 +104,8 @@ class Checkpoint:
         Raises:
             Unsupported: the dotted paths together would fill the memory.
         """
-        for path, value in self.named(contents):
-            tensor = tensor_of(value)
-            if tensor is not None:
-                yield dotted(path), tensor
+        named = ((path, tensor_of(value)) for path, value in self.named(contents))
+        return ((dotted(path), tensor) for path, tensor in named if tensor is not None)
 
     def storages(self) -> Iterator[tuple[str, Storage]]:
         """Yield every storage with the dotted path of the tensor that uses it.
@@ -184,11 +182,9 @@ class Checkpoint:
         if self.ranks is not None:
             require_all(self.path, self.ranks.missing, self.ranks.world_size, self.ranks.lacking)
         if SHARDING in self.metadata:
-            raise Refused(
-                self.path,
-                f"holds one rank's pieces of tensors ({SHARDING}), and no file says how large the whole is",
-                hint="the whole is only in the files of all ranks: ckpttool merge FOLDER OUTPUT",
-            )
+            pieces = f"one rank's pieces of tensors ({SHARDING})"
+            hint = "the whole is only in the files of all ranks: ckpttool merge FOLDER OUTPUT"
+            raise Refused(self.path, f"holds {pieces}, and no file says how large the whole is", hint=hint)
 
     def special_tensors(self) -> Iterator[tuple[str, SpecialTensor]]:
         """Yield every tensor of the file that is not a plain one, with its dotted path.
@@ -203,9 +199,8 @@ class Checkpoint:
 
     def index_faults(self) -> Iterator[tuple[str, str]]:
         """Yield the sparse tensors whose indices torch refuses, with what is wrong. Reads the indices."""
-        for name, like in self.special_tensors():
-            if fault := index_fault(name, like):
-                yield name, fault
+        faults = ((name, index_fault(name, like)) for name, like in self.special_tensors())
+        return ((name, fault) for name, fault in faults if fault)
 
     def found_state(self) -> State | None:
         """Return the model's state; None when there is none, a rank is missing, or it can't be said which."""
@@ -302,10 +297,8 @@ def takes_checkpoint(function: Callable[P, R]) -> Callable[P, R]:
 def _what_to_pass(name: str, given: object) -> str:
     if isinstance(given, str | os.PathLike):
         path = repr(os.fspath(given))
-        return (
-            f"{name}() takes an open checkpoint, not a path: "
-            f"with ckpttool.open({path}) as checkpoint: ckpttool.{name}(checkpoint, …)"
-        )
+        how = f"with ckpttool.open({path}) as checkpoint: ckpttool.{name}(checkpoint, …)"
+        return f"{name}() takes an open checkpoint, not a path: {how}"
     if isinstance(given, tuple) and given and isinstance(given[0], Checkpoint):
         return (
             f"{name}() takes a checkpoint, not the pair that a function returned: pass the first of the two"

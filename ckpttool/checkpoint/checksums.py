@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..errors import Damaged
 from ..files.copying import Progress, map_bytes
 from ..files.crc32 import combined, crc32, crc32_of
-from ..tensors.ref import ByteRange, Computed, Source, Storage
+from ..tensors.ref import ByteRange, Source, Storage
 from .checkpoint import Checkpoint
 
 Named = tuple[str, Storage]
@@ -79,7 +79,10 @@ class Checksums:
         self.__exit__()
         unread = [(sums, *gap) for sums in self._sums for gap in sums.gaps()]
         places = [sums.storage.data.part(start, end - start) for sums, start, end in unread]
-        for (sums, start, end), crc in zip(unread, _crc32s(places, progress), strict=True):
+        crcs = [0] * len(places)
+        for piece, crc in map_bytes(lambda _, chunks: crc32_of(chunks), places, PIECE, progress):
+            crcs[piece.number] = combined(crcs[piece.number], crc, piece.nbytes)
+        for (sums, start, end), crc in zip(unread, crcs, strict=True):
             sums.stretches[start] = end, crc
         for sums in self._sums:
             stated = sums.storage.crc32
@@ -87,12 +90,11 @@ class Checksums:
                 yield sums
 
     def _damaged(self, sums: _Sums) -> Damaged:
-        files = {source.path for source in (self._checkpoint.source, *self._checkpoint.shards)}
-        path = sums.storage.data.path
-        checkpoint = self._checkpoint.path if path in files else path  # the folder, not one of its files
-        hint = f"list all that is damaged: ckpttool verify {shlex.quote(checkpoint)}"
-        reason = f"the bytes of '{sums.name[:80]}' do not match their checksum"
-        return Damaged(path, reason, hint=None if checkpoint == "-" else hint)
+        checkpoint, path = self._checkpoint, sums.storage.data.path
+        files = {source.path for source in (checkpoint.source, *checkpoint.shards)}
+        whole = checkpoint.path if path in files else path  # the folder, not one of its files
+        hint = None if whole == "-" else f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
+        return Damaged(path, f"the bytes of '{sums.name[:80]}' do not match their checksum", hint=hint)
 
 
 class _Sums(NamedTuple):
@@ -104,15 +106,12 @@ class _Sums(NamedTuple):
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Yield the first byte and the end of each stretch that is missing between those there are."""
-        at, starts = 0, sorted(self.stretches)
-        while at < self.storage.nbytes:
-            if at in self.stretches:
-                at = self.stretches[at][0]
-                continue
-            after = bisect_right(starts, at)
-            end = starts[after] if after < len(starts) else self.storage.nbytes
-            yield at, end
-            at = end
+        at = 0
+        for start in (*sorted(self.stretches), self.storage.nbytes):
+            if start > at:
+                yield at, start
+            if start >= at:  # one that begins within another is not used
+                at, _ = self.stretches.get(start, (start, 0))
 
     def crc32(self) -> int:
         """Return the CRC-32 of the storage, whose stretches have no gaps."""
@@ -135,11 +134,3 @@ def _see(places: list[_Place], offset: int, data: memoryview | bytes) -> None:
     if offset + len(data) <= end and len(data):
         crc = 0 if sums.storage.crc32 is None else crc32(data)
         sums.stretches[offset - start] = offset + len(data) - start, crc
-
-
-def _crc32s(places: Sequence[ByteRange | Computed], progress: Progress | None) -> list[int]:
-    """Return the CRC-32 of each place, read on several cores."""
-    crcs = [0] * len(places)
-    for piece, crc in map_bytes(lambda _, chunks: crc32_of(chunks), places, PIECE, progress):
-        crcs[piece.number] = combined(crcs[piece.number], crc, piece.nbytes)
-    return crcs

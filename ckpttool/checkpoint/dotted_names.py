@@ -196,9 +196,3 @@ def regrouped(root: Container, places: Mapping[str, Path], entries: Mapping[obje
         *above, key = places[str(name)]
         at(tuple(above))[key] = value
     return made[()]
-
-
-def values_at(root: Container, places: Mapping[str, Path]) -> Iterator[tuple[str, object]]:
-    """Yield the value of each entry of nested dicts with its dotted name."""
-    for name, path in places.items():
-        yield name, follow(root, path)

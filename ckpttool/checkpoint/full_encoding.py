@@ -11,18 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..inert_pickle.values import (
-    LEAVES,
-    MAX_DEPTH,
-    Global,
-    OrderedDict_,
-    Record,
-    TooDeep,
-    children,
-    container_name,
-    in_brief,
-    tensor_of,
-)
+from ..inert_pickle import values as inert
+from ..inert_pickle.values import Global, OrderedDict_, Record, TooDeep, in_brief, tensor_of
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES, DType, real_dtype
 from ..tensors.ref import Storage, TensorRef
 from .dotted_names import contents, dotted, named_values
@@ -68,7 +58,7 @@ def _is_shared_by_identity(value: object) -> bool:
     """Return whether two places with one value differ from two with equal values."""
     if isinstance(value, TensorRef | bytearray):
         return True
-    return not (isinstance(value, LEAVES) or (isinstance(value, tuple | frozenset) and not value))
+    return not (isinstance(value, inert.LEAVES) or (isinstance(value, tuple | frozenset) and not value))
 
 
 def _references(tree: object) -> Counter[int]:
@@ -80,7 +70,7 @@ def _references(tree: object) -> Counter[int]:
         if _is_shared_by_identity(value):
             counts[id(value)] += 1
             if counts[id(value)] == 1:
-                stack.extend(children(value))
+                stack.extend(inert.children(value))
     return counts
 
 
@@ -111,7 +101,7 @@ class _Encoder:
         return name, tensor
 
     def node(self, value: object, path: tuple[str, ...]) -> object:
-        if self.level == MAX_DEPTH:
+        if self.level == inert.MAX_DEPTH:
             raise TooDeep
         self.level += 1
         made = self.maybe_shared(value, path)
@@ -157,7 +147,7 @@ class _Encoder:
             return ["record", self.record(value, path)]
         if isinstance(value, list | tuple | set | frozenset):
             nodes = (self.node(item, (*path, str(i))) for i, item in enumerate(value))
-            return [container_name(value), *nodes]
+            return [inert.container_name(value), *nodes]
         return _leaf(value, path)
 
     def items(self, value: dict[Any, Any], path: tuple[str, ...]) -> object:
@@ -204,12 +194,8 @@ class _Encoder:
 
 def _is_whole(tensor: TensorRef) -> bool:
     """Return whether a tensor is its whole storage, in an element type that the file can hold."""
-    return (
-        tensor.is_contiguous
-        and not (tensor.conj or tensor.neg)
-        and tensor.nbytes == tensor.storage.nbytes
-        and tensor.dtype.safetensors is not None
-    )
+    is_all = tensor.is_contiguous and tensor.nbytes == tensor.storage.nbytes
+    return is_all and not (tensor.conj or tensor.neg) and tensor.dtype.safetensors is not None
 
 
 def flat(storage: Storage, dtype: DType | None = None) -> TensorRef:

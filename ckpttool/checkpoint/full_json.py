@@ -49,7 +49,7 @@ def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[obj
         raise Damaged(path, f"its entry '{ENTRY}' {fault}") from None
 
 
-class BadJson(ValueError):
+class BadJson(Exception):
     """A text that `encode` does not write; the message reads on after "its entry"."""
 
 
@@ -58,8 +58,6 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
     try:
         document = json.loads(text, object_pairs_hook=_once, parse_constant=_no_json)
         version, protocol, tree = (document[key] for key in ("version", "protocol", "tree"))
-    except BadJson:
-        raise
     except (ValueError, LookupError, TypeError, RecursionError):
         raise BadJson("is not JSON of the form {version, protocol, tree}") from None
     if type(protocol) is not int or protocol not in range(6):
@@ -68,8 +66,6 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
         raise BadJson(f"has version {str(version)[:20]} of the layout, not {VERSION}")
     try:
         return _Decoder(tensors, KeyGuard(len(text))).value(tree), protocol
-    except BadJson:
-        raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise BadJson(f"is malformed ({type(error).__name__})") from None
 

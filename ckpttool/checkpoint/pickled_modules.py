@@ -48,10 +48,10 @@ def attributes(value: object) -> dict[object, object] | None:
     if not isinstance(value, Record):
         return None
     state = value.state
-    if value.callable == COMPILED and isinstance(value.args, tuple) and value.args:
-        state = {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": value.args[0]}}
-    if value.callable in GRAPH_MODULES and isinstance(value.args, tuple) and value.args:
-        state = value.args[0]
+    if isinstance(value.args, tuple) and value.args:
+        if value.callable == COMPILED:
+            return {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": value.args[0]}}
+        state = value.args[0] if value.callable in GRAPH_MODULES else state
     if isinstance(state, dict) and all(isinstance(state.get(name), dict) for name in GROUPS):
         return state
     return None
@@ -112,14 +112,12 @@ def inside(module: object) -> Iterator[tuple[str, object]]:
 def detached(value: object) -> object:
     """Return a tensor as a state dict holds it: not a Parameter, and without requires_grad."""
     tensor = tensor_of(value)
-    if tensor is None or (isinstance(value, Record) and value.callable in FROM_TYPE and _is_subclass(value)):
+    match value:
+        case Record(callable=name, args=(_, kind, *_)) if name in FROM_TYPE and kind not in PLAIN_CLASSES:
+            return value  # of a class that a state dict keeps
+    if tensor is None:
         return value
     return replace(tensor, requires_grad=False) if tensor.requires_grad else tensor
-
-
-def _is_subclass(value: Record) -> bool:
-    """Return whether a typed tensor is of a class that a state dict keeps."""
-    return isinstance(value.args, tuple) and value.args[1] not in PLAIN_CLASSES
 
 
 def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tuple[str, object]]:

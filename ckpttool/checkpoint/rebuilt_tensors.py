@@ -10,21 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
-from ..inert_pickle.values import (
-    FROM_TYPE,
-    PARAMETER,
-    Global,
-    Record,
-    attributes_in,
-    container_name,
-    in_brief,
-    names_of,
-    tensor_of,
-    walk,
-    with_tensor,
-)
-from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
-from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, extent, has_gradients, is_count
+from ..inert_pickle import values as inert
+from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, names_of, tensor_of
+from ..tensors.dtypes import DTYPES, STORAGE_DTYPES, has_gradients
+from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, extent, is_count
 from .special_tensors import SpecialTensor, attributes, read_sparse, shape_of, torch_dtype
 
 # The ends of the names of classes that are taken for tensors, though they are not known here.
@@ -57,7 +46,7 @@ def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
             return _unknown(kind, value)
     name = value.type_name.rpartition(".")[2]
     unknown = _unknown(name, value) if name.endswith(ENDINGS) else None
-    return unknown if unknown is not None and unknown.parts else None
+    return unknown if unknown and unknown.parts else None
 
 
 def rebuilds(function: object) -> bool:
@@ -83,34 +72,32 @@ def _require_parameter(args: tuple[object, ...], has_state: bool) -> None:
         raise BadTensor("in a Parameter, in a call whose arguments torch refuses")
     inner, tensor = args[0], tensor_of(args[0])
     if not isinstance(inner, TensorRef | Record):
-        raise BadTensor(f"in a Parameter that is none, but a {container_name(inner)}")
+        raise BadTensor(f"in a Parameter that is none, but a {inert.container_name(inner)}")
     if tensor is not None and args[1] and not has_gradients(tensor.dtype):
         raise BadTensor(f"of {tensor.dtype.name} in a Parameter that requires gradients")
-    if has_state and attributes_in(args[3]) is None:
+    if has_state and inert.attributes_in(args[3]) is None:
         raise BadTensor("in a Parameter whose attributes are none")
 
 
 def plain_tensor(value: object) -> TensorRef | None:
     """Return the plain tensor with all of a value: of a Parameter, subclass or whole DTensor too."""
     tensor = tensor_of(value)
-    if tensor is not None or not isinstance(value, Record):
-        return tensor
-    like = special_tensor(value)
-    is_whole = like is not None and like.kind == "DTensor" and not like.is_piece
-    return like.parts["local"] if like is not None and is_whole else None
+    if tensor is None and isinstance(value, Record) and (like := special_tensor(value)):
+        return like.parts["local"] if like.kind == "DTensor" and not like.is_piece else None
+    return tensor
 
 
 def with_plain_tensor(value: object, tensor: TensorRef) -> object:
     """Return a value with its plain tensor replaced: a Parameter stays one, a whole DTensor becomes plain."""
-    return with_tensor(value, tensor) if tensor_of(value) is not None else tensor
+    return inert.with_tensor(value, tensor) if tensor_of(value) is not None else tensor
 
 
 def _of_parameter(inner: object, levels: int) -> SpecialTensor | None:
     """Read what a Parameter is made of; an object of an unknown class is one that torch may make a tensor."""
-    found = special_tensor(inner, levels)
-    if found is None and levels and isinstance(inner, Record) and inner.callable not in PARAMETER:
-        found = _unknown(inner.type_name.rpartition(".")[2], inner)
-    return found
+    tensor = special_tensor(inner, levels)
+    if tensor is None and levels and isinstance(inner, Record) and inner.callable not in PARAMETER:
+        return _unknown(inner.type_name.rpartition(".")[2], inner)
+    return tensor
 
 
 def _of_subclass(
@@ -133,7 +120,7 @@ def _of_subclass(
 
 def _unknown(kind: str, value: Record) -> SpecialTensor:
     """Return a tensor of which only the class is known, with the plain tensors inside it."""
-    inside = [item for item in islice(walk(value), MAX_INSIDE) if isinstance(item, TensorRef)]
+    inside = [item for item in islice(inert.walk(value), MAX_INSIDE) if isinstance(item, TensorRef)]
     return SpecialTensor(kind, parts={str(i): tensor for i, tensor in enumerate(inside)}, known=False)
 
 
@@ -245,11 +232,10 @@ def _dtensor(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     is_whole = local.shape == shape and not any(word.startswith("Partial") for word in words)
     mesh = attributes(spec.get("mesh"))
     rank, ranks = mesh.get("_rank"), mesh.get("_flatten_rank_map")
-    here = f"rank {rank}" if type(rank) is int else None
-    of = f" of {len(ranks)}" if here and isinstance(ranks, tuple) else ""
-    form = ", ".join([*words, *([here + of] if here else [])])
+    if type(rank) is int:
+        words.append(f"rank {rank}" + (f" of {len(ranks)}" if isinstance(ranks, tuple) else ""))
     local_shape = None if is_whole else local.shape
-    return SpecialTensor("DTensor", local.dtype, shape, {"local": local}, form, local_shape)
+    return SpecialTensor("DTensor", local.dtype, shape, {"local": local}, ", ".join(words), local_shape)
 
 
 def _placement(value: object) -> str:
@@ -280,10 +266,10 @@ def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     return SpecialTensor("ShardedTensor", dtype, shape, parts, ", ".join(places), local_shape)
 
 
+_DTENSOR_MODULES = "torch.distributed.tensor torch.distributed._tensor.api torch.distributed.tensor._api"
+
 # The classes of tensors that lie on several ranks, with how their state is read.
 SHARDED_TYPES: dict[object, Callable[[tuple[object, ...], object], SpecialTensor | None]] = {
-    Global("torch.distributed.tensor", "DTensor"): _dtensor,
-    Global("torch.distributed._tensor.api", "DTensor"): _dtensor,
-    Global("torch.distributed.tensor._api", "DTensor"): _dtensor,
+    **dict.fromkeys(names_of(f"{_DTENSOR_MODULES}: DTensor"), _dtensor),
     Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _sharded,
 }

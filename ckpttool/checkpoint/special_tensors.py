@@ -209,29 +209,32 @@ def index_fault(name: str, tensor: SpecialTensor) -> str | None:
     for part, indices in tensor.parts.items():
         if part != "values":
             require_bounded(name, indices, MAX_REPEATED)
-    if tensor.kind == "sparse COO":
-        return _fault_of_coo(tensor)
-    return _fault_of_compressed(tensor)
+    return _fault_of_coo(tensor) if tensor.kind == "sparse COO" else _fault_of_compressed(tensor)
 
 
-def _numbers(indices: TensorRef) -> Iterator[NDArray[Any]]:
+def _numbers_of_row(indices: TensorRef, row: int) -> Iterator[NDArray[Any]]:
+    """Yield the numbers along the last axis, of the row with this number if all others were one."""
     import numpy as np
 
-    for piece in in_pieces(indices, CHUNK):
-        yield np.frombuffer(piece, INTEGERS[indices.dtype.name]).astype("<i8", copy=False)
+    length = indices.shape[-1]
+    for view in stretches(indices, row * length, length):
+        for piece in in_pieces(view, CHUNK):
+            yield np.frombuffer(piece, INTEGERS[indices.dtype.name]).astype("<i8", copy=False)
+
+
+def _index_past_the_end(numbers: NDArray[Any], size: int) -> str | None:
+    wrong = numbers[(numbers < 0) | (numbers >= size)]
+    return f"an index of {wrong[0]} along an axis of {size}" if len(wrong) else None
 
 
 def _fault_of_coo(tensor: SpecialTensor) -> str | None:
     indices, shape = tensor.parts["indices"], tensor.shape or ()
-    axes, count = indices.shape
-    rows = [row for axis in range(axes) for row in stretches(indices, axis * count, count)]
     last = -1
-    for columns in zip(*map(_numbers, rows), strict=True):
+    for columns in zip(*(_numbers_of_row(indices, axis) for axis in range(indices.shape[0])), strict=True):
         place = columns[0] * 0
         for size, numbers in zip(shape, columns, strict=False):
-            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < size:
-                wrong = numbers[(numbers < 0) | (numbers >= size)][0]
-                return f"an index of {wrong} along an axis of {size}"
+            if fault := _index_past_the_end(numbers, size):
+                return fault
             place = place * size + numbers
         if tensor.form == "coalesced" and len(place):
             if place[0] <= last or (place[1:] <= place[:-1]).any():
@@ -244,22 +247,20 @@ def _fault_of_compressed(tensor: SpecialTensor) -> str | None:
     import numpy as np
 
     starts, plain, values = (tensor.parts[part] for part in ("compressed indices", "plain indices", "values"))
-    axes, count, ends = len(plain.shape) - 1, plain.shape[-1], starts.shape[-1]
+    axes, count = len(plain.shape) - 1, plain.shape[-1]
     size = (tensor.shape or ())[axes : axes + 2]
     by_row = tensor.kind.endswith("SR")
     block = values.shape[axes + 1 + by_row] if tensor.kind[7] == "B" else 1
     most = size[by_row] // block
-    for item in range(starts.numel // ends):
-        pieces = [*(p for view in stretches(starts, item * ends, ends) for p in _numbers(view))]
-        bounds = np.concatenate(pieces)
+    for item in range(starts.numel // starts.shape[-1]):
+        bounds = np.concatenate([*_numbers_of_row(starts, item)])
         steps = np.diff(bounds)
         if bounds[0] != 0 or bounds[-1] != count or (steps < 0).any() or (steps > most).any():
             return "compressed indices that do not count up from 0 to the number of values"
         at, last = 0, -1
-        for numbers in (n for view in stretches(plain, item * count, count) for n in _numbers(view)):
-            if not 0 <= numbers.min() <= numbers.max() < most:
-                wrong = numbers[(numbers < 0) | (numbers >= most)][0]
-                return f"an index of {wrong} along an axis of {most}"
+        for numbers in _numbers_of_row(plain, item):
+            if fault := _index_past_the_end(numbers, most):
+                return fault
             rises = np.diff(numbers, prepend=last) > 0
             first, end = np.searchsorted(bounds, (at, at + len(numbers)))
             rises[bounds[first:end] - at] = True  # a new row begins

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -12,22 +13,8 @@ from typing import TYPE_CHECKING
 from ..errors import Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, in_brief, remade
 from ..tensors.ref import TensorRef
-from . import states
-from .dotted_names import (
-    Container,
-    Entry,
-    Path,
-    TooManyNames,
-    TwiceNamed,
-    contents,
-    dotted,
-    flattened,
-    follow,
-    is_tensor,
-    named_values,
-    regrouped,
-    values_at,
-)
+from . import dotted_names, states
+from .dotted_names import Container, Entry, Path, contents, dotted, follow, is_tensor, regrouped
 from .pickled_modules import BadModules, is_module, named
 from .rebuilt_tensors import plain_tensor, special_tensor
 from .special_tensors import Shape, SpecialTensor, placeholders, require_plain
@@ -202,23 +189,22 @@ class StateSearch:
     def named(self, inside: Callable[[object], Iterable[Entry] | None]) -> Iterator[tuple[Path, object]]:
         """Yield every value with its path, as `Checkpoint.named` does."""
         try:
-            yield from named_values(self.tree, inside, self.most)
-        except TooManyNames:
+            yield from dotted_names.named_values(self.tree, inside, self.most)
+        except dotted_names.TooManyNames:
             raise Unsupported(self.path, "its dotted names need too much memory") from None
 
     def states(self) -> list[Path]:
         """Return the paths of everything that could be a model's state, the likeliest first."""
         return [path for _, path in self._ranked()]
 
-    def only(self) -> State:
-        """Return the one state that is likelier than all others."""
-        return self.at(self._only())
-
     def by_name(self, where: str) -> State:
         """Return the state behind a dotted name, or the part of one whose keys begin so."""
-        if (path := self._named(where)) is not None:
+        # Keys may contain dots, so one dotted name may fit several paths.
+        fitting = (path for path in self.states() if where == dotted(path))
+        path = next(fitting, None) or states.path_of(self.tree, where)
+        if path is not None:
             return self.at(path)
-        if (state := self._part(where)) is not None:
+        for state in self._parts(where):
             return state
         raise NoState(self.path, f"holds no state named '{where[:80]}'", hint=self._where_to_look())
 
@@ -232,7 +218,7 @@ class StateSearch:
         if not states.is_nested(path, value) and (states.is_state(value) or not value):
             return make_state(path, value, elsewhere=elsewhere)
         places = self._places(value)
-        entries = OrderedDict_(values_at(value, places))
+        entries = OrderedDict_((name, follow(value, place)) for name, place in places.items())
         if not any(map(is_tensor, entries.values())):
             raise self._no_dict(path)
         return make_state(path, entries, nested=value, places=places, elsewhere=elsewhere)
@@ -249,12 +235,13 @@ class StateSearch:
             return self._of_module(value)
         assert isinstance(value, dict)
         try:
-            return dict(values_at(value, self._places(value))) if states.is_nested(path, value) else value
+            places = self._places(value) if states.is_nested(path, value) else {}
+            return {name: follow(value, place) for name, place in places.items()} or value
         except Refused:  # as soon as this state is taken; another one may be named
             return value
 
-    def _only(self) -> Path:
-        """Return the path of the one state that is likelier than all others."""
+    def only(self) -> State:
+        """Return the one state that is likelier than all others."""
         ranked = self._ranked()
         if not ranked:
             reason = "holds no dict of tensors by name, so no model's state"
@@ -271,33 +258,24 @@ class StateSearch:
             reason = f"holds {len(names)} states, and nothing says which is the model's: {listed}"
             hint = f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''"
             raise NoState(self.path, reason, hint=hint)
-        return first
+        return self.at(first)
 
-    def _named(self, where: str) -> Path | None:
-        # Keys may contain dots, so one dotted name may fit several paths.
-        fitting = (path for path in self.states() if where == dotted(path))
-        return next(fitting, None) or states.path_of(self.tree, where)
-
-    def _part(self, where: str) -> State | None:
-        """Return the part of a state whose keys a dotted name is a prefix of: `state_dict.ema_model`."""
+    def _parts(self, where: str) -> Iterator[State]:
+        """Yield the parts of states whose keys a dotted name is a prefix of: `state_dict.ema_model`."""
         for path in self.states():
             inner = f"{dotted(path)}." if path else ""
-            try:
+            with suppress(NoState, Refused):  # whose names are ambiguous; another state may have the keys
                 state = self.at(path)
-            except (NoState, Refused):  # whose names are ambiguous; another state may have the keys
-                continue
-            for name in dict.fromkeys((where.removeprefix(inner), where)):
-                found = part(state, f"{name}.") if name.strip("!") else None
-                if found is not None:
-                    return found
-        return None
+                names = dict.fromkeys((where.removeprefix(inner), where))
+                parts = (part(state, f"{name}.") for name in names if name.strip("!"))
+                yield from filter(None, parts)
 
     def _places(self, value: dict[object, object]) -> dict[str, Path]:
         try:
-            return flattened(value, self.most)
-        except TooManyNames:
+            return dotted_names.flattened(value, self.most)
+        except dotted_names.TooManyNames:
             raise Unsupported(self.path, "its dotted names need too much memory") from None
-        except TwiceNamed as fault:
+        except dotted_names.TwiceNamed as fault:
             reason = f"two entries of its nested dicts are named '{str(fault)[:80]}'"
             dicts = (
                 (path, value) for path, value in self.named(contents) if path and isinstance(value, dict)

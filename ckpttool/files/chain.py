@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,18 +63,15 @@ def read(path: str) -> tuple[list[Link], list[Break]]:
         raise Unreadable(path, reason(error)) from error
     links, breaks, expected, shift = list[Link](), list[Break](), FIRST, 0
     for number, line in enumerate(raw_lines[:-1], start=1):  # nothing after the last line break is finished
-        try:
+        entry, before, expected = None, expected, hashlib.sha256(line).hexdigest()
+        with suppress(ValueError, RecursionError):
             entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
         if not isinstance(entry, dict) or not isinstance(entry.get("n"), int):
             breaks.append(Break(number, "is no entry of a chain"))
-            expected = hashlib.sha256(line).hexdigest()
             continue
-        if entry.get("prev") != expected or entry["n"] != number + shift:
+        if entry.get("prev") != before or entry["n"] != number + shift:
             breaks.append(_break(number, entry["n"] - number - shift))
             shift = entry["n"] - number
-        expected = hashlib.sha256(line).hexdigest()
         links.append(Link(number, entry, expected))
     if not links:
         raise Damaged(path, "holds no entries of a chain")

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from ..errors import UsageFault
-from .copying import BUFFER, NO_ROOM, no_room_named
-from .failures import reason
+from .copying import BUFFER, no_room_named
+from .failures import NO_ROOM, reason
 from .temporaries import new_file, remove_abandoned
 
 
@@ -64,7 +64,7 @@ def _replacing(path: str) -> Iterator[BinaryIO]:
         with no_room_named(path), os.fdopen(fd, "w+b") as file:
             yield file
             file.flush()
-            with _errors_named(path):
+            with no_room_named(path, every=True):
                 with contextlib.suppress(FileNotFoundError):
                     keep_permissions(fd, target)
                 os.fsync(fd)
@@ -81,16 +81,6 @@ def require_folder(path: str) -> None:
     folder = os.path.dirname(path.rstrip(os.sep))
     if folder and not os.path.lexists(folder):
         raise UsageFault(f"{path}: there is no folder {folder}", hint=f"mkdir -p {shlex.quote(folder)}")
-
-
-@contextlib.contextmanager
-def _errors_named(path: str) -> Iterator[None]:
-    """Give an OSError the name of the output, instead of a descriptor's or a temporary file's."""
-    try:
-        yield
-    except OSError as error:
-        error.filename, error.filename2 = path, None
-        raise
 
 
 def not_writable(path: str, error: OSError) -> UsageFault | OSError:
@@ -151,9 +141,9 @@ def keep_permissions(new: int | str, old: str) -> None:
     mode = stat.S_IMODE(facts.st_mode)
     if not _keep_owner(new, facts):
         mode &= ~stat.S_ISUID
-    is_grouped = os.stat(new).st_gid == facts.st_gid
-    if not (is_grouped and _keep_acls(new, old)):
-        mode = _without_group(mode)
+    if not (os.stat(new).st_gid == facts.st_gid and _keep_acls(new, old)):
+        everyone = mode & stat.S_IRWXO
+        mode = mode & ~(stat.S_IRWXG | stat.S_ISGID) | (mode & everyone << 3)
         _drop_acls(new)
     try:
         os.chmod(new, mode)
@@ -175,12 +165,12 @@ def _keep_acls(new: int | str, old: str) -> bool:
     """Copy the access control lists, or the lack of them; return whether that was possible."""
     _drop_acls(new)
     for name in ACLS if hasattr(os, "getxattr") else ():
-        try:
+        value = None
+        with contextlib.suppress(OSError):  # it has none, or the file system knows none
             value = os.getxattr(old, name)
-        except OSError:  # it has none, or the file system knows none
-            continue
         try:
-            os.setxattr(new, name, value)
+            if value is not None:
+                os.setxattr(new, name, value)
         except OSError:
             return False
     return True
@@ -191,12 +181,6 @@ def _drop_acls(new: int | str) -> None:
     for name in ACLS if hasattr(os, "removexattr") else ():
         with contextlib.suppress(OSError):  # it has none
             os.removexattr(new, name)
-
-
-def _without_group(mode: int) -> int:
-    """Return permissions in which the group has no more than everyone."""
-    everyone = mode & stat.S_IRWXO
-    return mode & ~(stat.S_IRWXG | stat.S_ISGID) | (mode & everyone << 3)
 
 
 def append_line(path: str, line: bytes, *, durably: bool = False) -> None:

@@ -86,11 +86,10 @@ def replacing_folder(path: str, replaced: Replaced, kept: Collection[str] = ()) 
 def _check_folder(path: str, target: str, replaced: Replaced, kept: Collection[str]) -> bool:
     """Check that nothing but what is replaced or kept is in the old folder; return whether there is one."""
     try:
-        exists = _exists(target)
+        if not _exists(target):
+            return False
     except OSError as error:
         raise not_writable(path, error) from error
-    if not exists:
-        return False
     if not os.path.isdir(target):
         raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
     if others := others_in(target, {*replaced(target), *kept}):
@@ -108,13 +107,12 @@ def others_in(folder: str, names: Collection[str]) -> list[str]:
 
 def _is_file(path: str) -> bool:
     """Return whether something is a regular file, or a link that does not lead to a folder or device."""
-    mode = os.lstat(path).st_mode
-    if stat.S_ISLNK(mode):
-        try:
-            mode = os.stat(path).st_mode
-        except OSError:  # a link that leads nowhere can be replaced, too
-            return True
-    return stat.S_ISREG(mode)
+    if not os.path.islink(path):
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:  # a link that leads nowhere can be replaced, too
+        return True
 
 
 def _exists(path: str) -> bool:
@@ -153,11 +151,9 @@ def _link(path: str, names: Collection[str], old: str, new: str) -> None:
         failed = not_writable(path, error)
         if isinstance(failed, OSError):
             raise failed from error
-        raise UsageFault(
-            f"{path}: holds other files too ({', '.join(sorted(names)[:3])}), which can't be kept: "
-            f"{reason(error)}",
-            hint="choose a new folder as output",
-        ) from error
+        listed = ", ".join(sorted(names)[:3])
+        what = f"{path}: holds other files too ({listed}), which can't be kept: {reason(error)}"
+        raise UsageFault(what, hint="choose a new folder as output") from error
 
 
 def _commit(new: NewFolder, target: str, replaced: Replaced, kept: Collection[str]) -> None:
@@ -190,13 +186,13 @@ def _put(new: str, target: str) -> str | None:
         return None
     old = new.removesuffix(TEMPORARY) + OLD
     os.rename(new, old)
+    exchanged = False
     try:
         exchanged = _exchange(old, target)
-    except OSError:
-        os.rename(old, new)
-        raise
+    finally:
+        if not exchanged:
+            os.rename(old, new)
     if not exchanged:
-        os.rename(old, new)
         _swap(new, target, old)
     return old
 
@@ -250,24 +246,19 @@ def _remove_or_give_back(
 ) -> None:
     source, place = os.path.join(old, name), os.path.join(target, name)
     try:
-        if _is_same_entry(source, place) or (is_replaced and _is_file(source)):
+        is_taken = _exists(place)
+        is_linked = is_taken and os.path.samestat(os.lstat(source), os.lstat(place))
+        if is_linked or (is_replaced and _is_file(source)):
             os.unlink(source)
             return
         # What was linked, and has changed since, gives way to the change.
-        if _exists(place) and not is_kept:
+        if is_taken and not is_kept:
             name += f".other-{os.urandom(4).hex()}"
             place = os.path.join(target, name)
         os.rename(source, place)
     except FileNotFoundError:  # removed meanwhile
         return
     new.given_back.append(name)
-
-
-def _is_same_entry(one: str, other: str) -> bool:
-    try:
-        return os.path.samestat(os.lstat(one), os.lstat(other))
-    except FileNotFoundError:
-        return False
 
 
 def set_aside(path: str) -> str | None:

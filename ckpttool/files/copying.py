@@ -17,6 +17,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 from ..tensors.ref import ByteRange, Computed, TensorRef
 from ..tensors.values import stream
 from .crc32 import combined, crc32
+from .failures import NO_ROOM
 from .threads import cores, cut, in_order, map_pieces
 
 BUFFER = 1 << 20  # bytes moved at a time; whole elements
@@ -34,8 +35,6 @@ THREADS, MOST_THREADS = 4, 8
 PLANNED = 10_000  # copies that an output remembers before it writes them
 FLUSHED = 16 << 20  # bytes that are sent to the disk together, long before the fsync that waits for them
 
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
 Progress = Callable[[int], object]
 Then = Callable[[int], object]
 Data = ByteRange | Computed | Iterable[memoryview]
@@ -44,13 +43,13 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def no_room_named(path: str) -> Iterator[None]:
-    """Name the place in an OSError for lack of room: the calls that raise it don't know it."""
+def no_room_named(path: str, *, every: bool = False) -> Iterator[None]:
+    """Name the place in an OSError for lack of room, or in every one: a call may know no name, or another."""
     try:
         yield
     except OSError as error:
-        if error.errno in NO_ROOM:
-            error.filename = path
+        if every or error.errno in NO_ROOM:
+            error.filename, error.filename2 = path, None
         raise
 
 
@@ -216,40 +215,35 @@ class Output:
         self, position: int, chunks: Iterable[memoryview | bytes], then: Then | None = None
     ) -> None:
         """Write chunks from this thread, with progress after each."""
-        crc = self._write_chunks(position, chunks, is_summed=bool(then), progress=self._progress)
+        crc = self._write_chunks(position, chunks, then, self._progress)
         if then:
             then(crc)
 
     def _put(self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int) -> _Block:
-        """Write a block, from any thread."""
+        """Write a block, from any thread; progress is for the caller's."""
         with buffers.one() as buffer:
-            crc = self._write_chunks(position, data.chunks(buffer), is_summed=bool(copy.then))
+            crc = self._write_chunks(position, data.chunks(buffer), copy.then, lambda _: None)
         return self, copy, crc, data.nbytes
 
     def _write_chunks(
-        self,
-        position: int,
-        chunks: Iterable[memoryview | bytes],
-        *,
-        is_summed: bool,
-        progress: Progress | None = None,
+        self, position: int, chunks: Iterable[memoryview | bytes], then: Then | None, progress: Progress
     ) -> int:
         """Write chunks one after another; return their CRC-32, or 0 when nobody asks for it."""
         crc = 0
         for chunk in chunks:
             self.write_at(position, chunk)
             position += len(chunk)
-            crc = crc32(chunk, crc) if is_summed else 0
-            if progress:
-                progress(len(chunk))
+            crc = crc32(chunk, crc) if then else 0
+            progress(len(chunk))
         return crc
 
     def _done(self, copy: _Copy, crc: int, nbytes: int) -> None:
-        copy.crc = combined(copy.crc, crc, nbytes) if copy.then else 0
         copy.left -= nbytes
         self._progress(nbytes)
-        if copy.then and not copy.left:
-            copy.then(copy.crc)
+        if copy.then:
+            copy.crc = combined(copy.crc, crc, nbytes)
+            if not copy.left:
+                copy.then(copy.crc)
 
 
 _Block = tuple[Output, _Copy, int, int]  # of a block that was written: where, a part of what, CRC-32, bytes

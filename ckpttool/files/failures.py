@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from ..errors import FileError
 
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 
 def reason(error: OSError) -> str:
     """Return why a call of the system failed: `no space left on device`."""
@@ -22,8 +24,7 @@ def naming(path: str, done: str = "written") -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch's zip writer raises this on closing a file cut short
         behind = system_error(error)
         why = reason(behind) if behind else str(error).splitlines()[0]
-        no_space = behind is None or behind.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = "is the disk full?" if no_space else None
+        hint = "is the disk full?" if behind is None or behind.errno in NO_ROOM else None
         raise FileError(path, f"could not be {done}: {why}", hint=hint) from error
 
 

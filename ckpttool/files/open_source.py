@@ -57,28 +57,17 @@ def allow_open_files(count: int, path: str) -> None:
     # A tensor is a place in an open file, so all files of a checkpoint stay open, and mapping one takes a
     # second descriptor. Many systems allow 1,024, and let a process raise that itself up to a hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = _open_now()
-    if soft == resource.RLIM_INFINITY or used + 2 * count + SPARE <= soft:
-        return
+    used = len(os.listdir("/dev/fd")) if os.access("/dev/fd", os.R_OK) else SPARE
     wanted = used + 2 * count + SPARE
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if allowed < used + count + 1:
-        raise Unreadable(
-            path,
-            f"is one file too many: this process may open only {hard} at once"
-            if count == 1
-            else f"consists of {count} files, and this process may open only {hard} at once",
-            hint=f"raise the limit first: ulimit -n {wanted}",
-        )
+        what = "is one file too many:" if count == 1 else f"consists of {count} files, and"
+        hint = f"raise the limit first: ulimit -n {wanted}"
+        raise Unreadable(path, f"{what} this process may open only {hard} at once", hint=hint)
     if allowed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-
-
-def _open_now() -> int:
-    try:
-        return len(os.listdir("/dev/fd"))
-    except OSError:
-        return SPARE
 
 
 MOST_NAMES = 10_000  # of a folder, that are looked at

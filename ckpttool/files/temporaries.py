@@ -36,47 +36,39 @@ def begin_of(target: str) -> str:
     return os.fsdecode(name[:LONGEST]) + f"~{zlib.crc32(name):08x}"
 
 
-def new_path(target: str) -> str:
-    """Return an unused path for a temporary of `target`, in the same folder."""
-    unique = f"{_boot()}{os.urandom(6).hex()}"
-    return os.path.join(os.path.dirname(target), f".{begin_of(target)}.{unique}{TEMPORARY}")
-
-
 def new_file(target: str, mode: int) -> tuple[int, str]:
     """Create a temporary file that will replace `target`; return its descriptor, which locks it, and path."""
-    while True:
-        path = new_path(target)
-        with _removed_after_an_error(path, os.unlink):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-            if _lock_new(fd, path):
-                return fd, path
-            os.close(fd)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    return _new(target, lambda path: os.open(path, flags, mode), os.unlink)
 
 
 def new_folder(target: str, mode: int) -> tuple[int, str]:
     """Create a temporary folder as `new_file` does a file."""
+
+    def create(path: str) -> int | None:
+        os.mkdir(path, mode)
+        with contextlib.suppress(FileNotFoundError):  # another process took it for abandoned meanwhile
+            return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return None
+
+    return _new(target, create, os.rmdir)
+
+
+def _new(
+    target: str, create: Callable[[str], int | None], remove: Callable[[str], object]
+) -> tuple[int, str]:
     while True:
-        path = new_path(target)
-        with _removed_after_an_error(path, os.rmdir):
-            os.mkdir(path, mode)
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:  # another process took it for abandoned before it could be locked
-                continue
-            if _lock_new(fd, path):
-                return fd, path
-            os.close(fd)
-
-
-@contextlib.contextmanager
-def _removed_after_an_error(path: str, remove: Callable[[str], object]) -> Iterator[None]:
-    """Remove a temporary that can't be handed out: a signal may come as soon as it is there."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove(path)
-        raise
+        name = f".{begin_of(target)}.{_boot()}{os.urandom(6).hex()}{TEMPORARY}"
+        path = os.path.join(os.path.dirname(target), name)
+        try:
+            if (fd := create(path)) is not None:
+                if _lock_new(fd, path):
+                    return fd, path
+                os.close(fd)
+        except BaseException:  # a signal may come as soon as it is there
+            with contextlib.suppress(OSError):
+                remove(path)
+            raise
 
 
 def _lock_new(fd: int, path: str) -> bool:

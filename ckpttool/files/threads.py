@@ -74,15 +74,10 @@ class Workers(Generic[T]):
 
     def __init__(self, count: int) -> None:
         """Prepare for `count` jobs at once, the caller's included; no thread starts before two jobs wait."""
-        self._count = count if cores(2) > 1 else 1
+        self.count = count if cores(2) > 1 else 1
         self._todo: SimpleQueue[_Task[T] | None] = SimpleQueue()
         self._pending: deque[_Task[T]] = deque()
         self._threads: list[Thread] = []
-
-    @property
-    def is_threaded(self) -> bool:
-        """Whether there may be threads besides the caller's."""
-        return self._count > 1
 
     def __enter__(self) -> Workers[T]:
         return self
@@ -95,7 +90,7 @@ class Workers(Generic[T]):
         task = _Task(job)
         self._pending.append(task)
         self._todo.put(task)
-        if len(self._threads) + 1 < min(self._count, len(self._pending)):
+        if len(self._threads) + 1 < min(self.count, len(self._pending)):
             self._start_thread()
 
     def results(self, pending: int = 0) -> Iterator[T]:
@@ -128,7 +123,7 @@ class Workers(Generic[T]):
             thread.start()
         except RuntimeError:  # no thread can be started, as under a limit on processes
             self._threads.pop()
-            self._count = len(self._threads) + 1
+            self.count = len(self._threads) + 1
 
     def _run_next(self) -> bool:
         """Run a job that has not begun, from the caller's thread; return whether there was one."""
@@ -183,7 +178,7 @@ def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
     with Workers[T](workers) as queue:
         for job in jobs:
             queue.add(job)
-            yield from queue.results(pending=2 * workers - 1 if queue.is_threaded else 0)
+            yield from queue.results(pending=2 * workers - 1 if queue.count > 1 else 0)
         yield from queue.results()
 
 

@@ -10,22 +10,13 @@ function by its text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
 from ..tensors.ref import TensorRef
-from .values import (
-    PARAMETER,
-    WRAPPERS,
-    Global,
-    OrderedDict_,
-    Record,
-    attributes_in,
-    names_of,
-    tensor_of,
-    walk,
-)
+from . import values as inert
+from .values import PARAMETER, Global, OrderedDict_, Record, attributes_in, names_of, tensor_of, walk
 
 
 def _texts(table: str) -> frozenset[str]:
@@ -40,29 +31,51 @@ UNDERSTOOD = _texts(
     _codecs: encode
     collections: OrderedDict
     """
-) | frozenset(map(str, WRAPPERS))
+) | frozenset(map(str, inert.WRAPPERS))
+
+# Names of a DTensor, which are taken once `torch.distributed.tensor` is imported.
+DTENSOR_NAMES = names_of(
+    """
+    torch.distributed._mesh_layout: _FlatLayout _MeshLayout
+    torch.distributed.device_mesh: DeviceMesh
+    torch.distributed.tensor: DTensor
+    torch.distributed.tensor._dtensor_spec: DTensorSpec ShardOrderEntry TensorMeta
+    torch.distributed.tensor.placement_types: Partial Replicate Shard _StridedShard
+    """
+)
+
+# Names that a tensor's pickle may have.
+TENSOR_NAMES = DTENSOR_NAMES | names_of(
+    f"""
+    torch: {" ".join(DTYPES)} {" ".join(STORAGE_DTYPES)} Size Tensor device
+    torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
+    torch: per_channel_affine_float_qparams
+    torch._tensor: _rebuild_from_type_v2
+    torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_qtensor
+    torch._utils: _rebuild_parameter _rebuild_parameter_with_state _rebuild_sparse_tensor
+    torch._utils: _rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass
+    torch.nn.parameter: Parameter
+    torch.serialization: _get_layout
+    torch.storage: UntypedStorage
+    """
+)
 
 # Names of Python, torch and NumPy that run nothing by themselves: not reported as unknown.
-KNOWN = UNDERSTOOD | _texts(
+KNOWN = (UNDERSTOOD | frozenset(map(str, TENSOR_NAMES))) | _texts(
     f"""
     builtins __builtin__: bool dict float int list object str tuple unicode long
     copyreg copy_reg: _reconstructor __newobj__ __newobj_ex__
     collections: Counter defaultdict deque
     pathlib pathlib._local: Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath
-    torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_qtensor
-    torch._utils: _rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_nested_tensor
-    torch._utils: _rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_numpy
-    torch._utils: _rebuild_device_tensor_from_cpu_tensor _rebuild_wrapper_subclass
-    torch.nn.parameter: Parameter Buffer UninitializedParameter UninitializedBuffer
+    torch._utils: _rebuild_sparse_csr_tensor _rebuild_nested_tensor
+    torch._utils: _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor
+    torch.nn.parameter: Buffer UninitializedParameter UninitializedBuffer
     torch: strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc
     torch: contiguous_format channels_last channels_last_3d preserve_format Generator
-    torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
-    torch: per_channel_affine_float_qparams
     torch: FloatTensor DoubleTensor HalfTensor BFloat16Tensor ByteTensor CharTensor ShortTensor
     torch: IntTensor LongTensor BoolTensor
-    torch torch.cuda: {" ".join(STORAGE_DTYPES)}
-    torch.storage: UntypedStorage TypedStorage
-    torch.serialization: _get_layout
+    torch.cuda: {" ".join(STORAGE_DTYPES)}
+    torch.storage: TypedStorage
     torch.distributed.remote_device: _remote_device
     numpy.core.multiarray numpy._core.multiarray: _reconstruct scalar
     numpy.core.numeric numpy._core.numeric: _frombuffer
@@ -116,11 +129,10 @@ _BY_NAME = """
 DANGEROUS = frozenset(_BY_NAME.split())
 
 
-def unknown_names(names: Iterable[Global]) -> list[str]:
+def unknown_names(names: Collection[Global]) -> list[str]:
     """Return the names not known to be harmless: first those that could run something, the worst first."""
-    named = set(names)
-    running = names_that_run(named)
-    return [*running, *sorted({str(name) for name in named if not _is_known(name)} - {*running})]
+    running = names_that_run(names)
+    return [*running, *sorted({str(name) for name in names if not _is_known(name)} - {*running})]
 
 
 def names_that_run(names: Iterable[Global]) -> list[str]:
@@ -161,63 +173,8 @@ LAYOUTS = frozenset(f"torch.{name}" for name in _LAYOUTS.split())
 DTYPE_NAMES = frozenset(Global("torch", name) for name in DTYPES)
 FROM_TYPE_V2 = Global("torch._tensor", "_rebuild_from_type_v2")
 
-# Names of a DTensor, which are taken once `torch.distributed.tensor` is imported.
-DTENSOR_NAMES = names_of(
-    """
-    torch.distributed._mesh_layout: _FlatLayout _MeshLayout
-    torch.distributed.device_mesh: DeviceMesh
-    torch.distributed.tensor: DTensor
-    torch.distributed.tensor._dtensor_spec: DTensorSpec ShardOrderEntry TensorMeta
-    torch.distributed.tensor.placement_types: Partial Replicate Shard _StridedShard
-    """
-)
-
-# Names that a tensor's pickle may have.
-TENSOR_NAMES = DTENSOR_NAMES | names_of(
-    f"""
-    torch: {" ".join(DTYPES)} {" ".join(STORAGE_DTYPES)} Size Tensor device
-    torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
-    torch: per_channel_affine_float_qparams
-    torch._tensor: _rebuild_from_type_v2
-    torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_qtensor
-    torch._utils: _rebuild_parameter _rebuild_parameter_with_state _rebuild_sparse_tensor
-    torch._utils: _rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass
-    torch.nn.parameter: Parameter
-    torch.serialization: _get_layout
-    torch.storage: UntypedStorage
-    """
-)
-
-
-def _is_complex(args: tuple[Any, ...]) -> bool:
-    return len(args) == 2 and all(type(part) in (int, float) for part in args)
-
-
-def _is_size(args: tuple[Any, ...]) -> bool:
-    return len(args) == 1 and type(args[0]) is tuple and all(type(size) is int for size in args[0])
-
-
-def _is_device(args: tuple[Any, ...]) -> bool:
-    name, *index = args or (None,)
-    numbered = not index or (len(index) == 1 and type(index[0]) is int and 0 <= index[0] < 128)
-    return isinstance(name, str) and name in DEVICES and numbered
-
-
-def _is_layout(args: tuple[Any, ...]) -> bool:
-    return len(args) == 1 and isinstance(args[0], str) and args[0] in LAYOUTS
-
-
-# Calls that make a value which is no tensor, with what tells whether their arguments are sound
-VALUES: dict[Global, Callable[[tuple[Any, ...]], bool]] = {
-    Global("builtins", "complex"): _is_complex,
-    Global("__builtin__", "complex"): _is_complex,
-    Global("torch", "Size"): _is_size,
-    Global("torch", "device"): _is_device,
-    Global("torch.serialization", "_get_layout"): _is_layout,
-}
-
 # Every name that a file of tensors and plain values needs.
-NAMES = TENSOR_NAMES | VALUES.keys()
+NAMES = TENSOR_NAMES | names_of("builtins __builtin__: complex")
 
 # Every name that is taken before `torch.distributed.tensor` is imported.
 TAKEN = (NAMES - DTENSOR_NAMES) | names_of(
@@ -231,14 +188,19 @@ TAKEN = (NAMES - DTENSOR_NAMES) | names_of(
 
 def is_value(record: Record) -> bool:
     """Return whether an object is a complex number, a size, a device or a layout of torch."""
-    return (
-        record.how == "reduce"
-        and isinstance(record.callable, Global)
-        and record.callable in VALUES
-        and isinstance(record.args, tuple)
-        and VALUES[record.callable](record.args)
-        and not (record.has_state or record.elements or record.items)
-    )
+    if record.how != "reduce" or record.has_state or record.elements or record.items:
+        return False
+    match record.callable, record.args:
+        case Global("builtins" | "__builtin__", "complex"), (_, _) as parts:
+            return {*map(type, parts)} <= {int, float}
+        case Global("torch", "Size"), (tuple(sizes),):
+            return {*map(type, sizes)} <= {int}
+        case Global("torch", "device"), (str(name), *index):
+            numbered = len(index) == 1 and type(index[0]) is int and 0 <= index[0] < 128
+            return name in DEVICES and (not index or numbered)
+        case Global("torch.serialization", "_get_layout"), (str(layout),):
+            return layout in LAYOUTS
+    return False
 
 
 def is_tensor_taken(record: Record) -> bool:
@@ -293,17 +255,16 @@ class Wrapping(NamedTuple):
 
 def wraps(record: Record) -> Wrapping:
     """Return what the pickle of a tensor in one of WRAPPERS says besides its values."""
-    args = record.args if isinstance(record.args, tuple) else (None,)
-    padded: tuple[Any, ...] = (*args, None, None, None)
-    _, first, second, third, *_ = padded
+    args: tuple[Any, ...] = record.args if isinstance(record.args, tuple) else ()
+    first, second, third = (*args[1:], None, None, None)[:3]
     is_parameter = record.callable in PARAMETER
     attributes = attributes_in(third if is_parameter else second)
-    left_out = [str(name) for name in attributes or () if not _is_settable(name)]
+    settable = {name: value for name, value in (attributes or {}).items() if _is_settable(name)}
+    left_out = [str(name) for name in attributes or () if name not in settable]
     if attributes is None:
         left_out.append("__setstate__")
     if is_parameter and second:
         left_out.append("_backward_hooks")
-    settable = {name: value for name, value in (attributes or {}).items() if _is_settable(name)}
     kind, requires_grad = (None, first is not False) if is_parameter else (first, None)
     return Wrapping(kind, requires_grad, settable, tuple(left_out))
 

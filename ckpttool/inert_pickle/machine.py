@@ -197,8 +197,7 @@ class Machine:
         if type(target) is list:
             target.extend(items)
         elif type(target) is Record and id(target.callable) not in self.reducers:
-            if not target.elements:
-                target.elements = []
+            target.elements = target.elements or []
             target.elements.extend(items)
         else:
             fault(f"its pickle appends to a {type(target).__name__}")
@@ -206,18 +205,17 @@ class Machine:
     def set_items(self, items: list[Any]) -> None:
         """Set items (key, value, key, value, …) of the dict or object on top."""
         target = self.stack[-1]
-        keys, values = items[::2], items[1::2]
-        if len(keys) != len(values):
+        keys, pairs = items[::2], zip(items[::2], items[1::2], strict=False)
+        if len(items) % 2:
             fault("its pickle has a key without a value")
         if isinstance(target, dict) and {*map(type, keys)} == {str}:
-            target.update(zip(keys, values, strict=True))
+            target.update(pairs)
         elif isinstance(target, dict):
-            for key, value in zip(keys, values, strict=True):
+            for key, value in pairs:
                 target[key if isinstance(key, PLAIN_KEYS) else self.key(key, target)] = value
         elif type(target) is Record and id(target.callable) not in self.reducers:
-            if not target.items:
-                target.items = []
-            target.items.extend(zip(keys, values, strict=True))
+            target.items = target.items or []
+            target.items.extend(pairs)
         else:
             fault(f"its pickle sets items of a {type(target).__name__}")
 
@@ -225,11 +223,12 @@ class Machine:
         """Push what a call would have made: the value of a known callable, or a Record."""
         if type(args) is not tuple or type(callable) not in (Global, Record):
             fault("its pickle creates an object from malformed arguments")
+        known = id(callable) if how == "reduce" else None
         value: object = None
-        if how == "reduce" and id(callable) in self.reducers:
-            value = self.reducers[id(callable)](args)
-        elif how == "reduce" and id(callable) in self.calls:
-            value = self.calls[id(callable)](self, args)
+        if known in self.reducers:
+            value = self.reducers[known](args)
+        elif known in self.calls:
+            value = self.calls[known](self, args)
         if value is None:
             self.spend(RECORD)
             value = Record(how, callable, args, kwargs)

@@ -25,22 +25,11 @@ CODE = re.compile("[A-Za-z][0-9]{1,9}")
 MAX_EMPTY = 1 << 20  # lists that an array without elements may become: think of shape [2**40, 0]
 
 # NumPy's names of element types, with what `struct` and torch call them.
-NUMBERS = {
-    "b1": ("?", "bool"),
-    "i1": ("b", "int8"),
-    "i2": ("h", "int16"),
-    "i4": ("i", "int32"),
-    "i8": ("q", "int64"),
-    "u1": ("B", "uint8"),
-    "u2": ("H", "uint16"),
-    "u4": ("I", "uint32"),
-    "u8": ("Q", "uint64"),
-    "f2": ("e", "float16"),
-    "f4": ("f", "float32"),
-    "f8": ("d", "float64"),
-    "c8": ("ff", "complex64"),
-    "c16": ("dd", "complex128"),
-}
+_NUMBERS = """
+    b1 ? bool, i1 b int8, i2 h int16, i4 i int32, i8 q int64, u1 B uint8, u2 H uint16, u4 I uint32,
+    u8 Q uint64, f2 e float16, f4 f float32, f8 d float64, c8 ff complex64, c16 dd complex128
+"""
+NUMBERS = {code: (layout, name) for code, layout, name in map(str.split, _NUMBERS.split(","))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +46,15 @@ class Element:
 
     def unpack(self, raw: bytes) -> list[object] | None:
         """Return the elements in some bytes, complex ones as (real, imaginary); None for other types."""
-        if self.code in NUMBERS:
-            layout, step = NUMBERS[self.code][0], self.itemsize
-            if len(raw) % step:
-                return None
-            values = struct.iter_unpack(self.order + layout, raw)
-            return [value if len(value) > 1 else value[0] for value in values]
-        if self.code[0] not in "SU" or not self.itemsize or len(raw) % self.itemsize:
+        step = self.itemsize
+        if not step or len(raw) % step:
             return None
-        texts = [raw[at : at + self.itemsize] for at in range(0, len(raw), self.itemsize)]
+        if self.code in NUMBERS:
+            values = struct.iter_unpack(self.order + NUMBERS[self.code][0], raw)
+            return [value if len(value) > 1 else value[0] for value in values]
+        if self.code[0] not in "SU":
+            return None
+        texts = [raw[at : at + step] for at in range(0, len(raw), step)]
         if self.code[0] == "S":
             return [text.rstrip(b"\0") for text in texts]
         encoding = "utf-32-be" if self.order == ">" else "utf-32-le"
@@ -123,7 +112,7 @@ def element_of(value: object) -> Element | None:
         return None
     match value.args, value.state:
         case (str(code), *_), (_, str(order), None, None, None, *_) if CODE.fullmatch(code):
-            return Element(code, order) if order in ("<", ">") else Element(code, "<")
+            return Element(code, order if order in ("<", ">") else "<")
         case ("O" | "O8", *_), _:
             return Element("O8", "<")
     return None
@@ -131,11 +120,10 @@ def element_of(value: object) -> Element | None:
 
 def scalar_of(value: object) -> object:
     """Return the value of a pickled scalar of NumPy, complex as (real, imaginary); None for anything else."""
-    if not isinstance(value, Record) or value.callable not in SCALAR:
-        return None
-    match value.args:
-        case (dtype, bytes(raw)) if (element := element_of(dtype)) and len(raw) == element.itemsize:
-            values = element.unpack(raw)
+    match value:
+        case Record(callable=name, args=(dtype, bytes(raw))) if name in SCALAR:
+            element = element_of(dtype)
+            values = element.unpack(raw) if element and len(raw) == element.itemsize else None
             return values[0] if values else None
     return None
 
@@ -153,9 +141,7 @@ def array_of(value: object) -> Array | None:
     if not isinstance(value, Record):
         return None
     match value.callable, value.args, value.state:
-        case name, _, (_, tuple(shape), dtype, bool(fortran) | int(fortran), bytes() | list() as data) if (
-            name in ARRAY
-        ):
+        case name, _, (_, tuple(shape), dtype, int(fortran), bytes() | list() as data) if name in ARRAY:
             pass
         case name, (bytes() | bytearray() as data, dtype, tuple(shape), str(order)), _ if name in FROM_BUFFER:
             data, fortran = bytes(data), order == "F"

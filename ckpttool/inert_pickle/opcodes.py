@@ -20,11 +20,7 @@ MAX_NAME = 1000  # characters in the name of a class or function: messages and l
 # Runs an opcode: gets the machine and the position after the opcode, returns the position of the next one.
 Operation = Callable[[Machine, int], int]
 
-Unpack = Callable[[bytes, int], tuple[int]]
-uint1: Unpack = struct.Struct("<B").unpack_from
-uint4: Unpack = struct.Struct("<I").unpack_from
-uint8: Unpack = struct.Struct("<Q").unpack_from
-SIZES = {1: uint1, 4: uint4, 8: uint8}
+uint4: Callable[[bytes, int], tuple[int]] = struct.Struct("<I").unpack_from
 
 
 # The text and numbers of a pickle.
@@ -80,6 +76,11 @@ def integer_or_bool(raw: bytes) -> int:
 # Functions that make operations: these differ only in a width, a constant or an action.
 
 
+def pushed(value: Callable[[bytes], object]) -> Callable[[Machine, bytes], None]:
+    """Push what `value` makes of some bytes."""
+    return lambda m, raw: m.stack.append(value(raw))
+
+
 def constant(make: Callable[[], object]) -> Operation:
     """Push a value made by `make`: containers must be new ones each time."""
 
@@ -90,8 +91,9 @@ def constant(make: Callable[[], object]) -> Operation:
     return operation
 
 
-def number(width: int, read: Callable[[bytes, int], tuple[Any]]) -> Operation:
-    """Push a number of `width` bytes."""
+def number(layout: str) -> Operation:
+    """Push a number of a `layout` of `struct`."""
+    read, width = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def operation(m: Machine, position: int) -> int:
         m.stack.append(read(m.data, position)[0])
@@ -100,38 +102,35 @@ def number(width: int, read: Callable[[bytes, int], tuple[Any]]) -> Operation:
     return operation
 
 
-def sized(width: int, value: Callable[[bytes], object]) -> Operation:
-    """Push what `value` makes of bytes that follow their count, a number of `width` bytes."""
-    read = SIZES[width]
+def indexed(layout: str, act: Callable[[Machine, int], None]) -> Operation:
+    """Call `act` with a memo index."""
+    read, width = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def operation(m: Machine, position: int) -> int:
-        count = read(m.data, position)[0]
+        act(m, read(m.data, position)[0])
+        return position + width
+
+    return operation
+
+
+def sized(layout: str, value: Callable[[bytes], object]) -> Operation:
+    """Push what `value` makes of bytes that follow their count."""
+    read, width = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(m: Machine, position: int) -> int:
+        count: int = read(m.data, position)[0]
         m.stack.append(value(m.take(position + width, count)))
         return position + width + count
 
     return operation
 
 
-def line(value: Callable[[bytes], object]) -> Operation:
-    """Push what `value` makes of a line of text (protocol 0)."""
+def line(act: Callable[[Machine, bytes], object]) -> Operation:
+    """Call `act` with a line of text (protocol 0)."""
 
     def operation(m: Machine, position: int) -> int:
         text, position = m.line(position)
-        m.stack.append(value(text))
-        return position
-
-    return operation
-
-
-def indexed(width: int, act: Callable[[Machine, int], None]) -> Operation:
-    """Call `act` with a memo index: a number of `width` bytes, or with width 0 a line of text."""
-
-    def operation(m: Machine, position: int) -> int:
-        if width:
-            act(m, SIZES[width](m.data, position)[0])
-            return position + width
-        text, position = m.line(position)
-        act(m, integer(text))
+        act(m, text)
         return position
 
     return operation
@@ -174,11 +173,6 @@ def proto(m: Machine, position: int) -> int:
     if m.protocol > 5:
         fault(f"its pickle has protocol {m.protocol}, newer than 5")
     return position + 1
-
-
-def frame(m: Machine, position: int) -> int:
-    uint8(m.data, position)
-    return position + 8
 
 
 def stop(m: Machine, position: int) -> int:
@@ -260,15 +254,9 @@ def object_(m: Machine, items: list[Any]) -> None:
     m.make("reduce" if len(items) > 1 else "newobj", items[0], tuple(items[1:]))
 
 
-def persistent_line(m: Machine, position: int) -> int:
-    identity, position = m.line(position)
-    m.persistent(identity.decode("ascii", "replace"))
-    return position
-
-
 OPCODES: dict[bytes, Operation] = {
     b"\x80": proto,
-    b"\x95": frame,
+    b"\x95": indexed("<Q", lambda m, size: None),  # of a frame
     b".": stop,
     # Constants and numbers.
     b"N": constant(lambda: None),
@@ -278,38 +266,38 @@ OPCODES: dict[bytes, Operation] = {
     b"]": constant(list),
     b"}": constant(dict),
     b"\x8f": empty_set,
-    b"J": number(4, struct.Struct("<i").unpack_from),
-    b"K": number(1, uint1),
-    b"M": number(2, struct.Struct("<H").unpack_from),
-    b"G": number(8, struct.Struct(">d").unpack_from),
-    b"\x8a": sized(1, signed),
-    b"\x8b": sized(4, signed),
-    b"I": line(integer_or_bool),
-    b"L": line(integer_or_bool),
-    b"F": line(real),
+    b"J": number("<i"),
+    b"K": number("<B"),
+    b"M": number("<H"),
+    b"G": number(">d"),
+    b"\x8a": sized("<B", signed),
+    b"\x8b": sized("<I", signed),
+    b"I": line(pushed(integer_or_bool)),
+    b"L": line(pushed(integer_or_bool)),
+    b"F": line(pushed(real)),
     # Text and bytes.
-    b"\x8c": sized(1, text),
-    b"X": sized(4, text),
-    b"\x8d": sized(8, text),
-    b"V": line(escaped_text),
-    b"U": sized(1, string),
-    b"T": sized(4, string),
-    b"S": line(quoted_string),
-    b"C": sized(1, bytes),
-    b"B": sized(4, bytes),
-    b"\x8e": sized(8, bytes),
-    b"\x96": sized(8, bytearray),
+    b"\x8c": sized("<B", text),
+    b"X": sized("<I", text),
+    b"\x8d": sized("<Q", text),
+    b"V": line(pushed(escaped_text)),
+    b"U": sized("<B", string),
+    b"T": sized("<I", string),
+    b"S": line(pushed(quoted_string)),
+    b"C": sized("<B", bytes),
+    b"B": sized("<I", bytes),
+    b"\x8e": sized("<Q", bytes),
+    b"\x96": sized("<Q", bytearray),
     # Stack and memo.
     b"(": mark,
     b"0": pop,
     b"1": grouped(lambda m, items: None),
     b"2": popping(1, lambda m, value: m.stack.extend((value, value))),
-    b"g": indexed(0, Machine.get),
-    b"h": indexed(1, Machine.get),
-    b"j": indexed(4, Machine.get),
-    b"p": indexed(0, lambda m, index: m.put(index, m.stack[-1])),
-    b"q": indexed(1, lambda m, index: m.put(index, m.stack[-1])),
-    b"r": indexed(4, lambda m, index: m.put(index, m.stack[-1])),
+    b"g": line(lambda m, raw: m.get(integer(raw))),
+    b"h": indexed("<B", Machine.get),
+    b"j": indexed("<I", Machine.get),
+    b"p": line(lambda m, raw: m.put(integer(raw), m.stack[-1])),
+    b"q": indexed("<B", lambda m, index: m.put(index, m.stack[-1])),
+    b"r": indexed("<I", lambda m, index: m.put(index, m.stack[-1])),
     b"\x94": memoize,
     # Containers.
     b"\x85": popping(1, lambda m, a: m.stack.append((a,))),
@@ -333,7 +321,7 @@ OPCODES: dict[bytes, Operation] = {
     b"i": instance,
     b"o": grouped(object_),
     b"b": popping(1, Machine.build),
-    b"P": persistent_line,
+    b"P": line(lambda m, raw: m.persistent(raw.decode("ascii", "replace"))),
     b"Q": popping(1, Machine.persistent),
     **dict.fromkeys((b"\x82", b"\x83", b"\x84", b"\x97", b"\x98"), unsupported),
 }

@@ -38,26 +38,22 @@ def _of_a_day(kind: Callable[..., object]) -> Callable[[Record], str]:
 
     def text(record: Record) -> str:
         match record.args:
-            case (bytes(raw),) if not record.has_state:
-                made: Any = kind(raw)
-            case (bytes(raw), Record() as zone) if not record.has_state:
-                made = kind(raw, _zone(zone))
-            case _:
-                raise ValueError
-        if made.fold:  # its text does not tell
-            raise ValueError
-        return str(made)
+            case (bytes(raw), *zones) if not record.has_state and len(zones) < 2:
+                made: Any = kind(raw, *map(_zone, zones))
+                if not made.fold:  # which its text does not tell
+                    return str(made)
+        raise ValueError
 
     return text
 
 
-def _zone(record: Record) -> datetime.timezone:
+def _zone(zone: object) -> datetime.timezone:
     """Return a fixed offset; named zones are in a database of which each system has its own."""
-    args = record.args if record.callable == Global("datetime", "timezone") else None
-    match args:
-        case (Record(callable=Global("datetime", "timedelta"), args=tuple(parts)), *_) if all(
-            type(part) is int for part in parts
-        ):
+    match zone:
+        case Record(
+            callable=Global("datetime", "timezone"),
+            args=(Record(callable=Global("datetime", "timedelta"), args=tuple(parts)), *_),
+        ) if {*map(type, parts)} <= {int}:
             return datetime.timezone(datetime.timedelta(*parts))
     raise ValueError
 
@@ -86,12 +82,12 @@ def _element(record: Record) -> str:
     return NUMBERS[element.code][1] if element.code in NUMBERS else element.code
 
 
-posix_path, windows_path = _made(PurePosixPath, str), _made(PureWindowsPath, str)
+_PATHS = "pathlib pathlib._local:"
 
 # Classes of plain data, with what returns the text of an object.
 TEXTS: dict[Global, Callable[[Record], str]] = {
-    **dict.fromkeys(names_of("pathlib pathlib._local: Path PosixPath PurePath PurePosixPath"), posix_path),
-    **dict.fromkeys(names_of("pathlib pathlib._local: WindowsPath PureWindowsPath"), windows_path),
+    **dict.fromkeys(names_of(f"{_PATHS} Path PosixPath PurePath PurePosixPath"), _made(PurePosixPath, str)),
+    **dict.fromkeys(names_of(f"{_PATHS} WindowsPath PureWindowsPath"), _made(PureWindowsPath, str)),
     Global("decimal", "Decimal"): _made(decimal.Decimal, str),
     Global("fractions", "Fraction"): _fraction,
     Global("datetime", "date"): _made(datetime.date, bytes),
@@ -156,7 +152,7 @@ def _is_bare(record: Record) -> bool:
 
 
 def _is_same(a: object, b: object) -> bool:
-    return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
+    return a is b or (isinstance(a, int | float | str) and type(a) is type(b) and a == b)
 
 
 def _items(record: Record) -> dict[Any, Any] | None:

@@ -22,26 +22,26 @@ from .values import ORDERED_DICT, FrozenSet_, Global, OrderedDict_, Record, Set_
 
 def ordered_dict(m: Machine, args: tuple[Any, ...]) -> OrderedDict_ | None:
     """`OrderedDict()`, or in pickles of Python 2 `OrderedDict(pairs)`."""
-    if not args:
-        return OrderedDict_()
-    pairs = args[0] if len(args) == 1 else None
-    if type(pairs) is not list:
-        return None
-    m.copy(len(pairs))
-    if not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
-        return None
-    return OrderedDict_((m.key(key, pairs), value) for key, value in pairs)
+    match args:
+        case ():
+            return OrderedDict_()
+        case (list(pairs),):
+            m.copy(len(pairs))
+            if all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
+                return OrderedDict_((m.key(key, pairs), value) for key, value in pairs)
+    return None
 
 
 def collected(kind: Callable[[Iterable[Any]], object]) -> Call:
     """`set(items)` or `frozenset(items)`."""
 
     def call(m: Machine, args: tuple[Any, ...]) -> object:
-        if len(args) != 1 or type(args[0]) is not list:
-            return None
-        m.spend(SET)
-        m.copy(len(args[0]))
-        return kind(m.key(item, args[0]) for item in args[0])
+        match args:
+            case (list(items),):
+                m.spend(SET)
+                m.copy(len(items))
+                return kind(m.key(item, items) for item in items)
+        return None
 
     return call
 
@@ -68,12 +68,11 @@ def bytearray_(m: Machine, args: tuple[Any, ...]) -> bytearray | None:
 
 def new_object(m: Machine, args: tuple[Any, ...]) -> Record | None:
     """`copyreg.__newobj_ex__(cls, args, kwargs)`: what the opcode NEWOBJ_EX does since protocol 4."""
-    if len(args) != 3 or type(args[1]) is not tuple or type(args[2]) is not dict:
-        return None
-    if type(args[0]) not in (Global, Record):
-        return None
-    m.spend(RECORD)
-    return Record("newobj", *args)
+    match args:
+        case (Global() | Record(), tuple(), kwargs) if type(kwargs) is dict:
+            m.spend(RECORD)
+            return Record("newobj", *args)
+    return None
 
 
 _BUILTINS: dict[str, Call] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import Any
 
 from ..tensors.ref import Storage, TensorRef
@@ -31,13 +32,8 @@ class Global:
 
 def names_of(table: str) -> frozenset[Global]:
     """Read names from lines of `module module: name name`, each name being in each of its modules."""
-    rows = [line.split(":") for line in table.split("\n") if line.strip()]
-    return frozenset(
-        Global(module, name)
-        for modules, names in rows
-        for module in modules.split()
-        for name in names.split()
-    )
+    rows = (map(str.split, line.split(":")) for line in table.split("\n") if line.strip())
+    return frozenset(Global(module, name) for row in rows for module, name in product(*row))
 
 
 @dataclass(slots=True, eq=False)
@@ -154,10 +150,7 @@ ORDERED_DICT = Global("collections", "OrderedDict")
 # A tensor with a type or attributes of its own (nn.Buffer, a subclass) is pickled as a call of one of these
 # on the function that makes a tensor and its arguments. In a Record the tensor takes the place of both.
 FROM_TYPE = names_of(
-    """
-    torch._tensor: _rebuild_from_type_v2 _rebuild_from_type
-    torch.tensor: _rebuild_from_type
-    """
+    "torch._tensor: _rebuild_from_type_v2 _rebuild_from_type\n torch.tensor: _rebuild_from_type"
 )
 
 PARAMETER = names_of("torch._utils: _rebuild_parameter _rebuild_parameter_with_state")
@@ -185,9 +178,9 @@ def tensor_of(value: object) -> TensorRef | None:
     """Return the tensor that a value is or wraps, as a saved `nn.Parameter` does; None for anything else."""
     if isinstance(value, TensorRef):
         return value
-    if isinstance(value, Record) and value.callable in WRAPPERS and isinstance(value.args, tuple):
-        inner = value.args[0] if value.args else None
-        return inner if isinstance(inner, TensorRef) else None
+    match value:
+        case Record(callable=name, args=(TensorRef() as inner, *_)) if name in WRAPPERS:
+            return inner
     return None
 
 
@@ -210,9 +203,7 @@ def children(value: object) -> Iterator[object]:
     elif isinstance(value, Record):
         yield from (value.callable, value.args, value.kwargs, value.state)
         yield from value.elements
-        for key, item in value.items:
-            yield key
-            yield item
+        yield from chain.from_iterable(value.items)
 
 
 def in_brief(value: object) -> str:
@@ -281,32 +272,28 @@ class _Copier:
             raise TooDeep
         self.level += 1
         self.kept.append(value)
-        new = self._container(id(value), self.change(value))
+        self._container(id(value), self.change(value))
         self.level -= 1
-        return new
+        return self.done[id(value)]
 
-    def _container(self, key: int, value: object) -> object:
+    def _container(self, key: int, value: object) -> None:
         """Copy a container. Mutable ones are remembered before their contents, so that a cycle finds them."""
         if isinstance(value, dict):
-            made = type(value)()
-            self.done[key] = made
+            self.done[key] = made = type(value)()
             made.update((self.copy(name), self.copy(item)) for name, item in value.items())
             if isinstance(value, OrderedDict_) and isinstance(made, OrderedDict_):
                 made.attributes = self.copy(value.attributes)
         elif isinstance(value, list):
-            items: list[object] = []
-            self.done[key] = items
+            self.done[key] = items = list[object]()
             items.extend(map(self.copy, value))
         elif isinstance(value, Record):
-            record = Record(value.how, value.callable)
-            self.done[key] = record
+            self.done[key] = record = Record(value.how, value.callable)
             self._fill(record, value)
         elif isinstance(value, tuple | set | frozenset):
             made_of = type(value)(map(self.copy, value))
             self.done.setdefault(key, made_of)  # a tuple inside a list inside it was copied on the way
         else:
             self.done[key] = value
-        return self.done[key]
 
     def _fill(self, new: Record, old: Record) -> None:
         new.callable, new.args, new.kwargs = map(self.copy, (old.callable, old.args, old.kwargs))

@@ -10,21 +10,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..tensors.ref import Storage, TensorRef
-from .values import (
-    FROM_TYPE,
-    MAX_DEPTH,
-    ORDERED_DICT,
-    FrozenSet_,
-    Global,
-    OrderedDict_,
-    Record,
-    Set_,
-    TooDeep,
-    container_name,
-)
+from . import values as inert
+from .values import FROM_TYPE, ORDERED_DICT, FrozenSet_, Global, OrderedDict_, Record, Set_
 
 BATCH = 1000  # items of one SETITEMS or APPENDS, as in Python's pickler
 
@@ -54,8 +44,8 @@ class _Writer:
         self.level = 0
 
     def save(self, value: object) -> None:
-        if self.level == MAX_DEPTH:
-            raise TooDeep
+        if self.level == inert.MAX_DEPTH:
+            raise inert.TooDeep
         self.level += 1
         kind = type(value)
         if kind in SCALARS:
@@ -122,45 +112,39 @@ class _Writer:
         if not value:
             self.out += b")"
             return
-        if len(value) > 3:
-            self.out += b"("
+        is_long = len(value) > 3
+        self.out += b"(" if is_long else b""
         for item in value:
             self.save(item)
         if id(value) in self.memo:  # a list inside it contains it, and so wrote it first
-            self.out += b"1" if len(value) > 3 else b"0" * len(value)
+            self.out += b"1" if is_long else b"0" * len(value)
             self.refer(self.memo[id(value)])
             return
-        self.out += b"t" if len(value) > 3 else bytes([0x84 + len(value)])
+        self.out += b"t" if is_long else bytes([0x84 + len(value)])
         self.remember(value)
 
     def save_list(self, value: list[object]) -> None:
         self.out += b"]"
         self.remember(value)
-        self.append(value)
+        self.in_batches(zip(value, strict=True), b"e")
 
     def save_set(self, value: set[object] | frozenset[object]) -> None:
         """Write a call in every protocol: torch's weights_only reader takes no opcode that adds to a set."""
-        self.call(Global(self.builtins, container_name(value)), (list(value),))
+        self.call(Global(self.builtins, inert.container_name(value)), (list(value),))
         self.remember_call(value)
 
     def save_dict(self, value: dict[object, object]) -> None:
         self.out += b"}"
         self.remember(value)
-        self.set_items(value.items())
+        self.in_batches(value.items(), b"u")
 
     def save_ordered(self, value: OrderedDict_) -> None:
         self.call(ORDERED_DICT, ())
         self.remember(value)
-        self.set_items(value.items())
+        self.in_batches(value.items(), b"u")
         if value.attributes is not None:
             self.save(value.attributes)
             self.out += b"b"
-
-    def append(self, items: Iterable[object]) -> None:
-        self.in_batches(((item,) for item in items), b"e")
-
-    def set_items(self, items: Iterable[tuple[object, object]]) -> None:
-        self.in_batches(items, b"u")
 
     def in_batches(self, items: Iterable[tuple[object, ...]], opcode: bytes) -> None:
         pending = iter(items)
@@ -188,20 +172,19 @@ class _Writer:
             self.out += b"\x92" if value.kwargs else b"\x81"
         if not self.remember_call(value):
             return
-        self.append(value.elements)
-        self.set_items(value.items)
+        self.in_batches(zip(value.elements, strict=True), b"e")
+        self.in_batches(value.items, b"u")
         if value.has_state:
             self.save(value.state)
             self.out += b"b"
 
     def arguments(self, value: Record) -> object:
         """The arguments of a Record's call; for a typed tensor, in place of the tensor, how it is made."""
-        args = value.args
-        if value.callable in FROM_TYPE and _begins_with_tensor(args):
-            tensor, kind, *rest = args
-            function, how = self.reduce_tensor(tensor)
-            return (function, kind, how, *rest)
-        return args
+        match value.args:
+            case (TensorRef() as tensor, kind, *rest) if value.callable in FROM_TYPE:
+                function, how = self.reduce_tensor(tensor)
+                return (function, kind, how, *rest)
+        return value.args
 
     def save_tensor(self, value: TensorRef) -> None:
         self.call(*self.reduce_tensor(value))
@@ -228,10 +211,6 @@ def _integer(value: int) -> bytes:
     raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     size = b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw))
     return size + raw
-
-
-def _begins_with_tensor(args: object) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(args, tuple) and len(args) > 1 and isinstance(args[0], TensorRef)
 
 
 SCALARS: dict[type, Callable[[Any], bytes]] = {

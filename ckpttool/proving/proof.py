@@ -133,17 +133,11 @@ def prove(
                 findings += [Finding("replay", f"step {part.step}", part.message, part.step)] if part else []
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(path, f"is no record of a run: an entry is of another form ({error})") from error
-    return Proved(
-        len(links),
-        links[-1].hash,
-        record.end is not None,
-        tuple(whole.items()),
-        (plan.start, plan.end) if plan and replay and not replay.dry else None,
-        plan.ranks if plan else 0,
-        tuple(findings),
-        tuple(notes),
-        plan.command if plan else (),
-    )
+    has_ended, checkpoints = record.end is not None, tuple(whole.items())
+    steps = (plan.start, plan.end) if plan and replay and not replay.dry else None
+    ranks, command = (plan.ranks, plan.command) if plan else (0, ())
+    found = tuple(findings), tuple(notes)
+    return Proved(len(links), links[-1].hash, has_ended, checkpoints, steps, ranks, *found, command)
 
 
 def _require_entries(path: str, links: list[Link]) -> None:
@@ -194,7 +188,7 @@ def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator
 
 def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[Finding], list[str]]:
     """Return the steps of the sound checkpoints by name, faults of the others, and notes on users' files."""
-    names = sorted(filter(CHECKPOINT.fullmatch, os.listdir(folder)))
+    names = filter(CHECKPOINT.fullmatch, sorted(os.listdir(folder)))
     outcomes = {name: _check_checkpoint(folder, name, links) for name in names}
     whole = {name: step for name, step in outcomes.items() if isinstance(step, int)}
     wrong = [fault for fault in outcomes.values() if isinstance(fault, Finding)]

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -166,10 +165,8 @@ def _segment(path: str, record: RunRecord, whole: Iterable[int], replay: Replay)
             changed = f"the run went on from step {limit} with other settings"
             why = changed if last < wanted else f"step {wanted} is not in the record"
             return start, end, f"replays up to step {end}: {why}" if end < wanted else ""
-    raise UsageFault(
-        f"{asked}: the record has no step from {possible[-1]} up to {wanted} with the same settings",
-        hint=alone if replay.start is None else "give another --from, or leave it out",
-    )
+    what = f"{asked}: the record has no step from {possible[-1]} up to {wanted} with the same settings"
+    raise UsageFault(what, hint=alone if replay.start is None else "give another --from, or leave it out")
 
 
 def _command(path: str, begin: Entry, end: int, resumed: str | None, replay: Replay) -> list[str]:
@@ -179,17 +176,14 @@ def _command(path: str, begin: Entry, end: int, resumed: str | None, replay: Rep
         hint = "give --program path/to/train/main.py, from a copy of the repository"
         raise UsageFault(where, hint=hint)
     arguments = [flag for flag in map(str, begin["arguments"]) if flag not in DROPPED]
-    code = sorted({*_code_in(begin["code"]), *_code_in_arguments(arguments)})
+    code = _code_in(begin["code"], arguments)
     if code and not replay.run_code:
-        raise UsageFault(
-            f"{path}: the replay would run code that the run names: {', '.join(code)}",
-            hint="look at it, and give --run-code if you trust it",
-        )
+        what = f"{path}: the replay would run code that the run names: {', '.join(code)}"
+        raise UsageFault(what, hint="look at it, and give --run-code if you trust it")
     if ranks != begin["ranks"] and (not begin["virtual_ranks"] or begin["virtual_ranks"] % ranks):
-        raise UsageFault(
-            f"--ranks {ranks}: the run had {begin['ranks']}, and another number has other bits",
-            hint="leave out --ranks; runs with --virtual-ranks V can be replayed on any that divides V",
-        )
+        what = f"--ranks {ranks}: the run had {begin['ranks']}, and another number has other bits"
+        hint = "leave out --ranks; runs with --virtual-ranks V can be replayed on any that divides V"
+        raise UsageFault(what, hint=hint)
     if resumed:
         begun = ["--resume", resumed]
     else:
@@ -201,19 +195,14 @@ def _command(path: str, begin: Entry, end: int, resumed: str | None, replay: Rep
     return [sys.executable, replay.program, *arguments, *begun, *every, *spawn, *replay.flags]
 
 
-def _code_in(named: Entry) -> Iterator[str]:
-    for name, known in BUILT_IN.items():
-        if not known.fullmatch(str(named[name])):
-            yield str(named[name])
-
-
-def _code_in_arguments(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield what the arguments name as code, whatever the record says elsewhere."""
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        flag, joined, behind = flag.partition("=")
-        known = BUILT_IN.get(flag.removeprefix("--"))
-        if flag.startswith("--") and known and not known.fullmatch(behind if joined else value):
-            yield behind if joined else value
+def _code_in(code: Entry, arguments: Sequence[str]) -> list[str]:
+    """Return what a run names as code: in its record, and in its arguments, whatever the record says."""
+    named = [(f"--{name}", str(code[name])) for name in BUILT_IN]
+    for argument, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, joined, behind = argument.partition("=")
+        named.append((flag, behind if joined else value))
+    known = {f"--{name}": pattern for name, pattern in BUILT_IN.items()}
+    return sorted({value for flag, value in named if flag in known and not known[flag].fullmatch(value)})
 
 
 def differing(plan: Plan, record: RunRecord, progress: Callable[[int, int], None]) -> Part | None:
@@ -230,21 +219,15 @@ def differing(plan: Plan, record: RunRecord, progress: Callable[[int, int], None
             code = _run([*plan.command, "--out", path], record.begin_of(start), stderr, path, reached)
             stderr.seek(0)
             if code:  # its own error says why, such as samples that have changed
-                text = _said(stderr.read())
-                return Part(start, f"the replay ended with exit code {code}: {text}")
+                return Part(start, f"the replay ended with exit code {code}: {_said(stderr.read())}")
         again = RunRecord(chain.read(os.path.join(path, chain.NAME))[0])
     return min(_differences(record, again, start), key=lambda part: part.step, default=None)
 
 
 def _run(command: list[str], begin: Entry, stderr: TextIO, path: str, progress: Callable[[int], None]) -> int:
     """Run the trainer to its end, telling which step its record has reached; return its exit code."""
-    trainer = subprocess.Popen(
-        command,
-        env=_environment(command[1], begin),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-    )
+    env, nothing = _environment(command[1], begin), subprocess.DEVNULL
+    trainer = subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, stderr=stderr)
     try:
         while trainer.poll() is None:
             with suppress(subprocess.TimeoutExpired):
@@ -288,28 +271,29 @@ def _differences(run: RunRecord, again: RunRecord, start: int) -> Iterator[Part]
     first, second = run.begins[0], again.begins[0]
     if start == 0 and first["weights"] != second["weights"]:
         yield Part(0, "training starts from different weights")
-    for epoch in sorted(run.epochs.keys() & again.epochs.keys()):
-        if run.epochs[epoch]["plan"] != again.epochs[epoch]["plan"]:
-            step = max(start, run.epochs[epoch]["step"]) + 1
-            yield Part(step, f"epoch {epoch} deals out the samples in another order")
-            break
+    for epoch in _unlike(run.epochs, again.epochs, "plan"):
+        step = max(start, run.epochs[epoch]["step"]) + 1
+        yield Part(step, f"epoch {epoch} deals out the samples in another order")
     yield from _other_samples(run, again)
-    steps = [start, *sorted(step for step in run.steps.keys() & again.steps.keys() if step > start)]
-    for before, step in pairwise(steps):
-        if run.steps[step]["weights"] != again.steps[step]["weights"]:
-            after = f"after step {before}, by step {step}" if step > before + 1 else f"in step {step}"
-            yield Part(step, f"the weights differ {after}")
-            break
-    for step in sorted(run.scores.keys() & again.scores.keys()):
-        if step > start and run.scores[step]["score"] != again.scores[step]["score"]:
-            yield Part(step, f"the evaluation after step {step} has a different score")
-            break
+    for step in _unlike(run.steps, again.steps, "weights", start):
+        both = run.steps.keys() & again.steps.keys()
+        before = max([start, *(earlier for earlier in both if earlier < step)])
+        after = f"after step {before}, by step {step}" if step > before + 1 else f"in step {step}"
+        yield Part(step, f"the weights differ {after}")
+    for step in _unlike(run.scores, again.scores, "score", start):
+        yield Part(step, f"the evaluation after step {step} has a different score")
     for step in sorted(run.checkpoints.keys() & again.checkpoints.keys()):
         mine, other = (record.checkpoints[step]["digests"] for record in (run, again))
         parts = [part for part in mine if part != "run" and mine[part] != other.get(part)]
         if step > start and parts:
             yield Part(step, f"the checkpoint of step {step} has a different {parts[0]}")
             break
+
+
+def _unlike(mine: Mapping[int, Entry], others: Mapping[int, Entry], name: str, after: int = -1) -> list[int]:
+    """Return the first key in which two records have another entry of a name, or nothing."""
+    both = sorted(mine.keys() & others.keys())
+    return [key for key in both if key > after and mine[key][name] != others[key][name]][:1]
 
 
 def _other_samples(run: RunRecord, again: RunRecord) -> Iterator[Part]:

@@ -28,13 +28,8 @@ NOTHING = memoryview(b"")
 Index = tuple[int, ...]
 
 
-class _Spare(threading.local):
-    """Memory of one thread, used again and again: new pages cost as much as what is read into them."""
-
-    memory = NOTHING
-
-
-_spare = _Spare()
+# Memory of each thread, used again and again: new pages cost as much as what is read into them.
+_spare = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +42,7 @@ class Part:
     ranks: tuple[int, ...] = ()  # that saved the tensor and its copies; empty where there are none
 
 
-def assembled(
-    name: str,
-    path: str,
-    dtype: DType,
-    shape: Index,
-    parts: Sequence[Part],
-    *,
-    origins: tuple[Storage, ...] | None = None,
-) -> TensorRef:
+def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[Part]) -> TensorRef:
     """Return a tensor made of parts, unread; raise BadTensor unless they are the whole of it, each once.
 
     Reading its values raises RanksDiffer where a copy differs in any bit.
@@ -64,8 +51,7 @@ def assembled(
     if extent(shape) * dtype.itemsize > MAX_BYTES or not _tile(shape, parts):
         raise BadTensor(f"'{name}' of shape {str(list(shape))[:80]} whose chunks are not the whole of it")
     joined = _Whole(path, name, dtype.itemsize, shape, parts)
-    if origins is None:
-        origins = tuple(tensor.storage for part in parts for tensor in (part.tensor, *part.copies))
+    origins = tuple(tensor.storage for part in parts for tensor in (part.tensor, *part.copies))
     data = Computed.filling(path, math.prod(shape) * dtype.itemsize, joined.fill)
     storage = Storage(data, dtype.storage or "UntypedStorage", origins=origins)
     return TensorRef.contiguous(storage, dtype, shape)
@@ -136,7 +122,8 @@ class _Whole:
                 step *= n
             target = out[first : first + nbytes]
         else:
-            spare, _spare.memory = _spare.memory, NOTHING  # a part may itself be made of parts
+            # Taken away meanwhile, as a part may itself be made of parts.
+            spare, _spare.memory = getattr(_spare, "memory", NOTHING), NOTHING
             if len(spare) < nbytes:
                 spare = memoryview(mmap(-1, nbytes))
             target = spare[:nbytes]
@@ -158,10 +145,8 @@ class _Whole:
             with memoryview(other) as view:
                 read_into(view, boxed(copy, begin, shape))
             if other != values:
-                raise RanksDiffer(
-                    f"'{self.name[:80]}' differs between rank {part.ranks[0]} and rank {rank}, "
-                    "which should hold the same values",
-                    path=self.path,
-                    ranks=(part.ranks[0], rank),
-                    hint=f"take one rank's values: ckpttool.open_ranks(path, take_rank={part.ranks[0]})",
-                )
+                first = part.ranks[0]
+                what = f"'{self.name[:80]}' differs between rank {first} and rank {rank}"
+                hint = f"take one rank's values: ckpttool.open_ranks(path, take_rank={first})"
+                what += ", which should hold the same values"
+                raise RanksDiffer(what, path=self.path, ranks=(first, rank), hint=hint)

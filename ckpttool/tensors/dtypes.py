@@ -63,17 +63,18 @@ DTYPES = {
 STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
 
 # The types of the real and imaginary parts of complex types
-REAL_TYPES = {
-    "complex128": DTYPES["float64"],
-    "complex64": DTYPES["float32"],
-    "complex32": DTYPES["float16"],
-    "bcomplex32": DTYPES["bfloat16"],
-}
+_PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}
+REAL_TYPES = {name: DTYPES[part] for name, part in _PARTS.items()}
 
 
 def real_dtype(dtype: DType) -> DType:
     """Return the type of the parts of a complex type; for any other type itself."""
     return REAL_TYPES.get(dtype.name, dtype)
+
+
+def has_gradients(dtype: DType) -> bool:
+    """Return whether torch lets a tensor of this type require gradients."""
+    return "float" in dtype.name or "complex" in dtype.name
 
 
 # Types that numpy lacks; the package ml_dtypes has them under torch's names.

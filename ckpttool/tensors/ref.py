@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from ..errors import Damaged, Refused, Unreadable, Unsupported
-from .dtypes import SIGNED, DType, numpy_type
+from .dtypes import SIGNED, DType, has_gradients, numpy_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 MAX_BYTES = 2**63 - 1
 DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
 MAX_AXES = 64  # some operations of torch stop there
-FILLED = 1 << 20  # bytes of a piece of computed values; whole elements
 
 
 class Source:
@@ -48,17 +47,14 @@ class Source:
         """Return `nbytes` bytes from `offset`. Raises Damaged where the file ends before them."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
-        pieces, start = [], offset
-        while nbytes:
-            piece = os.pread(self.fd, nbytes, offset)
+        data = b""
+        while len(data) < nbytes:
+            piece = os.pread(self.fd, nbytes - len(data), offset + len(data))
             if not piece:
                 raise Damaged(self.path, "the file became shorter while it was read")
-            pieces.append(piece)
-            offset += len(piece)
-            nbytes -= len(piece)
-        data = b"".join(pieces)
+            data += piece
         for observer in self.observers:
-            observer(start, data)
+            observer(offset, data)
         return data
 
     def close(self) -> None:
@@ -93,19 +89,17 @@ class ByteRange(NamedTuple):
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
         """Read all bytes through one buffer: each chunk is valid until the next."""
-        done = 0
-        while done < self.nbytes:
-            view = buffer[: min(len(buffer), self.nbytes - done)]
-            filled = 0
-            while filled < len(view):
-                moved = os.preadv(self.source.fd, [view[filled:]], self.offset + done + filled)
-                if not moved:
-                    raise Damaged(self.source.path, "the file became shorter while it was read")
-                filled += moved
-            for observer in self.source.observers:
-                observer(self.offset + done, view)
-            done += filled
-            yield view
+        return _filled(self._fill, 0, self.nbytes, buffer)
+
+    def _fill(self, start: int, view: memoryview) -> None:
+        filled, offset = 0, self.offset + start
+        while filled < len(view):
+            moved = os.preadv(self.source.fd, [view[filled:]], offset + filled)
+            if not moved:
+                raise Damaged(self.source.path, "the file became shorter while it was read")
+            filled += moved
+        for observer in self.source.observers:
+            observer(offset, view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +122,7 @@ class Computed:
         """Return bytes that a function puts into the caller's memory, any stretch of them in any thread."""
 
         def make(start: int, count: int) -> Iterator[memoryview]:
-            return _filled(fill, start, count, memoryview(bytearray(min(count, FILLED))))
+            return _filled(fill, start, count, memoryview(bytearray(min(count, 1 << 20))))  # whole elements
 
         return cls(path, nbytes, make, is_divisible=True, fill=fill)
 
@@ -138,12 +132,9 @@ class Computed:
 
     def part(self, start: int, nbytes: int) -> Computed:
         """Return `nbytes` bytes from `start`, which must lie inside and cut no element."""
-        fill = self.fill
-        if fill is not None:
+        if (fill := self.fill) is not None:
             return self.filling(self.path, nbytes, lambda at, buffer: fill(start + at, buffer))
-        return Computed(
-            self.path, nbytes, lambda at, count: self.make(start + at, count), is_divisible=self.is_divisible
-        )
+        return replace(self, nbytes=nbytes, make=lambda at, count: self.make(start + at, count), view=None)
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
         """Make all bytes in order, through the buffer if they are made in the caller's memory."""
@@ -204,26 +195,16 @@ class TensorRef:
 
     Never changed: a transform makes a new one by `dataclasses.replace`. It is not frozen, as making a frozen
     one takes five times as long, and a file may have 100,000.
-
-    Attributes:
-        storage: the bytes.
-        dtype: element type.
-        shape: size of each dimension.
-        stride: step of each dimension, in elements, ≥ 0.
-        offset: first element within the storage.
-        requires_grad: as saved.
-        conj, neg: the lazy bits torch may save: the true values are the conjugate, or the negative, of the
-            stored ones.
     """
 
     storage: Storage
-    dtype: DType
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
-    requires_grad: bool = False
-    conj: bool = False
-    neg: bool = False
+    dtype: DType  # of an element
+    shape: tuple[int, ...]  # size of each dimension
+    stride: tuple[int, ...]  # step of each dimension, in elements, ≥ 0
+    offset: int = 0  # first element within the storage
+    requires_grad: bool = False  # as saved
+    conj: bool = False  # the lazy bits torch may save: the true values are the conjugate
+    neg: bool = False  # or the negative of the stored ones
 
     def __repr__(self) -> str:
         return f"<TensorRef {self.dtype.name} {list(self.shape)} in {self.storage.data.path}>"
@@ -327,38 +308,23 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= MAX_BYTES
 
 
-def has_gradients(dtype: DType) -> bool:
-    """Return whether torch lets a tensor of this type require gradients."""
-    return "float" in dtype.name or "complex" in dtype.name
-
-
 def checked_tensor(
-    storage: Storage,
-    dtype: DType,
-    shape: Any,
-    stride: Any,
-    offset: Any,
-    requires_grad: bool = False,
-    conj: bool = False,
-    neg: bool = False,
-    *,
-    limit: int | None = None,
+    storage: Storage, dtype: DType, shape: Any, stride: Any, offset: Any, *on: bool, limit: int | None = None
 ) -> TensorRef:
     """Return a tensor as a file describes it, in values of any type; raise BadTensor if none can be so."""
     limit = storage.nbytes if limit is None else limit
-    counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
-    if counts and len(shape) > MAX_AXES:
+    are_tuples = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
+    if are_tuples and len(shape) > MAX_AXES:
         raise BadTensor(f"of {len(shape)} axes, more than the {MAX_AXES} that are read here")
-    for number in (offset, *shape, *stride) if counts else (None,):
-        if not is_count(number):
-            raise BadTensor("of malformed size, stride or offset")
-    if (conj and "complex" not in dtype.name) or (neg and not dtype.name.startswith(SIGNED)):
+    if not (are_tuples and all(map(is_count, (offset, *shape, *stride)))):
+        raise BadTensor("of malformed size, stride or offset")
+    tensor = TensorRef(storage, dtype, shape, stride, offset, *on)  # requires_grad, conj, neg
+    if (tensor.conj and "complex" not in dtype.name) or (tensor.neg and not dtype.name.startswith(SIGNED)):
         raise BadTensor(f"that is a conjugate or negative view of {dtype.name}")
-    if requires_grad and not has_gradients(dtype):
+    if tensor.requires_grad and not has_gradients(dtype):
         raise BadTensor(f"of {dtype.name} that requires gradients")
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise BadTensor("of a shape larger than any file")
-    tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, conj, neg)
     if tensor.span[1] > limit:
         raise BadTensor(f"of shape {str(list(shape))[:80]} that reaches past its storage of {limit} bytes")
     return tensor

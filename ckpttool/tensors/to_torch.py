@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from ..errors import Unsupported
 from .dtypes import DTYPES
@@ -32,7 +32,11 @@ def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> di
         data = tensor.storage.data
         if not tensor.numel:
             made[name] = torch.empty(tensor.shape, dtype=dtype)
-        elif has_to_be_made(tensor) or not _mappable(data, tensor):
+        elif (
+            has_to_be_made(tensor)
+            or not isinstance(data, ByteRange)
+            or data.offset % tensor.dtype.part  # not aligned to the elements
+        ):
             made[name] = loaded_tensor(name, tensor)
         else:
             key = id(tensor.storage)
@@ -82,11 +86,6 @@ def torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
     return dtype
 
 
-def _mappable(data: ByteRange | Computed, tensor: TensorRef) -> TypeGuard[ByteRange]:
-    """Return whether the file can be mapped as the tensor: its bytes are there, aligned to the elements."""
-    return isinstance(data, ByteRange) and data.offset % tensor.dtype.part == 0
-
-
 def _mapped(data: ByteRange, maps: dict[int, mmap.mmap]) -> torch.UntypedStorage:
     """Return a storage over a mapping of its file; writing to it changes memory, never the file."""
     import torch
@@ -99,7 +98,6 @@ def _mapped(data: ByteRange, maps: dict[int, mmap.mmap]) -> torch.UntypedStorage
 
 
 def _read(data: ByteRange) -> torch.UntypedStorage:
-    """Return a storage in memory."""
     import torch
 
     raw = bytearray(data.nbytes)

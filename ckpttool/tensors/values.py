@@ -37,11 +37,8 @@ def require_bounded(
 ) -> None:
     """Raise Refused for a view whose values outgrow its storage by more than `most` bytes."""
     if tensor.nbytes > tensor.storage.nbytes + most:
-        raise Refused(
-            tensor.storage.data.path,
-            f"'{name}' is a view that expands {tensor.storage.nbytes} bytes to {tensor.nbytes}",
-            hint=hint,
-        )
+        reason = f"'{name}' is a view that expands {tensor.storage.nbytes} bytes to {tensor.nbytes}"
+        raise Refused(tensor.storage.data.path, reason, hint=hint)
 
 
 def without_repeats(tensor: TensorRef) -> tuple[TensorRef, int]:
@@ -129,11 +126,9 @@ def _resolve(tensor: TensorRef, piece: memoryview) -> memoryview:
     data = bytearray(piece)
     if tensor.is_swapped:
         swap(data, part)
-    if tensor.neg:
-        data[part - 1 :: part] = data[part - 1 :: part].translate(FLIP_SIGN)
-    if tensor.conj:
-        top = 2 * part - 1
-        data[top :: 2 * part] = data[top :: 2 * part].translate(FLIP_SIGN)
+    for is_set, step in ((tensor.neg, part), (tensor.conj, 2 * part)):
+        if is_set:
+            data[step - 1 :: step] = data[step - 1 :: step].translate(FLIP_SIGN)
     return memoryview(data)
 
 
@@ -149,8 +144,7 @@ def swap(data: bytearray, part: int) -> None:
 WINDOW = 4  # chunks of the file that are mapped together
 BLOCK = 6  # chunks of the result: each block of a transposed matrix passes over all of the file
 
-Format = Literal["B", "H", "I", "Q"]
-FORMATS: dict[int, Format] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 def gathered(tensor: TensorRef, chunk: int) -> Iterator[memoryview]:

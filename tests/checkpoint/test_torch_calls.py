@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import warnings
 from functools import partial
@@ -19,9 +20,12 @@ from tests.support.crafting import tensor as dense
 EMPTY = call(name("collections", "OrderedDict"))
 TRUE, FALSE, NONE = b"\x88", b"\x89", b"N"
 V2 = name("torch._utils", "_rebuild_tensor_v2")
-COO, CSR = (
-    call(name("torch.serialization", "_get_layout"), text(f"torch.sparse_{kind}")) for kind in ("coo", "csr")
-)
+LAYOUTS = {
+    kind: call(name("torch.serialization", "_get_layout"), text(f"torch.sparse_{kind.lower()}"))
+    for kind in ("COO", "CSR", "CSC", "BSR", "BSC")
+}
+COO = LAYOUTS["COO"]
+BLOCKS = {"CSR": (1, 1), "CSC": (1, 1), "BSR": (1, 2), "BSC": (2, 1)}
 
 
 def plain(*, shape: bytes = tuple_of(number(4)), grad: bytes = FALSE, hooks: bytes = EMPTY) -> bytes:
@@ -55,9 +59,57 @@ def coo(key: str, size: int = 4, *coalesced: bytes, nnz: int = 2) -> bytes:
     return sparse(COO, integers(key, 1, nnz), values, tuple_of(number(size)), *coalesced)
 
 
-def csr(rows: str, columns: str, *, size: tuple[int, int] = (2, 2)) -> bytes:
-    indices = integers(rows, 3), integers(columns, 2)
-    return sparse(CSR, *indices, dense(storage(4), (2,)), tuple_of(*map(number, size)))
+def compressed(
+    kind: str,
+    starts: str,
+    plain: str,
+    *,
+    lines: int = 2,
+    across: int = 2,
+    values: tuple[int, ...] | None = None,
+    block: tuple[int, ...] = (),
+    more: tuple[int, ...] = (),
+    rest: int = 0,
+) -> bytes:
+    """A matrix of `lines` compressed rows or columns (of blocks), each `across` long, and two values."""
+    of_kind = BLOCKS[kind]
+    sizes = (lines, across) if kind.endswith("SR") else (across, lines)
+    size = (*(n * b + rest for n, b in zip(sizes, of_kind, strict=True)), *more)
+    shape = values or (2, *(block or (of_kind if kind[0] == "B" else ())))
+    stride = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    indices = integers(starts, 3), integers(plain, 2)
+    data = dense(storage(4), shape, tuple(stride))
+    return sparse(LAYOUTS[kind], *indices, data, tuple_of(*map(number, size)))
+
+
+# Each kind has the same faults, in its rows or columns, of elements or blocks.
+COMPRESSED = {
+    f"{kind}{fault}": compressed(kind, starts, plain, **options)
+    for kind in BLOCKS
+    for fault, (starts, plain, options) in {
+        "": ("rows", "columns", {}),
+        " in one row": ("rows of one", "none", {}),
+        ", sorted in one row": ("rows of one", "up", {"across": 4}),
+        ", not sorted in one row": ("rows of one", "columns", {}),
+        ", one column twice in one row": ("rows of one", "same column", {}),
+        ", one column twice in two rows": ("rows", "same column", {}),
+        ", rows that end early": ("rows that end early", "columns", {}),
+        ", rows from 1": ("rows from 1", "columns", {}),
+        ", rows that go back": ("rows back", "columns", {}),
+        ", a column past the end": ("rows", "column past", {}),
+        ", a column past the end of a wide one": ("rows", "up", {"across": 3}),
+        ", the last column of a wide one": ("rows", "up", {"across": 4}),
+        ", a column below 0": ("rows", "below", {"across": 3}),
+        " of more rows": ("rows", "columns", {"lines": 3}),
+        " of fewer rows": ("rows", "columns", {"lines": 1}),
+        " of one value": ("rows", "columns", {"values": (1, *(BLOCKS[kind] if kind[0] == "B" else ()))}),
+        " of blocks of four": ("rows", "columns", {"values": (1, 2, 2)}),
+        " of other blocks": ("rows", "columns", {"block": BLOCKS[kind][::-1]}),
+        " of values without blocks": ("rows", "columns", {"values": (2,)}),
+        " of blocks that do not fit": ("rows", "columns", {"rest": 1}),
+        " with an axis of values": ("rows", "columns", {"values": (2, *BLOCKS[kind], 1), "more": (1,)}),
+    }.items()
+}
 
 
 def quantised(
@@ -154,16 +206,7 @@ CASES = {
         COO, integers("up", 1, 2), dense(storage(4), (2, 2), (2, 1)), tuple_of(number(4), number(2))
     ),
     "a layout that is none": sparse(call(name("torch.serialization", "_get_layout"), text("torch.strided"))),
-    "CSR": csr("rows", "columns"),
-    "CSR in one row": csr("rows of one", "none"),
-    "CSR, sorted in one row": csr("rows of one", "up", size=(2, 4)),
-    "CSR, not sorted in one row": csr("rows of one", "columns"),
-    "CSR, one column twice in two rows": csr("rows", "same column"),
-    "CSR, rows that end early": csr("rows that end early", "columns"),
-    "CSR, rows from 1": csr("rows from 1", "columns"),
-    "CSR, rows that go back": csr("rows back", "columns"),
-    "CSR, a column past the end": csr("rows", "column past"),
-    "CSR of more rows": csr("rows", "columns", size=(3, 2)),
+    **COMPRESSED,
     "quantised": quantised(real(0.1), number(3)),
     "quantised by a whole number": quantised(number(1), number(3)),
     "quantised by text": quantised(text("x"), number(3)),
