@@ -84,9 +84,8 @@ def _state(checkpoint: Checkpoint) -> State:
         if len(names) < 2:
             raise
         taken_out = _slim(checkpoint.path, names[0])
-        raise NoState(
-            checkpoint.path, error.reason, hint=f"take one out, and --init that: {taken_out}"
-        ) from None
+        hint = f"take one out, and --init that: {taken_out}"
+        raise NoState(checkpoint.path, error.reason, hint=hint) from None
 
 
 def _slim(path: str, where: str) -> str:
@@ -104,10 +103,8 @@ def _require_finite(path: str, model: nn.Module) -> None:
     ]
     if bad:
         verb = "is" if len(bad) == 1 else "are"
-        raise UsageFault(
-            f"--init {path}: {_listed(bad)} {verb} NaN or infinite: not a state to train from",
-            hint=f"see where: {command_line(['ckpttool', 'verify', path])}",
-        )
+        what = f"--init {path}: {_listed(bad)} {verb} NaN or infinite: not a state to train from"
+        raise UsageFault(what, hint=f"see where: {command_line(['ckpttool', 'verify', path])}")
 
 
 # ---- remarks -------------------------------------------------------------------------------------------
@@ -173,9 +170,8 @@ def _misfit(
         for line in _paragraph(kind, names, SHOWN if is_fixed else LISTED)
     ]
     # With several lines, the program prints a hint below the message.
-    return UsageFault(
-        f"--init {checkpoint.path}: does not fit the model: {said}", hint="\n".join(lists + advice)
-    )
+    hint = "\n".join(lists + advice)
+    return UsageFault(f"--init {checkpoint.path}: does not fit the model: {said}", hint=hint)
 
 
 def _paragraph(kind: str, names: Sequence[str], shown: int) -> list[str]:

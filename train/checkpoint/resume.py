@@ -121,28 +121,31 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
             raise Damaged(path, f"scheduler.{name} is a {type(saved[name]).__name__}")
     skipped = state["scaler"].get("skipped", 0) + progress["uncounted"]
     if saved["last_epoch"] + skipped != progress["global_step"]:
-        raise Damaged(
-            path, f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"
-        )
+        what = f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"
+        raise Damaged(path, what)
     if len(saved["base_lrs"]) != len(own["base_lrs"]):
         raise Damaged(path, "scheduler.base_lrs has another length than it was saved with")
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     config, data, plan = trainer.config, trainer.data, state["plan"]
+    fields = TrainConfig.__dataclass_fields__
     now, then = config.plain(), {**TrainConfig().plain(), **state["config"]}
     allowed = training.fields(config.change)
     free = FREE | COMPARED_BY_CONTENT | allowed
     if other := [name for name in now if name not in free and now[name] != then.get(name)]:
-        fields = TrainConfig.__dataclass_fields__
         flags = " ".join(shown(fields[name], then.get(name)) for name in other)
         may = " ".join(f"--change {name.replace('_', '-')}" for name in other)
         instead = may if {*other} <= CHANGEABLE else "start another run"
         raise _other(path, f"with {flags}", f"give the same, or {instead}")
     _require_same_groups(now, then, allowed)
-    passes = then["accumulate"]
-    if now["accumulate"] != passes and "accumulate" not in allowed and (why := trainer.depends_on_passes()):
-        raise _other(path, f"with --accumulate {passes}, and {why}", "give the same, or --change accumulate")
+    same_ranks = plan["world_size"] == trainer.place.world_size
+    for name in ("accumulate", *(("rank_batch", "rank_share") if same_ranks else ())):
+        if now[name] == then[name] or name in allowed:
+            continue
+        if why := trainer.depends_on_passes(shares=name != "accumulate"):
+            hint = f"give the same, or --change {name.replace('_', '-')}"
+            raise _other(path, f"with {shown(fields[name], then[name])}, and {why}", hint)
     if config.init and _weights(config) != plan["init"]:
         started = f"that did not start from the weights in {config.init}"
         raise _other(path, started, "leave out --init, or start another run")
@@ -160,10 +163,9 @@ def _require_same_groups(now: dict[str, Any], then: dict[str, Any], allowed: set
     """Raise UsageFault if weight decay is turned on or off, and so the optimizer's groups become others."""
     on, was_on = bool(now["weight_decay"]), bool(then["weight_decay"])
     if "weight_decay" in allowed and on != was_on and not now["decay_norms"]:
-        raise UsageFault(
-            f"--change weight-decay: can't {'begin' if on else 'end'} on a resume, only differ",
-            hint="norms and biases, which never decay, are then a group of the optimizer by themselves",
-        )
+        what = f"--change weight-decay: can't {'begin' if on else 'end'} on a resume, only differ"
+        hint = "norms and biases, which never decay, are then a group of the optimizer by themselves"
+        raise UsageFault(what, hint=hint)
 
 
 def _check_same_contents(path: str, then: Contents, data: Data) -> None:

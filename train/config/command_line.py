@@ -238,15 +238,12 @@ def make_plan(config: TrainConfig, samples: int) -> Plan:
 def check_plan(config: TrainConfig, world_size: int) -> None:
     """Check that batches can be dealt as the flags say, whatever the data."""
     if config.sampler == "none" and not config.preview:
-        raise UsageFault(
-            "--sampler none: every rank would train on all samples",
-            hint="give exact or torch, or --preview to see it",
-        )
+        hint = "give exact or torch, or --preview to see it"
+        raise UsageFault("--sampler none: every rank would train on all samples", hint=hint)
     if config.rank_share == "auto" and (config.rank_batch or config.sampler != "exact"):
         other = "--rank-batch" if config.rank_batch else f"--sampler {config.sampler}"
-        raise UsageFault(
-            f"--rank-share auto: {other} says already how a batch is dealt", hint="give one of them"
-        )
+        hint = "give one of them"
+        raise UsageFault(f"--rank-share auto: {other} says already how a batch is dealt", hint=hint)
     if config.virtual_ranks is not None:
         _check_virtual_ranks(config, config.virtual_ranks, world_size)
     check_dealt(make_plan(config, config.batch_size), world_size, called=flag)
@@ -255,15 +252,11 @@ def check_plan(config: TrainConfig, world_size: int) -> None:
 def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> None:
     given = f"--virtual-ranks {virtual}"
     if virtual % world_size:
-        raise UsageFault(
-            f"{given}: does not divide by {world_size} ranks",
-            hint="start a number of ranks that divides it, or give a multiple of theirs",
-        )
+        hint = "start a number of ranks that divides it, or give a multiple of theirs"
+        raise UsageFault(f"{given}: does not divide by {world_size} ranks", hint=hint)
     if virtual > config.batch_size:
-        raise UsageFault(
-            f"{given}: more than the {config.batch_size} samples in a batch",
-            hint=f"give --batch-size {virtual} or more",
-        )
+        hint = f"give --batch-size {virtual} or more"
+        raise UsageFault(f"{given}: more than the {config.batch_size} samples in a batch", hint=hint)
     shares = "virtual ranks have equal shares"
     apart = "virtual ranks compute apart, and each normalises by its own samples"
     against = (

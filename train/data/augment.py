@@ -53,10 +53,8 @@ def _check(samples: Samples, config: TrainConfig) -> None:
 
 def _check_auto(config: TrainConfig, picture: torch.Tensor) -> None:
     if _scale(config, picture) is None:
-        raise UsageFault(
-            f"--augment auto: {config.data} scales its images itself, and pixels from 0 to 255 are needed",
-            hint="give --augment crop-flip, or change the images in the data set",
-        )
+        what = f"--augment auto: {config.data} scales its images itself, and pixels from 0 to 255 are needed"
+        raise UsageFault(what, hint="give --augment crop-flip, or change the images in the data set")
     if picture.shape[0] not in (1, 3):
         raise UsageFault(f"--augment auto: images have 1 or 3 channels, not {picture.shape[0]}")
     _trivial()
@@ -180,7 +178,6 @@ def _trivial() -> Any:
     try:
         from torchvision.transforms import TrivialAugmentWide
     except ImportError:
-        raise UsageFault(
-            "--augment auto: needs torchvision", hint=f"{install('train')}; or give crop-flip"
-        ) from None
+        hint = f"{install('train')}; or give crop-flip"
+        raise UsageFault("--augment auto: needs torchvision", hint=hint) from None
     return TrivialAugmentWide()

@@ -51,10 +51,8 @@ def torchvision(config: DataConfig) -> Parts:
         try:
             loaded = kind(config.data_root, train=train)
         except RuntimeError:
-            raise UsageFault(
-                f"--data {config.data}: not found in {os.path.join(config.data_root, folder)}",
-                hint="--download downloads it, --data-root names another folder",
-            ) from None
+            what = f"--data {config.data}: not found in {os.path.join(config.data_root, folder)}"
+            raise UsageFault(what, hint="--download downloads it, --data-root names another folder") from None
         pictures = torch.as_tensor(loaded.data)
         pictures = pictures.unsqueeze(1) if pictures.dim() == 3 else pictures.permute(0, 3, 1, 2)
         labels = torch.as_tensor(loaded.targets, dtype=torch.int64)
@@ -70,10 +68,9 @@ def _download(kind: Any, config: DataConfig) -> None:
         try:
             kind(config.data_root, download=True)
         except (OSError, RuntimeError) as error:
-            raise CkptToolError(
-                f"--download: {config.data} could not be downloaded: {error}",
-                hint=f"put its files into {config.data_root}, or give --data-root",
-            ) from error
+            what = f"--download: {config.data} could not be downloaded: {error}"
+            hint = f"put its files into {config.data_root}, or give --data-root"
+            raise CkptToolError(what, hint=hint) from error
 
 
 class _Bytes(Dataset[tuple[torch.Tensor, int]]):
@@ -166,9 +163,8 @@ def find_pictures(
     """
     names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     if not names:
-        raise UsageFault(
-            f"{root}: has no folders of images, one per class", hint="give folder:PATH with PATH/<class>/*"
-        )
+        hint = "give folder:PATH with PATH/<class>/*"
+        raise UsageFault(f"{root}: has no folders of images, one per class", hint=hint)
     labels_of = {name: label for label, name in enumerate(classes or names)}
     unknown = [name for name in names if name not in labels_of]
     if unknown:
@@ -229,10 +225,8 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
                 size = opened.size
             first = first or size
             if size != first:
-                raise UsageFault(
-                    f"{path}: is {size[0]}×{size[1]}, but {self.files[0]} is {first[0]}×{first[1]}",
-                    hint="--resize N makes all images N×N",
-                )
+                what = f"{path}: is {size[0]}×{size[1]}, but {self.files[0]} is {first[0]}×{first[1]}"
+                raise UsageFault(what, hint="--resize N makes all images N×N")
 
 
 @contextlib.contextmanager

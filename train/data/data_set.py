@@ -74,10 +74,9 @@ class Data:
             tokens = (
                 f"one of the {known} tokens (0 to {known - 1})" if known else "a token, which is 0 or more"
             )
-            raise CheckFailed(
-                f"{part} sample {samples[row]} has the target {token}, which is not {tokens}",
-                hint=f"check the targets of --data {self.name}; {ignored} stands for none",
-            )
+            what = f"{part} sample {samples[row]} has the target {token}, which is not {tokens}"
+            hint = f"check the targets of --data {self.name}; {ignored} stands for none"
+            raise CheckFailed(what, hint=hint)
 
 
 def load(config: DataConfig, *, seed: int = 0) -> Data:
@@ -231,8 +230,6 @@ def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:
     if labels is None and isinstance(samples, TensorDataset):
         labels = samples.tensors[-1]
     if labels is None:
-        raise UsageFault(
-            f"--data {config.data}: the training data set does not say its classes",
-            hint="give it an attribute: classes = ['cat', 'dog']",
-        )
+        hint = "give it an attribute: classes = ['cat', 'dog']"
+        raise UsageFault(f"--data {config.data}: the training data set does not say its classes", hint=hint)
     return tuple(str(label) for label in range(int(max(labels)) + 1))

@@ -200,9 +200,8 @@ def _same_shapes(first: Leaves, sample: Leaves, where: str) -> None:
         if shapes[0] != shapes[1]:
             sizes = ["×".join(map(str, shape)) for shape in shapes]
             place = kind.removeprefix(SAMPLE)
-            raise UsageFault(
-                f"{where}{place} has the shape {sizes[0]}, and sample 0 has {sizes[1]}", hint=ONE_SHAPE
-            )
+            what = f"{where}{place} has the shape {sizes[0]}, and sample 0 has {sizes[1]}"
+            raise UsageFault(what, hint=ONE_SHAPE)
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

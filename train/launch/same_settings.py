@@ -41,10 +41,8 @@ def compare(config: RanksConfig) -> list[str]:
     of_ranks = collectives.gather(own)
     if differing := _differing([rank["settings"] for rank in of_ranks]):
         texts = [_shares(values) for values in differing.values()]
-        raise RanksDiffer(
-            f"ranks were started with different flags: {'; '.join(texts)}",
-            hint="give the same on every node; only paths and --workers may differ",
-        )
+        hint = "give the same on every node; only paths and --workers may differ"
+        raise RanksDiffer(f"ranks were started with different flags: {'; '.join(texts)}", hint=hint)
     warnings = []
     for name, values in _differing([rank["versions"] for rank in of_ranks]).items():
         text = f"{name} is {_shares(values)}"

@@ -64,9 +64,8 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         path = os.path.join(path, LOG)
     entries = list(_entries(path))
     if not entries:
-        raise Damaged(
-            path, "holds no entries yet", hint="the first comes after --log-every steps or an epoch"
-        )
+        hint = "the first comes after --log-every steps or an epoch"
+        raise Damaged(path, "holds no entries yet", hint=hint)
     return entries
 
 
@@ -74,9 +73,8 @@ def _entries(path: str) -> Iterator[dict[str, Any]]:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise Unreadable(
-                    path, "is not a regular file", hint=f"give the folder of a run, or its {LOG}"
-                )
+                hint = f"give the folder of a run, or its {LOG}"
+                raise Unreadable(path, "is not a regular file", hint=hint)
             lines_read = file.read().split(b"\n")
     except FileNotFoundError:
         raise Unreadable(path, "no such file", hint=f"give the folder of a run, or its {LOG}") from None

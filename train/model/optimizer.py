@@ -156,9 +156,8 @@ def _kind(name: str) -> type[Optimizer]:
         names = ", ".join(sorted(known.keys() - {class_name.lower() for class_name in NOT_FOR_THIS_LOOP}))
         raise UsageFault(f"--optimizer {name}: torch.optim has none of that name", hint=f"one of {names}")
     if kind.__name__ in NOT_FOR_THIS_LOOP:
-        raise UsageFault(
-            f"--optimizer {name}: {NOT_FOR_THIS_LOOP[kind.__name__]}", hint="give sgd, adamw or another"
-        )
+        hint = "give sgd, adamw or another"
+        raise UsageFault(f"--optimizer {name}: {NOT_FOR_THIS_LOOP[kind.__name__]}", hint=hint)
     return kind
 
 
@@ -229,10 +228,8 @@ def _check_one_dtype(groups: list[dict[str, Any]]) -> None:
         (one, name), (other, second) = (
             (str(dtype).removeprefix("torch."), name) for dtype, name in list(dtypes.items())[:2]
         )
-        raise UsageFault(
-            f"--zero: needs parameters of one dtype, but {name} is {one} and {second} {other}",
-            hint="leave it out",
-        )
+        what = f"--zero: needs parameters of one dtype, but {name} is {one} and {second} {other}"
+        raise UsageFault(what, hint="leave it out")
 
 
 # ---- the learning rate over the steps of a whole training ----------------------------------------------
@@ -242,9 +239,8 @@ def check_warmup(config: TrainConfig, steps_per_epoch: int) -> None:
     """Raise UsageFault if the training ends before its warm-up does."""
     warmup, steps = config.warmup.in_steps(steps_per_epoch), total_steps(config, steps_per_epoch)
     if warmup >= steps:
-        raise UsageFault(
-            f"--warmup {config.warmup}: is {warmup} steps, but the whole training has only {steps}"
-        )
+        what = f"--warmup {config.warmup}: is {warmup} steps, but the whole training has only {steps}"
+        raise UsageFault(what)
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:

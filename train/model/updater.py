@@ -44,10 +44,9 @@ def check_precision(kind: str, device: torch.device, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
             dtype = str(parameter.dtype).removeprefix("torch.")
-            raise UsageFault(
-                f"--amp fp16: parameter {name} is {dtype}, whose gradients can't be scaled",
-                hint="give --amp bf16" if parameter.is_complex() else "keep the model's weights in float32",
-            )
+            what = f"--amp fp16: parameter {name} is {dtype}, whose gradients can't be scaled"
+            hint = "give --amp bf16" if parameter.is_complex() else "keep the model's weights in float32"
+            raise UsageFault(what, hint=hint)
 
 
 class Precision:
@@ -95,10 +94,8 @@ class Precision:
             return True
         self.skipped += 1
         if after < SMALLEST_SCALE:
-            raise CheckFailed(
-                f"--amp fp16: gradients are infinite or NaN even if the loss is multiplied by {before:.2g}",
-                hint="give a smaller --lr, --warmup, --clip-norm, or --amp bf16",
-            )
+            what = f"--amp fp16: gradients are infinite or NaN even if the loss is multiplied by {before:.2g}"
+            raise CheckFailed(what, hint="give a smaller --lr, --warmup, --clip-norm, or --amp bf16")
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,9 +170,8 @@ class Updater:
     def require_same_names(self, saved: Mapping[str, Any]) -> None:
         """Raise UsageFault if a saved optimizer is of parameters with other names."""
         if _names(saved["param_groups"]) != _names(self.optimizer.param_groups):
-            raise UsageFault(
-                f"--model {self.config.model}: its parameters have other names than the saved ones"
-            )
+            what = f"--model {self.config.model}: its parameters have other names than the saved ones"
+            raise UsageFault(what)
 
     def _keep_own_settings(self, fresh: list[dict[str, Any]]) -> None:
         """Give the restored groups this run's settings; no bit differs if those are the same."""

@@ -133,9 +133,8 @@ class _Again:
 def as_trained(config: TrainConfig, model: nn.Module) -> nn.Module:
     """Return the model with the layers that `--batchnorm` gives it on a CPU; a copy if any is converted."""
     if config.batchnorm != "plain" and not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        raise UsageFault(
-            f"--batchnorm {config.batchnorm}: {config.model} has no BatchNorm", hint="leave out --batchnorm"
-        )
+        hint = "leave out --batchnorm"
+        raise UsageFault(f"--batchnorm {config.batchnorm}: {config.model} has no BatchNorm", hint=hint)
     if config.batchnorm != "sync":
         return model
     try:
@@ -157,10 +156,8 @@ def check_batchnorm(
     if place.device.type == "cuda" and (config.batchnorm == "sync" or has_torchs_sync(model)):
         _check_passes(plan, world_size)
     if place.device.type == "cpu" and has_torchs_sync(trained):
-        raise UsageFault(
-            f"--model {config.model}: torch's SyncBatchNorm works only on GPUs",
-            hint="give --batchnorm sync, which works on a CPU too" if config.batchnorm != "sync" else None,
-        )
+        hint = "give --batchnorm sync, which works on a CPU too" if config.batchnorm != "sync" else None
+        raise UsageFault(f"--model {config.model}: torch's SyncBatchNorm works only on GPUs", hint=hint)
 
 
 def _check_passes(plan: Plan, world_size: int) -> None:

@@ -93,9 +93,8 @@ class Regression(Task):
         # torch would broadcast other shapes, and compare each output with each target.
         if not isinstance(targets, torch.Tensor) or trimmed(values.shape) != trimmed(targets.shape):
             shapes = f"outputs of the shape {list(values.shape)}"
-            raise TypeError(
-                f"{shapes} can't be compared with targets of {list(getattr(targets, 'shape', ()))}"
-            )
+            what = f"{shapes} can't be compared with targets of {list(getattr(targets, 'shape', ()))}"
+            raise TypeError(what)
         return values, targets.to(values.dtype).reshape(values.shape)
 
     def outputs(self, data: Data) -> int:
@@ -129,9 +128,8 @@ class LanguageModel(Task):
         scores, targets = scores_in(outputs), target_of(batch)
         if scores.shape[:-1] != targets.shape:
             shapes = f"outputs of the shape {list(scores.shape)}"
-            raise TypeError(
-                f"{shapes} are not scores [..., tokens] for targets of the shape {list(targets.shape)}"
-            )
+            what = f"{shapes} are not scores [..., tokens] for targets of the shape {list(targets.shape)}"
+            raise TypeError(what)
         return scores.flatten(0, -2), targets.flatten().to(torch.int64)
 
     def token_losses(self, outputs: Any, batch: Any) -> tuple[torch.Tensor]:
@@ -147,10 +145,8 @@ class LanguageModel(Task):
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
         targets = target_of(batch)
         if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.dim() < 2:
-            raise UsageFault(
-                f"--task {self.name}: the targets of {part} samples are {kind_of(targets)}, not tokens",
-                hint="a sample is (inputs, targets), both int64 [length]",
-            )
+            what = f"--task {self.name}: the targets of {part} samples are {kind_of(targets)}, not tokens"
+            raise UsageFault(what, hint="a sample is (inputs, targets), both int64 [length]")
         self.data.check_tokens(targets, indices, part, ignored=IGNORED)
 
 
@@ -192,9 +188,8 @@ def loss_in(outputs: Any) -> tuple[torch.Tensor, Any]:
     else:
         loss, count = getattr(outputs, "loss", None), getattr(outputs, "count", None)
     if not _is_scalar(loss):
-        raise TypeError(
-            f"the model returned {kind_of(outputs)}, in which there is no loss, a tensor of one number"
-        )
+        what = f"the model returned {kind_of(outputs)}, in which there is no loss, a tensor of one number"
+        raise TypeError(what)
     return loss, count
 
 
@@ -235,9 +230,8 @@ def adapt(made: Any, name: str) -> Task:
         try:
             made = made()
         except Exception as error:
-            raise UsageFault(
-                f"--task {name}: {factory.described(error)}", hint="return an instance"
-            ) from error
+            hint = "return an instance"
+            raise UsageFault(f"--task {name}: {factory.described(error)}", hint=hint) from error
     # A subclass of one of these is checked as any other object of a user's.
     is_builtin = type(made) in (Classification, Regression, LanguageModel, ModelLoss)
     return made if is_builtin else UserTask(made, name)

@@ -43,10 +43,8 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     plan, world_size = make_plan(config, count(data.train)), config.virtual_ranks or place.world_size
     in_epoch = plan.steps_of(world_size)
     if not in_epoch:
-        raise UsageFault(
-            f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}",
-            hint=f"give --batch-size {plan.samples} or less",
-        )
+        what = f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}"
+        raise UsageFault(what, hint=f"give --batch-size {plan.samples} or less")
     _initialise(Trial(config.model, data, task, "training"), model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")

@@ -151,13 +151,16 @@ class Trainer:
         """Return a context in which a model that is compiled runs as it is."""
         return wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
 
-    def depends_on_passes(self) -> str:
+    def depends_on_passes(self, *, shares: bool = False) -> str:
         """Return why another `--accumulate` would be another training; "" if it would be the same.
 
+        With `shares`, why other shares of the ranks would be: synchronised layers don't depend on those.
         Not a collective; leaves no trace.
         """
-        norms = [layer for layer in self.ddp.modules() if isinstance(layer, _BatchNorm)]
-        reasons = ["BatchNorm normalises each pass by itself"] * any(layer.training for layer in norms)
+        norms = [layer for layer in self.ddp.modules() if isinstance(layer, _BatchNorm) and layer.training]
+        synced = nn.SyncBatchNorm, batchnorm.SyncBatchNorm
+        by_pass = any(not (shares and isinstance(layer, synced)) for layer in norms)
+        reasons = ["BatchNorm normalises each pass by itself"] * by_pass
         with torch.no_grad(), leaving_no_trace(self.ddp, together=False), self.not_compiled():
             before = collectives.digest_all(randomness.take())
             self.task.forward(self.ddp.module, self._dummy_batch)
@@ -221,10 +224,9 @@ class Trainer:
         self.recorder.step(progress.global_step)
 
     def _refuse_nan(self) -> NoReturn:
-        raise CheckFailed(
-            f"the loss is NaN by step {self.progress.global_step}: training has diverged",
-            hint="look for NaN in the samples and in the loss, or give a smaller --lr or --warmup",
-        )
+        what = f"the loss is NaN by step {self.progress.global_step}: training has diverged"
+        hint = "look for NaN in the samples and in the loss, or give a smaller --lr or --warmup"
+        raise CheckFailed(what, hint=hint)
 
     def epochs_done(self) -> float:
         """Return the epochs done so far, with the fraction of the current one."""
