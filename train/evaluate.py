@@ -58,19 +58,15 @@ class EvaluateConfig(RanksConfig, DataConfig):
     checkpoint: str = ""
     model: str = flag(
         "",
-        "evaluation: simple-cnn, resnet20, torchvision:NAME, file.py:factory; without it, a run's "
+        "evaluation SPEC: simple-cnn, resnet20, torchvision:NAME, file.py:factory; without it, a run's "
         "checkpoint says its model, data and task",
-        metavar="SPEC",
     )
-    state: str | None = flag(
-        None, "evaluation: which state to take if the file holds several", metavar="WHERE"
-    )
+    state: str | None = flag(None, "evaluation WHERE: which state to take if the file holds several")
     json: bool = flag(False, "evaluation: print one JSON object on stdout")
     out: str | None = flag(
         None,
-        f"evaluation: write {STATEMENT} and one file of predictions per rank here; by default nothing is "
+        f"evaluation DIR: write {STATEMENT} and one file of predictions per rank here; by default nothing is "
         "written",
-        metavar="DIR",
     )
     force: bool = flag(False, "evaluation: overwrite an evaluation in --out")
     threads: int = count(1, "ranks: CPU threads per rank; their number changes the last bits (1)")

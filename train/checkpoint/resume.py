@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpttool.distributed import collectives
+from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
 from train.checkpoint import init_from
 from train.checkpoint.files import LAST, newest_first
@@ -16,7 +17,7 @@ from train.config import training
 from train.config.command_line import shown
 from train.config.training import CHANGEABLE, TrainConfig
 from train.data.data_set import Data
-from train.data.fingerprint import Contents, draws_for_itself, flat
+from train.data.fingerprint import Contents, flat
 from train.model.optimizer import total_steps
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
@@ -202,7 +203,8 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     ]
     if changed:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
-    if draws_for_itself(trainer.data.train, trainer.data.name, trainer.data.task):
+    of_training, _ = trainer.data.parts()
+    if isinstance(of_training.samples, Keyed) and of_training.varying(0):
         remarks.append(
             f"--data {trainer.data.name} draws from random generators of its own, so this run differs from "
             "one that never stopped (Python's, numpy's and torch's own are seeded for each sample)"

@@ -74,9 +74,8 @@ class Parser(argparse.ArgumentParser):
 def closest(flag: str, flags: Sequence[str]) -> str | None:
     """Return the flag that was meant: typed with `_`, abbreviated, misspelt, or as other trainers call it."""
     typed = flag.lower().replace("_", "-")
-    if ELSEWHERE.get(typed) in flags:
-        return ELSEWHERE[typed]
-    completions = [known for known in flags if known.startswith(typed)]
+    completions = [known for known in flags if known == ELSEWHERE.get(typed)]
+    completions = completions or [known for known in flags if known.startswith(typed)]
     if len(completions) == 1:
         return completions[0]
     plain = {known.replace("-", ""): known for known in flags}  # dashes are often left out
@@ -111,13 +110,14 @@ def shown(field: dataclasses.Field[Any], value: Any) -> str:
 
 
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    options = {name: value for name, value in field.metadata.items() if name != "group"}
-    if isinstance(field.default, bool):
-        return {**options, "dest": field.name, "action": f"store_{str(not field.default).lower()}"}
     default: Any = field.default
-    if options.get("action") == "append":  # argparse appends to the default itself
-        default = list(default)
-    return {**options, "dest": field.name, "default": default}
+    options = {name: value for name, value in field.metadata.items() if name != "group"}
+    options |= {"dest": field.name, "default": default}
+    if isinstance(default, bool):
+        options["action"] = f"store_{str(not default).lower()}"
+    elif options.get("action") == "append":  # argparse appends to the default itself
+        options["default"] = list(default)
+    return options
 
 
 def train_parser() -> Parser:
@@ -221,18 +221,10 @@ def flags_of(config: TrainConfig) -> list[str]:
 
 def make_plan(config: TrainConfig, samples: int) -> Plan:
     """Return how training samples are ordered, cut into batches and dealt to ranks."""
-    return Plan(
-        samples,
-        config.batch_size,
-        config.seed,
-        config.drop_last,
-        config.accumulate,
-        config.sampler,
-        config.set_epoch,
-        config.rank_batch,
-        # With "auto", shares are equal until the ranks' speeds have been measured.
-        config.rank_share if isinstance(config.rank_share, tuple) else None,
-    )
+    # With "auto", shares are equal until the ranks' speeds have been measured.
+    shares = config.rank_share if isinstance(config.rank_share, tuple) else None
+    names = ("batch_size", "seed", "drop_last", "accumulate", "sampler", "set_epoch", "rank_batch")
+    return Plan(samples, **{name: getattr(config, name) for name in names}, rank_share=shares)
 
 
 def check_plan(config: TrainConfig, world_size: int) -> None:

@@ -66,7 +66,7 @@ class Precision:
     def __init__(self, kind: str, device: torch.device) -> None:
         self.dtype, self.device = DTYPES.get(kind), device
         self.skipped = 0
-        self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
+        self._scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype is None:
@@ -74,18 +74,15 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale: once in a step, after they were summed over ranks."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+        self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
         """Take the optimizer's step unless scaled gradients are not finite; return whether it was taken."""
-        if self._scaler is None:
-            optimizer.step()
-            return True
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
         self._scaler.update()
@@ -99,12 +96,11 @@ class Precision:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._scaler is None else {**self._scaler.state_dict(), "skipped": self.skipped}
+        return {**self._scaler.state_dict(), "skipped": self.skipped} if self._scaler.is_enabled() else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._scaler is not None:
-            self.skipped = state["skipped"]
-            self._scaler.load_state_dict(state)
+        self.skipped = state.get("skipped", 0)
+        self._scaler.load_state_dict(state)
 
 
 class Updater:
