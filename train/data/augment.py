@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from ckpttool.distributed.randomness import seeded
-from ckpttool.errors import UsageFault, install
+from ckpttool.errors import UsageFault
 from train.config.training import TrainConfig
-from train.data.samples import Samples, Scale, count, no_class, scale_of
+from train.data.samples import Samples, Scale, count, no_class, optional, scale_of
 
 PADDING = 8  # crop-flip pads by an eighth: 4 pixels of 32, as for the ResNets of arXiv 1512.03385, 4.2
 
@@ -175,9 +175,5 @@ def _scale(config: TrainConfig, picture: torch.Tensor) -> Scale | None:
 
 
 def _trivial() -> Any:
-    try:
-        from torchvision.transforms import TrivialAugmentWide
-    except ImportError:
-        hint = f"{install('train')}; or give crop-flip"
-        raise UsageFault("--augment auto: needs torchvision", hint=hint) from None
-    return TrivialAugmentWide()
+    needs = "--augment auto: needs torchvision"
+    return optional("torchvision.transforms", needs, "; or give crop-flip").TrivialAugmentWide()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault, install
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from train.config.shared import DataConfig
-from train.data.samples import HELD_OUT, Parts, Scale, scale_of, split
+from train.data.samples import HELD_OUT, Parts, Scale, optional, scale_of, split
 
 CLASSES = tuple("0123456789")
 FAKE_SHAPE = (3, 32, 32)
@@ -25,11 +25,7 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".t
 
 def digits(config: DataConfig) -> Parts:
     """Return scikit-learn's handwritten digits: 1,797 images of 1×8×8, included in its package."""
-    try:
-        from sklearn.datasets import load_digits  # optional, and slow to import
-    except ImportError:
-        raise UsageFault("--data digits: needs scikit-learn", hint=install("train")) from None
-    loaded = load_digits()
+    loaded = optional("sklearn.datasets", "--data digits: needs scikit-learn").load_digits()
     pictures = torch.tensor(loaded.images, dtype=torch.float32).div(16).unsqueeze(1)
     labels = torch.tensor(loaded.target, dtype=torch.int64)
     train, test = split(TensorDataset(scale_of(config, channels=1).apply(pictures), labels), labels.tolist())
@@ -38,10 +34,7 @@ def digits(config: DataConfig) -> Parts:
 
 def torchvision(config: DataConfig) -> Parts:
     """Return CIFAR-10 or MNIST, as torchvision reads it; `--download` downloads it first."""
-    try:
-        from torchvision import datasets  # optional, and slow to import
-    except ImportError:
-        raise UsageFault(f"--data {config.data}: needs torchvision", hint=install("train")) from None
+    datasets = optional("torchvision.datasets", f"--data {config.data}: needs torchvision")
     kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[config.data]
     folder = {"cifar10": "cifar-10-batches-py", "mnist": os.path.join("MNIST", "raw")}[config.data]
     if config.download:
@@ -249,8 +242,4 @@ def _unreadable(path: str, error: Exception) -> FileError:
 
 
 def _pillow() -> Any:
-    try:
-        from PIL import Image  # optional, and only for folders
-    except ImportError:
-        raise UsageFault("--data folder: needs Pillow", hint=install("train")) from None
-    return Image
+    return optional("PIL.Image", "--data folder: needs Pillow")

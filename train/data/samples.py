@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Sized
@@ -12,7 +13,7 @@ import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.errors import CheckFailed, UsageFault, install
 from train.config.shared import DataConfig
 
 # Map-style. A sample is (tensor, label) for classification, else what default_collate takes.
@@ -58,6 +59,14 @@ class Scale:
 
 
 COLOUR = Scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's mean and standard deviation
+
+
+def optional(module: str, needs: str, hint: str = "") -> Any:
+    """Return a module of an optional package; UsageFault says who `needs` it if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UsageFault(needs, hint=f"{install('train')}{hint}") from None
 
 
 def count(samples: Samples) -> int:

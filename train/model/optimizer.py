@@ -190,25 +190,17 @@ def _groups(config: TrainConfig, model: nn.Module) -> list[dict[str, Any]]:
         for parameter in layer.parameters(recurse=False)
     }
     all_decay = config.decay_norms or not config.weight_decay
-    groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {
-        (True, True): [],
-        (False, True): [],
-        (False, False): [],
-    }
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decaying = all_decay or decays(name, parameter, norms)
-            groups[id(parameter) in inside, decaying].append((name, parameter))
-    return [
-        {
-            "params": [parameter for _, parameter in named],
-            "param_names": [name for name, _ in named],
-            **({} if decaying else {"weight_decay": 0.0}),
-            **({"muon": for_muon} if is_muon else {}),
-        }
-        for (for_muon, decaying), named in groups.items()
-        if named
-    ]
+            kind = id(parameter) in inside, all_decay or decays(name, parameter, norms)
+            group = groups.setdefault(kind, {"params": [], "param_names": []})
+            group["params"].append(parameter)
+            group["param_names"].append(name)
+    for (for_muon, decaying), group in groups.items():
+        group |= {} if decaying else {"weight_decay": 0.0}
+        group |= {"muon": for_muon} if is_muon else {}
+    return [groups[kind] for kind in sorted(groups, reverse=True)]
 
 
 def _matrices_inside(model: nn.Module) -> set[int]:
@@ -220,14 +212,12 @@ def _matrices_inside(model: nn.Module) -> set[int]:
 
 def _check_one_dtype(groups: list[dict[str, Any]]) -> None:
     """Refuse what ZeroRedundancyOptimizer can't divide: parameters of several dtypes."""
-    dtypes: dict[torch.dtype, str] = {}
+    dtypes: dict[str, str] = {}
     for group in groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            dtypes.setdefault(parameter.dtype, name)
+            dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
     if len(dtypes) > 1:
-        (one, name), (other, second) = (
-            (str(dtype).removeprefix("torch."), name) for dtype, name in list(dtypes.items())[:2]
-        )
+        (one, name), (other, second) = list(dtypes.items())[:2]
         what = f"--zero: needs parameters of one dtype, but {name} is {one} and {second} {other}"
         raise UsageFault(what, hint="leave it out")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -28,12 +29,8 @@ class Scorer:
         self.data, self.task = data, task
         self.before_batch: Callable[[], object] = lambda: None  # what it raises ends the evaluation
         self.measures = measures(task.metrics)
-        self.evaluator = Evaluator(
-            data.test,
-            batch_size=batch_size,
-            device=place.device,
-            load=lambda batches: load(data.test, batches, place, workers, again=True),
-        )
+        loaded = partial(load, data.test, place=place, workers=workers, again=True)
+        self.evaluator = Evaluator(data.test, batch_size=batch_size, device=place.device, load=loaded)
 
     def score(self, model: nn.Module, *, checkpoint: str | None = None) -> Score:
         """Return the score over the samples of all ranks; `checkpoint` is the digest for the certificate.
@@ -42,15 +39,9 @@ class Scorer:
         """
         if isinstance(self.task, Classification):
             return self.classes(model, checkpoint=checkpoint).certificate
-        return self.evaluator.losses(
-            model,
-            self.task.loss,
-            self.measures,
-            about=self._about(checkpoint),
-            check=self._check,
-            forward=self.task.forward,
-            move=self.task.batch_to,
-        )
+        about, task = self._about(checkpoint), self.task
+        how: dict[str, Any] = {"check": self._check, "forward": task.forward, "move": task.batch_to}
+        return self.evaluator.losses(model, task.loss, self.measures, about=about, **how)
 
     def classes(self, model: nn.Module, *, checkpoint: str | None = None) -> Evaluated:
         """Return the score of a classifier, with this rank's rows. A collective, as `score`."""

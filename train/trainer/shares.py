@@ -68,10 +68,9 @@ def measure(trainer: Trainer) -> Speed:
     indices = step.micro_batches[0]
     few = max(1, len(indices) // 4)
     with leaving_no_trace(trainer.ddp, together=False), wrapping.not_compiled():
+        passes = _pass(trainer, indices), _pass(trainer, indices[:few])
         load, whole, part = _seconds(
-            lambda: default_collate([feed.samples[index] for index in indices]),
-            _pass(trainer, indices),
-            _pass(trainer, indices[:few]),
+            lambda: default_collate([feed.samples[index] for index in indices]), *passes
         )
     trainer.updater.optimizer.zero_grad(set_to_none=True)
     most = whole / len(indices)
