@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ckpttool.metrics.predictions import Predictions
     from train.data.data_set import Data
     from train.tasks.task import Task
-    from train.trainer.scoring import Score
+    from train.trainer.progress import Score
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
@@ -171,7 +171,7 @@ def evaluate(job: Job) -> Score:
     from train.data import data_set
     from train.launch import same_settings
     from train.tasks.builtin import Classification
-    from train.trainer.scoring import Scorer
+    from train.trainer.progress import Scorer
 
     config, model = job.config, job.model
     same_settings.report(config)
@@ -252,10 +252,10 @@ def as_json(job: Job, score: Score) -> dict[str, Any]:
 
 def as_line(job: Job, score: Score) -> str:
     """Return the result as one line."""
-    from train.trainer import scoring
+    from train.trainer.progress import in_words
 
     size = job.place.world_size
-    return f"{job.config.checkpoint}: {scoring.in_words(score)}, on {size} rank{'s' * (size != 1)}"
+    return f"{job.config.checkpoint}: {in_words(score)}, on {size} rank{'s' * (size != 1)}"
 
 
 if __name__ == "__main__":

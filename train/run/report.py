@@ -28,9 +28,7 @@ from train.data.samples import count
 from train.launch.stopping import Stop
 from train.log import log_file
 from train.tasks.builtin import Classification
-from train.trainer import scoring
-from train.trainer.progress import TrainScore
-from train.trainer.scoring import Score
+from train.trainer.progress import Score, TrainScore, merit_in_words
 from train.trainer.trainer import Trainer
 
 # Steps in which nothing counts that are said; the log has all.
@@ -238,7 +236,7 @@ class Report:
         if ended_by and last in saved:
             console.say(f"\nsaved   {last}")
             if best in saved:
-                score = scoring.merit_in_words(self.trainer.task, self.trainer.progress.best)
+                score = merit_in_words(self.trainer.task, self.trainer.progress.best)
                 console.say(f"        {best} ({score})")
             else:
                 console.say(f"        no {BEST}: no score here was the best so far")

@@ -34,8 +34,7 @@ from train.model import wrapping
 from train.model.updater import Updater
 from train.tasks.builtin import Classification
 from train.tasks.task import Task
-from train.trainer.progress import Progress, Recorder, Sums, TrainScore
-from train.trainer.scoring import Score, Scorer
+from train.trainer.progress import Progress, Recorder, Score, Scorer, Sums, TrainScore
 
 
 class Feed:
