@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import platform
 import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-import ckpttool
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from train.config.training import CHANGEABLE
+from train.launch import same_settings
 from train.trainer.trainer import Trainer
 
 # Flags that may differ on resume; a change of any other would make it another training.
@@ -150,13 +149,9 @@ def training_of(trainer: Trainer) -> str:
 
 def versions(device: torch.device) -> dict[str, Any]:
     """Return what the last bits of a result depend on, apart from the checkpoint."""
-    return {
-        "ckpttool": ckpttool.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "device": device.type,
-        "threads": torch.get_num_threads(),
-    }
+    software = same_settings.versions()
+    named: dict[str, Any] = {name: software[name] for name in ("ckpttool", "torch", "python")}
+    return named | {"device": device.type, "threads": torch.get_num_threads()}
 
 
 # ---- a file ---------------------------------------------------------------------------------------------

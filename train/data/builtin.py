@@ -111,19 +111,12 @@ def folder(config: DataConfig, path: str) -> Parts:
     """Return PATH/train/<class>/* and PATH/test/<class>/*; or PATH/<class>/*, divided."""
     if not os.path.isdir(path):
         raise UsageFault(f"--data folder:{path}: no such folder", hint="give folder:PATH")
-    scale = scale_of(config, channels=3)
     if not is_divided(path):
-        files, labels, classes = find_pictures(path)
-        train, test = split(Folder(files, labels, scale, config.resize), labels)
-        return Parts(train, test, classes, _fingerprint(path, files))
-    files, labels, classes = find_pictures(os.path.join(path, "train"))
-    test_files, test_labels, _ = find_pictures(os.path.join(path, "test"), classes)
-    return Parts(
-        Folder(files, labels, scale, config.resize),
-        Folder(test_files, test_labels, scale, config.resize),
-        classes,
-        _fingerprint(path, files + test_files),
-    )
+        whole, classes = _pictures(config, path)
+        return Parts(*split(whole, whole.labels), classes, _fingerprint(path, whole))
+    train, classes = _pictures(config, os.path.join(path, "train"))
+    test, _ = _pictures(config, os.path.join(path, "test"), classes)
+    return Parts(train, test, classes, _fingerprint(path, train, test))
 
 
 def is_divided(path: str) -> bool:
@@ -133,15 +126,21 @@ def is_divided(path: str) -> bool:
 def test_folder(config: DataConfig, path: str) -> Parts:
     """Return the images of PATH/test/<class>/*, or of PATH/<class>/*, as both parts."""
     inner = os.path.join(path, "test")
-    if os.path.isdir(inner):
-        path = inner
-    files, labels, classes = find_pictures(path)
-    samples = Folder(files, labels, scale_of(config, channels=3), config.resize)
-    return Parts(samples, samples, classes, _fingerprint(path, files))
+    path = inner if os.path.isdir(inner) else path
+    samples, classes = _pictures(config, path)
+    return Parts(samples, samples, classes, _fingerprint(path, samples))
 
 
-def _fingerprint(root: str, files: Sequence[str]) -> str:
-    names = "\n".join(os.path.relpath(file, root) for file in files)
+def _pictures(
+    config: DataConfig, path: str, classes: Sequence[str] | None = None
+) -> tuple[Folder, tuple[str, ...]]:
+    scale = scale_of(config, channels=3)
+    files, labels, classes = find_pictures(path, classes)
+    return Folder(files, labels, scale, config.resize), classes
+
+
+def _fingerprint(root: str, *folders: Folder) -> str:
+    names = "\n".join(os.path.relpath(file, root) for folder in folders for file in folder.files)
     return f"folder {hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:16]}"
 
 

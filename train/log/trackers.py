@@ -118,14 +118,13 @@ class WeightsAndBiases(contextlib.AbstractContextManager[Any]):
 
         folder = os.path.abspath(folder)
         try:
-            self.run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "ckpttool"),
-                group=os.path.basename(folder),
-                dir=folder,
-                config=config.plain(),
-                mode=None if "WANDB_MODE" in os.environ else "offline",
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+            mode = None if "WANDB_MODE" in os.environ else "offline"
+            place = {
+                "project": os.environ.get("WANDB_PROJECT", "ckpttool"),
+                "group": os.path.basename(folder),
+            }
+            quiet = wandb.Settings(silent=True, console="off")
+            self.run = wandb.init(**place, dir=folder, config=config.plain(), mode=mode, settings=quiet)
         except wandb.errors.Error as error:
             raise CheckFailed(f"--wandb: {error}", hint="WANDB_MODE=offline needs no account") from error
 

@@ -38,23 +38,17 @@ class Classification(Task):
         self.counts_samples = not weights
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
-        labels = batch[-1]
-        if labels.is_floating_point():  # a model may have more outputs than there are classes
-            labels = F.pad(labels, (0, outputs.shape[1] - labels.shape[1]))
-        else:
-            labels = labels.to(torch.int64)
-        scores, weights = scores_in(outputs), self._weights_of(outputs)
+        labels, scores, weights = batch[-1], scores_in(outputs), self.weights
+        # A model may have more outputs than there are classes.
+        if weights is not None:
+            weights = F.pad(weights.to(scores), (0, outputs.shape[1] - len(weights)))
+        is_mixed = labels.is_floating_point()
+        labels = (
+            F.pad(labels, (0, outputs.shape[1] - labels.shape[1])) if is_mixed else labels.to(torch.int64)
+        )
         loss = F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
         # As torch has it, a mixture counts 1, whatever the weights of its classes.
-        if weights is None or labels.is_floating_point():
-            return loss, len(labels)
-        return loss, weights[labels].double().sum()
-
-    def _weights_of(self, outputs: torch.Tensor) -> torch.Tensor | None:
-        if self.weights is None:
-            return None
-        weights = self.weights.to(scores_in(outputs))
-        return F.pad(weights, (0, outputs.shape[1] - len(weights)))  # more outputs than there are classes
+        return loss, len(labels) if weights is None or is_mixed else weights[labels].double().sum()
 
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
         if not batch[-1].is_floating_point():  # a mixture, of labels that were checked before
@@ -119,8 +113,7 @@ class LanguageModel(Task):
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
         scores, targets = self.tokens(outputs, batch)
-        smoothing = self.label_smoothing
-        loss = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=smoothing)
+        loss = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
         return loss, (targets != IGNORED).sum()
 
     def tokens(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,15 +201,11 @@ NAMES = f"{', '.join(TASKS)} or file.py:factory"
 
 def build(config: DataConfig, data: Data) -> Task:
     """Return the task that `--task` names, of a training run or an evaluation."""
-    for flag, tasks in (
-        ("label_smoothing", ("classification", "language-model")),
-        ("mixup", ("classification",)),
-        ("cutmix", ("classification",)),
-        ("class_weights", ("classification",)),
-    ):
-        if getattr(config, flag, 0) and config.task not in tasks:
-            shown = f"--{flag.replace('_', '-')}"
-            raise UsageFault(f"{shown}: --task {config.task} has no labels to change", hint="leave it out")
+    for name in ("label_smoothing", "mixup", "cutmix", "class_weights"):
+        labelled = ("classification", "language-model")[: 1 + (name == "label_smoothing")]
+        if getattr(config, name, 0) and config.task not in labelled:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageFault(f"{flag}: --task {config.task} has no labels to change", hint="leave it out")
     if config.task in TASKS:
         return TASKS[config.task](data, config)
     if ":" not in config.task:

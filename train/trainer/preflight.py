@@ -213,10 +213,8 @@ def _check_sum(trial: Trial, model: nn.Module) -> None:
         (single, of_one), (double, of_two) = ((float(total), counted) for total, counted in losses)
         if not single or not of_one:  # nothing counts in this sample
             continue
-        returned, copies = (
-            f"--task {trial.task.name}: loss returned",
-            "for one sample and for two copies of it",
-        )
+        returned = f"--task {trial.task.name}: loss returned"
+        copies = "for one sample and for two copies of it"
         if _is_near(double, single) and (_is_near(of_two, of_one) or _is_near(of_two, 2 * of_one)):
             counts = f"with counts of {of_one:g} and {of_two:g}"
             raise UsageFault(f"{returned} {single:g} {copies}, {counts}: a mean, not a sum", hint=PAIR)
