@@ -15,11 +15,9 @@ done the ranks tell each other in later steps (`word`, `advance`). A save passes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ckpttool.distributed import collectives, heartbeat
@@ -73,7 +71,11 @@ class Saver:
         if last and config.keep:
             names.append(numbered(trainer.progress.global_step))
         model = trainer.ddp.module
-        statistics = {name: buffer.clone() for name, buffer in _running_statistics(model)}  # to be rank 0's
+        # Copies, as the buffers become rank 0's. Others may be infinite on purpose: masks are.
+        norms = ((path, layer) for path, layer in model.named_modules() if isinstance(layer, _NormBase))
+        statistics = {
+            name: buffer.clone() for path, layer in norms for name, buffer in layer.named_buffers(path, False)
+        }
         state = capture(trainer)
         if collectives.rank() != 0:  # the others only compare
             state = {part: state[part] for part in COMPARED if part in state}
@@ -177,10 +179,3 @@ def _failure(save: Save) -> FileError | None:
     if error is not None and not isinstance(error, FileError):
         raise error
     return error
-
-
-def _running_statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those of normalisation layers, by name. Other buffers may be infinite on purpose: masks are."""
-    for path, layer in model.named_modules():
-        if isinstance(layer, _NormBase):
-            yield from layer.named_buffers(path, recurse=False)

@@ -198,10 +198,6 @@ def check_shared(config: Any) -> None:
         hint = "leave out --spawn"
         raise UsageFault("--spawn starts ranks, but torchrun already started this one", hint=hint)
     if config.std and not all(value > 0 for value in config.std):
-        raise UsageFault(f"--std {_joined(config.std)}: must be above 0")
+        raise UsageFault(f"--std {','.join(f'{value:g}' for value in config.std)}: must be above 0")
     if config.resize and not config.data.startswith("folder:"):
         raise UsageFault("--resize: works only with --data folder:PATH", hint="leave it out")
-
-
-def _joined(values: tuple[float, ...]) -> str:
-    return ",".join(f"{value:g}" for value in values)

@@ -42,11 +42,10 @@ def _check(samples: Samples, config: TrainConfig) -> None:
     if config.augment == "none" and not config.cutmix:
         return
     if not isinstance(picture, torch.Tensor) or picture.dim() != 3 or not picture.is_floating_point():
-        raise UsageFault(
-            f"{flag}: samples of --data {config.data} are no images (channels × height × width)",
-            hint="leave it out; a data set of your own may change its samples itself, and what it "
-            "draws is seeded by (seed, epoch, sample)",
-        )
+        what = f"{flag}: samples of --data {config.data} are no images (channels × height × width)"
+        seeded_by = "what it draws is seeded by (seed, epoch, sample)"
+        hint = f"leave it out; a data set of your own may change its samples itself, and {seeded_by}"
+        raise UsageFault(what, hint=hint)
     if config.augment == "auto":
         _check_auto(config, picture)
 
@@ -93,17 +92,14 @@ class Augmented(Dataset[Any]):
             return picture, label
         draw = self._random("mix", index)
         other, other_label = self._changed(draw.randrange(len(self)))
-        if self._is_cutmix(draw):
+        may_be_both = self.config.mixup and self.config.cutmix
+        is_cutmix = draw.random() < 0.5 if may_be_both else self.config.cutmix
+        if is_cutmix:
             mixed, part = cut(picture, other, draw, self.config.cutmix)
         else:
             part = draw.betavariate(self.config.mixup, self.config.mixup)
             mixed = picture * part + other * (1 - part)
         return mixed, part * label + (1 - part) * other_label
-
-    def _is_cutmix(self, draw: random.Random) -> bool:
-        if self.config.mixup and self.config.cutmix:
-            return draw.random() < 0.5
-        return bool(self.config.cutmix)
 
     def _changed(self, index: int) -> tuple[torch.Tensor, Any]:
         """Return one sample, not mixed; its label as probabilities if samples are to be mixed."""

@@ -136,11 +136,10 @@ def _known(error: RuntimeError) -> CheckFailed | None:
         hint = "out of memory? give fewer --workers or a smaller --batch-size"
         return CheckFailed(f"rank {rank}: a process that loads data {dead[1]}", hint=hint)
     if UNFINISHED.search(message):
-        return CheckFailed(
-            f"rank {rank}: a parameter of the model did not affect the output in a pass, and ranks average "
-            "the gradients of all parameters",
-            hint="let every forward pass use it (times 0 if need be), or set requires_grad=False",
-        )
+        what = "a parameter of the model did not affect the output in a pass"
+        why = "ranks average the gradients of all parameters"
+        hint = "let every forward pass use it (times 0 if need be), or set requires_grad=False"
+        return CheckFailed(f"rank {rank}: {what}, and {why}", hint=hint)
     return None
 
 

@@ -276,7 +276,9 @@ class Updater:
 
     def require_same_names(self, saved: Mapping[str, Any]) -> None:
         """Raise UsageFault if a saved optimizer is of parameters with other names."""
-        if _names(saved["param_groups"]) != _names(self.optimizer.param_groups):
+        groups = saved["param_groups"], self.optimizer.param_groups
+        theirs, ours = ([group["param_names"] for group in of_model] for of_model in groups)
+        if theirs != ours:
             what = f"--model {self.config.model}: its parameters have other names than the saved ones"
             raise UsageFault(what)
 
@@ -290,7 +292,3 @@ class Updater:
             group["initial_lr"] = lr
             # Until it is called again, the scheduler would leave the rate of the schedule before.
             group["lr"] = lr * rate(schedule.last_epoch)
-
-
-def _names(groups: list[dict[str, Any]]) -> list[list[str]]:
-    return [group["param_names"] for group in groups]

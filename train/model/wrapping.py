@@ -66,11 +66,9 @@ def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> list[str]:
             module.forward = functools.partial(_checkpointed, module, forward)
             paths.append(path)
     if not paths:
-        raise UsageFault(
-            f"--grad-checkpoint: {type(model).__name__} has no blocks: modules with submodules in an "
-            "nn.Sequential or nn.ModuleList",
-            hint="leave it out, or group the model's layers",
-        )
+        blocks = "modules with submodules in an nn.Sequential or nn.ModuleList"
+        what = f"--grad-checkpoint: {type(model).__name__} has no blocks: {blocks}"
+        raise UsageFault(what, hint="leave it out, or group the model's layers")
     return paths
 
 
@@ -170,12 +168,10 @@ def _check_passes(plan: Plan, world_size: int) -> None:
         if 0 in passes:
             fault = f"leaves one of {world_size} ranks without a sample"
         of_last = size < plan.batch_size < plan.length(world_size)
-        raise UsageFault(
-            f"--batch-size {plan.batch_size}: {'the last' if of_last else 'a'} batch of {size} {fault}, and "
-            "SyncBatchNorm on GPUs needs every rank",
-            hint=f"give {'--drop-last or ' * of_last}another --batch-size"
-            + " or --accumulate" * (0 not in passes),
-        )
+        batch = f"{'the last' if of_last else 'a'} batch of {size}"
+        what = f"--batch-size {plan.batch_size}: {batch} {fault}, and SyncBatchNorm on GPUs needs every rank"
+        other = "another --batch-size" + " or --accumulate" * (0 not in passes)
+        raise UsageFault(what, hint=f"give {'--drop-last or ' * of_last}{other}")
 
 
 def batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
@@ -193,8 +189,7 @@ def batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
         ways.insert(0, "--drop-last")
     if plan.accumulate > 1:
         ways.append(f"a smaller --accumulate than {plan.accumulate}")
-    return UsageFault(
-        f"{given}: {'the last' if last_only else 'a'} batch of {plan.global_size(last, world_size)} gives a "
-        f"rank a single sample, and BatchNorm in {model} can't compute the statistics of one value",
-        hint=f"give {' or '.join(ways)}",
-    )
+    batch = f"{'the last' if last_only else 'a'} batch of {plan.global_size(last, world_size)}"
+    why = f"BatchNorm in {model} can't compute the statistics of one value"
+    what = f"{given}: {batch} gives a rank a single sample, and {why}"
+    return UsageFault(what, hint=f"give {' or '.join(ways)}")

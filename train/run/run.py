@@ -267,11 +267,8 @@ class Limits:
         if is_over:
             epochs, _ = self._epochs(position)
             end = "--epochs" if epochs >= config.epochs else "--max-steps"
-        return Due(
-            evaluate=is_over or self._is_due(config.eval_every, position),
-            save=bool(end) or time_to_save or self._is_due(config.save_every, position),
-            end=end,
-        )
+        save = bool(end) or time_to_save or self._is_due(config.save_every, position)
+        return Due(is_over or self._is_due(config.eval_every, position), save, end)
 
     def _epochs(self, position: Progress) -> tuple[int, bool]:
         """Return the number of finished epochs, and whether the last one has just ended."""
@@ -293,12 +290,9 @@ class Limits:
         if interval is None and limit is None:
             return False, False
         now = self.clock()
-        answer = torch.tensor(
-            [
-                interval is not None and now - self.saved >= interval,
-                limit is not None and now - self.began >= limit,
-            ]
-        )
+        is_time = interval is not None and now - self.saved >= interval
+        is_over = limit is not None and now - self.began >= limit
+        answer = torch.tensor([is_time, is_over])
         collectives.broadcast_into([answer])
         to_save, is_up = answer.tolist()
         if to_save or is_up:
