@@ -96,12 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> EvaluateConfig:
-    parser = Parser(
-        prog="train/evaluate.py",
-        usage="python train/evaluate.py CKPT [--model SPEC] [flags]",
-        description="Score a checkpoint on a test set, exactly, on one or many ranks.",
-        epilog="example:\n  python train/evaluate.py runs/first/best.pt\n",
-    )
+    about = "Score a checkpoint on a test set, exactly, on one or many ranks."
+    example = "example:\n  python train/evaluate.py runs/first/best.pt\n"
+    parser = Parser("train/evaluate.py", "CKPT [--model SPEC] [flags]", about, example)
     parser.add_argument("checkpoint", metavar="CKPT", help="any checkpoint, with or without prefixes")
     add_flags(parser, EvaluateConfig)
     values = parser.parse_args(arguments)
@@ -180,15 +177,11 @@ def evaluate(job: Job) -> Score:
     model.to(job.place.device)
     collectives.broadcast_into(model.state_dict().values())
     scorer = Scorer(job.data, job.task, job.place, batch_size=config.eval_batch, workers=config.workers)
-    score: Score
-    predictions: Predictions | None = None
-    if isinstance(job.task, Classification):
-        scored = scorer.classes(model, checkpoint=digest)
-        predictions, score = scored.own, scored.certificate
-    else:
-        score = scorer.score(model, checkpoint=digest)
+    has_classes = isinstance(job.task, Classification)
+    scored = scorer.classes(model, checkpoint=digest) if has_classes else None
+    score = scored.certificate if scored else scorer.score(model, checkpoint=digest)
     if config.out is not None:
-        write(job, score, predictions)
+        write(job, score, scored.own if scored else None)
     return score
 
 

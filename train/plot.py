@@ -85,16 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def draw(arguments: Sequence[str]) -> None:
     """Draw what a command line asks for, and say where it is."""
-    parser = Parser(
-        prog="train/plot.py",
-        usage="python train/plot.py RUN... -o PICTURE [flags]",
-        description="Draw the curves of one or several runs into one picture.",
-        epilog="example:\n  python train/plot.py runs/a runs/b -o log_file.png\n",
-    )
+    about = "Draw the curves of one or several runs into one picture."
+    example = "example:\n  python train/plot.py runs/a runs/b -o log_file.png\n"
+    parser = Parser("train/plot.py", "RUN... -o PICTURE [flags]", about, example)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or its log.jsonl")
-    parser.add_argument(
-        "-o", "--out", required=True, metavar="PICTURE", help="the picture to write: .png, .svg or .pdf"
-    )
+    written = "the picture to write: .png, .svg or .pdf"
+    parser.add_argument("-o", "--out", required=True, metavar="PICTURE", help=written)
     parser.add_argument("--force", action="store_true", help="overwrite PICTURE")
     given = parser.parse_args(arguments)
     check_output(given.out, force=given.force)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpttool.distributed import collectives
+from ckpttool.distributed import collectives, nested
 from ckpttool.errors import CheckFailed
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint.format import digest_of_run, same_on_ranks
@@ -185,19 +185,10 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def is_on_cpu(state: Any) -> bool:
-    """Return whether all tensors of a state lie in the memory of the CPU."""
-    return all(tensor.device.type == "cpu" for tensor in tensors_of(state))
-
-
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a state. Others, as parameters and sparse ones, deepcopy copies."""
-    if type(value) is torch.Tensor:
-        if value.layout == torch.strided and not value.is_quantized and not value.is_meta:
-            yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(item)
+    """Return the plain tensors of a state. Others, as parameters and sparse ones, deepcopy copies."""
+    strided = (t for t in nested.tensors(value) if type(t) is torch.Tensor and t.layout == torch.strided)
+    return (tensor for tensor in strided if not tensor.is_quantized and not tensor.is_meta)
 
 
 def _as(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -185,12 +185,11 @@ def _check_same_contents(path: str, then: Contents, data: Data) -> None:
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """Return what the user should know about this resume: its position, and why bits may differ."""
     progress, steps, config = trainer.progress, trainer.feed.steps_per_epoch, trainer.config
-    if progress.epoch >= config.epochs:
-        done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
-        return [f"{path} already has {done}: nothing to do (--epochs N trains longer)"]
-    if config.max_steps and progress.global_step >= config.max_steps:
-        done = f"{progress.global_step} step{'s' * (progress.global_step != 1)}"
-        return [f"{path} already has {done}: nothing to do (--max-steps N trains longer)"]
+    in_all = ("--epochs", "epoch", progress.epoch), ("--max-steps", "step", progress.global_step)
+    for (flag, unit, done), most in zip(in_all, (config.epochs, config.max_steps), strict=True):
+        if most and done >= most:
+            has = f"{done} {unit}{'s' * (done != 1)}"
+            return [f"{path} already has {has}: nothing to do ({flag} N trains longer)"]
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
@@ -198,17 +197,13 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
         but += ", and the same bits" * bool(config.virtual_ranks)
         remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps{but}")
     were, are = state["versions"], versions(trainer.place.device)
-    changed = [
-        f"{name} {were.get(name)} -> {value}" for name, value in are.items() if were.get(name) != value
-    ]
-    if changed:
+    if changed := [f"{name} {were.get(name)} -> {now}" for name, now in are.items() if were.get(name) != now]:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
     of_training, _ = trainer.data.parts()
     if isinstance(of_training.samples, Keyed) and of_training.varying(0):
-        remarks.append(
-            f"--data {trainer.data.name} draws from random generators of its own, so this run differs from "
-            "one that never stopped (Python's, numpy's and torch's own are seeded for each sample)"
-        )
+        why = f"--data {trainer.data.name} draws from random generators of its own"
+        others = "(Python's, numpy's and torch's own are seeded for each sample)"
+        remarks.append(f"{why}, so this run differs from one that never stopped {others}")
     then = {**TrainConfig().plain(), **state["config"]}
     remarks += [
         f"{name.replace('_', '-')} {then[name]} -> {now}"

@@ -24,7 +24,7 @@ from ckpttool.distributed import collectives, heartbeat
 from ckpttool.errors import FileError
 from train.checkpoint.files import BEST, LAST, numbered
 from train.checkpoint.format import capture
-from train.checkpoint.pending_save import Save, Staging, is_on_cpu
+from train.checkpoint.pending_save import Save, Staging, tensors_of
 from train.trainer.trainer import Trainer
 
 ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on only some ranks"
@@ -79,7 +79,7 @@ class Saver:
         state = capture(trainer)
         if collectives.rank() != 0:  # the others only compare
             state = {part: state[part] for part in COMPARED if part in state}
-        if config.save == "async" or not is_on_cpu(state):
+        if config.save == "async" or any(tensor.device.type != "cpu" for tensor in tensors_of(state)):
             state, statistics = self._staging.copy((state, statistics))
         finite = {name: state["model"].get(f"module.{name}") for name, _ in model.named_parameters()}
         self._pending = save = Save(state, self.folder, names, finite | statistics, trainer)

@@ -44,9 +44,11 @@ ELSEWHERE = {
 class Parser(argparse.ArgumentParser):
     """A parser that raises UsageFault instead of exiting, and prints the help on rank 0 alone."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, program: str, usage: str, about: str, examples: str) -> None:
+        options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        options |= {"prog": program, "usage": f"python {program} {usage}"}
         # An abbreviated flag would reach torchrun's ranks under a name that is not recognised.
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(**options, description=about, epilog=examples, allow_abbrev=False)
 
     def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
         """Return the values of the flags; for an unknown flag, raise UsageFault with a suggestion."""
@@ -122,12 +124,8 @@ def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 def train_parser() -> Parser:
     """Return the parser of train/main.py."""
-    parser = Parser(
-        prog="train/main.py",
-        usage="python train/main.py [flags]",
-        description="Train a model on one or many ranks, exactly.",
-        epilog=EXAMPLES,
-    )
+    about = "Train a model on one or many ranks, exactly."
+    parser = Parser("train/main.py", "[flags]", about, EXAMPLES)
     add_flags(parser, TrainConfig)
     # Their defaults depend on the optimizer and on --rank-batch.
     parser.set_defaults(**dict.fromkeys(OTHER_OPTIMIZERS), batch_size=None)

@@ -174,20 +174,18 @@ class RanksConfig:
         "auto", "ranks {auto,gloo,nccl}: auto: nccl if each rank has a GPU, otherwise gloo on the CPU"
     )
     mixed_torch: bool = flag(False, "ranks: let ranks run different minor versions of torch")
-    timeout: float = flag(
-        600.0, "ranks SECONDS: how long a rank waits for the others (600)", type=number(above=0)
-    )
-    hang_timeout: float = flag(
+    timeout: float = real(600.0, "ranks SECONDS: how long a rank waits for the others (600)", above=0)
+    hang_timeout: float = real(
         300.0,
         "ranks SECONDS: end the run, naming the rank, when others wait for one that does nothing for so "
         "long; 0: no (300)",
-        type=number(least=0),
+        least=0,
     )
-    join_timeout: float = flag(
+    join_timeout: float = real(
         60.0,
         "ranks SECONDS: how long a rank waits for the others to come, at the start (60, or as long as it "
         "took itself)",
-        type=number(above=0),
+        above=0,
     )
     spawn: int | None = count(None, "ranks: start N ranks on this machine, without torchrun")
 

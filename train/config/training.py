@@ -20,10 +20,8 @@ from train.config.shared import (
     duration,
     every,
     flag,
-    integer,
     integers,
     integers_or_auto,
-    number,
     numbers,
     real,
 )
@@ -182,13 +180,13 @@ class TrainConfig(RanksConfig, DataConfig):
         "saving {sync,async}: async (the default): train on while a copy of the state is written; sync: "
         "wait, without a copy",
     )
-    grace: float = flag(
+    grace: float = real(
         25.0,
         "saving SECONDS: seconds from a SIGTERM, SIGINT or SIGUSR1 to the end of the run, with a checkpoint "
         "(25)",
-        type=number(above=0),
+        above=0,
     )
-    keep: int = flag(0, "saving K: also keep the last K of them, as step-<number>.pt (0)", type=integer(0))
+    keep: int = count(0, "saving K: also keep the last K of them, as step-<number>.pt (0)", least=0)
     resume: str | None = flag(
         None,
         "saving auto|PATH: continue from this checkpoint; auto: from the newest in --out that is whole, if "
@@ -208,9 +206,7 @@ class TrainConfig(RanksConfig, DataConfig):
         "saving: chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for "
         "ckpttool prove",
     )
-    stop_at: int | None = flag(
-        None, "saving STEP: end after this optimizer step, as --max-time does", type=integer(1)
-    )
+    stop_at: int | None = count(None, "saving STEP: end after this optimizer step, as --max-time does")
     log_every: int = count(50, "saving: steps between two entries of log.jsonl (50)")
     tensorboard: bool = flag(False, "saving: also log for TensorBoard")
     wandb: bool = flag(

@@ -185,16 +185,12 @@ def _same_shapes(first: Leaves, sample: Leaves, where: str) -> None:
     if list(first) != list(sample):
         raise UsageFault(f"{where} has other parts than sample 0: {_names(sample)}, not {_names(first)}")
     for kind, leaf in sample.items():
-        shapes = [_shape(leaf), _shape(first[kind])]
+        shapes = [tuple(getattr(part, "shape", ())) for part in (leaf, first[kind])]
         if shapes[0] != shapes[1]:
             sizes = ["×".join(map(str, shape)) for shape in shapes]
             place = kind.removeprefix(SAMPLE)
             what = f"{where}{place} has the shape {sizes[0]}, and sample 0 has {sizes[1]}"
             raise UsageFault(what, hint=ONE_SHAPE)
-
-
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
 
 
 def _names(sample: Leaves) -> str:

@@ -65,11 +65,8 @@ def report(config: RanksConfig) -> None:
 
 
 def versions() -> dict[str, str]:
-    return {
-        "torch": str(torch.__version__),
-        "ckpttool": ckpttool.__version__,
-        "python": platform.python_version(),
-    }
+    python = platform.python_version()
+    return {"torch": str(torch.__version__), "ckpttool": ckpttool.__version__, "python": python}
 
 
 def _settings(config: Any) -> dict[str, str]:

@@ -23,6 +23,7 @@ from ckpttool.files.failures import naming, reason
 from train import console
 
 LOG = "log.jsonl"
+NAME_A_RUN = f"give the folder of a run, or its {LOG}"
 
 Line = TypeVar("Line")
 
@@ -73,11 +74,10 @@ def _entries(path: str) -> Iterator[dict[str, Any]]:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                hint = f"give the folder of a run, or its {LOG}"
-                raise Unreadable(path, "is not a regular file", hint=hint)
+                raise Unreadable(path, "is not a regular file", hint=NAME_A_RUN)
             lines_read = file.read().split(b"\n")
     except FileNotFoundError:
-        raise Unreadable(path, "no such file", hint=f"give the folder of a run, or its {LOG}") from None
+        raise Unreadable(path, "no such file", hint=NAME_A_RUN) from None
     except OSError as error:
         raise Unreadable(path, reason(error)) from error
     for number, line in enumerate(lines_read, start=1):

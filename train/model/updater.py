@@ -222,9 +222,8 @@ class Updater:
     ) -> None:
         self.config = config
         # Without DDP's prefix, as the user knows the names.
-        self.parameters = [
-            (name.removeprefix("module."), p) for name, p in model.named_parameters() if p.requires_grad
-        ]
+        named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
+        self.parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.total_steps = optimizers.total_steps(config, steps_per_epoch)
         self.precision = Precision(config.amp, device)
         self.optimizer = optimizers.build_optimizer(config, model)

@@ -121,10 +121,9 @@ def sentences(plan: Plan, world_size: int) -> list[str]:
     last = plan.splits(world_size)[-1]
     if idle := last.count(0):
         with_nothing = "one rank" if idle == 1 else f"{idle} ranks"
-        dealt = (
-            f"{_counted(plan.samples, 'sample')}, batch {plan.batch_size} on {_counted(world_size, 'rank')}"
-        )
-        lines.append(f"{dealt}: the last batch leaves {with_nothing} with nothing")
+        samples, ranks = _counted(plan.samples, "sample"), _counted(world_size, "rank")
+        last_batch = f"the last batch leaves {with_nothing} with nothing"
+        lines.append(f"{samples}, batch {plan.batch_size} on {ranks}: {last_batch}")
     if not plan.set_epoch:
         lines.append("no set_epoch: every epoch has the same order")
     return lines

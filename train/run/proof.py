@@ -66,36 +66,32 @@ class Proof(Recorder):
 
     def begin(self, source: Mapping[str, Any] | None) -> None:
         """Write how the run begins here; `source` is of the checkpoint that it goes on from."""
-        trainer, config, usual = self.trainer, self.trainer.config, TrainConfig()
-        with collectives.fail_together():
-            if collectives.rank() == 0:
-                self._go_on()
-                self._write(
-                    "begin",
-                    step=trainer.progress.global_step,
-                    source=source,
-                    arguments=arguments_of(
-                        replace(config, **{name: getattr(usual, name) for name in NOT_OF_THE_TRAINING})
-                    ),
-                    init=config.init and [config.init, *config.init_allow_missing],
-                    code={name: getattr(config, name) for name in ("model", "data", "task")},
-                    every=self.every,
-                    ranks=collectives.world_size(),
-                    virtual_ranks=config.virtual_ranks,
-                    samples=trainer.feed.plan.samples,
-                    data=trainer.data.fingerprint,
-                    contents=trainer.data.contents,
-                    versions=versions(trainer.place.device),
-                    weights=self._weights(),
-                )
+        collectives.from_rank_zero(lambda: self._write_begin(source))
 
-    def _go_on(self) -> None:
-        """Find the end of the record that is in the folder, if there is one."""
-        if os.path.exists(self.path):
+    def _write_begin(self, source: Mapping[str, Any] | None) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        if os.path.exists(self.path):  # a record that goes on
             with naming(self.path):
                 chain.cut_off(self.path)
             if os.path.getsize(self.path):
                 self.last = chain.read(self.path)[0][-1]
+        usual = {name: getattr(TrainConfig(), name) for name in NOT_OF_THE_TRAINING}
+        self._write(
+            "begin",
+            step=trainer.progress.global_step,
+            source=source,
+            arguments=arguments_of(replace(config, **usual)),
+            init=config.init and [config.init, *config.init_allow_missing],
+            code={name: getattr(config, name) for name in ("model", "data", "task")},
+            every=self.every,
+            ranks=collectives.world_size(),
+            virtual_ranks=config.virtual_ranks,
+            samples=trainer.feed.plan.samples,
+            data=trainer.data.fingerprint,
+            contents=trainer.data.contents,
+            versions=versions(trainer.place.device),
+            weights=self._weights(),
+        )
 
     def take(self, indices: list[int], batch: Any) -> None:
         """Note the samples of a micro-batch of this rank, as they are used."""
@@ -210,11 +206,8 @@ def recorder_of(trainer: Trainer, folder: str) -> Recorder:
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        for name in batch:
-            yield from _leaves(batch[name])
-    elif isinstance(batch, list | tuple):
-        for part in batch:
+    if isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _leaves(part)
     else:
         yield batch

@@ -182,12 +182,8 @@ class Report:
         if trained.accuracy is not None:
             entry["train_accuracy"] = trained.accuracy
         if tested is not None:
-            about = tested.evaluation
-            entry |= {
-                "test_samples": tested.samples,
-                "threads": about.threads,
-                "batch_size": about.batch_size,
-            }
+            entry["test_samples"] = tested.samples
+            entry |= {name: getattr(tested.evaluation, name) for name in ("threads", "batch_size")}
         return entry | {"lr": self.trainer.progress.lr}
 
     def event(self, event: str, text: str, step: int, **fields: Any) -> None:

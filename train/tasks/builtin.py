@@ -30,7 +30,6 @@ class Classification(Task):
     """
 
     name = "classification"
-    counts_samples = True
 
     def __init__(self, data: Data, label_smoothing: float = 0.0, weights: Sequence[float] = ()) -> None:
         self.data, self.label_smoothing = data, label_smoothing
@@ -43,9 +42,7 @@ class Classification(Task):
         if weights is not None:
             weights = F.pad(weights.to(scores), (0, outputs.shape[1] - len(weights)))
         is_mixed = labels.is_floating_point()
-        labels = (
-            F.pad(labels, (0, outputs.shape[1] - labels.shape[1])) if is_mixed else labels.to(torch.int64)
-        )
+        labels = F.pad(labels, (0, outputs.shape[1] - labels.shape[1])) if is_mixed else labels.long()
         loss = F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
         # As torch has it, a mixture counts 1, whatever the weights of its classes.
         return loss, len(labels) if weights is None or is_mixed else weights[labels].double().sum()

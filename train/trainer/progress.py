@@ -175,9 +175,8 @@ class Progress:
         self.sums = Sums()
         self.epoch += 1
         self.step = 0
-        return TrainScore(
-            loss / counted if counted else math.nan, int(correct) if counts_correct else None, int(samples)
-        )
+        mean = loss / counted if counted else math.nan
+        return TrainScore(mean, int(correct) if counts_correct else None, int(samples))
 
     def note_best(self, score: Score) -> bool:
         """Return whether this is the best score so far, and if so remember it. One of NaN never is."""

@@ -78,9 +78,7 @@ def take_step(
         gradients.sum_over_ranks()
         broadcast_buffers(model)
         counted = trainer.average_over_count(step, sums)
-    with trainer.log.phase("update"):
-        norm = trainer.update(counted)
-    trainer.end_step(step, sums, norm)
+    trainer.update(step, sums, counted=counted)
 
 
 def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Iterator[Any], sums: Sums) -> None:
