@@ -11,20 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import UsageFault
-from train.config.shared import (
-    DataConfig,
-    Every,
-    RanksConfig,
-    check_shared,
-    count,
-    duration,
-    every,
-    flag,
-    integers,
-    integers_or_auto,
-    numbers,
-    real,
-)
+from train.config import shared
+from train.config.shared import Every, count, every, flag, real
 
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
 OPTIMIZERS: dict[str, dict[str, float]] = {
@@ -46,7 +34,7 @@ CHANGEABLE = {
 
 
 @dataclass(frozen=True)
-class TrainConfig(RanksConfig, DataConfig):
+class TrainConfig(shared.RanksConfig, shared.DataConfig):
     """The whole configuration of a run."""
 
     augment: str = flag(
@@ -65,7 +53,7 @@ class TrainConfig(RanksConfig, DataConfig):
         None,
         "task X,X,...: how much a sample of each class counts in the training loss, as the weight of "
         "torch's cross entropy",
-        type=numbers,
+        type=shared.numbers,
     )
     eval_every: Every = flag(
         EACH_EPOCH,
@@ -96,19 +84,19 @@ class TrainConfig(RanksConfig, DataConfig):
     epochs: int = count(10, "training: passes over the training samples (10)")
     max_steps: int | None = count(None, "training: end after this many optimizer steps")
     max_time: float | None = flag(
-        None, "training TIME: end after this time, in seconds, or as 30min or 2h", type=duration
+        None, "training TIME: end after this time, in seconds, or as 30min or 2h", type=shared.duration
     )
     batch_size: int = count(64, "training: samples per optimizer step over all ranks (64)")
     rank_batch: tuple[int, ...] | None = flag(
         None,
         "training N,N,...: samples per optimizer step of each rank, in place of --batch-size",
-        type=integers,
+        type=shared.integers,
     )
     rank_share: tuple[int, ...] | str | None = flag(
         None,
         "training N,N,...|auto: divide each batch in these proportions; auto: by the measured speed of the "
         "ranks",
-        type=integers_or_auto,
+        type=shared.integers_or_auto,
     )
     virtual_ranks: int | None = count(
         None,
@@ -237,7 +225,7 @@ def check(config: TrainConfig) -> None:
     if config.accumulate > config.batch_size:
         passes = f"--accumulate {config.accumulate}"
         raise UsageFault(f"{passes}: more passes than the {config.batch_size} samples in a batch")
-    check_shared(config)
+    shared.check_shared(config)
 
 
 def fields(names: tuple[str, ...]) -> set[str]:

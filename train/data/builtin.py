@@ -84,9 +84,8 @@ def fake(config: DataConfig, argument: str) -> Parts:
     if not argument.isdecimal() or not int(argument):
         raise UsageFault(f"--data {config.data}: needs a number of samples", hint="for example fake:64")
     number, scale = int(argument), scale_of(config, FAKE_SHAPE[0], usual=UNIFORM)
-    train = _Noise(0, number, scale)
     test = _Noise(number, max(1, number // HELD_OUT), scale)
-    return Parts(train, test, CLASSES, "fake")
+    return Parts(_Noise(0, number, scale), test, CLASSES, "fake")
 
 
 class _Noise(Dataset[tuple[torch.Tensor, int]]):

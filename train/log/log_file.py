@@ -60,9 +60,7 @@ def cut(folder: str, *, epoch: int, step: int) -> None:
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the objects of a log, or of a run's folder, without a last line that was cut off."""
-    path = os.fspath(path)
-    if os.path.isdir(path):
-        path = os.path.join(path, LOG)
+    path = os.path.join(path, LOG) if os.path.isdir(path) else os.fspath(path)
     entries = list(_entries(path))
     if not entries:
         hint = "the first comes after --log-every steps or an epoch"

@@ -262,6 +262,5 @@ def rate(course: str, step: int, steps: int, warmup: int) -> float:
         return 0.5 * (1 + math.cos(math.pi * done))
     if course == "linear":
         return 1.0 - done
-    if course == "step":  # as for the ResNets of arXiv 1512.03385
-        return 0.1 ** ((step >= steps / 2) + (step >= steps * 3 / 4))
-    return 1.0
+    tenths = (step >= steps / 2) + (step >= steps * 3 / 4)  # as for the ResNets of arXiv 1512.03385
+    return 0.1**tenths if course == "step" else 1.0

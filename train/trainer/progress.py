@@ -73,14 +73,9 @@ def in_words(score: Score) -> str:
     """Return a score as part of a sentence: `776 of 846 correct (91.73%), loss 0.3012`."""
     if isinstance(score, Certificate):
         return f"{score.correct} of {score.samples} correct ({score.accuracy:.2%}), loss {score.loss:.4f}"
-    parts = [f"loss {score.loss:.4f} over {score.count:,}", metrics_in_words(score)]
-    return f"{', '.join(filter(None, parts))}, {score.samples:,} samples"
-
-
-def metrics_in_words(score: LossCertificate) -> str:
-    """Return the metrics that are single numbers: `mse 0.0213, mae 0.118`."""
     numbers = ((name, value) for name, value in score.metrics.items() if isinstance(value, int | float))
-    return ", ".join(f"{name} {value:.4g}" for name, value in numbers)
+    metrics = "".join(f", {name} {value:.4g}" for name, value in numbers)
+    return f"loss {score.loss:.4f} over {score.count:,}{metrics}, {score.samples:,} samples"
 
 
 def merit_in_words(task: Task, best: float) -> str:

@@ -100,9 +100,8 @@ class Trainer:
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
         wrapping.wrap(config, model)
-        devices = [place.device] if place.device.type == "cuda" else None
-        unused = config.find_unused
-        self.ddp = DistributedDataParallel(model, device_ids=devices, find_unused_parameters=unused)
+        how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
+        self.ddp = DistributedDataParallel(model, find_unused_parameters=config.find_unused, **how)
         self.updater = Updater(config, self.ddp, place.device, self.feed.steps_per_epoch)
         self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
         self.init: str | None = None  # the digest of the weights that --init gave
