@@ -97,7 +97,7 @@ def outcome(
         with contextlib.redirect_stdout(said):
             train(Job(config, place, data, model, task, list(remarks)))
     except CkptToolError as error:
-        return f"{type(error).__name__}: {error} ({error.hint}) {error.exit_code}"
+        return f"{type(error).__name__}: {error.message} ({error.hint}) {error.exit_code}"
     return said.getvalue()
 
 
