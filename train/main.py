@@ -200,7 +200,9 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     with log.phase("reduce"):
         trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
         counted = trainer.average_over_count(step, sums)
-    trainer.update(step, sums, counted=counted)
+    with log.phase("update"):
+        norm = trainer.update(counted)
+    trainer.end_step(step, sums, norm)
 
 
 if __name__ == "__main__":

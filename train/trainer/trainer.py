@@ -176,7 +176,7 @@ class Trainer:
             torch._foreach_mul_(gradients, step.global_size / total)
         return True
 
-    def _change_weights(self, counted: bool) -> torch.Tensor | None:
+    def update(self, counted: bool) -> torch.Tensor | None:
         """Change the weights by the gradients. Return the gradient's norm if the log will want it."""
         self.before_update()
         if self.statistics:
@@ -190,10 +190,8 @@ class Trainer:
         self.progress.lr, norm = self.updater.step(measured=measured)
         return norm
 
-    def update(self, step: Step, sums: Sums, *, counted: bool) -> None:
-        """End a step: change the weights by the gradients, if anything `counted`; log it. A collective."""
-        with self.log.phase("update"):
-            norm = self._change_weights(counted)
+    def end_step(self, step: Step, sums: Sums, norm: torch.Tensor | None) -> None:
+        """Count a step that is done, and log it. A collective."""
         progress = self.progress
         progress.step += 1
         progress.global_step += 1

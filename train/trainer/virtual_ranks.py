@@ -78,7 +78,9 @@ def take_step(
         gradients.sum_over_ranks()
         broadcast_buffers(model)
         counted = trainer.average_over_count(step, sums)
-    trainer.update(step, sums, counted=counted)
+    with trainer.log.phase("update"):
+        norm = trainer.update(counted)
+    trainer.end_step(step, sums, norm)
 
 
 def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Iterator[Any], sums: Sums) -> None:
