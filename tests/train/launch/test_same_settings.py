@@ -49,7 +49,7 @@ def compared(rank: int, size: int, configs: list[TrainConfig], torch: list[str] 
         try:
             warnings = same_settings.compare(configs[rank])
         except CkptToolError as error:
-            return f"{type(error).__name__}: {error} ({error.hint})"
+            return f"{type(error).__name__}: {error.message} ({error.hint})"
     return "; ".join(warnings)
 
 
