@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ckpttool.metrics.predictions import Predictions
     from train.data.data_set import Data
     from train.tasks.task import Task
-    from train.trainer.scoring import Score
+    from train.trainer.progress import Score
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
@@ -58,23 +58,18 @@ class EvaluateConfig(RanksConfig, DataConfig):
     checkpoint: str = ""
     model: str = flag(
         "",
-        "evaluation",
-        "simple-cnn, resnet20, torchvision:NAME, file.py:factory; without it, a run's checkpoint says its "
-        "model, data and task",
-        metavar="SPEC",
+        "evaluation SPEC: simple-cnn, resnet20, torchvision:NAME, file.py:factory; without it, a run's "
+        "checkpoint says its model, data and task",
     )
-    state: str | None = flag(
-        None, "evaluation", "which state to take if the file holds several", metavar="WHERE"
-    )
-    json: bool = flag(False, "evaluation", "print one JSON object on stdout")
+    state: str | None = flag(None, "evaluation WHERE: which state to take if the file holds several")
+    json: bool = flag(False, "evaluation: print one JSON object on stdout")
     out: str | None = flag(
         None,
-        "evaluation",
-        f"write {STATEMENT} and one file of predictions per rank here; by default nothing is written",
-        metavar="DIR",
+        f"evaluation DIR: write {STATEMENT} and one file of predictions per rank here; by default nothing is "
+        "written",
     )
-    force: bool = flag(False, "evaluation", "overwrite an evaluation in --out")
-    threads: int = count(1, "ranks", "CPU threads per rank; their number changes the last bits (1)")
+    force: bool = flag(False, "evaluation: overwrite an evaluation in --out")
+    threads: int = count(1, "ranks: CPU threads per rank; their number changes the last bits (1)")
 
 
 @dataclass(frozen=True)
@@ -101,12 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> EvaluateConfig:
-    parser = Parser(
-        prog="train/evaluate.py",
-        usage="python train/evaluate.py CKPT [--model SPEC] [flags]",
-        description="Score a checkpoint on a test set, exactly, on one or many ranks.",
-        epilog="example:\n  python train/evaluate.py runs/first/best.pt\n",
-    )
+    about = "Score a checkpoint on a test set, exactly, on one or many ranks."
+    example = "example:\n  python train/evaluate.py runs/first/best.pt\n"
+    parser = Parser("train/evaluate.py", "CKPT [--model SPEC] [flags]", about, example)
     parser.add_argument("checkpoint", metavar="CKPT", help="any checkpoint, with or without prefixes")
     add_flags(parser, EvaluateConfig)
     values = parser.parse_args(arguments)
@@ -176,7 +168,7 @@ def evaluate(job: Job) -> Score:
     from train.data import data_set
     from train.launch import same_settings
     from train.tasks.builtin import Classification
-    from train.trainer.scoring import Scorer
+    from train.trainer.progress import Scorer
 
     config, model = job.config, job.model
     same_settings.report(config)
@@ -185,15 +177,11 @@ def evaluate(job: Job) -> Score:
     model.to(job.place.device)
     collectives.broadcast_into(model.state_dict().values())
     scorer = Scorer(job.data, job.task, job.place, batch_size=config.eval_batch, workers=config.workers)
-    score: Score
-    predictions: Predictions | None = None
-    if isinstance(job.task, Classification):
-        scored = scorer.classes(model, checkpoint=digest)
-        predictions, score = scored.own, scored.certificate
-    else:
-        score = scorer.score(model, checkpoint=digest)
+    has_classes = isinstance(job.task, Classification)
+    scored = scorer.classes(model, checkpoint=digest) if has_classes else None
+    score = scored.certificate if scored else scorer.score(model, checkpoint=digest)
     if config.out is not None:
-        write(job, score, predictions)
+        write(job, score, scored.own if scored else None)
     return score
 
 
@@ -257,10 +245,10 @@ def as_json(job: Job, score: Score) -> dict[str, Any]:
 
 def as_line(job: Job, score: Score) -> str:
     """Return the result as one line."""
-    from train.trainer import scoring
+    from train.trainer.progress import in_words
 
     size = job.place.world_size
-    return f"{job.config.checkpoint}: {scoring.in_words(score)}, on {size} rank{'s' * (size != 1)}"
+    return f"{job.config.checkpoint}: {in_words(score)}, on {size} rank{'s' * (size != 1)}"
 
 
 if __name__ == "__main__":

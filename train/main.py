@@ -182,7 +182,8 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     sums = Sums()
     passes = trainer.passes(step)
     for number in range(1, passes + 1):
-        with trainer.gradients(reduced=number == passes):
+        # DDP reduces the gradients in the last pass, and only adds them to its own in those before.
+        with contextlib.nullcontext() if number == passes else trainer.ddp.no_sync():
             if number > len(step.micro_batches):  # other ranks have samples left
                 with log.phase("backward"):
                     trainer.run_dummy_step()

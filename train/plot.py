@@ -41,29 +41,23 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "<")
 LINES = ("-", "--", ":")
 
-INK, PALE = "#333333", "#dddddd"
+INK = "#333333"
 STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.right", "axes.spines.top", "legend.frameon"), False),
+    **dict.fromkeys(("axes.labelsize", "font.size"), 9),
     "axes.edgecolor": "#999999",
     "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.labelsize": 9,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": INK,
     "axes.titlelocation": "left",
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
-    "font.size": 9,
-    "grid.color": PALE,
+    "grid.color": "#dddddd",
     "grid.linewidth": 0.6,
-    "legend.frameon": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "ckpttool",
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
 }
 
+BOLD: dict[str, Any] = {"linewidth": 2, "markersize": 6.5, "markeredgecolor": "white"}
 # The mean of each epoch of the training, among the points of its steps.
 HOLLOW: dict[str, Any] = {"linewidth": 1.1, "markersize": 4, "markerfacecolor": "white", "zorder": 2.5}
 
@@ -91,16 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def draw(arguments: Sequence[str]) -> None:
     """Draw what a command line asks for, and say where it is."""
-    parser = Parser(
-        prog="train/plot.py",
-        usage="python train/plot.py RUN... -o PICTURE [flags]",
-        description="Draw the curves of one or several runs into one picture.",
-        epilog="example:\n  python train/plot.py runs/a runs/b -o log_file.png\n",
-    )
+    about = "Draw the curves of one or several runs into one picture."
+    example = "example:\n  python train/plot.py runs/a runs/b -o log_file.png\n"
+    parser = Parser("train/plot.py", "RUN... -o PICTURE [flags]", about, example)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or its log.jsonl")
-    parser.add_argument(
-        "-o", "--out", required=True, metavar="PICTURE", help="the picture to write: .png, .svg or .pdf"
-    )
+    written = "the picture to write: .png, .svg or .pdf"
+    parser.add_argument("-o", "--out", required=True, metavar="PICTURE", help=written)
     parser.add_argument("--force", action="store_true", help="overwrite PICTURE")
     given = parser.parse_args(arguments)
     check_output(given.out, force=given.force)
@@ -191,16 +181,8 @@ def _draw_panel(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None
             axes.plot(*zip(*trained, strict=True), zorder=2, **(thin | weight))
         if tested:
             every = max(1, len(tested) // 12)
-            axes.plot(
-                *zip(*tested, strict=True),
-                **look,
-                markevery=((len(tested) - 1) % every, every),
-                linewidth=2,
-                markersize=6.5,
-                markeredgecolor="white",
-                markeredgewidth=0.8,
-                zorder=3,
-            )
+            marked = {"markevery": ((len(tested) - 1) % every, every), "markeredgewidth": 0.8, "zorder": 3}
+            axes.plot(*zip(*tested, strict=True), **(look | BOLD | marked))
         if by_epoch:
             axes.plot(*zip(*by_epoch, strict=True), **(look | HOLLOW))
     axes.set_title(TITLES.get(quantity, quantity.replace("_", " ").capitalize()), parse_math=False)
@@ -256,17 +238,10 @@ def legend_columns(runs: Sequence[log_file.Run]) -> int:
 def _draw_legend(figure: Figure, runs: Sequence[log_file.Run], height: float) -> None:
     from matplotlib.lines import Line2D
 
-    shape: dict[str, Any] = {"linewidth": 2, "markersize": 6.5, "markeredgecolor": "white"}
-    legend = figure.legend(
-        [Line2D([], [], **look_of(number), **shape) for number in range(len(runs))],
-        [f"run {number}" for number in range(len(runs))],
-        loc="upper left",
-        bbox_to_anchor=(0.01, 1 - 0.08 / height),
-        ncols=legend_columns(runs),
-        fontsize=10,
-        handlelength=2.2,
-        columnspacing=2.4,
-    )
+    lines = [Line2D([], [], **look_of(number), **BOLD) for number in range(len(runs))]
+    place: dict[str, Any] = {"bbox_to_anchor": (0.01, 1 - 0.08 / height), "ncols": legend_columns(runs)}
+    place |= {"fontsize": 10, "handlelength": 2.2, "columnspacing": 2.4}
+    legend = figure.legend(lines, ["run"] * len(runs), loc="upper left", **place)
     for text, run in zip(legend.get_texts(), runs, strict=True):
         text.set_parse_math(False)  # a name may have dollar signs, or begin with _
         text.set_text(run.name)

@@ -18,6 +18,8 @@ from ckpttool.errors import FileError, UsageFault
 from ckpttool.files.commit import replacing, sync_folder
 from ckpttool.files.failures import naming, system_error
 
+Placing = Callable[[], contextlib.AbstractContextManager[object]]
+
 LAST, BEST = "last.pt", "best.pt"
 LINK = ".link"
 # The names that `numbered` gives, and no others: `step-7.pt` is a user's.
@@ -31,7 +33,7 @@ def write(
     folder: str,
     names: list[str],
     *,
-    placing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    placing: Placing = contextlib.nullcontext,
     placed: list[str] | None = None,
 ) -> None:
     """Write one checkpoint under several names, at least one without a number, each atomically.
@@ -60,12 +62,7 @@ def write(
         raise FileError(foreign[0], reason, hint="move it away")
 
 
-def _write_first(
-    state: dict[str, Any],
-    path: str,
-    placing: Callable[[], contextlib.AbstractContextManager[object]],
-    placed: list[str],
-) -> None:
+def _write_first(state: dict[str, Any], path: str, placing: Placing, placed: list[str]) -> None:
     """Write the file under its first name, and add that to `placed` once the file has it."""
     inode, failure = None, None
     with contextlib.ExitStack() as while_placed:

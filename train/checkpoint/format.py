@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import platform
 import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-import ckpttool
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from train.config.training import CHANGEABLE
+from train.launch import same_settings
 from train.trainer.trainer import Trainer
 
 # Flags that may differ on resume; a change of any other would make it another training.
@@ -69,20 +68,13 @@ STRUCTURE: dict[str, Any] = {
     "ema?": {"updates": int, "averages": Named(str, torch.Tensor)},
     "log": Each(Each(NUMBER)),
     "progress": {
-        "epoch": int,
-        "step": int,
-        "global_step": int,
-        "samples": int,
-        "best": NUMBER,
-        "uncounted": int,
+        **dict.fromkeys(("epoch", "step", "global_step", "samples", "uncounted"), int),
+        **dict.fromkeys(("best", "lr"), NUMBER),
         "sums": Each(Each(NUMBER)),
         "unscored": bool,
-        "lr": NUMBER,
     },
     "plan": {
-        "samples": int,
-        "batch_size": int,
-        "world_size": int,
+        **dict.fromkeys(("samples", "batch_size", "world_size"), int),
         "data": str,
         "contents": Named(str, Named(str, str)),
         "init": (str, type(None)),
@@ -157,13 +149,9 @@ def training_of(trainer: Trainer) -> str:
 
 def versions(device: torch.device) -> dict[str, Any]:
     """Return what the last bits of a result depend on, apart from the checkpoint."""
-    return {
-        "ckpttool": ckpttool.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "device": device.type,
-        "threads": torch.get_num_threads(),
-    }
+    software = same_settings.versions()
+    named: dict[str, Any] = {name: software[name] for name in ("ckpttool", "torch", "python")}
+    return named | {"device": device.type, "threads": torch.get_num_threads()}
 
 
 # ---- a file ---------------------------------------------------------------------------------------------
@@ -180,21 +168,26 @@ def _plain(value: Any) -> Any:
         return ("tensor", collectives.digest(value).hex())
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def named_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state, flat and by name: `momentum_buffer of module.conv1.weight` -> tensor."""
     flat: dict[str, Any] = {}
     for number, group in enumerate(optimizer["param_groups"]):
-        names = dict(zip(group["params"], group["param_names"], strict=True))
         flat[f"the optimizer's settings of group {number}"] = sorted(group.items())
-        for index, name in names.items():
-            for kind, value in optimizer["state"].get(index, {}).items():
-                flat[f"{kind} of {name}"] = value
+        for index, name in zip(group["params"], group["param_names"], strict=True):
+            state = optimizer["state"].get(index, {})
+            flat |= {f"{kind} of {name}": value for kind, value in state.items()}
     return flat
+
+
+def same_on_ranks(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the values that must be equal on all ranks, by part and by name; of `--zero` on rank 0 alone."""
+    optimizer, ema = state["optimizer"], state.get("ema")
+    parts = {"model": state["model"], "optimizer": optimizer and named_optimizer(optimizer)}
+    parts["ema"] = ema and ema["averages"]
+    return {part: values for part, values in parts.items() if values is not None}
 
 
 def read(path: str) -> dict[str, Any]:
@@ -214,18 +207,12 @@ def read(path: str) -> dict[str, Any]:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Damaged(path, f"can't be read: {why}") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "progress", "digests"} <= state.keys():
-        raise Refused(
-            path, "is not a checkpoint of this trainer", hint=f"inspect it: ckpttool inspect {path}"
-        )
+        hint = f"inspect it: ckpttool inspect {path}"
+        raise Refused(path, "is not a checkpoint of this trainer", hint=hint)
     with malformed(path):
         _check(path, "", state, STRUCTURE)
-        digests = {
-            "model": collectives.digest_all(state["model"]),
-            "optimizer": collectives.digest_all(named_optimizer(state["optimizer"])),
-            "run": digest_of_run(state),
-        }
-        if "ema" in state:
-            digests["ema"] = collectives.digest_all(state["ema"]["averages"])
+        of_parts = {part: collectives.digest_all(values) for part, values in same_on_ranks(state).items()}
+        digests = of_parts | {"run": digest_of_run(state)}
     for part, digest in state["digests"].items():
         if digests.get(part, digest) != digest:
             what = "values of the run" if part == "run" else f"{part}'s values"

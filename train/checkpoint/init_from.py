@@ -84,9 +84,8 @@ def _state(checkpoint: Checkpoint) -> State:
         if len(names) < 2:
             raise
         taken_out = _slim(checkpoint.path, names[0])
-        raise NoState(
-            checkpoint.path, error.reason, hint=f"take one out, and --init that: {taken_out}"
-        ) from None
+        hint = f"take one out, and --init that: {taken_out}"
+        raise NoState(checkpoint.path, error.reason, hint=hint) from None
 
 
 def _slim(path: str, where: str) -> str:
@@ -96,18 +95,13 @@ def _slim(path: str, where: str) -> str:
 
 def _require_finite(path: str, model: nn.Module) -> None:
     """Refuse weights from which no training recovers. Buffers may be infinite on purpose: masks are."""
-    bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
-    bad += [
-        name
-        for name, value in model.named_buffers()
-        if name.endswith(("running_mean", "running_var")) and not torch.isfinite(value).all()
-    ]
+    statistics = (pair for pair in model.named_buffers() if pair[0].endswith(("running_mean", "running_var")))
+    values = (*model.named_parameters(), *statistics)
+    bad = [name for name, value in values if not torch.isfinite(value).all()]
     if bad:
         verb = "is" if len(bad) == 1 else "are"
-        raise UsageFault(
-            f"--init {path}: {_listed(bad)} {verb} NaN or infinite: not a state to train from",
-            hint=f"see where: {command_line(['ckpttool', 'verify', path])}",
-        )
+        what = f"--init {path}: {_listed(bad)} {verb} NaN or infinite: not a state to train from"
+        raise UsageFault(what, hint=f"see where: {command_line(['ckpttool', 'verify', path])}")
 
 
 # ---- remarks -------------------------------------------------------------------------------------------
@@ -159,23 +153,17 @@ def _misfit(
     checkpoint: Checkpoint, model: nn.Module, fault: Mismatch, patterns: tuple[str, ...]
 ) -> UsageFault:
     """Return the error for weights that do not fit: every name, and what to do about it."""
-    shapes = [
-        f"{name} ({theirs} in the file, {ours} in the model)" for name, theirs, ours in fault.mismatched
-    ]
-    kinds = {"missing": fault.missing, "unexpected": fault.unexpected, "of another shape": shapes}
+    mismatched = [f"{name} ({its} in the file, {ours} in the model)" for name, its, ours in fault.mismatched]
+    kinds = {"missing": fault.missing, "unexpected": fault.unexpected, "of another shape": mismatched}
     said = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items() if names)
     if not said:  # a module of the model refused its part
         return UsageFault(f"--init {fault.message}", hint=fault.hint)
     advice, is_fixed = _advice(checkpoint, model, patterns)
-    lists = [
-        line
-        for kind, names in kinds.items()
-        for line in _paragraph(kind, names, SHOWN if is_fixed else LISTED)
-    ]
+    shown = SHOWN if is_fixed else LISTED
+    lists = [line for kind, names in kinds.items() for line in _paragraph(kind, names, shown)]
     # With several lines, the program prints a hint below the message.
-    return UsageFault(
-        f"--init {checkpoint.path}: does not fit the model: {said}", hint="\n".join(lists + advice)
-    )
+    hint = "\n".join(lists + advice)
+    return UsageFault(f"--init {checkpoint.path}: does not fit the model: {said}", hint=hint)
 
 
 def _paragraph(kind: str, names: Sequence[str], shown: int) -> list[str]:

@@ -7,31 +7,22 @@ import copy
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 
-from ckpttool.distributed import collectives
+from ckpttool.distributed import collectives, nested
 from ckpttool.errors import CheckFailed
 from train.checkpoint import files as checkpoint_files
-from train.checkpoint.format import digest_of_run, named_optimizer
+from train.checkpoint.format import digest_of_run, same_on_ranks
+from train.trainer.trainer import Trainer
 
 T = TypeVar("T")
 
 # What is added to the niceness of a thread that writes: training goes first where cores are few.
 NICENESS = 10
-
-
-def digests_of(state: dict[str, Any]) -> dict[str, dict[str, bytes]]:
-    """Return the digest of each value that must be equal on all ranks, by part and by name."""
-    values = {"model": state["model"]}
-    if state["optimizer"] is not None:
-        values["optimizer"] = named_optimizer(state["optimizer"])
-    if "ema" in state:
-        values["ema"] = state["ema"]["averages"]
-    return {part: collectives.digest_each(tensors) for part, tensors in values.items()}
 
 
 class Abandoned(Exception):
@@ -41,28 +32,20 @@ class Abandoned(Exception):
 class Save:
     """One checkpoint on its way to the disk. Nothing in it is a collective.
 
-    The state must not change until the file is written. `names` are those of the files; with `keep`, older
-    numbered ones go afterwards. `recorded` returns a context in which the file takes its place.
+    The state must not change until the file is written. `names` are those of the files; with `--keep`, older
+    numbered ones go afterwards. The trainer's recorder has a context in which the file takes its place.
     """
 
     def __init__(
-        self,
-        state: dict[str, Any],
-        folder: str,
-        names: list[str],
-        keep: int,
-        finite: dict[str, Any],
-        lr: float,
-        recorded: Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[object]],
+        self, state: dict[str, Any], folder: str, names: list[str], finite: dict[str, Any], trainer: Trainer
     ) -> None:
-        self.state, self.folder, self.names, self.keep = state, folder, names, keep
+        self.state, self.folder, self.names, self.finite = state, folder, names, finite
+        self.config, self.recorded = trainer.config, trainer.recorder.checkpoint
         self.placed: list[str] = []
-        self.finite, self.lr, self.recorded = finite, lr, recorded
         self.step, self.best = state["progress"]["global_step"], state["progress"]["best"]
         self.digests: Future[dict[str, bytes]] = Future()  # of this rank's state, or why it can't be saved
         self.allowed: Future[None] = Future()  # all ranks are known to hold the same
         self.written: Future[None] = Future()  # on rank 0
-        self.agreed = False  # the ranks have been compared
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -83,7 +66,8 @@ class Save:
 
     def _look(self) -> dict[str, bytes]:
         self._check_finite()
-        parts = digests_of(self.state)
+        values = same_on_ranks(self.state)
+        parts = {part: collectives.digest_each(of_part) for part, of_part in values.items()}
         combined = {part: collectives.combined(digests).hex() for part, digests in parts.items()}
         self.state["digests"] = combined | {"run": digest_of_run(self.state)}
         shared = dict(parts["model"])
@@ -98,8 +82,8 @@ class Save:
 
     def _write(self) -> None:
         checkpoint_files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
-        if self.keep:
-            checkpoint_files.drop_old(self.folder, self.keep, self.state["training"])
+        if self.config.keep:
+            checkpoint_files.drop_old(self.folder, self.config.keep, self.state["training"])
 
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
@@ -107,17 +91,12 @@ class Save:
         with self.recorded(self.state):
             yield
 
-    def allow(self) -> None:
-        """Let the file take its place: all ranks hold what it holds."""
-        self.agreed = True
-        self.allowed.set_result(None)
-
     def leave(self, patience: float | None = None) -> None:
         """End the thread: let a file that may take its place do so, and remove another.
 
         It waits for the disk for `patience` seconds; by default as long as it takes.
         """
-        if not self.agreed and not self.allowed.done():
+        if not self.allowed.done():
             self.allowed.set_exception(Abandoned())
         if self._thread is not None:
             self._thread.join(patience)
@@ -129,11 +108,10 @@ class Save:
             if tensor is not None and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
                 last = os.path.join(self.folder, checkpoint_files.LAST)
                 before = f"; {last} is from before that" if os.path.exists(last) else ""
-                raise CheckFailed(
-                    f"after step {self.step} {name} is NaN or infinite: training has diverged",
-                    hint=f"give a smaller --lr than {self.lr:g}, or --warmup, or look for NaN in the samples "
-                    f"and in the loss{before}",
-                )
+                lower = f"give a smaller --lr than {self.config.lr:g}, or --warmup"
+                hint = f"{lower}, or look for NaN in the samples and in the loss{before}"
+                what = f"after step {self.step} {name} is NaN or infinite: training has diverged"
+                raise CheckFailed(what, hint=hint)
 
 
 def _settle(future: Future[T], work: Callable[[], T]) -> None:
@@ -189,11 +167,11 @@ class Staging:
     def _buffer(self, storage: torch.UntypedStorage, number: int) -> torch.UntypedStorage:
         """Return memory for the copy of a storage: the buffer of this number, if that has the size."""
         size, pinned = storage.nbytes(), storage.device.type == "cuda"
-        buffer = self._buffers[number : number + 1]
-        if not buffer or buffer[0][0].numel() != size or buffer[0][1] != pinned:
-            buffer = [(torch.empty(size, dtype=torch.uint8, pin_memory=pinned), pinned)]
-            self._buffers[number : number + 1] = buffer
-        return buffer[0][0].untyped_storage()
+        buffers = self._buffers[number : number + 1]
+        if not buffers or (buffers[0][0].numel(), buffers[0][1]) != (size, pinned):
+            buffers = [(torch.empty(size, dtype=torch.uint8, pin_memory=pinned), pinned)]
+            self._buffers[number : number + 1] = buffers
+        return buffers[0][0].untyped_storage()
 
 
 def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
@@ -207,19 +185,10 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def is_on_cpu(state: Any) -> bool:
-    """Return whether all tensors of a state lie in the memory of the CPU."""
-    return all(tensor.device.type == "cpu" for tensor in tensors_of(state))
-
-
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a state. Others, as parameters and sparse ones, deepcopy copies."""
-    if type(value) is torch.Tensor:
-        if value.layout == torch.strided and not value.is_quantized and not value.is_meta:
-            yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(item)
+    """Return the plain tensors of a state. Others, as parameters and sparse ones, deepcopy copies."""
+    strided = (t for t in nested.tensors(value) if type(t) is torch.Tensor and t.layout == torch.strided)
+    return (tensor for tensor in strided if not tensor.is_quantized and not tensor.is_meta)
 
 
 def _as(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpttool.distributed import collectives
+from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
 from train.checkpoint import init_from
 from train.checkpoint.files import LAST, newest_first
@@ -16,7 +17,7 @@ from train.config import training
 from train.config.command_line import shown
 from train.config.training import CHANGEABLE, TrainConfig
 from train.data.data_set import Data
-from train.data.fingerprint import Contents, draws_for_itself, flat
+from train.data.fingerprint import Contents, flat
 from train.model.optimizer import total_steps
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
@@ -121,28 +122,31 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
             raise Damaged(path, f"scheduler.{name} is a {type(saved[name]).__name__}")
     skipped = state["scaler"].get("skipped", 0) + progress["uncounted"]
     if saved["last_epoch"] + skipped != progress["global_step"]:
-        raise Damaged(
-            path, f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"
-        )
+        what = f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"
+        raise Damaged(path, what)
     if len(saved["base_lrs"]) != len(own["base_lrs"]):
         raise Damaged(path, "scheduler.base_lrs has another length than it was saved with")
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     config, data, plan = trainer.config, trainer.data, state["plan"]
+    fields = TrainConfig.__dataclass_fields__
     now, then = config.plain(), {**TrainConfig().plain(), **state["config"]}
     allowed = training.fields(config.change)
     free = FREE | COMPARED_BY_CONTENT | allowed
     if other := [name for name in now if name not in free and now[name] != then.get(name)]:
-        fields = TrainConfig.__dataclass_fields__
         flags = " ".join(shown(fields[name], then.get(name)) for name in other)
         may = " ".join(f"--change {name.replace('_', '-')}" for name in other)
         instead = may if {*other} <= CHANGEABLE else "start another run"
         raise _other(path, f"with {flags}", f"give the same, or {instead}")
     _require_same_groups(now, then, allowed)
-    passes = then["accumulate"]
-    if now["accumulate"] != passes and "accumulate" not in allowed and (why := trainer.depends_on_passes()):
-        raise _other(path, f"with --accumulate {passes}, and {why}", "give the same, or --change accumulate")
+    same_ranks = plan["world_size"] == trainer.place.world_size
+    for name in ("accumulate", *(("rank_batch", "rank_share") if same_ranks else ())):
+        if now[name] == then[name] or name in allowed:
+            continue
+        if why := trainer.depends_on_passes(shares=name != "accumulate"):
+            hint = f"give the same, or --change {name.replace('_', '-')}"
+            raise _other(path, f"with {shown(fields[name], then[name])}, and {why}", hint)
     if config.init and _weights(config) != plan["init"]:
         started = f"that did not start from the weights in {config.init}"
         raise _other(path, started, "leave out --init, or start another run")
@@ -160,10 +164,9 @@ def _require_same_groups(now: dict[str, Any], then: dict[str, Any], allowed: set
     """Raise UsageFault if weight decay is turned on or off, and so the optimizer's groups become others."""
     on, was_on = bool(now["weight_decay"]), bool(then["weight_decay"])
     if "weight_decay" in allowed and on != was_on and not now["decay_norms"]:
-        raise UsageFault(
-            f"--change weight-decay: can't {'begin' if on else 'end'} on a resume, only differ",
-            hint="norms and biases, which never decay, are then a group of the optimizer by themselves",
-        )
+        what = f"--change weight-decay: can't {'begin' if on else 'end'} on a resume, only differ"
+        hint = "norms and biases, which never decay, are then a group of the optimizer by themselves"
+        raise UsageFault(what, hint=hint)
 
 
 def _check_same_contents(path: str, then: Contents, data: Data) -> None:
@@ -182,12 +185,11 @@ def _check_same_contents(path: str, then: Contents, data: Data) -> None:
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """Return what the user should know about this resume: its position, and why bits may differ."""
     progress, steps, config = trainer.progress, trainer.feed.steps_per_epoch, trainer.config
-    if progress.epoch >= config.epochs:
-        done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
-        return [f"{path} already has {done}: nothing to do (--epochs N trains longer)"]
-    if config.max_steps and progress.global_step >= config.max_steps:
-        done = f"{progress.global_step} step{'s' * (progress.global_step != 1)}"
-        return [f"{path} already has {done}: nothing to do (--max-steps N trains longer)"]
+    in_all = ("--epochs", "epoch", progress.epoch), ("--max-steps", "step", progress.global_step)
+    for (flag, unit, done), most in zip(in_all, (config.epochs, config.max_steps), strict=True):
+        if most and done >= most:
+            has = f"{done} {unit}{'s' * (done != 1)}"
+            return [f"{path} already has {has}: nothing to do ({flag} N trains longer)"]
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
@@ -195,16 +197,13 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
         but += ", and the same bits" * bool(config.virtual_ranks)
         remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps{but}")
     were, are = state["versions"], versions(trainer.place.device)
-    changed = [
-        f"{name} {were.get(name)} -> {value}" for name, value in are.items() if were.get(name) != value
-    ]
-    if changed:
+    if changed := [f"{name} {were.get(name)} -> {now}" for name, now in are.items() if were.get(name) != now]:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
-    if draws_for_itself(trainer.data.train, trainer.data.name, trainer.data.task):
-        remarks.append(
-            f"--data {trainer.data.name} draws from random generators of its own, so this run differs from "
-            "one that never stopped (Python's, numpy's and torch's own are seeded for each sample)"
-        )
+    of_training, _ = trainer.data.parts()
+    if isinstance(of_training.samples, Keyed) and of_training.varying(0):
+        why = f"--data {trainer.data.name} draws from random generators of its own"
+        others = "(Python's, numpy's and torch's own are seeded for each sample)"
+        remarks.append(f"{why}, so this run differs from one that never stopped {others}")
     then = {**TrainConfig().plain(), **state["config"]}
     remarks += [
         f"{name.replace('_', '-')} {then[name]} -> {now}"

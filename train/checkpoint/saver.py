@@ -15,22 +15,22 @@ done the ranks tell each other in later steps (`word`, `advance`). A save passes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ckpttool.distributed import collectives, heartbeat
 from ckpttool.errors import FileError
 from train.checkpoint.files import BEST, LAST, numbered
 from train.checkpoint.format import capture
-from train.checkpoint.pending_save import Save, Staging, is_on_cpu
+from train.checkpoint.pending_save import Save, Staging, tensors_of
 from train.trainer.trainer import Trainer
 
 ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on only some ranks"
+
+# What the other ranks look at of a state.
+COMPARED = ("model", "optimizer", "ema", "progress", "config")
 
 # Seconds of waiting for a save that is still being written, from which on the report says so.
 NOTICEABLE = 1.0
@@ -71,17 +71,18 @@ class Saver:
         if last and config.keep:
             names.append(numbered(trainer.progress.global_step))
         model = trainer.ddp.module
-        statistics = {name: buffer.clone() for name, buffer in _running_statistics(model)}  # to be rank 0's
+        # Copies, as the buffers become rank 0's. Others may be infinite on purpose: masks are.
+        norms = ((path, layer) for path, layer in model.named_modules() if isinstance(layer, _NormBase))
+        statistics = {
+            name: buffer.clone() for path, layer in norms for name, buffer in layer.named_buffers(path, False)
+        }
         state = capture(trainer)
         if collectives.rank() != 0:  # the others only compare
-            state = {part: state.get(part) for part in ("model", "optimizer", "ema", "progress", "config")}
-            state = {part: value for part, value in state.items() if value is not None or part == "optimizer"}
-        if config.save == "async" or not is_on_cpu(state):
+            state = {part: state[part] for part in COMPARED if part in state}
+        if config.save == "async" or any(tensor.device.type != "cpu" for tensor in tensors_of(state)):
             state, statistics = self._staging.copy((state, statistics))
         finite = {name: state["model"].get(f"module.{name}") for name, _ in model.named_parameters()}
-        recorded = trainer.recorder.checkpoint
-        save = Save(state, self.folder, names, config.keep, finite | statistics, config.lr, recorded)
-        self._pending = save
+        self._pending = save = Save(state, self.folder, names, finite | statistics, trainer)
         if config.save == "async":
             save.begin()
         else:
@@ -110,7 +111,7 @@ class Saver:
 
         It does not wait. Raises as `save`.
         """
-        if self._pending is not None and not self._pending.agreed and not computing:
+        if self._pending is not None and not computing:
             self._agree(self._pending)
         if written:
             self.finish_save()
@@ -120,11 +121,10 @@ class Saver:
         save = self._pending
         if save is None:
             return
-        if not save.agreed:
-            self._agree(save)
+        self._agree(save)
         if self.trainer.config.save == "sync":
             save.write()
-        failure, placed = collectives.from_rank_zero(partial(_outcome, save))
+        failure, placed = collectives.from_rank_zero(lambda: (_failure(save), save.placed))
         self._pending = None
         for name in placed:
             self._failed.pop(name, None)
@@ -138,21 +138,22 @@ class Saver:
             self._failed[name] = failure
         if BEST in missing and self.trainer.progress.best == save.best:
             self.trainer.progress.best = self._best_on_disk  # so that the next better one is written
+        text = f"the save of step {save.step} failed: {failure.message}; the next save tries again"
         if LAST in placed and missing == {numbered(save.step)}:
             text = f"step {save.step} has no numbered checkpoint: {failure.message}"
-        else:
-            text = f"the save of step {save.step} failed: {failure.message}; the next save tries again"
         self._say("save failed", text, error=str(failure))
 
     def _agree(self, save: Save) -> None:
-        """Compare the ranks, and let the file take its place. A collective."""
+        """Compare the ranks if they have not been, and let the file take its place. A collective."""
+        if save.allowed.done():
+            return
         try:
             collectives.compare_digests(save.digests.result, "before saving", hint=ON_SOME_RANKS)
         except BaseException:
             save.leave()
             self._pending = None
             raise
-        save.allow()
+        save.allowed.set_result(None)
 
     def finish(self) -> None:
         """Wait until everything is written. A collective; FileError if the last save of a file failed."""
@@ -172,17 +173,9 @@ class Saver:
         self._tell(event, text, self.trainer.progress.global_step, **fields)
 
 
-def _outcome(save: Save) -> tuple[FileError | None, list[str]]:
-    """Wait for the file on rank 0. Return the error with which the disk refused it, and the names placed."""
-    try:
-        save.written.result()
-    except FileError as error:
-        return error, save.placed
-    return None, save.placed
-
-
-def _running_statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those of normalisation layers, by name. Other buffers may be infinite on purpose: masks are."""
-    for path, layer in model.named_modules():
-        if isinstance(layer, _NormBase):
-            yield from layer.named_buffers(path, recurse=False)
+def _failure(save: Save) -> FileError | None:
+    """Wait for the file on rank 0. Return the error with which the disk refused it."""
+    error = save.written.exception()
+    if error is not None and not isinstance(error, FileError):
+        raise error
+    return error

@@ -44,9 +44,11 @@ ELSEWHERE = {
 class Parser(argparse.ArgumentParser):
     """A parser that raises UsageFault instead of exiting, and prints the help on rank 0 alone."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, program: str, usage: str, about: str, examples: str) -> None:
+        options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        options |= {"prog": program, "usage": f"python {program} {usage}"}
         # An abbreviated flag would reach torchrun's ranks under a name that is not recognised.
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(**options, description=about, epilog=examples, allow_abbrev=False)
 
     def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
         """Return the values of the flags; for an unknown flag, raise UsageFault with a suggestion."""
@@ -74,9 +76,8 @@ class Parser(argparse.ArgumentParser):
 def closest(flag: str, flags: Sequence[str]) -> str | None:
     """Return the flag that was meant: typed with `_`, abbreviated, misspelt, or as other trainers call it."""
     typed = flag.lower().replace("_", "-")
-    if ELSEWHERE.get(typed) in flags:
-        return ELSEWHERE[typed]
-    completions = [known for known in flags if known.startswith(typed)]
+    completions = [known for known in flags if known == ELSEWHERE.get(typed)]
+    completions = completions or [known for known in flags if known.startswith(typed)]
     if len(completions) == 1:
         return completions[0]
     plain = {known.replace("-", ""): known for known in flags}  # dashes are often left out
@@ -111,23 +112,20 @@ def shown(field: dataclasses.Field[Any], value: Any) -> str:
 
 
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    options = {name: value for name, value in field.metadata.items() if name != "group"}
-    if isinstance(field.default, bool):
-        return {**options, "dest": field.name, "action": f"store_{str(not field.default).lower()}"}
     default: Any = field.default
-    if options.get("action") == "append":  # argparse appends to the default itself
-        default = list(default)
-    return {**options, "dest": field.name, "default": default}
+    options = {name: value for name, value in field.metadata.items() if name != "group"}
+    options |= {"dest": field.name, "default": default}
+    if isinstance(default, bool):
+        options["action"] = f"store_{str(not default).lower()}"
+    elif options.get("action") == "append":  # argparse appends to the default itself
+        options["default"] = list(default)
+    return options
 
 
 def train_parser() -> Parser:
     """Return the parser of train/main.py."""
-    parser = Parser(
-        prog="train/main.py",
-        usage="python train/main.py [flags]",
-        description="Train a model on one or many ranks, exactly.",
-        epilog=EXAMPLES,
-    )
+    about = "Train a model on one or many ranks, exactly."
+    parser = Parser("train/main.py", "[flags]", about, EXAMPLES)
     add_flags(parser, TrainConfig)
     # Their defaults depend on the optimizer and on --rank-batch.
     parser.set_defaults(**dict.fromkeys(OTHER_OPTIMIZERS), batch_size=None)
@@ -221,32 +219,21 @@ def flags_of(config: TrainConfig) -> list[str]:
 
 def make_plan(config: TrainConfig, samples: int) -> Plan:
     """Return how training samples are ordered, cut into batches and dealt to ranks."""
-    return Plan(
-        samples,
-        config.batch_size,
-        config.seed,
-        config.drop_last,
-        config.accumulate,
-        config.sampler,
-        config.set_epoch,
-        config.rank_batch,
-        # With "auto", shares are equal until the ranks' speeds have been measured.
-        config.rank_share if isinstance(config.rank_share, tuple) else None,
-    )
+    # With "auto", shares are equal until the ranks' speeds have been measured.
+    shares = config.rank_share if isinstance(config.rank_share, tuple) else None
+    names = ("batch_size", "seed", "drop_last", "accumulate", "sampler", "set_epoch", "rank_batch")
+    return Plan(samples, **{name: getattr(config, name) for name in names}, rank_share=shares)
 
 
 def check_plan(config: TrainConfig, world_size: int) -> None:
     """Check that batches can be dealt as the flags say, whatever the data."""
     if config.sampler == "none" and not config.preview:
-        raise UsageFault(
-            "--sampler none: every rank would train on all samples",
-            hint="give exact or torch, or --preview to see it",
-        )
+        hint = "give exact or torch, or --preview to see it"
+        raise UsageFault("--sampler none: every rank would train on all samples", hint=hint)
     if config.rank_share == "auto" and (config.rank_batch or config.sampler != "exact"):
         other = "--rank-batch" if config.rank_batch else f"--sampler {config.sampler}"
-        raise UsageFault(
-            f"--rank-share auto: {other} says already how a batch is dealt", hint="give one of them"
-        )
+        hint = "give one of them"
+        raise UsageFault(f"--rank-share auto: {other} says already how a batch is dealt", hint=hint)
     if config.virtual_ranks is not None:
         _check_virtual_ranks(config, config.virtual_ranks, world_size)
     check_dealt(make_plan(config, config.batch_size), world_size, called=flag)
@@ -255,15 +242,11 @@ def check_plan(config: TrainConfig, world_size: int) -> None:
 def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> None:
     given = f"--virtual-ranks {virtual}"
     if virtual % world_size:
-        raise UsageFault(
-            f"{given}: does not divide by {world_size} ranks",
-            hint="start a number of ranks that divides it, or give a multiple of theirs",
-        )
+        hint = "start a number of ranks that divides it, or give a multiple of theirs"
+        raise UsageFault(f"{given}: does not divide by {world_size} ranks", hint=hint)
     if virtual > config.batch_size:
-        raise UsageFault(
-            f"{given}: more than the {config.batch_size} samples in a batch",
-            hint=f"give --batch-size {virtual} or more",
-        )
+        hint = f"give --batch-size {virtual} or more"
+        raise UsageFault(f"{given}: more than the {config.batch_size} samples in a batch", hint=hint)
     shares = "virtual ranks have equal shares"
     apart = "virtual ranks compute apart, and each normalises by its own samples"
     against = (

@@ -114,17 +114,26 @@ def _divided(text: str, units: tuple[str, ...]) -> tuple[str, str]:
     return parts[1], unit
 
 
-def flag(default: Any, group: str, text: str, **options: Any) -> Any:
-    """Return a dataclass field that is a flag, listed in the help under `group`; `options` are argparse's."""
+def flag(default: Any, text: str, **options: Any) -> Any:
+    """Return a dataclass field that is a flag, with argparse's `options`.
+
+    `text` is `heading: help`, `heading METAVAR: help` or `heading {choice,choice}: help`.
+    """
+    about, _, text = text.partition(": ")
+    group, _, form = about.partition(" ")
+    if form.startswith("{"):
+        options["choices"] = tuple(form[1:-1].split(","))
+    elif form:
+        options["metavar"] = form
     return dataclasses.field(default=default, metadata={"group": group, "help": text, **options})
 
 
-def count(default: int | None, group: str, text: str, *, least: int = 1) -> Any:
-    return flag(default, group, text, type=integer(least), metavar="N")
+def count(default: int | None, text: str, *, least: int = 1) -> Any:
+    return flag(default, text, type=integer(least), metavar="N")
 
 
-def real(default: float | None, group: str, text: str, **span: float) -> Any:
-    return flag(default, group, text, type=number(**span), metavar="X")
+def real(default: float | None, text: str, **span: float) -> Any:
+    return flag(default, text, type=number(**span), metavar="X")
 
 
 @dataclass(frozen=True)
@@ -133,77 +142,60 @@ class DataConfig:
 
     data: str = flag(
         "digits",
-        "data",
-        "digits (the default), cifar10, mnist, folder:PATH (PATH/train/<class>/* and PATH/test/..., or one "
-        "level of classes), fake:N, or file.py:factory, which returns (train, test)",
-        metavar="DATA",
+        "data DATA: digits (the default), cifar10, mnist, folder:PATH (PATH/train/<class>/* and "
+        "PATH/test/..., or one level of classes), fake:N, or file.py:factory, which returns (train, test)",
     )
-    data_root: str = flag("data", "data", "where cifar10 and mnist are stored (data)", metavar="DIR")
-    download: bool = flag(False, "data", "download cifar10 or mnist if it is missing")
+    data_root: str = flag("data", "data DIR: where cifar10 and mnist are stored (data)")
+    download: bool = flag(False, "data: download cifar10 or mnist if it is missing")
     mean: tuple[float, ...] | None = flag(
         None,
-        "data",
-        "subtracted from each channel in [0, 1] (colour images: 0.485,0.456,0.406; others: none)",
+        "data M,M,M: subtracted from each channel in [0, 1] (colour images: 0.485,0.456,0.406; others: none)",
         type=numbers,
-        metavar="M,M,M",
     )
     std: tuple[float, ...] | None = flag(
-        None, "data", "each channel is then divided by it (0.229,0.224,0.225)", type=numbers, metavar="S,S,S"
+        None, "data S,S,S: each channel is then divided by it (0.229,0.224,0.225)", type=numbers
     )
-    resize: int | None = count(None, "data", "resize a folder's images to N by N")
+    resize: int | None = count(None, "data: resize a folder's images to N by N")
     task: str = flag(
         "classification",
-        "task",
-        "what the outputs are compared with, and how they are scored: classification (the default), "
-        "regression, language-model, model-loss (the model returns its mean loss), or file.py:factory",
-        metavar="TASK",
+        "task TASK: what the outputs are compared with, and how they are scored: classification (the "
+        "default), regression, language-model, model-loss (the model returns its mean loss), or "
+        "file.py:factory",
     )
-    eval_batch: int = count(128, "task", "test samples in one forward pass (128)")
+    eval_batch: int = count(128, "task: test samples in one forward pass (128)")
 
 
 @dataclass(frozen=True)
 class RanksConfig:
     """How the ranks start and wait for each other."""
 
-    workers: int = count(0, "ranks", "processes that load data, per rank (0: the rank itself)", least=0)
+    workers: int = count(0, "ranks: processes that load data, per rank (0: the rank itself)", least=0)
     backend: str = flag(
-        "auto",
-        "ranks",
-        "auto: nccl if each rank has a GPU, otherwise gloo on the CPU",
-        choices=("auto", "gloo", "nccl"),
+        "auto", "ranks {auto,gloo,nccl}: auto: nccl if each rank has a GPU, otherwise gloo on the CPU"
     )
-    mixed_torch: bool = flag(False, "ranks", "let ranks run different minor versions of torch")
-    timeout: float = flag(
-        600.0, "ranks", "how long a rank waits for the others (600)", type=number(above=0), metavar="SECONDS"
-    )
-    hang_timeout: float = flag(
+    mixed_torch: bool = flag(False, "ranks: let ranks run different minor versions of torch")
+    timeout: float = real(600.0, "ranks SECONDS: how long a rank waits for the others (600)", above=0)
+    hang_timeout: float = real(
         300.0,
-        "ranks",
-        "end the run, naming the rank, when others wait for one that does nothing for so long; 0: no (300)",
-        type=number(least=0),
-        metavar="SECONDS",
+        "ranks SECONDS: end the run, naming the rank, when others wait for one that does nothing for so "
+        "long; 0: no (300)",
+        least=0,
     )
-    join_timeout: float = flag(
+    join_timeout: float = real(
         60.0,
-        "ranks",
-        "how long a rank waits for the others to come, at the start (60, or as long as it took itself)",
-        type=number(above=0),
-        metavar="SECONDS",
+        "ranks SECONDS: how long a rank waits for the others to come, at the start (60, or as long as it "
+        "took itself)",
+        above=0,
     )
-    spawn: int | None = count(None, "ranks", "start N ranks on this machine, without torchrun")
+    spawn: int | None = count(None, "ranks: start N ranks on this machine, without torchrun")
 
 
 def check_shared(config: Any) -> None:
     """Refuse what is wrong with the settings above, whatever the data."""
     if config.spawn and started_by_launcher():
-        raise UsageFault(
-            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
-        )
+        hint = "leave out --spawn"
+        raise UsageFault("--spawn starts ranks, but torchrun already started this one", hint=hint)
     if config.std and not all(value > 0 for value in config.std):
-        raise UsageFault(f"--std {_joined(config.std)}: must be above 0")
+        raise UsageFault(f"--std {','.join(f'{value:g}' for value in config.std)}: must be above 0")
     if config.resize and not config.data.startswith("folder:"):
         raise UsageFault("--resize: works only with --data folder:PATH", hint="leave it out")
-
-
-def _joined(values: tuple[float, ...]) -> str:
-    return ",".join(f"{value:g}" for value in values)

@@ -11,22 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import UsageFault
-from train.config.shared import (
-    DataConfig,
-    Every,
-    RanksConfig,
-    check_shared,
-    count,
-    duration,
-    every,
-    flag,
-    integer,
-    integers,
-    integers_or_auto,
-    number,
-    numbers,
-    real,
-)
+from train.config import shared
+from train.config.shared import Every, count, every, flag, real
 
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
 OPTIMIZERS: dict[str, dict[str, float]] = {
@@ -42,222 +28,183 @@ EACH_EPOCH = Every(1, "epochs")
 # Settings that a resumed run may change if --change names them. The others are another training.
 CHANGEABLE = {
     *("lr", "momentum", "weight_decay", "scheduler", "warmup", "clip_norm"),
-    *("label_smoothing", "augment", "mixup", "cutmix", "accumulate"),
+    *("label_smoothing", "augment", "mixup", "cutmix"),
+    *("accumulate", "rank_batch", "rank_share"),
 }
 
 
 @dataclass(frozen=True)
-class TrainConfig(RanksConfig, DataConfig):
+class TrainConfig(shared.RanksConfig, shared.DataConfig):
     """The whole configuration of a run."""
 
     augment: str = flag(
         "none",
-        "data",
-        "change training images at random, by (seed, epoch, sample): crop-flip or auto (none)",
-        choices=("none", "crop-flip", "auto"),
+        "data {none,crop-flip,auto}: change training images at random, by (seed, epoch, sample): crop-flip "
+        "or auto (none)",
     )
-    mixup: float = real(0.0, "data", "mix pairs of samples, with Beta(X, X) as their weights (0)", least=0)
+    mixup: float = real(0.0, "data: mix pairs of samples, with Beta(X, X) as their weights (0)", least=0)
     cutmix: float = real(
-        0.0, "data", "replace a rectangle by another sample's, of an area from Beta(X, X) (0)", least=0
+        0.0, "data: replace a rectangle by another sample's, of an area from Beta(X, X) (0)", least=0
     )
     label_smoothing: float = real(
-        0.0, "task", "the part of a label that is spread over all classes (0)", least=0, below=1
+        0.0, "task: the part of a label that is spread over all classes (0)", least=0, below=1
     )
     class_weights: tuple[float, ...] | None = flag(
         None,
-        "task",
-        "how much a sample of each class counts in the training loss, as the weight of torch's cross entropy",
-        type=numbers,
-        metavar="X,X,...",
+        "task X,X,...: how much a sample of each class counts in the training loss, as the weight of "
+        "torch's cross entropy",
+        type=shared.numbers,
     )
     eval_every: Every = flag(
         EACH_EPOCH,
-        "task",
-        "how often to evaluate; in epochs by default (1)",
+        "task N[steps|epochs]: how often to evaluate; in epochs by default (1)",
         type=every("epochs", "steps", least=1),
-        metavar="N[steps|epochs]",
     )
     model: str = flag(
-        "simple-cnn",
-        "model",
-        "simple-cnn (the default), resnet20, torchvision:NAME, or file.py:factory",
-        metavar="MODEL",
+        "simple-cnn", "model MODEL: simple-cnn (the default), resnet20, torchvision:NAME, or file.py:factory"
     )
-    init: str | None = flag(
-        None, "model", "start from the weights of any checkpoint that ckpttool reads", metavar="FILE"
-    )
+    init: str | None = flag(None, "model FILE: start from the weights of any checkpoint that ckpttool reads")
     init_allow_missing: tuple[str, ...] = flag(
         (),
-        "model",
-        "leave parameters that match this pattern as they are made, if --init lacks them or has "
+        "model GLOB: leave parameters that match this pattern as they are made, if --init lacks them or has "
         "others; may be repeated",
         action="append",
-        metavar="GLOB",
     )
     batchnorm: str = flag(
         "plain",
-        "model",
-        "plain (the default): normalise by each rank's samples, keep rank 0's statistics; sync: by all "
-        "ranks' samples; pooled: as plain, but with the running statistics of all ranks' samples",
-        choices=("plain", "sync", "pooled"),
+        "model {plain,sync,pooled}: plain (the default): normalise by each rank's samples, keep rank 0's "
+        "statistics; sync: by all ranks' samples; pooled: as plain, but with the running statistics of all "
+        "ranks' samples",
     )
-    compile: bool = flag(False, "model", "compile the model with torch.compile")
+    compile: bool = flag(False, "model: compile the model with torch.compile")
     grad_checkpoint: bool = flag(
-        False, "model", "compute activations again in the backward pass: less memory, more time"
+        False, "model: compute activations again in the backward pass: less memory, more time"
     )
-    find_unused: bool = flag(
-        False, "model", "let a forward pass leave parameters out, at the cost of a search"
-    )
-    epochs: int = count(10, "training", "passes over the training samples (10)")
-    max_steps: int | None = count(None, "training", "end after this many optimizer steps")
+    find_unused: bool = flag(False, "model: let a forward pass leave parameters out, at the cost of a search")
+    epochs: int = count(10, "training: passes over the training samples (10)")
+    max_steps: int | None = count(None, "training: end after this many optimizer steps")
     max_time: float | None = flag(
-        None, "training", "end after this time, in seconds, or as 30min or 2h", type=duration, metavar="TIME"
+        None, "training TIME: end after this time, in seconds, or as 30min or 2h", type=shared.duration
     )
-    batch_size: int = count(64, "training", "samples per optimizer step over all ranks (64)")
+    batch_size: int = count(64, "training: samples per optimizer step over all ranks (64)")
     rank_batch: tuple[int, ...] | None = flag(
         None,
-        "training",
-        "samples per optimizer step of each rank, in place of --batch-size",
-        type=integers,
-        metavar="N,N,...",
+        "training N,N,...: samples per optimizer step of each rank, in place of --batch-size",
+        type=shared.integers,
     )
     rank_share: tuple[int, ...] | str | None = flag(
         None,
-        "training",
-        "divide each batch in these proportions; auto: by the measured speed of the ranks",
-        type=integers_or_auto,
-        metavar="N,N,...|auto",
+        "training N,N,...|auto: divide each batch in these proportions; auto: by the measured speed of the "
+        "ranks",
+        type=shared.integers_or_auto,
     )
     virtual_ranks: int | None = count(
         None,
-        "training",
-        "the same bits on any number of ranks that divides N: each computes for its part of N virtual ranks",
+        "training: the same bits on any number of ranks that divides N: each computes for its part of N "
+        "virtual ranks",
     )
     accumulate: int = count(
         1,
-        "training",
-        "take each rank's share of the batch in N passes, in less memory; without BatchNorm and dropout it "
-        "is the same training (1)",
+        "training: take each rank's share of the batch in N passes, in less memory; without BatchNorm and "
+        "dropout it is the same training (1)",
     )
     sampler: str = flag(
         "exact",
-        "training",
-        "exact (the default): every sample once in an epoch; torch: as DistributedSampler, "
-        "which repeats samples or drops them; none: as without one, for --preview only",
-        choices=("exact", "torch", "none"),
+        "training {exact,torch,none}: exact (the default): every sample once in an epoch; torch: as "
+        "DistributedSampler, which repeats samples or drops them; none: as without one, for --preview only",
     )
-    drop_last: bool = flag(False, "training", "leave out the short batch that ends an epoch")
-    set_epoch: bool = flag(True, "training", "give every epoch the same order, as without set_epoch")
+    drop_last: bool = flag(False, "training: leave out the short batch that ends an epoch")
+    set_epoch: bool = flag(True, "training: give every epoch the same order, as without set_epoch")
     amp: str = flag(
         "none",
-        "training",
-        "compute in lower precision where it is safe: bf16, or fp16 on a GPU (none)",
-        choices=("none", "bf16", "fp16"),
+        "training {none,bf16,fp16}: compute in lower precision where it is safe: bf16, or fp16 on a GPU "
+        "(none)",
     )
-    seed: int = count(0, "training", "seeds weights, dropout and the order of samples (0)", least=0)
-    deterministic: bool = flag(False, "training", "use only algorithms that give the same bits each time")
+    seed: int = count(0, "training: seeds weights, dropout and the order of samples (0)", least=0)
+    deterministic: bool = flag(False, "training: use only algorithms that give the same bits each time")
     preview: bool = flag(
-        False, "training", "show which rank takes which samples in which step, and train nothing"
+        False, "training: show which rank takes which samples in which step, and train nothing"
     )
-    json: bool = flag(False, "training", "with --preview: print JSON")
+    json: bool = flag(False, "training: with --preview: print JSON")
     optimizer: str = flag(
         "sgd",
-        "optimizer",
-        "sgd (the default), adam, adamw, muon (with adamw for the rest), or another class of torch.optim",
-        metavar="NAME",
+        "optimizer NAME: sgd (the default), adam, adamw, muon (with adamw for the rest), or another class "
+        "of torch.optim",
     )
-    lr: float = real(OPTIMIZERS["sgd"]["lr"], "optimizer", "learning rate (sgd 0.1, others 0.001)", above=0)
-    momentum: float = real(OPTIMIZERS["sgd"]["momentum"], "optimizer", "sgd 0.9, muon 0.95", least=0, below=1)
+    lr: float = real(OPTIMIZERS["sgd"]["lr"], "optimizer: learning rate (sgd 0.1, others 0.001)", above=0)
+    momentum: float = real(OPTIMIZERS["sgd"]["momentum"], "optimizer: sgd 0.9, muon 0.95", least=0, below=1)
     weight_decay: float = real(
-        OPTIMIZERS["sgd"]["weight_decay"], "optimizer", "sgd 0.0001, adamw 0.01, muon 0.1, others 0", least=0
+        OPTIMIZERS["sgd"]["weight_decay"], "optimizer: sgd 0.0001, adamw 0.01, muon 0.1, others 0", least=0
     )
-    decay_norms: bool = flag(False, "optimizer", "let normalisation layers and biases decay too")
+    decay_norms: bool = flag(False, "optimizer: let normalisation layers and biases decay too")
     clip_norm: float | None = real(
-        None, "optimizer", "scale the gradient down to this norm if it is longer", above=0
+        None, "optimizer: scale the gradient down to this norm if it is longer", above=0
     )
     ema: float | None = real(
         None,
-        "optimizer",
-        "keep an exponential average of the weights with this decay, and score it",
+        "optimizer: keep an exponential average of the weights with this decay, and score it",
         above=0,
         below=1,
     )
-    zero: bool = flag(False, "optimizer", "divide the optimizer's state among the ranks (ZeRO-1)")
+    zero: bool = flag(False, "optimizer: divide the optimizer's state among the ranks (ZeRO-1)")
     scheduler: str = flag(
         "cosine",
-        "optimizer",
-        "learning rate schedule: cosine (the default), linear, none, or step, which divides it by ten after "
-        "half and after three quarters of the steps",
-        choices=("none", "cosine", "linear", "step"),
+        "optimizer {none,cosine,linear,step}: learning rate schedule: cosine (the default), linear, none, "
+        "or step, which divides it by ten after half and after three quarters of the steps",
     )
     warmup: Every = flag(
         NO_WARMUP,
-        "optimizer",
-        "raise the learning rate from zero over this many (0)",
+        "optimizer N[steps|epochs]: raise the learning rate from zero over this many (0)",
         type=every("epochs", "steps", least=0),
-        metavar="N[steps|epochs]",
     )
-    out: str | None = flag(None, "saving", "for last.pt, best.pt and log.jsonl (runs/<time>)", metavar="DIR")
+    out: str | None = flag(None, "saving DIR: for last.pt, best.pt and log.jsonl (runs/<time>)")
     save_every: Every = flag(
         EACH_EPOCH,
-        "saving",
-        "how often to write last.pt; in epochs by default (1)",
+        "saving N[steps|epochs|s|min|h]: how often to write last.pt; in epochs by default (1)",
         type=every("epochs", "steps", "s", "min", "h", least=1),
-        metavar="N[steps|epochs|s|min|h]",
     )
     save: str = flag(
         "async",
-        "saving",
-        "async (the default): train on while a copy of the state is written; sync: wait, without a copy",
-        choices=("sync", "async"),
+        "saving {sync,async}: async (the default): train on while a copy of the state is written; sync: "
+        "wait, without a copy",
     )
-    grace: float = flag(
+    grace: float = real(
         25.0,
-        "saving",
-        "seconds from a SIGTERM, SIGINT or SIGUSR1 to the end of the run, with a checkpoint (25)",
-        type=number(above=0),
-        metavar="SECONDS",
+        "saving SECONDS: seconds from a SIGTERM, SIGINT or SIGUSR1 to the end of the run, with a checkpoint "
+        "(25)",
+        above=0,
     )
-    keep: int = flag(
-        0, "saving", "also keep the last K of them, as step-<number>.pt (0)", type=integer(0), metavar="K"
-    )
+    keep: int = count(0, "saving K: also keep the last K of them, as step-<number>.pt (0)", least=0)
     resume: str | None = flag(
         None,
-        "saving",
-        "continue from this checkpoint; auto: from the newest in --out that is whole, if there is any",
+        "saving auto|PATH: continue from this checkpoint; auto: from the newest in --out that is whole, if "
+        "there is any",
         nargs="?",
         const="auto",
-        metavar="auto|PATH",
     )
     change: tuple[str, ...] = flag(
         (),
-        "saving",
-        "with --resume: let this setting differ from the saved run's; may be repeated. One of "
+        "saving NAME: with --resume: let this setting differ from the saved run's; may be repeated. One of "
         + ", ".join(sorted(CHANGEABLE)).replace("_", "-"),
         action="append",
-        metavar="NAME",
     )
-    force: bool = flag(False, "saving", "start over in a folder that holds a run, and overwrite it")
+    force: bool = flag(False, "saving: start over in a folder that holds a run, and overwrite it")
     prove_every: int | None = count(
         None,
-        "saving",
-        "chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for ckpttool prove",
+        "saving: chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for "
+        "ckpttool prove",
     )
-    stop_at: int | None = flag(
-        None, "saving", "end after this optimizer step, as --max-time does", type=integer(1), metavar="STEP"
-    )
-    log_every: int = count(50, "saving", "steps between two entries of log.jsonl (50)")
-    tensorboard: bool = flag(False, "saving", "also log for TensorBoard")
+    stop_at: int | None = count(None, "saving STEP: end after this optimizer step, as --max-time does")
+    log_every: int = count(50, "saving: steps between two entries of log.jsonl (50)")
+    tensorboard: bool = flag(False, "saving: also log for TensorBoard")
     wandb: bool = flag(
-        False, "saving", "also log for Weights & Biases, offline unless WANDB_MODE says otherwise"
+        False, "saving: also log for Weights & Biases, offline unless WANDB_MODE says otherwise"
     )
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as primitives, as stored in a checkpoint."""
-        return {
-            name: str(value) if isinstance(getattr(self, name), Every) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: str(value) if isinstance(value, Every) else value for name, value in values.items()}
 
 
 def check(config: TrainConfig) -> None:
@@ -276,10 +223,9 @@ def check(config: TrainConfig) -> None:
     if config.json and not config.preview:
         raise UsageFault("--json: needs --preview", hint="leave it out; log.jsonl holds a run's numbers")
     if config.accumulate > config.batch_size:
-        raise UsageFault(
-            f"--accumulate {config.accumulate}: more passes than the {config.batch_size} samples in a batch"
-        )
-    check_shared(config)
+        passes = f"--accumulate {config.accumulate}"
+        raise UsageFault(f"{passes}: more passes than the {config.batch_size} samples in a batch")
+    shared.check_shared(config)
 
 
 def fields(names: tuple[str, ...]) -> set[str]:
@@ -288,8 +234,6 @@ def fields(names: tuple[str, ...]) -> set[str]:
     for name, field in field_of.items():
         if field not in CHANGEABLE:
             known = ", ".join(changeable.replace("_", "-") for changeable in sorted(CHANGEABLE))
-            raise UsageFault(
-                f"--change {name}: can't differ from the saved run's",
-                hint=f"{known} can; --init starts another run from a checkpoint's weights",
-            )
+            hint = f"{known} can; --init starts another run from a checkpoint's weights"
+            raise UsageFault(f"--change {name}: can't differ from the saved run's", hint=hint)
     return set(field_of.values())

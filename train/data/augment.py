@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from ckpttool.distributed.randomness import seeded
-from ckpttool.errors import UsageFault, install
+from ckpttool.errors import UsageFault
 from train.config.training import TrainConfig
-from train.data.samples import Samples, Scale, count, no_class, scale_of
+from train.data.samples import Samples, Scale, count, no_class, optional, scale_of
 
 PADDING = 8  # crop-flip pads by an eighth: 4 pixels of 32, as for the ResNets of arXiv 1512.03385, 4.2
 
@@ -42,21 +42,18 @@ def _check(samples: Samples, config: TrainConfig) -> None:
     if config.augment == "none" and not config.cutmix:
         return
     if not isinstance(picture, torch.Tensor) or picture.dim() != 3 or not picture.is_floating_point():
-        raise UsageFault(
-            f"{flag}: samples of --data {config.data} are no images (channels × height × width)",
-            hint="leave it out; a data set of your own may change its samples itself, and what it "
-            "draws is seeded by (seed, epoch, sample)",
-        )
+        what = f"{flag}: samples of --data {config.data} are no images (channels × height × width)"
+        seeded_by = "what it draws is seeded by (seed, epoch, sample)"
+        hint = f"leave it out; a data set of your own may change its samples itself, and {seeded_by}"
+        raise UsageFault(what, hint=hint)
     if config.augment == "auto":
         _check_auto(config, picture)
 
 
 def _check_auto(config: TrainConfig, picture: torch.Tensor) -> None:
     if _scale(config, picture) is None:
-        raise UsageFault(
-            f"--augment auto: {config.data} scales its images itself, and pixels from 0 to 255 are needed",
-            hint="give --augment crop-flip, or change the images in the data set",
-        )
+        what = f"--augment auto: {config.data} scales its images itself, and pixels from 0 to 255 are needed"
+        raise UsageFault(what, hint="give --augment crop-flip, or change the images in the data set")
     if picture.shape[0] not in (1, 3):
         raise UsageFault(f"--augment auto: images have 1 or 3 channels, not {picture.shape[0]}")
     _trivial()
@@ -95,17 +92,14 @@ class Augmented(Dataset[Any]):
             return picture, label
         draw = self._random("mix", index)
         other, other_label = self._changed(draw.randrange(len(self)))
-        if self._is_cutmix(draw):
+        may_be_both = self.config.mixup and self.config.cutmix
+        is_cutmix = draw.random() < 0.5 if may_be_both else self.config.cutmix
+        if is_cutmix:
             mixed, part = cut(picture, other, draw, self.config.cutmix)
         else:
             part = draw.betavariate(self.config.mixup, self.config.mixup)
             mixed = picture * part + other * (1 - part)
         return mixed, part * label + (1 - part) * other_label
-
-    def _is_cutmix(self, draw: random.Random) -> bool:
-        if self.config.mixup and self.config.cutmix:
-            return draw.random() < 0.5
-        return bool(self.config.cutmix)
 
     def _changed(self, index: int) -> tuple[torch.Tensor, Any]:
         """Return one sample, not mixed; its label as probabilities if samples are to be mixed."""
@@ -177,10 +171,5 @@ def _scale(config: TrainConfig, picture: torch.Tensor) -> Scale | None:
 
 
 def _trivial() -> Any:
-    try:
-        from torchvision.transforms import TrivialAugmentWide
-    except ImportError:
-        raise UsageFault(
-            "--augment auto: needs torchvision", hint=f"{install('train')}; or give crop-flip"
-        ) from None
-    return TrivialAugmentWide()
+    needs = "--augment auto: needs torchvision"
+    return optional("torchvision.transforms", needs, "; or give crop-flip").TrivialAugmentWide()

@@ -23,6 +23,8 @@ from ckpttool.distributed.processes import end_with_parent
 from ckpttool.errors import CkptToolError
 from train.data.samples import Samples, count
 
+Indices = Iterable[list[int]]  # of the samples of each batch
+
 PATIENCE = 5.0  # seconds that all loading processes together have to end the samples that they are at
 
 _started: weakref.WeakSet[Any] = weakref.WeakSet()  # what holds the loading processes of this process
@@ -85,13 +87,7 @@ class Batches:
 
 
 def load(
-    samples: Samples,
-    batches: Iterable[list[int]],
-    place: Place,
-    workers: int,
-    *,
-    seed: int = 0,
-    again: bool = False,
+    samples: Samples, batches: Indices, place: Place, workers: int, *, seed: int = 0, again: bool = False
 ) -> Batches:
     """Return these batches of samples, in order.
 
@@ -107,7 +103,7 @@ def load(
         num_workers=workers,
         collate_fn=collate if workers else None,
         persistent_workers=again and workers > 0,
-        worker_init_fn=outlive_signals if workers else None,
+        worker_init_fn=outlive_signals,
         # Forked where that is safe: then data sets from a user's file need not be picklable.
         multiprocessing_context=("fork" if sys.platform == "linux" else None) if workers else None,
         pin_memory=place.device.type == "cuda",

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault, install
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from train.config.shared import DataConfig
-from train.data.samples import HELD_OUT, Parts, Scale, scale_of, split
+from train.data.samples import HELD_OUT, Parts, Scale, optional, scale_of, split
 
 CLASSES = tuple("0123456789")
 FAKE_SHAPE = (3, 32, 32)
@@ -25,11 +25,7 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".t
 
 def digits(config: DataConfig) -> Parts:
     """Return scikit-learn's handwritten digits: 1,797 images of 1×8×8, included in its package."""
-    try:
-        from sklearn.datasets import load_digits  # optional, and slow to import
-    except ImportError:
-        raise UsageFault("--data digits: needs scikit-learn", hint=install("train")) from None
-    loaded = load_digits()
+    loaded = optional("sklearn.datasets", "--data digits: needs scikit-learn").load_digits()
     pictures = torch.tensor(loaded.images, dtype=torch.float32).div(16).unsqueeze(1)
     labels = torch.tensor(loaded.target, dtype=torch.int64)
     train, test = split(TensorDataset(scale_of(config, channels=1).apply(pictures), labels), labels.tolist())
@@ -38,10 +34,7 @@ def digits(config: DataConfig) -> Parts:
 
 def torchvision(config: DataConfig) -> Parts:
     """Return CIFAR-10 or MNIST, as torchvision reads it; `--download` downloads it first."""
-    try:
-        from torchvision import datasets  # optional, and slow to import
-    except ImportError:
-        raise UsageFault(f"--data {config.data}: needs torchvision", hint=install("train")) from None
+    datasets = optional("torchvision.datasets", f"--data {config.data}: needs torchvision")
     kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[config.data]
     folder = {"cifar10": "cifar-10-batches-py", "mnist": os.path.join("MNIST", "raw")}[config.data]
     if config.download:
@@ -51,10 +44,8 @@ def torchvision(config: DataConfig) -> Parts:
         try:
             loaded = kind(config.data_root, train=train)
         except RuntimeError:
-            raise UsageFault(
-                f"--data {config.data}: not found in {os.path.join(config.data_root, folder)}",
-                hint="--download downloads it, --data-root names another folder",
-            ) from None
+            what = f"--data {config.data}: not found in {os.path.join(config.data_root, folder)}"
+            raise UsageFault(what, hint="--download downloads it, --data-root names another folder") from None
         pictures = torch.as_tensor(loaded.data)
         pictures = pictures.unsqueeze(1) if pictures.dim() == 3 else pictures.permute(0, 3, 1, 2)
         labels = torch.as_tensor(loaded.targets, dtype=torch.int64)
@@ -70,10 +61,9 @@ def _download(kind: Any, config: DataConfig) -> None:
         try:
             kind(config.data_root, download=True)
         except (OSError, RuntimeError) as error:
-            raise CkptToolError(
-                f"--download: {config.data} could not be downloaded: {error}",
-                hint=f"put its files into {config.data_root}, or give --data-root",
-            ) from error
+            what = f"--download: {config.data} could not be downloaded: {error}"
+            hint = f"put its files into {config.data_root}, or give --data-root"
+            raise CkptToolError(what, hint=hint) from error
 
 
 class _Bytes(Dataset[tuple[torch.Tensor, int]]):
@@ -94,9 +84,8 @@ def fake(config: DataConfig, argument: str) -> Parts:
     if not argument.isdecimal() or not int(argument):
         raise UsageFault(f"--data {config.data}: needs a number of samples", hint="for example fake:64")
     number, scale = int(argument), scale_of(config, FAKE_SHAPE[0], usual=UNIFORM)
-    train = _Noise(0, number, scale)
     test = _Noise(number, max(1, number // HELD_OUT), scale)
-    return Parts(train, test, CLASSES, "fake")
+    return Parts(_Noise(0, number, scale), test, CLASSES, "fake")
 
 
 class _Noise(Dataset[tuple[torch.Tensor, int]]):
@@ -121,19 +110,12 @@ def folder(config: DataConfig, path: str) -> Parts:
     """Return PATH/train/<class>/* and PATH/test/<class>/*; or PATH/<class>/*, divided."""
     if not os.path.isdir(path):
         raise UsageFault(f"--data folder:{path}: no such folder", hint="give folder:PATH")
-    scale = scale_of(config, channels=3)
     if not is_divided(path):
-        files, labels, classes = find_pictures(path)
-        train, test = split(Folder(files, labels, scale, config.resize), labels)
-        return Parts(train, test, classes, _fingerprint(path, files))
-    files, labels, classes = find_pictures(os.path.join(path, "train"))
-    test_files, test_labels, _ = find_pictures(os.path.join(path, "test"), classes)
-    return Parts(
-        Folder(files, labels, scale, config.resize),
-        Folder(test_files, test_labels, scale, config.resize),
-        classes,
-        _fingerprint(path, files + test_files),
-    )
+        whole, classes = _pictures(config, path)
+        return Parts(*split(whole, whole.labels), classes, _fingerprint(path, whole))
+    train, classes = _pictures(config, os.path.join(path, "train"))
+    test, _ = _pictures(config, os.path.join(path, "test"), classes)
+    return Parts(train, test, classes, _fingerprint(path, train, test))
 
 
 def is_divided(path: str) -> bool:
@@ -143,15 +125,21 @@ def is_divided(path: str) -> bool:
 def test_folder(config: DataConfig, path: str) -> Parts:
     """Return the images of PATH/test/<class>/*, or of PATH/<class>/*, as both parts."""
     inner = os.path.join(path, "test")
-    if os.path.isdir(inner):
-        path = inner
-    files, labels, classes = find_pictures(path)
-    samples = Folder(files, labels, scale_of(config, channels=3), config.resize)
-    return Parts(samples, samples, classes, _fingerprint(path, files))
+    path = inner if os.path.isdir(inner) else path
+    samples, classes = _pictures(config, path)
+    return Parts(samples, samples, classes, _fingerprint(path, samples))
 
 
-def _fingerprint(root: str, files: Sequence[str]) -> str:
-    names = "\n".join(os.path.relpath(file, root) for file in files)
+def _pictures(
+    config: DataConfig, path: str, classes: Sequence[str] | None = None
+) -> tuple[Folder, tuple[str, ...]]:
+    scale = scale_of(config, channels=3)
+    files, labels, classes = find_pictures(path, classes)
+    return Folder(files, labels, scale, config.resize), classes
+
+
+def _fingerprint(root: str, *folders: Folder) -> str:
+    names = "\n".join(os.path.relpath(file, root) for folder in folders for file in folder.files)
     return f"folder {hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:16]}"
 
 
@@ -166,9 +154,8 @@ def find_pictures(
     """
     names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     if not names:
-        raise UsageFault(
-            f"{root}: has no folders of images, one per class", hint="give folder:PATH with PATH/<class>/*"
-        )
+        hint = "give folder:PATH with PATH/<class>/*"
+        raise UsageFault(f"{root}: has no folders of images, one per class", hint=hint)
     labels_of = {name: label for label, name in enumerate(classes or names)}
     unknown = [name for name in names if name not in labels_of]
     if unknown:
@@ -229,10 +216,8 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
                 size = opened.size
             first = first or size
             if size != first:
-                raise UsageFault(
-                    f"{path}: is {size[0]}×{size[1]}, but {self.files[0]} is {first[0]}×{first[1]}",
-                    hint="--resize N makes all images N×N",
-                )
+                what = f"{path}: is {size[0]}×{size[1]}, but {self.files[0]} is {first[0]}×{first[1]}"
+                raise UsageFault(what, hint="--resize N makes all images N×N")
 
 
 @contextlib.contextmanager
@@ -255,8 +240,4 @@ def _unreadable(path: str, error: Exception) -> FileError:
 
 
 def _pillow() -> Any:
-    try:
-        from PIL import Image  # optional, and only for folders
-    except ImportError:
-        raise UsageFault("--data folder: needs Pillow", hint=install("train")) from None
-    return Image
+    return optional("PIL.Image", "--data folder: needs Pillow")

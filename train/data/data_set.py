@@ -22,9 +22,10 @@ from ckpttool.files.failures import reason
 from ckpttool.models import factory
 from train.config.shared import DataConfig
 from train.data import builtin, fingerprint
-from train.data.fingerprint import CLASSIFICATION, Contents
+from train.data.fingerprint import CLASSIFICATION, Contents, Part
 from train.data.samples import Parts, Samples, count, leaves, no_class
 
+FEW = 8  # samples that differ between ranks, of which each reads its own again
 NAMES = "digits, cifar10, mnist, folder:PATH, fake:N or file.py:factory"
 
 
@@ -48,11 +49,14 @@ class Data:
     contents: Contents = field(default_factory=dict)
     task: str = CLASSIFICATION
 
+    def parts(self) -> list[Part]:
+        """Return both parts, to be read and compared."""
+        named = {"training": self.train, "test": self.test}
+        return [Part(name, samples, self.name, self.task) for name, samples in named.items()]
+
     def redrawn(self) -> set[str]:
         """Return the kinds of `contents` that differ each time they are read."""
-        return fingerprint.redrawn("training", self.train, self.contents, self.name, self.task) | (
-            fingerprint.redrawn("test", self.test, self.contents, self.name, self.task)
-        )
+        return set[str]().union(*(part.redrawn(self.contents) for part in self.parts()))
 
     def check_labels(self, labels: torch.Tensor, samples: Sequence[int], part: str) -> None:
         """Refuse a label that is not one of the classes.
@@ -71,13 +75,11 @@ class Data:
         if wrong.any():
             row = int(wrong.any(dim=1).nonzero()[0])
             token = int(targets.flatten(1)[row][wrong[row]][0])
-            tokens = (
-                f"one of the {known} tokens (0 to {known - 1})" if known else "a token, which is 0 or more"
-            )
-            raise CheckFailed(
-                f"{part} sample {samples[row]} has the target {token}, which is not {tokens}",
-                hint=f"check the targets of --data {self.name}; {ignored} stands for none",
-            )
+            is_token = f"one of the {known} tokens (0 to {known - 1})"
+            tokens = is_token if known else "a token, which is 0 or more"
+            what = f"{part} sample {samples[row]} has the target {token}, which is not {tokens}"
+            hint = f"check the targets of --data {self.name}; {ignored} stands for none"
+            raise CheckFailed(what, hint=hint)
 
 
 def load(config: DataConfig, *, seed: int = 0) -> Data:
@@ -124,10 +126,10 @@ def _parts(config: DataConfig, seed: int) -> Parts:
 
 def _data(config: DataConfig, parts: Parts, sizes: str) -> Data:
     contents: dict[str, dict[str, str]] = {}
-    for part, samples in {"test": parts.test, "training": parts.train}.items():
-        if part == "test" or samples is not parts.test:
-            for kind, digests in fingerprint.describe(part, samples, config.data, config.task).items():
-                contents.setdefault(kind, {}).update(digests)
+    trained = {"training": parts.train} if parts.train is not parts.test else {}
+    for name, samples in {"test": parts.test, **trained}.items():
+        for kind, digests in Part(name, samples, config.data, config.task).describe().items():
+            contents.setdefault(kind, {}).update(digests)
     parts_of_first = leaves(parts.test[0], f"--data {config.data}: test sample 0").values()
     shape = next((tuple(leaf.shape) for leaf in parts_of_first if isinstance(leaf, torch.Tensor)), ())
     # Other numbers are another data set.
@@ -158,12 +160,9 @@ def _compare_samples(data: Data, redrawn: set[str], when: str, hint: str, worker
     """Compare as many more samples as all ranks can read in a second or so: of a small data set, all."""
     if collectives.world_size() == 1:
         return
-    parts = {"training": data.train, "test": data.test}
-    read = {
-        part: fingerprint.sampled(part, samples, data.name, data.task)
-        for part, samples in parts.items()
-        if not workers or fingerprint.is_in_memory(samples)  # reading in this process may be slow
-    }
+    parts = {part.name: part for part in data.parts()}
+    # With workers, reading in this process may be slow.
+    read = {name: part.sampled() for name, part in parts.items() if not workers or part.is_in_memory()}
     counts = collectives.gather({part: len(samples) for part, samples in read.items()})
     digests = {
         name: digest
@@ -178,9 +177,15 @@ def _compare_samples(data: Data, redrawn: set[str], when: str, hint: str, worker
         of_ranks = collectives.gather(digests)
         differing = [name for name in digests if len({of_rank.get(name) for of_rank in of_ranks}) > 1]
         with collectives.fail_together():
-            own_draws = fingerprint.drawn_again(parts, differing, data.name, data.task)
+            own_draws = any(_is_drawn(parts, name) for name in differing[:FEW])
         if not any(collectives.gather(own_draws)):
             raise
+
+
+def _is_drawn(parts: dict[str, Part], name: str) -> bool:
+    """Return whether the sample of this name differs each time this rank reads it: it is drawn at random."""
+    title, _, index = name.rpartition(" ")
+    return title in next(parts[part] for part in parts if f"{part} sample" in title).varying(int(index))
 
 
 # ---- data sets that a user's factory makes: --data file.py:factory -------------------------------------
@@ -195,12 +200,8 @@ def _from_factory(config: DataConfig, seed: int) -> Parts:
     train, test = made
     for samples in made:
         count(samples)
-    return Parts(
-        Named(train, seed, "training", config.data),
-        Named(test, seed, "test", config.data),
-        _classes(train, config),
-        config.data,
-    )
+    of_training, of_test = Named(train, seed, "training", config.data), Named(test, seed, "test", config.data)
+    return Parts(of_training, of_test, _classes(train, config), config.data)
 
 
 class Named(Keyed):
@@ -231,8 +232,6 @@ def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:
     if labels is None and isinstance(samples, TensorDataset):
         labels = samples.tensors[-1]
     if labels is None:
-        raise UsageFault(
-            f"--data {config.data}: the training data set does not say its classes",
-            hint="give it an attribute: classes = ['cat', 'dog']",
-        )
+        hint = "give it an attribute: classes = ['cat', 'dog']"
+        raise UsageFault(f"--data {config.data}: the training data set does not say its classes", hint=hint)
     return tuple(str(label) for label in range(int(max(labels)) + 1))

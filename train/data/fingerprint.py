@@ -13,7 +13,8 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from train.data.samples import Samples, checked, count, leaves
 
 DRAWN = 4  # samples read besides the first and the last, at places that depend only on their number
 SECONDS = 0.5  # in which a rank reads more samples of each part, to be compared between ranks only
-FEW = 8  # differing samples that are read again
 BLOCKS = 16  # pieces into which the labels are cut, so that a difference can be located
 REDRAWS = 8  # how often a sample is read again to find out whether it differs each time
 
@@ -41,76 +41,96 @@ Leaves = Mapping[str, Any]  # the parts of one sample
 Contents = Mapping[str, Mapping[str, str]]  # `training sample` -> `17` -> digest
 
 
-def describe(part: str, samples: Samples, name: str, task: str = CLASSIFICATION) -> dict[str, dict[str, str]]:
-    """Return digests of one part of a data set: "training" or "test".
+@dataclass(frozen=True)
+class Part:
+    """One part of a data set, "training" or "test", as it is read to be compared."""
 
-    A data set can say itself what is to be compared, for example if it differs between ranks on purpose: by
-    an attribute `fingerprint`, a text.
-    """
-    given = getattr(_source(samples), "fingerprint", None)
-    if isinstance(given, str):
-        return {"fingerprint": {f"of the {part} samples": given}}
-    contents: dict[str, dict[str, str]] = {}
-    first: Leaves = {}
-    for index in places(count(samples)):
-        sample = _read(part, samples, index, name, task)
-        first = first or sample
-        _same_shapes(first, sample, f"--data {name}: {part} sample {index}")
-        for kind, leaf in sample.items():
-            contents.setdefault(_title(part, kind), {})[str(index)] = _digest(leaf)
-    contents[f"labels of {part} samples"] = dict(_listed(samples))
-    return contents
+    name: str
+    samples: Samples
+    data: str  # as on the command line
+    task: str = CLASSIFICATION
 
+    def describe(self) -> dict[str, dict[str, str]]:
+        """Return digests of it.
 
-def redrawn(part: str, samples: Samples, before: Contents, name: str, task: str = CLASSIFICATION) -> set[str]:
-    """Return the kinds of contents that differ each time they are read, although the seeds are the same.
+        A data set can say itself what is to be compared, for example if it differs between ranks on purpose:
+        by an attribute `fingerprint`, a text.
+        """
+        given = getattr(_source(self.samples), "fingerprint", None)
+        if isinstance(given, str):
+            return {"fingerprint": {f"of the {self.name} samples": given}}
+        contents: dict[str, dict[str, str]] = {}
+        first: Leaves = {}
+        for index in places(count(self.samples)):
+            sample = self._read(index)
+            first = first or sample
+            _same_shapes(first, sample, f"--data {self.data}: {self.name} sample {index}")
+            for title, digest in self._digests(sample).items():
+                contents.setdefault(title, {})[str(index)] = digest
+        contents[f"labels of {self.name} samples"] = dict(_listed(self.samples))
+        return contents
 
-    They are from a data set with generators of its own, and can't be compared. `before` is from `describe`.
-    """
-    changed: set[str] = set()
-    if not isinstance(samples, Keyed):
-        return changed
-    read = {index for kind, digests in before.items() if f"{part} sample" in kind for index in digests}
-    for index in sorted(int(name) for name in read if name.isdigit()):
-        for _ in range(REDRAWS):
-            again = _digests(part, samples, index, name, task)
-            changed |= {title for title, digest in again.items() if digest != before[title][str(index)]}
-    return changed
+    def redrawn(self, before: Contents) -> set[str]:
+        """Return the kinds of contents that differ each time they are read, although the seeds are the same.
 
+        They are from a data set with generators of its own, and can't be compared. `before` is from
+        `describe`, of this part among others.
+        """
+        if not isinstance(self.samples, Keyed):
+            return set()
+        first: dict[str, dict[str, str]] = {}
+        for title, digests in before.items():
+            for index, digest in digests.items() if f"{self.name} sample" in title else ():
+                if index.isdigit():
+                    first.setdefault(index, {})[title] = digest
+        return set[str]().union(*(self.varying(int(index), first[index]) for index in first))
 
-def sampled(part: str, samples: Samples, name: str, task: str) -> list[dict[str, str]]:
-    """Return digests by full name of as many samples as SECONDS allow, always in the same order."""
-    read: list[dict[str, str]] = []
-    if isinstance(getattr(_source(samples), "fingerprint", None), str):
+    def varying(self, index: int, first: Mapping[str, str] | None = None) -> set[str]:
+        """Return which digests of a sample differ when it is read again; `first` is what was read before."""
+        first = first or self._digests(self._read(index))
+        again = (self._digests(self._read(index)) for _ in range(REDRAWS))
+        return {title for read in again for title in read if read[title] != first.get(title)}
+
+    def sampled(self) -> list[dict[str, str]]:
+        """Return digests by full name of as many samples as SECONDS allow, always in the same order."""
+        read: list[dict[str, str]] = []
+        if isinstance(getattr(_source(self.samples), "fingerprint", None), str):
+            return read
+        ends = time.monotonic() + SECONDS
+        for index in _scattered(count(self.samples)):
+            if time.monotonic() >= ends:
+                break
+            read.append({})
+            with contextlib.suppress(Exception, SystemExit):  # training says so when it comes to that sample
+                digests = self._digests(self._read(index))
+                read[-1] |= {f"{title} {index}": digest for title, digest in digests.items()}
         return read
-    ends = time.monotonic() + SECONDS
-    for index in _scattered(count(samples)):
-        if time.monotonic() >= ends:
-            break
-        read.append({})
-        with contextlib.suppress(Exception, SystemExit):  # training says so when it comes to that sample
-            digests = _digests(part, samples, index, name, task)
-            read[-1] |= {f"{title} {index}": digest for title, digest in digests.items()}
-    return read
+
+    def is_in_memory(self) -> bool:
+        """Return whether the samples are rows of tensors."""
+        return isinstance(_below(self.samples)[0], TensorDataset)
+
+    def _read(self, index: int) -> Leaves:
+        """Return the parts of a sample; of a file a digest, as decoders differ in the last bits."""
+        source, place = _below(self.samples, index)
+        raw, where = getattr(source, "raw_sample", None), f"--data {self.data}: {self.name} sample {index}"
+        if raw is not None or self.task == CLASSIFICATION:
+            sample, label = checked(self.samples[index], where) if raw is None else raw(place)
+            return {SAMPLE: sample, LABEL: label}
+        return {f"{SAMPLE}{key}": leaf for key, leaf in leaves(self.samples[index], where).items()}
+
+    def _digests(self, sample: Leaves) -> dict[str, str]:
+        """Return digests of the parts: of `training sample[0]`, or of `label of training sample`."""
+        titles = {kind: f"{self.name} {kind}" for kind in sample} | {LABEL: f"label of {self.name} sample"}
+        return {titles[kind]: _digest(leaf) for kind, leaf in sample.items()}
 
 
-def is_in_memory(samples: Any) -> bool:
-    """Return whether samples are rows of tensors."""
+def _below(samples: Any, index: int = 0) -> tuple[Any, int]:
+    """Return the data set of which samples are a subset, and the place of one of them in it."""
     source = _source(samples)
     while isinstance(source, Subset):
-        source = _source(source.dataset)
-    return isinstance(source, TensorDataset)
-
-
-def drawn_again(parts: Mapping[str, Samples], names: Sequence[str], name: str, task: str) -> bool:
-    """Return whether a sample of these names differs each time this rank reads it: it is drawn at random."""
-    for full in names[:FEW]:
-        title, _, index = full.rpartition(" ")
-        part = next(part for part in parts if f"{part} sample" in title)
-        reads = (_digests(part, parts[part], int(index), name, task) for _ in range(REDRAWS))
-        if len({read[title] for read in reads if title in read}) > 1:
-            return True
-    return False
+        source, index = _source(source.dataset), source.indices[index]
+    return source, index
 
 
 def _scattered(number: int) -> Iterator[int]:
@@ -119,14 +139,6 @@ def _scattered(number: int) -> Iterator[int]:
     while math.gcd(step, number) > 1:
         step += 1
     yield from (place * step % number for place in range(number))
-
-
-def draws_for_itself(samples: Samples, name: str, task: str = CLASSIFICATION) -> bool:
-    """Return whether a training sample differs each time it is read, although the seeds are the same."""
-    if not isinstance(samples, Keyed):
-        return False
-    first, *others = (_digests("training", samples, 0, name, task) for _ in range(REDRAWS + 1))
-    return any(again != first for again in others)
 
 
 def flat(contents: Contents, leave_out: set[str] | frozenset[str] = frozenset()) -> dict[str, str]:
@@ -168,45 +180,17 @@ def listed_labels(samples: Any) -> torch.Tensor | None:
     return labels.to(torch.int64, copy=True).cpu()
 
 
-def _read(part: str, samples: Samples, index: int, name: str, task: str) -> Leaves:
-    """Return the parts of a sample; of a file, a digest of its bytes, as decoders differ in the last bits."""
-    source, place = _source(samples), index
-    while isinstance(source, Subset):
-        source, place = _source(source.dataset), source.indices[place]
-    raw, where = getattr(source, "raw_sample", None), f"--data {name}: {part} sample {index}"
-    if raw is not None or task == CLASSIFICATION:
-        sample, label = checked(samples[index], where) if raw is None else raw(place)
-        return {SAMPLE: sample, LABEL: label}
-    return {f"{SAMPLE}{key}": leaf for key, leaf in leaves(samples[index], where).items()}
-
-
-def _digests(part: str, samples: Samples, index: int, name: str, task: str) -> dict[str, str]:
-    """Return the digests of a sample's parts, by their full names."""
-    sample = _read(part, samples, index, name, task)
-    return {_title(part, kind): _digest(leaf) for kind, leaf in sample.items()}
-
-
-def _title(part: str, kind: str) -> str:
-    """Return the full name of a kind of contents: `training sample[0]`, `label of training sample`."""
-    return f"label of {part} sample" if kind == LABEL else f"{part} {kind}"
-
-
 def _same_shapes(first: Leaves, sample: Leaves, where: str) -> None:
     """Raise UsageFault if a sample has other parts than the first one, or parts of other shapes."""
     if list(first) != list(sample):
         raise UsageFault(f"{where} has other parts than sample 0: {_names(sample)}, not {_names(first)}")
     for kind, leaf in sample.items():
-        shapes = [_shape(leaf), _shape(first[kind])]
+        shapes = [tuple(getattr(part, "shape", ())) for part in (leaf, first[kind])]
         if shapes[0] != shapes[1]:
             sizes = ["×".join(map(str, shape)) for shape in shapes]
             place = kind.removeprefix(SAMPLE)
-            raise UsageFault(
-                f"{where}{place} has the shape {sizes[0]}, and sample 0 has {sizes[1]}", hint=ONE_SHAPE
-            )
-
-
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
+            what = f"{where}{place} has the shape {sizes[0]}, and sample 0 has {sizes[1]}"
+            raise UsageFault(what, hint=ONE_SHAPE)
 
 
 def _names(sample: Leaves) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Sized
@@ -12,7 +13,7 @@ import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.errors import CheckFailed, UsageFault, install
 from train.config.shared import DataConfig
 
 # Map-style. A sample is (tensor, label) for classification, else what default_collate takes.
@@ -60,13 +61,19 @@ class Scale:
 COLOUR = Scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's mean and standard deviation
 
 
+def optional(module: str, needs: str, hint: str = "") -> Any:
+    """Return a module of an optional package; UsageFault says who `needs` it if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UsageFault(needs, hint=f"{install('train')}{hint}") from None
+
+
 def count(samples: Samples) -> int:
     """Return the number of samples; refuse an IterableDataset, and a length that is missing or negative."""
     if isinstance(samples, IterableDataset) or not isinstance(samples, Sized):
-        raise UsageFault(
-            f"--data: {type(samples).__name__} has no samples by index, by which ranks share them out",
-            hint="give it __len__ and __getitem__",
-        )
+        what = f"--data: {type(samples).__name__} has no samples by index, by which ranks share them out"
+        raise UsageFault(what, hint="give it __len__ and __getitem__")
     try:
         return len(samples)
     except ValueError as error:
@@ -86,9 +93,8 @@ def checked(sample: object, where: str) -> tuple[torch.Tensor, int]:
 def no_class(part: str, sample: int, label: int, classes: int, data: str) -> CheckFailed:
     """Return the error for a label that is not one of the classes."""
     which = f"which is not one of the {classes} classes (0 to {classes - 1})"
-    return CheckFailed(
-        f"{part} sample {sample} has the label {label}, {which}", hint=f"check the labels of --data {data}"
-    )
+    hint = f"check the labels of --data {data}"
+    return CheckFailed(f"{part} sample {sample} has the label {label}, {which}", hint=hint)
 
 
 def leaves(sample: object, where: str) -> dict[str, torch.Tensor | str]:
@@ -106,9 +112,8 @@ def leaves(sample: object, where: str) -> dict[str, torch.Tensor | str]:
         try:
             return {"": default_collate([sample])[0]}
         except (TypeError, RuntimeError, ValueError) as error:
-            raise UsageFault(
-                f"{where} holds {kind_of(sample)}, which can't be put into a batch", hint=PARTS
-            ) from error
+            what = f"{where} holds {kind_of(sample)}, which can't be put into a batch"
+            raise UsageFault(what, hint=PARTS) from error
     return {f"[{key!r}]{rest}": leaf for key, part in inner for rest, leaf in leaves(part, where).items()}
 
 

@@ -120,10 +120,9 @@ def _left(error: SystemExit) -> CheckFailed:
     """Return the error for user code that ends the process: the other ranks would wait for it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = f": {error.code}" if isinstance(error.code, str) else ""
-    return CheckFailed(
-        f"rank {given_rank()}: {frame.filename}:{frame.lineno} ended the process{text}",
-        hint="let code of --model, --data and --task raise an error instead of calling sys.exit",
-    )
+    what = f"rank {given_rank()}: {frame.filename}:{frame.lineno} ended the process{text}"
+    hint = "let code of --model, --data and --task raise an error instead of calling sys.exit"
+    return CheckFailed(what, hint=hint)
 
 
 def _known(error: RuntimeError) -> CheckFailed | None:
@@ -134,16 +133,13 @@ def _known(error: RuntimeError) -> CheckFailed | None:
     if is_timeout(error):
         return CheckFailed(f"rank {rank}: no answer from another rank within --timeout")
     if dead := DEAD_WORKER.search(message):
-        return CheckFailed(
-            f"rank {rank}: a process that loads data {dead[1]}",
-            hint="out of memory? give fewer --workers or a smaller --batch-size",
-        )
+        hint = "out of memory? give fewer --workers or a smaller --batch-size"
+        return CheckFailed(f"rank {rank}: a process that loads data {dead[1]}", hint=hint)
     if UNFINISHED.search(message):
-        return CheckFailed(
-            f"rank {rank}: a parameter of the model did not affect the output in a pass, and ranks average "
-            "the gradients of all parameters",
-            hint="let every forward pass use it (times 0 if need be), or set requires_grad=False",
-        )
+        what = "a parameter of the model did not affect the output in a pass"
+        why = "ranks average the gradients of all parameters"
+        hint = "let every forward pass use it (times 0 if need be), or set requires_grad=False"
+        return CheckFailed(f"rank {rank}: {what}, and {why}", hint=hint)
     return None
 
 

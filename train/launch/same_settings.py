@@ -41,10 +41,8 @@ def compare(config: RanksConfig) -> list[str]:
     of_ranks = collectives.gather(own)
     if differing := _differing([rank["settings"] for rank in of_ranks]):
         texts = [_shares(values) for values in differing.values()]
-        raise RanksDiffer(
-            f"ranks were started with different flags: {'; '.join(texts)}",
-            hint="give the same on every node; only paths and --workers may differ",
-        )
+        hint = "give the same on every node; only paths and --workers may differ"
+        raise RanksDiffer(f"ranks were started with different flags: {'; '.join(texts)}", hint=hint)
     warnings = []
     for name, values in _differing([rank["versions"] for rank in of_ranks]).items():
         text = f"{name} is {_shares(values)}"
@@ -67,11 +65,8 @@ def report(config: RanksConfig) -> None:
 
 
 def versions() -> dict[str, str]:
-    return {
-        "torch": str(torch.__version__),
-        "ckpttool": ckpttool.__version__,
-        "python": platform.python_version(),
-    }
+    python = platform.python_version()
+    return {"torch": str(torch.__version__), "ckpttool": ckpttool.__version__, "python": python}
 
 
 def _settings(config: Any) -> dict[str, str]:

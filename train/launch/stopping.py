@@ -122,14 +122,13 @@ class Stop:
             except TimeoutError:
                 arrived = b""
             for number in arrived:
-                self._take(number)
+                if number in SIGNALS:
+                    self._take(number)
             if self._open and self.number and self.seconds() >= self.grace:
                 came = f"{self.name} came {self.seconds():.0f} s ago, and the run has not ended"
                 self._end(1, f"error: --grace {self.grace:g}: {came}")
 
     def _take(self, number: int) -> None:
-        if number not in SIGNALS:
-            return
         if self._launcher is not None and os.getppid() != self._launcher:
             os._exit(128 + number)  # the launcher was killed, and this signal is the kernel's: no one asks
         if not self.number:
@@ -157,8 +156,6 @@ class Starting(Stop):
         super().__init__(0.0, lambda: "nothing more was trained" if rank == 0 else "")
 
     def _take(self, number: int) -> None:
-        if number not in SIGNALS:
-            return
         if self._launcher is not None and number == signal.SIGTERM:
             os._exit(128 + number)  # so a launcher ends ranks when another one has failed, and said why
         self._end(128 + number, f"ended by {signal.Signals(number).name} before the first step")

@@ -23,6 +23,7 @@ from ckpttool.files.failures import naming, reason
 from train import console
 
 LOG = "log.jsonl"
+NAME_A_RUN = f"give the folder of a run, or its {LOG}"
 
 Line = TypeVar("Line")
 
@@ -59,14 +60,11 @@ def cut(folder: str, *, epoch: int, step: int) -> None:
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the objects of a log, or of a run's folder, without a last line that was cut off."""
-    path = os.fspath(path)
-    if os.path.isdir(path):
-        path = os.path.join(path, LOG)
+    path = os.path.join(path, LOG) if os.path.isdir(path) else os.fspath(path)
     entries = list(_entries(path))
     if not entries:
-        raise Damaged(
-            path, "holds no entries yet", hint="the first comes after --log-every steps or an epoch"
-        )
+        hint = "the first comes after --log-every steps or an epoch"
+        raise Damaged(path, "holds no entries yet", hint=hint)
     return entries
 
 
@@ -74,12 +72,10 @@ def _entries(path: str) -> Iterator[dict[str, Any]]:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise Unreadable(
-                    path, "is not a regular file", hint=f"give the folder of a run, or its {LOG}"
-                )
+                raise Unreadable(path, "is not a regular file", hint=NAME_A_RUN)
             lines_read = file.read().split(b"\n")
     except FileNotFoundError:
-        raise Unreadable(path, "no such file", hint=f"give the folder of a run, or its {LOG}") from None
+        raise Unreadable(path, "no such file", hint=NAME_A_RUN) from None
     except OSError as error:
         raise Unreadable(path, reason(error)) from error
     for number, line in enumerate(lines_read, start=1):

@@ -20,9 +20,9 @@ are summed: communication that computing does not hide, and the wait for slower 
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,22 +54,34 @@ class StepLog:
     ) -> None:
         self.every, self.sinks, self.last = every, sinks, last
         self._clock: Any = _DeviceClock() if device.type == "cuda" else _HostClock()
-        self._phases = {name: _Phase(self, name) for name in PHASES}
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._count: float | torch.Tensor = 0
-        self._steps = self._samples = 0
-        self._seconds = dict.fromkeys(("step", *PHASES), 0.0)
+        self._count: float | torch.Tensor
         self._begun: Any = None
+        self._clear()
 
-    def phase(self, name: str, loss: torch.Tensor | None = None) -> _Phase:
-        """Return a context whose time is counted as this phase of the step, one of `PHASES`.
+    @contextlib.contextmanager
+    def phase(self, name: str, loss: torch.Tensor | None = None) -> Iterator[None]:
+        """Count the time of the block as this phase of the step, one of `PHASES`.
 
         "backward" takes what backward is called on in it. It gets a hook that tells when this rank's own
         gradients are complete; the time from there on is then counted as "reduce".
         """
-        phase = self._phases[name]
-        phase.loss = loss
-        return phase
+        clock, ends = self._clock, []
+        if loss is not None and loss.requires_grad:
+            # When the graph is done, the engine calls what was queued, in that order. DDP queues its wait for
+            # the reductions with the last gradient; this is queued with the first one, and so called before.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            loss.register_hook(lambda _: queue(lambda: ends.append(clock.now())))
+        heartbeat.phase(name)
+        start = clock.now()
+        if self._begun is None:  # the first phase begins the step: what lies between steps is not training
+            self._begun = start
+        try:
+            yield
+        finally:
+            ends.append(clock.now())
+            for part, begin, end in zip((name, "reduce"), (start, *ends), ends, strict=False):
+                clock.add(self._seconds, part, begin, end)
 
     def due(self, number: int) -> bool:
         """Return whether the interval ends with this step, so that its gradient norm will be written."""
@@ -164,47 +176,6 @@ class StepLog:
         self._count = 0
         self._steps = self._samples = 0
         self._seconds = dict.fromkeys(("step", *PHASES), 0.0)
-
-    def _enter(self) -> Any:
-        now = self._clock.now()
-        if self._begun is None:  # the first phase begins the step: what lies between steps is not training
-            self._begun = now
-        return now
-
-
-class _Phase:
-    """The context of one phase."""
-
-    __slots__ = ("log", "loss", "name", "own_end", "start")
-
-    def __init__(self, log: StepLog, name: str) -> None:
-        self.log, self.name = log, name
-        self.loss: torch.Tensor | None = None
-        self.own_end: Any = None
-        self.start: Any = None
-
-    def __enter__(self) -> None:
-        if self.loss is not None and self.loss.requires_grad:
-            self.loss.register_hook(self._at_begin_of_backward)
-        heartbeat.phase(self.name)
-        self.start = self.log._enter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        end = self.log._clock.now()
-        own_end, self.own_end, self.loss = self.own_end, None, None
-        self.log._clock.add(self.log._seconds, self.name, self.start, own_end or end)
-        if own_end is not None:
-            self.log._clock.add(self.log._seconds, "reduce", own_end, end)
-
-    def _at_begin_of_backward(self, _: torch.Tensor) -> None:
-        # When the graph is done, the engine calls what was queued, in that order. DDP queues its wait for the
-        # reductions with the last gradient; this is queued with the first one, and so is called before.
-        torch.autograd.Variable._execution_engine.queue_callback(self._at_end_of_own_backward)
-
-    def _at_end_of_own_backward(self) -> None:
-        self.own_end = self.log._clock.now()
 
 
 class _HostClock:

@@ -34,13 +34,9 @@ ABOUT_TRAINING = {"lr", "threads", "batch_size"}
 def check(config: TrainConfig) -> None:
     """Refuse a tracker whose package is missing, before anything starts."""
     for name in ("tensorboard", "wandb"):
-        if getattr(config, name) and not _is_installed(name):
+        # Without an origin it is a mere folder, as W&B makes one.
+        if getattr(config, name) and getattr(importlib.util.find_spec(name), "origin", None) is None:
             raise UsageFault(f"--{name}: the package {name} is not installed", hint=install(name))
-
-
-def _is_installed(name: str) -> bool:
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None  # None: a mere folder, as W&B makes one
 
 
 @contextlib.contextmanager
@@ -118,14 +114,13 @@ class WeightsAndBiases(contextlib.AbstractContextManager[Any]):
 
         folder = os.path.abspath(folder)
         try:
-            self.run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "ckpttool"),
-                group=os.path.basename(folder),
-                dir=folder,
-                config=config.plain(),
-                mode=None if "WANDB_MODE" in os.environ else "offline",
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+            mode = None if "WANDB_MODE" in os.environ else "offline"
+            names = {
+                "project": os.environ.get("WANDB_PROJECT", "ckpttool"),
+                "group": os.path.basename(folder),
+            }
+            quiet = wandb.Settings(silent=True, console="off")
+            self.run = wandb.init(**names, dir=folder, config=config.plain(), mode=mode, settings=quiet)
         except wandb.errors.Error as error:
             raise CheckFailed(f"--wandb: {error}", hint="WANDB_MODE=offline needs no account") from error
 

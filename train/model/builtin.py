@@ -22,10 +22,8 @@ def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
     """
     if name in ("simple-cnn", "resnet20"):
         if not classes:
-            raise UsageFault(
-                f"--model {name}: has an output per class, and --data names none",
-                hint="give --model file.py:factory, or classes = [...] to the data set",
-            )
+            hint = "give --model file.py:factory, or classes = [...] to the data set"
+            raise UsageFault(f"--model {name}: has an output per class, and --data names none", hint=hint)
         if len(shape) != 3:
             raise UsageFault(f"--model {name}: takes images, not samples of shape {list(shape)}")
         if name == "resnet20":

@@ -156,9 +156,8 @@ def _kind(name: str) -> type[Optimizer]:
         names = ", ".join(sorted(known.keys() - {class_name.lower() for class_name in NOT_FOR_THIS_LOOP}))
         raise UsageFault(f"--optimizer {name}: torch.optim has none of that name", hint=f"one of {names}")
     if kind.__name__ in NOT_FOR_THIS_LOOP:
-        raise UsageFault(
-            f"--optimizer {name}: {NOT_FOR_THIS_LOOP[kind.__name__]}", hint="give sgd, adamw or another"
-        )
+        hint = "give sgd, adamw or another"
+        raise UsageFault(f"--optimizer {name}: {NOT_FOR_THIS_LOOP[kind.__name__]}", hint=hint)
     return kind
 
 
@@ -191,25 +190,17 @@ def _groups(config: TrainConfig, model: nn.Module) -> list[dict[str, Any]]:
         for parameter in layer.parameters(recurse=False)
     }
     all_decay = config.decay_norms or not config.weight_decay
-    groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {
-        (True, True): [],
-        (False, True): [],
-        (False, False): [],
-    }
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decaying = all_decay or decays(name, parameter, norms)
-            groups[id(parameter) in inside, decaying].append((name, parameter))
-    return [
-        {
-            "params": [parameter for _, parameter in named],
-            "param_names": [name for name, _ in named],
-            **({} if decaying else {"weight_decay": 0.0}),
-            **({"muon": for_muon} if is_muon else {}),
-        }
-        for (for_muon, decaying), named in groups.items()
-        if named
-    ]
+            kind = id(parameter) in inside, all_decay or decays(name, parameter, norms)
+            group = groups.setdefault(kind, {"params": [], "param_names": []})
+            group["params"].append(parameter)
+            group["param_names"].append(name)
+    for (for_muon, decaying), group in groups.items():
+        group |= {} if decaying else {"weight_decay": 0.0}
+        group |= {"muon": for_muon} if is_muon else {}
+    return [groups[kind] for kind in sorted(groups, reverse=True)]
 
 
 def _matrices_inside(model: nn.Module) -> set[int]:
@@ -221,18 +212,14 @@ def _matrices_inside(model: nn.Module) -> set[int]:
 
 def _check_one_dtype(groups: list[dict[str, Any]]) -> None:
     """Refuse what ZeroRedundancyOptimizer can't divide: parameters of several dtypes."""
-    dtypes: dict[torch.dtype, str] = {}
+    dtypes: dict[str, str] = {}
     for group in groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            dtypes.setdefault(parameter.dtype, name)
+            dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
     if len(dtypes) > 1:
-        (one, name), (other, second) = (
-            (str(dtype).removeprefix("torch."), name) for dtype, name in list(dtypes.items())[:2]
-        )
-        raise UsageFault(
-            f"--zero: needs parameters of one dtype, but {name} is {one} and {second} {other}",
-            hint="leave it out",
-        )
+        (one, name), (other, second) = list(dtypes.items())[:2]
+        what = f"--zero: needs parameters of one dtype, but {name} is {one} and {second} {other}"
+        raise UsageFault(what, hint="leave it out")
 
 
 # ---- the learning rate over the steps of a whole training ----------------------------------------------
@@ -242,9 +229,8 @@ def check_warmup(config: TrainConfig, steps_per_epoch: int) -> None:
     """Raise UsageFault if the training ends before its warm-up does."""
     warmup, steps = config.warmup.in_steps(steps_per_epoch), total_steps(config, steps_per_epoch)
     if warmup >= steps:
-        raise UsageFault(
-            f"--warmup {config.warmup}: is {warmup} steps, but the whole training has only {steps}"
-        )
+        what = f"--warmup {config.warmup}: is {warmup} steps, but the whole training has only {steps}"
+        raise UsageFault(what)
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
@@ -276,6 +262,5 @@ def rate(course: str, step: int, steps: int, warmup: int) -> float:
         return 0.5 * (1 + math.cos(math.pi * done))
     if course == "linear":
         return 1.0 - done
-    if course == "step":  # as for the ResNets of arXiv 1512.03385
-        return 0.1 ** ((step >= steps / 2) + (step >= steps * 3 / 4))
-    return 1.0
+    tenths = (step >= steps / 2) + (step >= steps * 3 / 4)  # as for the ResNets of arXiv 1512.03385
+    return 0.1**tenths if course == "step" else 1.0

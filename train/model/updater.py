@@ -14,17 +14,128 @@ called after an optimizer's step. So `scheduler.last_epoch + skipped` is the num
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from ckpttool.distributed import collectives
 from ckpttool.errors import CheckFailed, UsageFault
 from train.config.training import TrainConfig
 from train.model import optimizer as optimizers
-from train.model.ema import Ema
+
+Tensor = torch.Tensor
+
+
+class Ema:
+    """The exponential moving average of a model: average = decay · average + (1 - decay) · value, by step.
+
+    It starts as the weights after the first step, as `torch.optim.swa_utils.AveragedModel` does. Parameters
+    and the running statistics of normalisation layers are averaged; other buffers (counters, masks) are
+    those of the last step. Parameters of two bytes are averaged in float32: in their own dtype, an addend of
+    a thousandth would be rounded away. A tensor with two names has one average.
+
+    Under plain BatchNorm each rank has its own statistics, and rank 0's are used; so are their averages.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.decay, self.updates = model, decay, 0
+        self._swapped = False
+        self._averaged = {id(parameter) for parameter in model.parameters()}
+        for layer in model.modules():
+            if isinstance(layer, _NormBase):
+                buffers = layer.named_buffers(recurse=False)
+                self._averaged |= {id(buffer) for _, buffer in buffers if buffer.is_floating_point()}
+        averages = {id(value): _average_of(value) for value in self._values().values()}
+        self._averages = {name: averages[id(value)] for name, value in self._values().items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the model's present values, after an optimizer's step."""
+        self._require_own_weights()
+        self.updates += 1
+        first, done = self.updates == 1, set()
+        for name, value in self._values().items():
+            average = self._averages[name]
+            if id(average) in done:
+                continue
+            done.add(id(average))
+            if first or id(value) not in self._averaged:
+                average.copy_(value)
+            else:
+                average.lerp_(value.to(average.dtype), 1 - self.decay)
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Let the model have the averages inside the block, and its own values, to the bit, afterwards.
+
+        A collective: every rank has rank 0's buffers inside.
+        """
+        self._require_own_weights()
+        self.share()
+        values = self._values()
+        before = {name: value.detach().clone() for name, value in values.items()}
+        self._swapped = True
+        try:
+            _copy(self._averages, values)
+            yield
+        finally:
+            _copy(before, values)
+            self._swapped = False
+
+    def share(self) -> None:
+        """Give every rank the averages of rank 0's buffers. A collective."""
+        buffers = {id(buffer) for buffer in self.model.buffers()}
+        values = self._values()
+        collectives.broadcast_into(self._averages[name] for name in values if id(values[name]) in buffers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates and the averages, named as in the model's state. A collective."""
+        self._require_own_weights()
+        self.share()
+        return {"updates": self.updates, "averages": dict(self._averages)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state that `state_dict` returned; raise ValueError if it is of another model."""
+        self._require_own_weights()
+        saved = state["averages"]
+        if saved.keys() != self._averages.keys():
+            odd = sorted(saved.keys() ^ self._averages.keys())[0]
+            raise ValueError(f"the averaged model has other names: {odd}")
+        for name, average in self._averages.items():
+            if saved[name].shape != average.shape:
+                raise ValueError(f"the average of {name} has the shape {list(saved[name].shape)}")
+            average.copy_(saved[name])
+        self.updates = state["updates"]
+
+    def _values(self) -> dict[str, Tensor]:
+        # Themselves, not copies.
+        state = self.model.state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def _require_own_weights(self) -> None:
+        if self._swapped:
+            raise RuntimeError("the model has its averages at present: leave `swapped` first")
+
+
+def _average_of(value: Tensor) -> Tensor:
+    """Return a copy, in float32 for a float dtype of two bytes or less."""
+    small = value.is_floating_point() and value.element_size() <= 2
+    return value.detach().to(torch.float32 if small else value.dtype, copy=True)
+
+
+@torch.no_grad()
+def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    for name, value in target.items():
+        value.copy_(source[name])
+
+
+# ---- precision and steps -----------------------------------------------------------------------------
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,10 +155,9 @@ def check_precision(kind: str, device: torch.device, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
             dtype = str(parameter.dtype).removeprefix("torch.")
-            raise UsageFault(
-                f"--amp fp16: parameter {name} is {dtype}, whose gradients can't be scaled",
-                hint="give --amp bf16" if parameter.is_complex() else "keep the model's weights in float32",
-            )
+            what = f"--amp fp16: parameter {name} is {dtype}, whose gradients can't be scaled"
+            hint = "give --amp bf16" if parameter.is_complex() else "keep the model's weights in float32"
+            raise UsageFault(what, hint=hint)
 
 
 class Precision:
@@ -67,7 +177,7 @@ class Precision:
     def __init__(self, kind: str, device: torch.device) -> None:
         self.dtype, self.device = DTYPES.get(kind), device
         self.skipped = 0
-        self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
+        self._scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype is None:
@@ -75,18 +185,15 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale: once in a step, after they were summed over ranks."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+        self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
         """Take the optimizer's step unless scaled gradients are not finite; return whether it was taken."""
-        if self._scaler is None:
-            optimizer.step()
-            return True
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
         self._scaler.update()
@@ -95,19 +202,16 @@ class Precision:
             return True
         self.skipped += 1
         if after < SMALLEST_SCALE:
-            raise CheckFailed(
-                f"--amp fp16: gradients are infinite or NaN even if the loss is multiplied by {before:.2g}",
-                hint="give a smaller --lr, --warmup, --clip-norm, or --amp bf16",
-            )
+            what = f"--amp fp16: gradients are infinite or NaN even if the loss is multiplied by {before:.2g}"
+            raise CheckFailed(what, hint="give a smaller --lr, --warmup, --clip-norm, or --amp bf16")
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._scaler is None else {**self._scaler.state_dict(), "skipped": self.skipped}
+        return {**self._scaler.state_dict(), "skipped": self.skipped} if self._scaler.is_enabled() else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._scaler is not None:
-            self.skipped = state["skipped"]
-            self._scaler.load_state_dict(state)
+        self.skipped = state.get("skipped", 0)
+        self._scaler.load_state_dict(state)
 
 
 class Updater:
@@ -118,9 +222,8 @@ class Updater:
     ) -> None:
         self.config = config
         # Without DDP's prefix, as the user knows the names.
-        self.parameters = [
-            (name.removeprefix("module."), p) for name, p in model.named_parameters() if p.requires_grad
-        ]
+        named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
+        self.parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.total_steps = optimizers.total_steps(config, steps_per_epoch)
         self.precision = Precision(config.amp, device)
         self.optimizer = optimizers.build_optimizer(config, model)
@@ -172,10 +275,11 @@ class Updater:
 
     def require_same_names(self, saved: Mapping[str, Any]) -> None:
         """Raise UsageFault if a saved optimizer is of parameters with other names."""
-        if _names(saved["param_groups"]) != _names(self.optimizer.param_groups):
-            raise UsageFault(
-                f"--model {self.config.model}: its parameters have other names than the saved ones"
-            )
+        groups = saved["param_groups"], self.optimizer.param_groups
+        theirs, ours = ([group["param_names"] for group in of_model] for of_model in groups)
+        if theirs != ours:
+            what = f"--model {self.config.model}: its parameters have other names than the saved ones"
+            raise UsageFault(what)
 
     def _keep_own_settings(self, fresh: list[dict[str, Any]]) -> None:
         """Give the restored groups this run's settings; no bit differs if those are the same."""
@@ -187,7 +291,3 @@ class Updater:
             group["initial_lr"] = lr
             # Until it is called again, the scheduler would leave the rate of the schedule before.
             group["lr"] = lr * rate(schedule.last_epoch)
-
-
-def _names(groups: list[dict[str, Any]]) -> list[list[str]]:
-    return [group["param_names"] for group in groups]

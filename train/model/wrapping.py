@@ -66,11 +66,9 @@ def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> list[str]:
             module.forward = functools.partial(_checkpointed, module, forward)
             paths.append(path)
     if not paths:
-        raise UsageFault(
-            f"--grad-checkpoint: {type(model).__name__} has no blocks: modules with submodules in an "
-            "nn.Sequential or nn.ModuleList",
-            hint="leave it out, or group the model's layers",
-        )
+        blocks = "modules with submodules in an nn.Sequential or nn.ModuleList"
+        what = f"--grad-checkpoint: {type(model).__name__} has no blocks: {blocks}"
+        raise UsageFault(what, hint="leave it out, or group the model's layers")
     return paths
 
 
@@ -133,9 +131,8 @@ class _Again:
 def as_trained(config: TrainConfig, model: nn.Module) -> nn.Module:
     """Return the model with the layers that `--batchnorm` gives it on a CPU; a copy if any is converted."""
     if config.batchnorm != "plain" and not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        raise UsageFault(
-            f"--batchnorm {config.batchnorm}: {config.model} has no BatchNorm", hint="leave out --batchnorm"
-        )
+        hint = "leave out --batchnorm"
+        raise UsageFault(f"--batchnorm {config.batchnorm}: {config.model} has no BatchNorm", hint=hint)
     if config.batchnorm != "sync":
         return model
     try:
@@ -157,10 +154,8 @@ def check_batchnorm(
     if place.device.type == "cuda" and (config.batchnorm == "sync" or has_torchs_sync(model)):
         _check_passes(plan, world_size)
     if place.device.type == "cpu" and has_torchs_sync(trained):
-        raise UsageFault(
-            f"--model {config.model}: torch's SyncBatchNorm works only on GPUs",
-            hint="give --batchnorm sync, which works on a CPU too" if config.batchnorm != "sync" else None,
-        )
+        hint = "give --batchnorm sync, which works on a CPU too" if config.batchnorm != "sync" else None
+        raise UsageFault(f"--model {config.model}: torch's SyncBatchNorm works only on GPUs", hint=hint)
 
 
 def _check_passes(plan: Plan, world_size: int) -> None:
@@ -173,12 +168,10 @@ def _check_passes(plan: Plan, world_size: int) -> None:
         if 0 in passes:
             fault = f"leaves one of {world_size} ranks without a sample"
         of_last = size < plan.batch_size < plan.length(world_size)
-        raise UsageFault(
-            f"--batch-size {plan.batch_size}: {'the last' if of_last else 'a'} batch of {size} {fault}, and "
-            "SyncBatchNorm on GPUs needs every rank",
-            hint=f"give {'--drop-last or ' * of_last}another --batch-size"
-            + " or --accumulate" * (0 not in passes),
-        )
+        batch = f"{'the last' if of_last else 'a'} batch of {size}"
+        what = f"--batch-size {plan.batch_size}: {batch} {fault}, and SyncBatchNorm on GPUs needs every rank"
+        other = "another --batch-size" + " or --accumulate" * (0 not in passes)
+        raise UsageFault(what, hint=f"give {'--drop-last or ' * of_last}{other}")
 
 
 def batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
@@ -196,8 +189,7 @@ def batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
         ways.insert(0, "--drop-last")
     if plan.accumulate > 1:
         ways.append(f"a smaller --accumulate than {plan.accumulate}")
-    return UsageFault(
-        f"{given}: {'the last' if last_only else 'a'} batch of {plan.global_size(last, world_size)} gives a "
-        f"rank a single sample, and BatchNorm in {model} can't compute the statistics of one value",
-        hint=f"give {' or '.join(ways)}",
-    )
+    batch = f"{'the last' if last_only else 'a'} batch of {plan.global_size(last, world_size)}"
+    why = f"BatchNorm in {model} can't compute the statistics of one value"
+    what = f"{given}: {batch} gives a rank a single sample, and {why}"
+    return UsageFault(what, hint=f"give {' or '.join(ways)}")

@@ -85,10 +85,8 @@ def _locked(folder: str) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageFault(
-                f"--out {folder}: another run writes there now",
-                hint="name another folder, or wait for it to end",
-            ) from None
+            hint = "name another folder, or wait for it to end"
+            raise UsageFault(f"--out {folder}: another run writes there now", hint=hint) from None
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
                 raise  # those are of file systems that lock no folders, as NFS
@@ -102,10 +100,8 @@ def _check_files(folder: str, config: TrainConfig) -> None:
     """Raise UsageFault if the folder holds a run that no flag allows to touch, or something to wait for."""
     own = _own_files(folder)
     if own and not config.force and not _goes_on_in(folder, config):
-        raise UsageFault(
-            f"{folder}: already holds a run",
-            hint="--resume auto continues it, --force overwrites it, --out names another folder",
-        )
+        hint = "--resume auto continues it, --force overwrites it, --out names another folder"
+        raise UsageFault(f"{folder}: already holds a run", hint=hint)
     for path in own if config.resume else ():
         if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
             raise UsageFault(f"{path}: is a named pipe, not a file of a run", hint="remove it")
@@ -115,9 +111,8 @@ def _check_files(folder: str, config: TrainConfig) -> None:
             what = "a folder" if is_folder else "a link into a folder that does not exist"
             raise UsageFault(f"{path}: is {what}: no checkpoint can be written there", hint="move it away")
         if os.path.islink(path) and not path.endswith(".pt"):  # a checkpoint is replaced, not written into
-            raise UsageFault(
-                f"{path}: is a link, and what it leads to would be written into", hint="remove it"
-            )
+            hint = "remove it"
+            raise UsageFault(f"{path}: is a link, and what it leads to would be written into", hint=hint)
 
 
 def check_writable(folder: str) -> None:
@@ -183,10 +178,9 @@ def attempts(folder: str, config: TrainConfig, rank: int) -> Iterator[Callable[[
     path, flags = os.path.join(folder, ATTEMPTS), _digest(config)
     failed = _failed(path, flags)
     if len(failed) == TRIES and max(failed) - min(failed) <= 1:  # rank 0 may be a step behind the failed rank
-        raise CheckFailed(
-            f"step {max(failed)} has failed {TRIES} times in a row, and is not tried again",
-            hint=f"the output of those starts says why; rm {path} tries it again, and so does another flag",
-        )
+        what = f"step {max(failed)} has failed {TRIES} times in a row, and is not tried again"
+        hint = f"the output of those starts says why; rm {path} tries it again, and so does another flag"
+        raise CheckFailed(what, hint=hint)
     with naming(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         head = json.dumps({"flags": flags, "failed": failed})[:-1]

@@ -55,14 +55,11 @@ def _share(step: Step) -> list[int]:
 
 
 def _heading(plan: Plan, world_size: int, data: str) -> list[str]:
-    sizes = plan.splits(world_size)
+    sizes = plan.splits(world_size) if world_size <= 8 else []
     batch = f"{plan.batch_size} = {'+'.join(map(str, sizes[0]))}" if sizes else str(plan.batch_size)
-    return [
-        f"data    {data}, {_counted(plan.samples, 'training sample')}",
-        f"ranks   {world_size}",
-        f"batch   {batch if world_size <= 8 else plan.batch_size}, "
-        f"{_counted(plan.steps_of(world_size), 'step')} per epoch, sampler {plan.sampler}",
-    ]
+    steps = f"{_counted(plan.steps_of(world_size), 'step')} per epoch, sampler {plan.sampler}"
+    samples = _counted(plan.samples, "training sample")
+    return [f"data    {data}, {samples}", f"ranks   {world_size}", f"batch   {batch}, {steps}"]
 
 
 def table(plan: Plan, world_size: int, width: int) -> list[str]:
@@ -124,10 +121,9 @@ def sentences(plan: Plan, world_size: int) -> list[str]:
     last = plan.splits(world_size)[-1]
     if idle := last.count(0):
         with_nothing = "one rank" if idle == 1 else f"{idle} ranks"
-        lines.append(
-            f"{_counted(plan.samples, 'sample')}, batch {plan.batch_size} on {_counted(world_size, 'rank')}: "
-            f"the last batch leaves {with_nothing} with nothing"
-        )
+        samples, ranks = _counted(plan.samples, "sample"), _counted(world_size, "rank")
+        last_batch = f"the last batch leaves {with_nothing} with nothing"
+        lines.append(f"{samples}, batch {plan.batch_size} on {ranks}: {last_batch}")
     if not plan.set_epoch:
         lines.append("no set_epoch: every epoch has the same order")
     return lines
@@ -138,10 +134,8 @@ def _seen(repeated: dict[int, int]) -> str:
     by_times: dict[int, list[int]] = {}
     for index, times in repeated.items():
         by_times.setdefault(times, []).append(index)
-    return ", ".join(
-        f"{_named(indices)} {_is(indices)} seen {'twice' if times == 2 else f'{times} times'}"
-        for times, indices in sorted(by_times.items(), reverse=True)
-    )
+    often = {times: "twice" if times == 2 else f"{times} times" for times in sorted(by_times, reverse=True)}
+    return ", ".join(f"{_named(by_times[n])} {_is(by_times[n])} seen {words}" for n, words in often.items())
 
 
 def _named(indices: list[int]) -> str:

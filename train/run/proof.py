@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,36 +66,32 @@ class Proof(Recorder):
 
     def begin(self, source: Mapping[str, Any] | None) -> None:
         """Write how the run begins here; `source` is of the checkpoint that it goes on from."""
-        trainer, config, usual = self.trainer, self.trainer.config, TrainConfig()
-        with collectives.fail_together():
-            if collectives.rank() == 0:
-                self._go_on()
-                self._write(
-                    "begin",
-                    step=trainer.progress.global_step,
-                    source=source,
-                    arguments=arguments_of(
-                        replace(config, **{name: getattr(usual, name) for name in NOT_OF_THE_TRAINING})
-                    ),
-                    init=config.init and [config.init, *config.init_allow_missing],
-                    code={name: getattr(config, name) for name in ("model", "data", "task")},
-                    every=self.every,
-                    ranks=collectives.world_size(),
-                    virtual_ranks=config.virtual_ranks,
-                    samples=trainer.feed.plan.samples,
-                    data=trainer.data.fingerprint,
-                    contents=trainer.data.contents,
-                    versions=versions(trainer.place.device),
-                    weights=self._weights(),
-                )
+        collectives.from_rank_zero(lambda: self._write_begin(source))
 
-    def _go_on(self) -> None:
-        """Find the end of the record that is in the folder, if there is one."""
-        if os.path.exists(self.path):
+    def _write_begin(self, source: Mapping[str, Any] | None) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        if os.path.exists(self.path):  # a record that goes on
             with naming(self.path):
                 chain.cut_off(self.path)
             if os.path.getsize(self.path):
                 self.last = chain.read(self.path)[0][-1]
+        usual = {name: getattr(TrainConfig(), name) for name in NOT_OF_THE_TRAINING}
+        self._write(
+            "begin",
+            step=trainer.progress.global_step,
+            source=source,
+            arguments=arguments_of(replace(config, **usual)),
+            init=config.init and [config.init, *config.init_allow_missing],
+            code={name: getattr(config, name) for name in ("model", "data", "task")},
+            every=self.every,
+            ranks=collectives.world_size(),
+            virtual_ranks=config.virtual_ranks,
+            samples=trainer.feed.plan.samples,
+            data=trainer.data.fingerprint,
+            contents=trainer.data.contents,
+            versions=versions(trainer.place.device),
+            weights=self._weights(),
+        )
 
     def take(self, indices: list[int], batch: Any) -> None:
         """Note the samples of a micro-batch of this rank, as they are used."""
@@ -116,29 +113,26 @@ class Proof(Recorder):
             return
         of_ranks = collectives.gather(self._of_steps)
         self._of_steps = {}
-        with collectives.fail_together():
-            if collectives.rank() == 0:
-                used = {
-                    step: sorted(pair for rank in of_ranks for pair in rank[step]) for step in of_ranks[0]
-                }
-                samples = {
-                    str(step): [[index for index, _ in pairs], "".join(digest for _, digest in pairs)]
-                    for step, pairs in used.items()
-                }
-                self._write("step", step=number, weights=self._weights(), samples=samples)
+        collectives.from_rank_zero(partial(self._write_step, number, of_ranks))
+
+    def _write_step(self, number: int, of_ranks: list[dict[int, list[tuple[int, str]]]]) -> None:
+        samples: dict[str, list[Any]] = {}
+        for step in of_ranks[0]:
+            pairs = sorted(pair for rank in of_ranks for pair in rank[step])
+            samples[str(step)] = [[index for index, _ in pairs], "".join(digest for _, digest in pairs)]
+        self._write("step", step=number, weights=self._weights(), samples=samples)
 
     def epoch(self) -> None:
         """Write who takes which samples in the current epoch. A collective."""
-        with collectives.fail_together():
-            if collectives.rank() == 0:
-                plan, progress, order = self.trainer.feed.plan, self.trainer.progress, hashlib.sha256()
-                ranks = self.trainer.config.virtual_ranks or collectives.world_size()
-                for steps in plan.of_ranks(progress.epoch, range(ranks), ranks):
-                    for step in steps:
-                        order.update(repr(step.micro_batches).encode())
-                self._write(
-                    "epoch", step=progress.global_step, epoch=progress.epoch + 1, plan=order.hexdigest()
-                )
+        collectives.from_rank_zero(self._write_epoch)
+
+    def _write_epoch(self) -> None:
+        plan, progress, order = self.trainer.feed.plan, self.trainer.progress, hashlib.sha256()
+        ranks = self.trainer.config.virtual_ranks or collectives.world_size()
+        for steps in plan.of_ranks(progress.epoch, range(ranks), ranks):
+            for step in steps:
+                order.update(repr(step.micro_batches).encode())
+        self._write("epoch", step=progress.global_step, epoch=progress.epoch + 1, plan=order.hexdigest())
 
     @contextlib.contextmanager
     def checkpoint(self, state: Mapping[str, Any]) -> Iterator[None]:
@@ -161,12 +155,9 @@ class Proof(Recorder):
 
     def evaluation(self, score: Mapping[str, Any]) -> None:
         """Write the score of an evaluation."""
-        with collectives.fail_together():
-            if collectives.rank() == 0:
-                step = self.trainer.progress.global_step
-                left_out = ("ranks", "per_class", "seconds")
-                plain = {name: finite(value, repr) for name, value in score.items() if name not in left_out}
-                self._write("evaluation", step=step, score=plain)
+        step, left_out = self.trainer.progress.global_step, ("ranks", "per_class", "seconds")
+        plain = {name: finite(value, repr) for name, value in score.items() if name not in left_out}
+        collectives.from_rank_zero(lambda: self._write("evaluation", step=step, score=plain))
 
     def end(self, ended_by: str) -> None:
         """Write that the run ends. A collective; FileError if lines are left that can't be written."""
@@ -215,11 +206,8 @@ def recorder_of(trainer: Trainer, folder: str) -> Recorder:
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        for name in batch:
-            yield from _leaves(batch[name])
-    elif isinstance(batch, list | tuple):
-        for part in batch:
+    if isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _leaves(part)
     else:
         yield batch

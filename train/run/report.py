@@ -28,9 +28,7 @@ from train.data.samples import count
 from train.launch.stopping import Stop
 from train.log import log_file
 from train.tasks.builtin import Classification
-from train.trainer import scoring
-from train.trainer.progress import TrainScore
-from train.trainer.scoring import Score
+from train.trainer.progress import Score, TrainScore, merit_in_words
 from train.trainer.trainer import Trainer
 
 # Steps in which nothing counts that are said; the log has all.
@@ -66,16 +64,17 @@ class Report:
         config, data, plan = self.trainer.config, self.trainer.data, self.trainer.feed.plan
         place = self.trainer.place
         parameters = sum(parameter.numel() for parameter in self.trainer.ddp.parameters())
-        console.say(f"model   {config.model}, {parameters:,} parameters")
-        console.say(f"data    {data.name}")
-        console.say(f"        {describe(data)}")
-        console.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
-        steps = plan.steps_of(place.world_size)
         virtual = " on virtual ranks" if config.virtual_ranks else ""
         dealt = shares(plan, config.virtual_ranks or place.world_size)
-        console.say(f"batch   {dealt}{virtual}, {steps} steps per epoch")
-        console.say(f"train   {in_lines(recipe(config))}")
-        console.say(f"out     {self.folder}")
+        header = {
+            "model": f"{config.model}, {parameters:,} parameters",
+            "data": f"{data.name}\n{'':8}{describe(data)}",
+            "ranks": f"{place.world_size} on {place.device.type} ({place.backend})",
+            "batch": f"{dealt}{virtual}, {plan.steps_of(place.world_size)} steps per epoch",
+            "train": in_lines(recipe(config)),
+            "out": self.folder,
+        }
+        remarks = [*header.items(), *remarks]
         if config.accumulate > 1 and (why := self.trainer.depends_on_passes()):
             remarks = [*remarks, ("note", f"not the training of --accumulate 1: {why}")]
         for word, remark in remarks:
@@ -85,10 +84,9 @@ class Report:
 
     def _heading(self) -> str:
         """Return the heading of the lines of scores."""
-        names = [f"{name:>{width}}" for name, width in self.metrics]
-        right = f"  correct{'':13}" if self._has_classes() else ""
-        correct = "  correct" if self._has_classes() else ""
-        columns = "".join(f"  {name}" for name in names)
+        correct = "  correct" * self._has_classes()
+        right = correct and f"{correct}{'':13}"
+        columns = "".join(f"  {name:>{width}}" for name, width in self.metrics)
         return f"\n{'epoch':>{self._width()}}  train loss{correct}   test loss{right}{columns}  seconds"
 
     def _has_classes(self) -> bool:
@@ -120,9 +118,8 @@ class Report:
         from tqdm import tqdm
 
         label = f"epoch {progress.epoch + 1}/{self.trainer.config.epochs}"
-        with tqdm(
-            total=total, initial=progress.step, desc=label, unit="step", leave=False, dynamic_ncols=True
-        ) as self._bar:
+        look: dict[str, Any] = {"unit": "step", "leave": False, "dynamic_ncols": True}
+        with tqdm(total=total, initial=progress.step, desc=label, **look) as self._bar:
             for step in steps:
                 self._bar.update()
                 yield step
@@ -174,9 +171,8 @@ class Report:
 
     def _entry(self, trained: TrainScore | None, tested: Score | None, seconds: float) -> dict[str, Any]:
         """Return the object for the log: an epoch's has `epoch`, one in the middle of an epoch `step`."""
-        score = {} if tested is None else tested.score()
-        for only_in_an_evaluation in ("per_class", "ranks"):
-            score.pop(only_in_an_evaluation, None)
+        of_test = {} if tested is None else tested.score()
+        score = {name: value for name, value in of_test.items() if name not in ("per_class", "ranks")}
         if trained is None:
             epochs = round(self.trainer.epochs_done(), 6)
             entry: dict[str, Any] = {"step": self.trainer.progress.global_step, "epochs": epochs}
@@ -186,11 +182,8 @@ class Report:
         if trained.accuracy is not None:
             entry["train_accuracy"] = trained.accuracy
         if tested is not None:
-            entry |= {
-                "test_samples": tested.samples,
-                "threads": tested.evaluation.threads,
-                "batch_size": tested.evaluation.batch_size,
-            }
+            entry["test_samples"] = tested.samples
+            entry |= {name: getattr(tested.evaluation, name) for name in ("threads", "batch_size")}
         return entry | {"lr": self.trainer.progress.lr}
 
     def event(self, event: str, text: str, step: int, **fields: Any) -> None:
@@ -238,7 +231,7 @@ class Report:
         if ended_by and last in saved:
             console.say(f"\nsaved   {last}")
             if best in saved:
-                score = scoring.merit_in_words(self.trainer.task, self.trainer.progress.best)
+                score = merit_in_words(self.trainer.task, self.trainer.progress.best)
                 console.say(f"        {best} ({score})")
             else:
                 console.say(f"        no {BEST}: no score here was the best so far")
@@ -290,12 +283,9 @@ def shares(plan: Plan, world_size: int) -> str:
 def recipe(config: TrainConfig) -> str:
     """Return the main settings of a run, in brief."""
     plain = TrainConfig()
-    parts = [
-        f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
-        + f" or {config.max_steps} steps" * bool(config.max_steps),
-        f"{config.optimizer} lr {config.lr:g}",
-        config.scheduler,
-    ]
+    length = f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
+    length += f" or {config.max_steps} steps" * bool(config.max_steps)
+    parts = [length, f"{config.optimizer} lr {config.lr:g}", config.scheduler]
     if config.warmup.number:
         parts.append(f"warmup {config.warmup}")
     if config.accumulate > 1:

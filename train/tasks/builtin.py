@@ -30,7 +30,6 @@ class Classification(Task):
     """
 
     name = "classification"
-    counts_samples = True
 
     def __init__(self, data: Data, label_smoothing: float = 0.0, weights: Sequence[float] = ()) -> None:
         self.data, self.label_smoothing = data, label_smoothing
@@ -38,23 +37,15 @@ class Classification(Task):
         self.counts_samples = not weights
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
-        labels = batch[-1]
-        if labels.is_floating_point():  # a model may have more outputs than there are classes
-            labels = F.pad(labels, (0, outputs.shape[1] - labels.shape[1]))
-        else:
-            labels = labels.to(torch.int64)
-        scores, weights = scores_in(outputs), self._weights_of(outputs)
+        labels, scores, weights = batch[-1], scores_in(outputs), self.weights
+        # A model may have more outputs than there are classes.
+        if weights is not None:
+            weights = F.pad(weights.to(scores), (0, outputs.shape[1] - len(weights)))
+        is_mixed = labels.is_floating_point()
+        labels = F.pad(labels, (0, outputs.shape[1] - labels.shape[1])) if is_mixed else labels.long()
         loss = F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
         # As torch has it, a mixture counts 1, whatever the weights of its classes.
-        if weights is None or labels.is_floating_point():
-            return loss, len(labels)
-        return loss, weights[labels].double().sum()
-
-    def _weights_of(self, outputs: torch.Tensor) -> torch.Tensor | None:
-        if self.weights is None:
-            return None
-        weights = self.weights.to(scores_in(outputs))
-        return F.pad(weights, (0, outputs.shape[1] - len(weights)))  # more outputs than there are classes
+        return loss, len(labels) if weights is None or is_mixed else weights[labels].double().sum()
 
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
         if not batch[-1].is_floating_point():  # a mixture, of labels that were checked before
@@ -93,9 +84,8 @@ class Regression(Task):
         # torch would broadcast other shapes, and compare each output with each target.
         if not isinstance(targets, torch.Tensor) or trimmed(values.shape) != trimmed(targets.shape):
             shapes = f"outputs of the shape {list(values.shape)}"
-            raise TypeError(
-                f"{shapes} can't be compared with targets of {list(getattr(targets, 'shape', ()))}"
-            )
+            what = f"{shapes} can't be compared with targets of {list(getattr(targets, 'shape', ()))}"
+            raise TypeError(what)
         return values, targets.to(values.dtype).reshape(values.shape)
 
     def outputs(self, data: Data) -> int:
@@ -120,8 +110,7 @@ class LanguageModel(Task):
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
         scores, targets = self.tokens(outputs, batch)
-        smoothing = self.label_smoothing
-        loss = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=smoothing)
+        loss = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
         return loss, (targets != IGNORED).sum()
 
     def tokens(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,9 +118,8 @@ class LanguageModel(Task):
         scores, targets = scores_in(outputs), target_of(batch)
         if scores.shape[:-1] != targets.shape:
             shapes = f"outputs of the shape {list(scores.shape)}"
-            raise TypeError(
-                f"{shapes} are not scores [..., tokens] for targets of the shape {list(targets.shape)}"
-            )
+            what = f"{shapes} are not scores [..., tokens] for targets of the shape {list(targets.shape)}"
+            raise TypeError(what)
         return scores.flatten(0, -2), targets.flatten().to(torch.int64)
 
     def token_losses(self, outputs: Any, batch: Any) -> tuple[torch.Tensor]:
@@ -147,10 +135,8 @@ class LanguageModel(Task):
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
         targets = target_of(batch)
         if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.dim() < 2:
-            raise UsageFault(
-                f"--task {self.name}: the targets of {part} samples are {kind_of(targets)}, not tokens",
-                hint="a sample is (inputs, targets), both int64 [length]",
-            )
+            what = f"--task {self.name}: the targets of {part} samples are {kind_of(targets)}, not tokens"
+            raise UsageFault(what, hint="a sample is (inputs, targets), both int64 [length]")
         self.data.check_tokens(targets, indices, part, ignored=IGNORED)
 
 
@@ -192,9 +178,8 @@ def loss_in(outputs: Any) -> tuple[torch.Tensor, Any]:
     else:
         loss, count = getattr(outputs, "loss", None), getattr(outputs, "count", None)
     if not _is_scalar(loss):
-        raise TypeError(
-            f"the model returned {kind_of(outputs)}, in which there is no loss, a tensor of one number"
-        )
+        what = f"the model returned {kind_of(outputs)}, in which there is no loss, a tensor of one number"
+        raise TypeError(what)
     return loss, count
 
 
@@ -213,15 +198,11 @@ NAMES = f"{', '.join(TASKS)} or file.py:factory"
 
 def build(config: DataConfig, data: Data) -> Task:
     """Return the task that `--task` names, of a training run or an evaluation."""
-    for flag, tasks in (
-        ("label_smoothing", ("classification", "language-model")),
-        ("mixup", ("classification",)),
-        ("cutmix", ("classification",)),
-        ("class_weights", ("classification",)),
-    ):
-        if getattr(config, flag, 0) and config.task not in tasks:
-            shown = f"--{flag.replace('_', '-')}"
-            raise UsageFault(f"{shown}: --task {config.task} has no labels to change", hint="leave it out")
+    for name in ("label_smoothing", "mixup", "cutmix", "class_weights"):
+        labelled = ("classification", "language-model")[: 1 + (name == "label_smoothing")]
+        if getattr(config, name, 0) and config.task not in labelled:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageFault(f"{flag}: --task {config.task} has no labels to change", hint="leave it out")
     if config.task in TASKS:
         return TASKS[config.task](data, config)
     if ":" not in config.task:
@@ -235,9 +216,8 @@ def adapt(made: Any, name: str) -> Task:
         try:
             made = made()
         except Exception as error:
-            raise UsageFault(
-                f"--task {name}: {factory.described(error)}", hint="return an instance"
-            ) from error
+            hint = "return an instance"
+            raise UsageFault(f"--task {name}: {factory.described(error)}", hint=hint) from error
     # A subclass of one of these is checked as any other object of a user's.
     is_builtin = type(made) in (Classification, Regression, LanguageModel, ModelLoss)
     return made if is_builtin else UserTask(made, name)

@@ -102,14 +102,11 @@ class UserTask(Task):
     def __init__(self, made: Any, name: str) -> None:
         self.name, self.made = name, made
         if not callable(getattr(made, "loss", None)):
-            raise UsageFault(
-                f"--task {name}: {kind_of(made)} has no method loss",
-                hint=f"give it loss(self, outputs, batch), and {PAIR}",
-            )
+            hint = f"give it loss(self, outputs, batch), and {PAIR}"
+            raise UsageFault(f"--task {name}: {kind_of(made)} has no method loss", hint=hint)
         if isinstance(made, nn.Module) and any(parameter.requires_grad for parameter in made.parameters()):
-            raise UsageFault(
-                f"--task {name}: has parameters, which are not trained", hint="make them part of the model"
-            )
+            hint = "make them part of the model"
+            raise UsageFault(f"--task {name}: has parameters, which are not trained", hint=hint)
         for method in ("forward", "outputs", "sample_count", "batch_to", "check"):
             given = getattr(made, method, None)
             # nn.Module has a `forward`, which means something else.
@@ -122,10 +119,8 @@ class UserTask(Task):
             self.metrics = measured() if callable(measured) else measured
             measures(self.metrics)
         except Exception as error:
-            raise UsageFault(
-                f"--task {name}: {factory.described(error)}",
-                hint="for example metrics = {'mae': MeanAbsoluteError}, of ckpttool.metrics",
-            ) from error
+            hint = "for example metrics = {'mae': MeanAbsoluteError}, of ckpttool.metrics"
+            raise UsageFault(f"--task {name}: {factory.described(error)}", hint=hint) from error
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
         returned = self.made.loss(outputs, batch)

@@ -43,10 +43,8 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     plan, world_size = make_plan(config, count(data.train)), config.virtual_ranks or place.world_size
     in_epoch = plan.steps_of(world_size)
     if not in_epoch:
-        raise UsageFault(
-            f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}",
-            hint=f"give --batch-size {plan.samples} or less",
-        )
+        what = f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}"
+        raise UsageFault(what, hint=f"give --batch-size {plan.samples} or less")
     _initialise(Trial(config.model, data, task, "training"), model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
@@ -101,10 +99,8 @@ class Trial:
         if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (size,) or outputs.dim() != 2:
             raise TypeError("its output is not one row of class scores per sample")
         if outputs.shape[1] < len(self.data.classes):
-            raise UsageFault(
-                f"--model {self.model}: has {outputs.shape[1]} outputs, but {self.data.name} has "
-                f"{len(self.data.classes)} classes"
-            )
+            classes = f"{self.data.name} has {len(self.data.classes)} classes"
+            raise UsageFault(f"--model {self.model}: has {outputs.shape[1]} outputs, but {classes}")
 
     def loss(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, float]:
         """Return the loss of a batch, as (sum, count)."""
@@ -114,10 +110,9 @@ class Trial:
         except CkptToolError:
             raise
         except Exception as error:
-            raise UsageFault(
-                f"--task {self.task.name}: the loss of {self.part} sample 0 of {self.data.name}: "
-                f"{factory.described(error)}"
-            ) from error
+            which = f"the loss of {self.part} sample 0 of {self.data.name}"
+            what = f"--task {self.task.name}: {which}: {factory.described(error)}"
+            raise UsageFault(what) from error
         return total, float(count)
 
     def measure(self, outputs: Any, batch: Any) -> None:
@@ -169,20 +164,16 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
         raise trial.unfit(error) from error
     total, _ = trial.loss(outputs, batch)
     if not total.requires_grad:
-        raise UsageFault(
-            f"--task {trial.task.name}: the sum that loss returned does not depend on the model's parameters",
-            hint="compute it from the outputs, without .item(), .detach() or torch.no_grad()",
-        )
+        what = "the sum that loss returned does not depend on the model's parameters"
+        hint = "compute it from the outputs, without .item(), .detach() or torch.no_grad()"
+        raise UsageFault(f"--task {trial.task.name}: {what}", hint=hint)
     with torch.no_grad():
         trial.measure(outputs, batch)
     total.backward()
     for name, parameter in copied.named_parameters():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise UsageFault(
-                f"--model {config.model}: parameter {name} gets a sparse gradient, and ranks average "
-                "dense ones",
-                hint="make its layer without sparse=True",
-            )
+            what = f"parameter {name} gets a sparse gradient, and ranks average dense ones"
+            raise UsageFault(f"--model {config.model}: {what}", hint="make its layer without sparse=True")
     if not config.find_unused:
         _check_used(config.model, copied)
 
@@ -190,11 +181,9 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
 def _check_used(name: str, model: nn.Module) -> None:
     idle = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if idle:
-        raise UsageFault(
-            f"--model {name}: parameter {idle[0]} does not affect the output, and DDP would wait "
-            "for its gradient",
-            hint="set requires_grad=False on it, remove it, or give --find-unused",
-        )
+        what = f"parameter {idle[0]} does not affect the output, and DDP would wait for its gradient"
+        hint = "set requires_grad=False on it, remove it, or give --find-unused"
+        raise UsageFault(f"--model {name}: {what}", hint=hint)
 
 
 def _check_sum(trial: Trial, model: nn.Module) -> None:
@@ -215,10 +204,8 @@ def _check_sum(trial: Trial, model: nn.Module) -> None:
         (single, of_one), (double, of_two) = ((float(total), counted) for total, counted in losses)
         if not single or not of_one:  # nothing counts in this sample
             continue
-        returned, copies = (
-            f"--task {trial.task.name}: loss returned",
-            "for one sample and for two copies of it",
-        )
+        returned = f"--task {trial.task.name}: loss returned"
+        copies = "for one sample and for two copies of it"
         if _is_near(double, single) and (_is_near(of_two, of_one) or _is_near(of_two, 2 * of_one)):
             counts = f"with counts of {of_one:g} and {of_two:g}"
             raise UsageFault(f"{returned} {single:g} {copies}, {counts}: a mean, not a sum", hint=PAIR)
@@ -244,8 +231,6 @@ def _refuse_whole_graph(name: str, error: Exception) -> None:
     from torch._dynamo.exc import Unsupported  # imported here, because it takes a second
 
     if isinstance(error, Unsupported):
-        raise UsageFault(
-            f"--batchnorm pooled: {name} is compiled with fullgraph=True, but the samples that a BatchNorm "
-            "sees are counted outside the compiled graph",
-            hint="leave out fullgraph, or give --batchnorm plain or sync",
-        ) from error
+        but = "the samples that a BatchNorm sees are counted outside the compiled graph"
+        what = f"--batchnorm pooled: {name} is compiled with fullgraph=True, but {but}"
+        raise UsageFault(what, hint="leave out fullgraph, or give --batchnorm plain or sync") from error

@@ -68,11 +68,8 @@ def measure(trainer: Trainer) -> Speed:
     indices = step.micro_batches[0]
     few = max(1, len(indices) // 4)
     with leaving_no_trace(trainer.ddp, together=False), wrapping.not_compiled():
-        load, whole, part = _seconds(
-            lambda: default_collate([feed.samples[index] for index in indices]),
-            _pass(trainer, indices),
-            _pass(trainer, indices[:few]),
-        )
+        passes = _pass(trainer, indices), _pass(trainer, indices[:few])
+        load, whole, part = _seconds(lambda: default_collate([feed.samples[i] for i in indices]), *passes)
     trainer.updater.optimizer.zero_grad(set_to_none=True)
     most = whole / len(indices)
     per_sample = min((whole - part) / (len(indices) - few), most) if len(indices) > few else most

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -33,8 +34,7 @@ from train.model import wrapping
 from train.model.updater import Updater
 from train.tasks.builtin import Classification
 from train.tasks.task import Task
-from train.trainer.progress import Progress, Recorder, Sums, TrainScore
-from train.trainer.scoring import Score, Scorer
+from train.trainer.progress import Progress, Recorder, Score, Scorer, Sums, TrainScore
 
 
 class Feed:
@@ -54,9 +54,8 @@ class Feed:
             CheckFailed: a batch does not suit the task, such as a label that is not one of the classes.
         """
         epoch, step = progress.epoch, progress.step
-        set_epoch = getattr(self.samples, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        if hasattr(self.samples, "set_epoch"):
+            self.samples.set_epoch(epoch)
         # Lists of indices are made while they are loaded and dropped when used: of 10^7 they take 400 MB.
         indices, taken = itertools.tee(micro_batch for step in steps for micro_batch in step.micro_batches)
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
@@ -101,11 +100,8 @@ class Trainer:
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
         wrapping.wrap(config, model)
-        self.ddp = DistributedDataParallel(
-            model,
-            device_ids=[place.device] if place.device.type == "cuda" else None,
-            find_unused_parameters=config.find_unused,
-        )
+        how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
+        self.ddp = DistributedDataParallel(model, find_unused_parameters=config.find_unused, **how)
         self.updater = Updater(config, self.ddp, place.device, self.feed.steps_per_epoch)
         self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
         self.init: str | None = None  # the digest of the weights that --init gave
@@ -132,32 +128,27 @@ class Trainer:
         any rank, if layers are synchronised and every rank must pass them equally often."""
         return step.passes if self.config.batchnorm == "sync" else max(len(step.micro_batches), 1)
 
-    def gradients(self, *, reduced: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a pass: DDP reduces the gradients in it, or only adds them to its own."""
-        return contextlib.nullcontext() if reduced else self.ddp.no_sync()
-
     def run_dummy_step(self, *, together: bool = True) -> None:
         """Run a pass with a gradient of zero, as this rank has no samples for it; others train in it if
         `together`."""
         with self.not_compiled(), self.updater.precision.autocast():
-            run_dummy_pass(
-                self.ddp,
-                self._dummy_batch,
-                lambda batch: self.task.forward(self.ddp, batch),
-                together=together,
-            )
+            forward = partial(self.task.forward, self.ddp)
+            run_dummy_pass(self.ddp, self._dummy_batch, forward, together=together)
 
     def not_compiled(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a model that is compiled runs as it is."""
         return wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
 
-    def depends_on_passes(self) -> str:
+    def depends_on_passes(self, *, shares: bool = False) -> str:
         """Return why another `--accumulate` would be another training; "" if it would be the same.
 
+        With `shares`, why other shares of the ranks would be: synchronised layers don't depend on those.
         Not a collective; leaves no trace.
         """
-        norms = [layer for layer in self.ddp.modules() if isinstance(layer, _BatchNorm)]
-        reasons = ["BatchNorm normalises each pass by itself"] * any(layer.training for layer in norms)
+        norms = [layer for layer in self.ddp.modules() if isinstance(layer, _BatchNorm) and layer.training]
+        synced = nn.SyncBatchNorm, batchnorm.SyncBatchNorm
+        by_pass = any(not (shares and isinstance(layer, synced)) for layer in norms)
+        reasons = ["BatchNorm normalises each pass by itself"] * by_pass
         with torch.no_grad(), leaving_no_trace(self.ddp, together=False), self.not_compiled():
             before = collectives.digest_all(randomness.take())
             self.task.forward(self.ddp.module, self._dummy_batch)
@@ -208,23 +199,17 @@ class Trainer:
         progress.sums.merge(sums)
         if isinstance(sums.loss, torch.Tensor):
             self.log.add(sums.loss, sums.count)
-        loss = self.log.step(
-            progress.global_step,
-            samples=step.global_size,
-            lr=progress.lr,
-            epochs=self.epochs_done(),
-            grad_norm=norm,
-        )
+        facts: dict[str, Any] = {"samples": step.global_size, "lr": progress.lr, "epochs": self.epochs_done()}
+        loss = self.log.step(progress.global_step, **facts, grad_norm=norm)
         may_overflow = self.config.amp == "fp16"  # the scaler then leaves the step out
         if loss is not None and math.isnan(loss) and not may_overflow:
             collectives.report_once(self._refuse_nan)
         self.recorder.step(progress.global_step)
 
     def _refuse_nan(self) -> NoReturn:
-        raise CheckFailed(
-            f"the loss is NaN by step {self.progress.global_step}: training has diverged",
-            hint="look for NaN in the samples and in the loss, or give a smaller --lr or --warmup",
-        )
+        what = f"the loss is NaN by step {self.progress.global_step}: training has diverged"
+        hint = "look for NaN in the samples and in the loss, or give a smaller --lr or --warmup"
+        raise CheckFailed(what, hint=hint)
 
     def epochs_done(self) -> float:
         """Return the epochs done so far, with the fraction of the current one."""
@@ -265,9 +250,7 @@ class Trainer:
             return
         for name, parameter in self.updater.parameters:
             if parameter.grad is None:
-                raise CheckFailed(
-                    f"--model {self.config.model}: parameter {name} did not affect the output in step "
-                    f"{self.progress.global_step + 1}, and ranks average the gradients of all parameters",
-                    hint="give --find-unused, let every forward pass use it (times 0 if need be), or set "
-                    "requires_grad=False",
-                )
+                which = f"parameter {name} did not affect the output in step {self.progress.global_step + 1}"
+                why = f"{which}, and ranks average the gradients of all parameters"
+                ways = "let every forward pass use it (times 0 if need be), or set requires_grad=False"
+                raise CheckFailed(f"--model {self.config.model}: {why}", hint=f"give --find-unused, {ways}")

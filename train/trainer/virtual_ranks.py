@@ -42,10 +42,8 @@ def check(config: TrainConfig, model: nn.Module) -> None:
         elif getattr(layer, "sparse", False) is True:
             reason = "has sparse gradients, and virtual ranks add dense ones"
         if reason:
-            raise UsageFault(
-                f"--virtual-ranks {config.virtual_ranks}: '{path}' of {config.model} {reason}",
-                hint="leave out --virtual-ranks, or give another --model",
-            )
+            what = f"--virtual-ranks {config.virtual_ranks}: '{path}' of {config.model} {reason}"
+            raise UsageFault(what, hint="leave out --virtual-ranks, or give another --model")
 
 
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:

@@ -70,7 +70,7 @@ def compared(
     fingerprint.SECONDS = seconds
     data = trainings.tensors((8,), SAMPLES, tests=SAMPLES)
     samples = made(kind, differs if rank == on else None)
-    contents: dict[str, Any] = fingerprint.describe(part, samples, "own.py:data")
+    contents: dict[str, Any] = fingerprint.Part(part, samples, "own.py:data").describe()
     data = replace(data, contents=contents, **{"train" if part == "training" else "test": samples})
     try:
         data_set.compare(data, "before training", workers=workers)

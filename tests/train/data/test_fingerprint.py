@@ -233,7 +233,7 @@ class Slow(Dataset[Any]):
 @pytest.mark.parametrize(("size", "reads"), [(1, 1), (2, 2), (5, 5), (10**9, 6)])
 def test_few_samples_are_read_whatever_the_size(size, reads):
     slow = Slow(size)
-    contents.describe("training", slow, "slow")
+    contents.Part("training", slow, "slow").describe()
     assert len(slow.read) == len(set(slow.read)) == reads
     assert {0, size - 1} <= set(slow.read)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from train.model.ema import Ema
+from train.model.updater import Ema
 
 
 class Net(nn.Module):

@@ -196,12 +196,12 @@ def parameters_on_ranks(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_task_on_many_ranks_has_the_gradient_of_the_mean_over_all_that_counts(
     run_ranks, kind, size, accumulate
 ):
-    """Batches of 5, 5 and 3 samples: uneven on two ranks and on four, of which one then has none."""
+    """Batches of 5, 5 and 3 samples: uneven on several ranks, of which one of four then has none."""
     make = KINDS[kind][1]
     answers = run_ranks(size, parameters_on_ranks, kind, make, {"accumulate": accumulate})
     for ours, loss in answers:
@@ -277,7 +277,8 @@ def without(steps: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("model", [OfTokens, OfTokensAndLoss])
 @pytest.mark.parametrize("steps", [[0], [1], [2], [0, 1], [0, 1, 2]])
 def test_a_step_in_which_nothing_counts_is_left_out_on_all_ranks(run_ranks, steps, model):
-    for size, settings in ((1, {}), (2, {}), (2, {"accumulate": 2}), (2, {"virtual_ranks": 4}), (4, {})):
+    on_two: list[dict[str, Any]] = [{}, {"accumulate": 2}, {"virtual_ranks": 4}]
+    for size, settings in ((1, {}), *((2, given) for given in on_two), (3, {}), (4, {})):
         for ours, loss, uncounted, done in run_ranks(size, train_on_nothing, steps, settings, model):
             assert trainings.farthest(ours, without(steps)) <= BOUND
             assert (uncounted, done) == (len(steps), 3)

@@ -13,6 +13,7 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
+from train.checkpoint import init_from
 from train.checkpoint.format import capture, restore
 from train.config import command_line
 from train.config.training import TrainConfig
@@ -398,6 +399,17 @@ def test_what_the_user_froze_stays_frozen(run_ranks, kind):
         assert (final["1.running_mean"] == 0.25).all()
         assert int(final["1.num_batches_tracked"]) == 0
         assert int(final["3.num_batches_tracked"]) > 0
+
+
+@pytest.mark.parametrize("missing", [(), ("6.*",)], ids=["whole", "another head"])
+def test_init_leaves_what_the_user_froze_frozen(tmp_path, missing):
+    saved, net = trainings.seeded(half_frozen).train(), trainings.seeded(half_frozen)
+    saved[1].running_mean.fill_(0.75)
+    values = {name: value for name, value in saved.state_dict().items() if not missing or name[0] != "6"}
+    torch.save(values, tmp_path / "a.pt")
+    init_from.load(net, str(tmp_path / "a.pt"), missing)
+    assert [layer.training for layer in net] == [True, False, False, True, True, True, True]
+    assert (net[1].running_mean == 0.75).all()
 
 
 def test_a_frozen_layer_takes_a_batch_of_one():

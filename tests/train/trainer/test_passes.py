@@ -74,6 +74,35 @@ def test_a_resume_changes_the_passes_only_where_that_is_the_same_training(run_ra
     assert "accumulate 1 -> 3" in said
 
 
+@pytest.mark.parametrize("other", [{"rank_batch": (3, 9)}, {"rank_share": (1, 3)}], ids=["batch", "share"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("both", "virtual ranks")])
+def test_a_resume_on_as_many_ranks_keeps_the_shares_that_the_training_depends_on(
+    run_ranks, tmp_path, name, other
+):
+    make, settings, why = MODELS[name]
+    why = "" if name == "sync" else why  # it normalises by the samples of all ranks
+    run_ranks(2, run, make, str(tmp_path / "a"), settings)
+    saved = {**settings, "resume": str(tmp_path / "a/step-000002.pt")}
+    said, _ = run_ranks(2, run, make, str(tmp_path / "b"), {**saved, **other})
+    if not why:
+        assert "continues from" in said
+        ends = [runs.read(tmp_path / folder / "last.pt") for folder in "ab"]
+        assert runs.largest_difference(*ends) < 1e-5
+        return
+    flag = next(iter(other)).replace("_", "-")
+    assert said.startswith("UsageFault") and f"belongs to a training with no --{flag}, and {why}" in said
+    assert f"--change {flag}" in said
+    said, _ = run_ranks(2, run, make, str(tmp_path / "b"), {**saved, **other, "change": (flag,)})
+    assert f"{flag} None -> {next(iter(other.values()))}" in said
+
+
+def test_a_resume_on_other_ranks_may_deal_batches_as_it_likes(run_ranks, tmp_path):
+    run_ranks(2, run, runs.restless, str(tmp_path / "a"), {})
+    settings = {"rank_share": (1, 2, 3), "resume": str(tmp_path / "a/step-000002.pt")}
+    said, *_ = run_ranks(3, run, runs.restless, str(tmp_path / "b"), settings)
+    assert "saved by 2 ranks, now 3" in said
+
+
 def test_asking_leaves_no_trace(run_ranks, tmp_path):
     for size in (1, 2):
         for folder, accumulate in (("a", 1), ("b", 2)):

@@ -25,7 +25,7 @@ from train.data import data_set as data
 from train.data.data_set import Data
 from train.model import builtin as models
 from train.tasks.builtin import Classification
-from train.trainer.scoring import Scorer
+from train.trainer.progress import Scorer
 
 SAME = ("correct", "samples", "accuracy", "loss", "threads", "batch_size")
 
