@@ -16,11 +16,7 @@ from .nested import tensors
 
 
 def run_dummy_pass(
-    model: nn.Module,
-    batch: Any,
-    forward: Callable[[Any], Any] | None = None,
-    *,
-    together: bool = True,
+    model: nn.Module, batch: Any, forward: Callable[[Any], Any] | None = None, *, together: bool = True
 ) -> None:
     """Take part in one forward and backward pass with a gradient of zero, on a rank that has no samples.
 

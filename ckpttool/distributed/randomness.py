@@ -39,10 +39,7 @@ def make_deterministic() -> None:
 def take(*, gpu: bool = True) -> dict[str, Any]:
     """Return this process's random state as primitives and tensors, so that `weights_only` loads it."""
     version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "torch": torch.get_rng_state(),
-    }
+    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         kind, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
         numbers = torch.tensor(keys.tolist(), dtype=torch.int64)

@@ -82,10 +82,7 @@ class Uneven(Generic[Batch]):
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # Restore the model; a failure is noted in the store for the others, whose next collective breaks.
         self._pass.close()

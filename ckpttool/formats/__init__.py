@@ -14,10 +14,5 @@ if TYPE_CHECKING:
     from .saving.saving import save as save
 else:
     __getattr__, __dir__, __all__ = attributes(
-        __name__,
-        {
-            "reading": "open open_ranks read",
-            "saving.destination": "Saved",
-            "saving.saving": "save",
-        },
+        __name__, {"reading": "open open_ranks read", "saving.destination": "Saved", "saving.saving": "save"}
     )

@@ -289,11 +289,7 @@ class Evaluator:
 
 
 def update(
-    name: str,
-    metric: Metric[Any],
-    arguments: Callable[[Any, Any], Sequence[Any]],
-    outputs: Any,
-    batch: Any,
+    name: str, metric: Metric[Any], arguments: Callable[[Any, Any], Sequence[Any]], outputs: Any, batch: Any
 ) -> None:
     """Update a metric with a batch; CheckFailed names the metric if it does not take the outputs."""
     try:

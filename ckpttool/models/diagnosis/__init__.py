@@ -13,10 +13,5 @@ if TYPE_CHECKING:
     from .treatment import diagnose as diagnose
 else:
     __getattr__, __dir__, __all__ = attributes(
-        __name__,
-        {
-            "fit": ("Respec",),
-            "treatment": ("diagnose",),
-            "report": ("Diagnosis", "Problem"),
-        },
+        __name__, {"fit": "Respec", "treatment": "diagnose", "report": "Diagnosis Problem"}
     )
