@@ -86,10 +86,8 @@ def to_plain(module: M, *, like: nn.Module | None = None, kinds: Mapping[str, st
             raise _refusal(path, layer)
         kind = getattr(layer, "plain_kind", None) or given.get(path) or given.get(unwrapped(path))
         if kind not in KINDS:
-            raise UsageFault(
-                f"'{path}' is a SyncBatchNorm, and nothing says whether it was 1d, 2d or 3d",
-                hint="give a plain model with the same names as like=, or kinds=",
-            )
+            reason = f"'{path}' is a SyncBatchNorm, and nothing says whether it was 1d, 2d or 3d"
+            raise UsageFault(reason, hint="give a plain model with the same names as like=, or kinds=")
         chosen.append((layer, getattr(nn, kind)))
     for layer, plain in chosen:
         layer.__class__ = plain

@@ -65,20 +65,16 @@ def pool_states(
         given = _counts_of(layer, counts), fits(layer, averaged), momentum
         new |= _pooled_layer(first.path, states, layer, *given)
     if not new:
-        raise NothingToDo(
-            f"{first.path}: all {len(checkpoints)} files hold the same statistics",
-            hint="they were synchronised or pooled already: take any one of them",
-        )
+        reason = f"{first.path}: all {len(checkpoints)} files hold the same statistics"
+        raise NothingToDo(reason, hint="they were synchronised or pooled already: take any one of them")
     pooled = replace_state(first, states[0], lambda old: type(old)(_replaced(old, new)))
     return pooled, PoolReport(tuple(layers), tuple(new), from_first, counts is not None)
 
 
 def _check_momentum(momentum: float | None, counts: Mapping[str, Counts] | None) -> None:
     if momentum is not None and not (counts and 0 < momentum <= 1):
-        raise UsageFault(
-            f"--momentum {momentum:g}: needs --counts, and is above 0 and at most 1",
-            hint="give the momentum of the layers: torch's default is 0.1",
-        )
+        reason = f"--momentum {momentum:g}: needs --counts, and is above 0 and at most 1"
+        raise UsageFault(reason, hint="give the momentum of the layers: torch's default is 0.1")
 
 
 def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts] | None) -> None:
@@ -90,20 +86,16 @@ def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts
             hint = f"give {len(checkpoints)}, one for each IN, 0 for a rank without samples"
             raise UsageFault(f"--counts {listed}: {len(checkpoints)} files, {len(numbers)} counts", hint=hint)
         if min(numbers) < 0 or 1 in numbers or sum(numbers) <= 1:
-            raise UsageFault(
-                f"--counts {listed}: a variance needs at least two values",
-                hint="a count is batch × positions: 64 images of 8×8 are 4096",
-            )
+            reason = f"--counts {listed}: a variance needs at least two values"
+            raise UsageFault(reason, hint="a count is batch × positions: 64 images of 8×8 are 4096")
 
 
 def _check_patterns(layers: Sequence[str], given: Mapping[str, Iterable[str]]) -> None:
     for flag, patterns in given.items():
         for pattern in patterns:
             if not any(fits(layer, [pattern]) for layer in layers):
-                raise UsageFault(
-                    f"{flag}: no BatchNorm layer matches '{pattern}'",
-                    hint=f"there are {', '.join(layers[:3])}",
-                )
+                reason = f"{flag}: no BatchNorm layer matches '{pattern}'"
+                raise UsageFault(reason, hint=f"there are {', '.join(layers[:3])}")
 
 
 def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None:
@@ -111,9 +103,8 @@ def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None
         return None
     chosen = next((numbers for pattern, numbers in counts.items() if fits(layer, [pattern])), None)
     if chosen is None:
-        raise UsageFault(
-            f"--counts: none matches the layer '{layer}'", hint="give the last one without a pattern"
-        )
+        reason = f"--counts: none matches the layer '{layer}'"
+        raise UsageFault(reason, hint="give the last one without a pattern")
     return chosen
 
 

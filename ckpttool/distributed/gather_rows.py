@@ -64,7 +64,7 @@ def gather(
         samples_sent = rows[0].view(torch.int64)
         at = samples_sent.cpu()
         places[ends[rank] + start :][: len(at)] = at
-        if ends[-1] == samples and _are_below(at, samples):
+        if ends[-1] == samples and bool(((at >= 0) & (at < samples)).all()):
             for column, raw in zip(joined, rows[1:], strict=True):
                 column.put(samples_sent, raw)
     # Every rank has the places of all rows, so each comes to the same verdict without asking.
@@ -100,10 +100,6 @@ def _describe(
             raise ValueError(f"'{name}' is {list(column.shape)}, and index has {len(index)} rows")
     kinds = {f"kind of column '{name}'": (c.dtype, tuple(c.shape[1:])) for name, c in columns.items()}
     return {**kinds, "number of samples": samples, "size of a piece": piece}, len(index)
-
-
-def _are_below(places: torch.Tensor, samples: int) -> bool:
-    return not len(places) or bool(places.min() >= 0 and places.max() < samples)
 
 
 def _check_once(places: list[NDArray[Any]], samples: int) -> None:

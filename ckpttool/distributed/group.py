@@ -113,9 +113,8 @@ def process_group(
     import torch.distributed as dist
 
     if dist.is_initialized():
-        raise UsageFault(
-            "this process already has a process group", hint="remove the other init_process_group"
-        )
+        reason = "this process already has a process group"
+        raise UsageFault(reason, hint="remove the other init_process_group")
     place = place or find_place()
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
     if place.device.type == "cuda":
@@ -193,15 +192,12 @@ def _late(ranks: list[int], rank: int, timeout: float) -> CheckFailed:
     shown = ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
     who = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
     hint = "it died, or is still loading its data: then give a longer --join-timeout"
-    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and _shares_store():
+    # Where ranks share torchrun's own store, torch 2.15 gives new machines no address of it, and the others
+    # that of a machine that is gone.
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and is_shared:
         hint += "; so that machines can be replaced, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     return CheckFailed(f"rank {rank}: {who} not joined within {timeout:g} s", hint=hint)
-
-
-def _shares_store() -> bool:
-    """Return whether torchrun's own store is the ranks' too."""
-    # If so, torch 2.15 gives new machines no address of it, and the others that of a machine that is gone.
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _list_ranks(store: Store, world_size: int) -> None:

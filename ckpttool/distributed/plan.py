@@ -205,10 +205,8 @@ def check(plan: Plan, world_size: int, called: Callable[[str], str] = str) -> No
     if plan.sampler not in SAMPLERS:
         raise UsageFault(f"{called('sampler')} {plan.sampler}: is none of {', '.join(SAMPLERS)}")
     if plan.rank_batch is not None and plan.rank_share is not None:
-        raise UsageFault(
-            f"{called('rank_batch')} and {called('rank_share')}: both say how a batch is dealt",
-            hint="give one of them",
-        )
+        reason = f"{called('rank_batch')} and {called('rank_share')}: both say how a batch is dealt"
+        raise UsageFault(reason, hint="give one of them")
     field = "rank_share" if plan.rank_batch is None else "rank_batch"
     if (weights := getattr(plan, field)) is not None:
         _check_weights(plan, world_size, weights, called, field)
@@ -227,26 +225,18 @@ def _check_weights(
 ) -> None:
     given = f"{called(field)} {','.join(map(str, weights))}"
     if plan.sampler != "exact":
-        raise UsageFault(
-            f"{given}: {called('sampler')} {plan.sampler} gives each rank the same number of samples",
-            hint=f"leave out {called(field)} or {called('sampler')}",
-        )
+        reason = f"{given}: {called('sampler')} {plan.sampler} gives each rank the same number of samples"
+        raise UsageFault(reason, hint=f"leave out {called(field)} or {called('sampler')}")
     if len(weights) != world_size:
         numbers, ranks = f"{len(weights)} number{'s' * (len(weights) != 1)}", f"{world_size} rank"
-        raise UsageFault(
-            f"{given}: {numbers} for {ranks}{'s' * (world_size != 1)}",
-            hint="give one number for each rank, or start as many ranks as numbers",
-        )
+        reason = f"{given}: {numbers} for {ranks}{'s' * (world_size != 1)}"
+        raise UsageFault(reason, hint="give one number for each rank, or start as many ranks as numbers")
     if min(weights) < 1:
-        raise UsageFault(
-            f"{given}: gives rank {weights.index(min(weights))} nothing",
-            hint="give every rank 1 or more, or start fewer ranks",
-        )
+        reason = f"{given}: gives rank {weights.index(min(weights))} nothing"
+        raise UsageFault(reason, hint="give every rank 1 or more, or start fewer ranks")
     if field == "rank_batch" and sum(weights) != plan.batch_size:
-        raise UsageFault(
-            f"{given}: its sum is {sum(weights)}, and {called('batch_size')} is {plan.batch_size}",
-            hint=f"leave out {called('batch_size')}, or give {sum(weights)}",
-        )
+        reason = f"{given}: its sum is {sum(weights)}, and {called('batch_size')} is {plan.batch_size}"
+        raise UsageFault(reason, hint=f"leave out {called('batch_size')}, or give {sum(weights)}")
 
 
 def _check_nobody_idle(
@@ -258,14 +248,10 @@ def _check_nobody_idle(
     least, idle = min(weights), f"leaves rank {sizes.index(0)} without samples in every step"
     enough = sum((weight + least) // (2 * least) for weight in weights)
     if least == max(weights):
-        raise UsageFault(
-            f"{batch} {plan.batch_size}: {idle}, on {len(weights)} ranks",
-            hint=f"give {batch} {enough} or more, or start fewer ranks",
-        )
-    raise UsageFault(
-        f"{called(field)} {','.join(map(str, weights))}: {idle}, with {batch} {plan.batch_size}",
-        hint=f"give {batch} {enough} or more, or closer numbers",
-    )
+        reason = f"{batch} {plan.batch_size}: {idle}, on {len(weights)} ranks"
+        raise UsageFault(reason, hint=f"give {batch} {enough} or more, or start fewer ranks")
+    reason = f"{called(field)} {','.join(map(str, weights))}: {idle}, with {batch} {plan.batch_size}"
+    raise UsageFault(reason, hint=f"give {batch} {enough} or more, or closer numbers")
 
 
 def dealt_sizes(size: int, weights: Sequence[int]) -> list[int]:

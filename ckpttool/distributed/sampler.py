@@ -245,10 +245,8 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
             raise UsageFault(f"rank {rank}: is none of {world_size} ranks", hint="count from 0")
         return rank, world_size
     if given_world_size() > 1 and not torch.distributed.is_initialized():
-        raise UsageFault(
-            f"one of {given_world_size()} ranks would take every sample, as there is no process group",
-            hint="call init_process_group first, or give rank and world_size",
-        )
+        reason = f"one of {given_world_size()} ranks would take every sample, as there is no process group"
+        raise UsageFault(reason, hint="call init_process_group first, or give rank and world_size")
     return collectives.rank(), collectives.world_size()
 
 
@@ -268,9 +266,8 @@ def _generators(sampler: Any) -> list[Any]:
             continue
         seen.add(id(inner))
         if isinstance(inner, DistributedSampler | DealtBatches):
-            raise UsageFault(
-                f"{type(inner).__name__} is already distributed", hint="give the sampler that it deals"
-            )
+            reason = f"{type(inner).__name__} is already distributed"
+            raise UsageFault(reason, hint="give the sampler that it deals")
         for value in getattr(inner, "__dict__", {}).values():
             if isinstance(value, torch.Generator | random.Random | numpy.random.Generator):
                 generators.append(value)

@@ -177,10 +177,8 @@ def length(batch: Any) -> int:
     plain = all(isinstance(part, torch.Tensor) and part.dim() for part in tensors)
     lengths = {len(tensor) for tensor in tensors} if plain else set()
     if len(lengths) != 1:
-        raise UsageFault(
-            "the number of samples in a batch can't be told from its tensors",
-            hint="give count=, a function that returns it for a batch",
-        )
+        reason = "the number of samples in a batch can't be told from its tensors"
+        raise UsageFault(reason, hint="give count=, a function that returns it for a batch")
     return lengths.pop()
 
 

@@ -164,9 +164,8 @@ def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certific
     evaluation = _common(ordered)
     wanted = evaluation.samples if samples is None else samples
     if wanted is None:
-        raise UsageFault(
-            f"{ordered[0].path}: does not say how many samples there are", hint="give the number as --samples"
-        )
+        reason = f"{ordered[0].path}: does not say how many samples there are"
+        raise UsageFault(reason, hint="give the number as --samples")
     if evaluation.samples not in (None, wanted):
         raise CheckFailed(f"{ordered[0].path}: is of {evaluation.samples} samples, not {wanted}")
     said = [*_missing_ranks(ordered, evaluation.world_size), *_faults(ordered, wanted)]

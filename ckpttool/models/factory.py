@@ -52,9 +52,8 @@ def parse(spec: str) -> tuple[str, str, dict[str, object]]:
     try:
         return where, name, _arguments(parts["call"] or "()")
     except (SyntaxError, ValueError):
-        raise UsageFault(
-            f"'{spec}' has arguments that are not name=literal", hint=f"for example: {where}:{name}(n=10)"
-        ) from None
+        reason = f"'{spec}' has arguments that are not name=literal"
+        raise UsageFault(reason, hint=f"for example: {where}:{name}(n=10)") from None
 
 
 def _arguments(call: str) -> dict[str, object]:
