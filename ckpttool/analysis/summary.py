@@ -175,9 +175,11 @@ def _call(value: Record, levels: int = 3) -> str:
 
 def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
     """Return the names that are one tensor; other views of one storage are not ties."""
+    uses = Counter(id(tensor.storage) for tensor in tensors.values())
     views = defaultdict[object, list[str]](list)
     for name, tensor in tensors.items():
-        views[tensor.view].append(name)
+        if uses[id(tensor.storage)] > 1:
+            views[tensor.view].append(name)
     return (tuple(names) for names in views.values() if len(names) > 1 and tensors[names[0]].numel)
 
 

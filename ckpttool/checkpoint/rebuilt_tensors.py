@@ -6,7 +6,7 @@ torch pickles such a tensor as a call that puts it together from plain tensors a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import islice
 
@@ -51,7 +51,8 @@ def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
 
 def rebuilds(function: object) -> bool:
     """Return whether a function is one of torch's own that make tensors."""
-    return isinstance(function, Global) and function in READERS.keys() | FROM_TYPE | PARAMETER | PLAIN
+    kinds: tuple[Collection[object], ...] = (READERS, FROM_TYPE, PARAMETER, PLAIN)
+    return isinstance(function, Global) and any(function in kind for kind in kinds)
 
 
 def require_sound(function: object, args: tuple[object, ...]) -> None:

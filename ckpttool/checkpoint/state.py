@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -264,11 +263,12 @@ class StateSearch:
         """Yield the parts of states whose keys a dotted name is a prefix of: `state_dict.ema_model`."""
         for path in self.states():
             inner = f"{dotted(path)}." if path else ""
-            with suppress(NoState, Refused):  # whose names are ambiguous; another state may have the keys
+            try:
                 state = self.at(path)
-                names = dict.fromkeys((where.removeprefix(inner), where))
-                parts = (part(state, f"{name}.") for name in names if name.strip("!"))
-                yield from filter(None, parts)
+            except (NoState, Refused):  # whose names are ambiguous; another state may have the keys
+                continue
+            names = dict.fromkeys((where.removeprefix(inner), where))
+            yield from filter(None, (part(state, f"{name}.") for name in names if name.strip("!")))
 
     def _places(self, value: dict[object, object]) -> dict[str, Path]:
         try:

@@ -87,17 +87,14 @@ class Companions:
         """The names of what is copied, which may be in a folder that is replaced."""
         return [os.path.basename(place) for place in self.copied.values()]
 
-    def copy(self, settings: Mapping[str, object] | None = None) -> None:
-        """Copy what is to be copied; a config.json with these settings changed."""
+    def copy(self, console: Console, settings: Mapping[str, object] | None = None, *, dry: bool) -> None:
+        """Copy what is to be copied, a config.json with these settings changed; name what is not."""
         from ..formats import folders
 
-        folders.copy_companions(list(self.copied), list(self.copied.values()), settings or {})
-
-    def note(self, console: Console, *, dry: bool) -> None:
-        """Name what was copied, and what was not."""
         console.note_names("not copied (--companions does)", self.left)
         console.note_names("other files of the folder, not copied", self.others)
         if not dry:
+            folders.copy_companions(list(self.copied), list(self.copied.values()), settings or {})
             console.note_names("copied along", list(self.copied.values()))
 
     def fields(self) -> dict[str, object]:
@@ -142,8 +139,6 @@ def rewrite(
             choices["state"] = outcome.where
         with console.bar("writing") as bar:
             saved = formats.save(new, place.path, kept=companions.names, **bar.calls, **choices)
-        if not job.dry_run:
-            companions.copy(outcome.settings)
     if piece:
         outcome.fields = {**outcome.fields, "piece": fields_of(piece)}
     outcome.left_out += new.unread
@@ -190,7 +185,7 @@ def _report(
     others = [name for name in lost if name not in versions]
     console.note_names(f"left out, as {saved.format} {saved.why_left_out}", others)
     note_fields(console, saved)
-    companions.note(console, dry=dry)
+    companions.copy(console, outcome.settings, dry=dry)
     for note in _warnings(console, saved, versions):
         console.note(note)
     data = {

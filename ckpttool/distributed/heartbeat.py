@@ -89,7 +89,8 @@ class Pulse:
         # one.
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             end = hangs.LEFT
-        text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
+        said = getattr(error, "message", error)  # a hint is for the rank that raised it
+        text = f"{type(error).__name__}: {said}" if isinstance(error, BaseException) else error
         self.error = " ".join(text.split())[:500]
         self.end = end
         self.over.set()

@@ -131,11 +131,12 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def _fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
-    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    # Any other error is one: a process that can't be looked at has not ended.
+    return _text(f"/proc/{pid}/stat", (FileNotFoundError, ProcessLookupError)).rpartition(")")[2].split()
 
 
-def _text(path: str) -> str:
+def _text(path: str, absent: tuple[type[OSError], ...] = (OSError,)) -> str:
     """Return what a file of the system says; "" where there is none, or none for this user."""
-    with contextlib.suppress(OSError), open(path, errors="surrogateescape") as file:
+    with contextlib.suppress(*absent), open(path, errors="surrogateescape") as file:
         return file.read()
     return ""

@@ -92,7 +92,7 @@ class Uneven(Generic[Batch]):
         with contextlib.suppress(RuntimeError):  # the store may have gone with rank 0
             store = distributed_c10d._get_default_store()
             if not is_lost_rank(error):
-                failure = f"{type(error).__name__}: {error}"
+                failure = f"{type(error).__name__}: {getattr(error, 'message', error)}"
                 store.set(self._note, f"rank {collectives.rank()} failed: {failure}")
             elif store.check([self._note]):
                 said = bytes(store.get(self._note)).decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shlex
@@ -57,7 +58,9 @@ def allow_open_files(count: int, path: str) -> None:
     # A tensor is a place in an open file, so all files of a checkpoint stay open, and mapping one takes a
     # second descriptor. Many systems allow 1,024, and let a process raise that itself up to a hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/dev/fd")) if os.access("/dev/fd", os.R_OK) else SPARE
+    used = SPARE
+    with contextlib.suppress(OSError):  # there is no /dev/fd, or no descriptor left to read it
+        used = len(os.listdir("/dev/fd"))
     wanted = used + 2 * count + SPARE
     if soft == resource.RLIM_INFINITY or wanted <= soft:
         return

@@ -125,15 +125,15 @@ def abandoned(folder: str, ending: str, begin: str | None = None) -> Iterator[st
 def _claimed(path: str, boot: str) -> Iterator[bool]:
     """Hold the lock of a temporary if no process does; yield whether it is abandoned."""
     with contextlib.ExitStack() as stack:
-        is_abandoned = False
+        fd = None
         with contextlib.suppress(OSError):
             kind = os.lstat(path).st_mode
             if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
-                access = os.O_RDWR if stat.S_ISREG(kind) else os.O_RDONLY  # NFS locks what it may write
+                # NFS locks only what is open for writing.
+                access = os.O_RDWR if stat.S_ISREG(kind) else os.O_RDONLY
                 fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 stack.callback(os.close, fd)
-                is_abandoned = _is_abandoned(fd, path, boot)
-        yield is_abandoned
+        yield fd is not None and _is_abandoned(fd, path, boot)
 
 
 def _is_abandoned(fd: int, path: str, boot: str) -> bool:

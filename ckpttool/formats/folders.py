@@ -253,8 +253,9 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
             what = f"{other} and {path} would both become {target}"
             raise UsageFault(what, hint="copy one by hand, without --companions")
     for target, path in sources.items():
-        is_same = os.path.isfile(target) and filecmp.cmp(path, target, shallow=False)
-        if os.path.lexists(target) and not force and not is_same:
+        if force or not os.path.lexists(target):
+            continue
+        if not (os.path.isfile(target) and filecmp.cmp(path, target, shallow=False)):
             raise OutputExists(f"{target}: already exists", hint="write it anyway with --force")
     return [*sources]
 

@@ -58,7 +58,10 @@ class Element:
         if self.code[0] == "S":
             return [text.rstrip(b"\0") for text in texts]
         encoding = "utf-32-be" if self.order == ">" else "utf-32-le"
-        return [text.decode(encoding, "surrogatepass").rstrip("\0") for text in texts]
+        try:
+            return [text.decode(encoding, "surrogatepass").rstrip("\0") for text in texts]
+        except UnicodeDecodeError:  # no character has such a number
+            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class RunRecord:
                 self.begins.append(entry)
             elif isinstance(entry.get("step"), int):
                 entries.append(entry)
-        by_step = {(entry.get("kind"), entry["step"]): entry for entry in entries}
+        by_step = {(str(entry.get("kind")), entry["step"]): entry for entry in entries}
         self.steps, self.scores, self.checkpoints = (
             {step: entry for (kind, step), entry in by_step.items() if kind == wanted}
             for wanted in ("step", "evaluation", "checkpoint")

@@ -89,10 +89,9 @@ def numpy_type(dtype: DType) -> Any:
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, dtype.name))
-    try:
-        return np.dtype(dtype.name)
-    except TypeError:
-        return None
+    # np.dtype would also know the types that another package has registered.
+    own = getattr(np, "bool_" if dtype.name == "bool" else dtype.name, None)
+    return own and np.dtype(own)
 
 
 # Types that torch's lazy negative may be set on: flipping the sign bit is all it means

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import Unsupported
 from .dtypes import DTYPES
 from .ref import ByteRange, Computed, TensorRef
-from .values import read_into, require_bounded
+from .values import require_bounded, stream
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +60,10 @@ def loaded_tensor(name: str, tensor: TensorRef) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=dtype)
     if has_to_be_made(tensor):
         require_bounded(name, tensor)
-        raw = bytearray(tensor.nbytes)
-        read_into(memoryview(raw), tensor)
+        raw, at = bytearray(tensor.nbytes), 0
+        for chunk in stream(tensor):  # of bounded size, as each is made in memory of its own
+            raw[at : at + len(chunk)] = chunk
+            at += len(chunk)
         return torch.frombuffer(raw, dtype=dtype).reshape(tensor.shape)
     data = tensor.storage.data
     assert isinstance(data, ByteRange)

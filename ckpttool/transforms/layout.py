@@ -256,8 +256,8 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
         for pair in _in_step(*streams):
             both = bytearray(len(pair[0]) * 2)
             numbers = memoryview(both).cast(FORMATS[width])
-            for start, part in enumerate(pair):
-                numbers[start::2] = memoryview(part).cast(FORMATS[width])
+            for side, part in enumerate(pair):
+                numbers[side::2] = memoryview(part).cast(FORMATS[width])
             if old.byteorder == "big":
                 swap(both, width)
             yield memoryview(both)

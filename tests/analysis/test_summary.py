@@ -179,3 +179,16 @@ def test_a_numpy_scalar_is_shown_as_a_number(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(1)}, **scores, "s": np.str_("x")}, tmp_path / "f.pt")
     rows = summarize(ckpttool.open(tmp_path / "f.pt")).other
     assert {row.name: row.value for row in rows if row.has_value} == scores
+
+
+class OddText:
+    """Pickles as a text of NumPy's whose characters have numbers that no character has."""
+
+    def __reduce__(self) -> Any:
+        return np._core.multiarray.scalar, (np.dtype("U1"), b"\xff" * 4)
+
+
+def test_a_numpy_text_of_no_characters_is_shown_by_its_type(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(1)}, "best": OddText()}, tmp_path / "f.pt")
+    (row,) = summarize(ckpttool.open(tmp_path / "f.pt")).other
+    assert (row.name, row.has_value) == ("best", False)

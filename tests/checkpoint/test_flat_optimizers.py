@@ -18,7 +18,7 @@ import ckpttool
 from ckpttool.analysis.summary import summarize
 from ckpttool.checkpoint.flat_optimizers import flattened, is_flat, nested
 from ckpttool.errors import Refused
-from ckpttool.transforms.optimizer.rekey import to_flat, to_indices, to_names
+from ckpttool.transforms.optimizer.rekey import rekeyed, to_indices, to_names
 from tests.support.comparing import assert_same
 from tests.support.running import Ran
 
@@ -99,7 +99,7 @@ def test_flat_and_nested_are_torch_s_own(made: str, tmp_path: Path) -> None:
     with ckpttool.open(tmp_path / "flat.pt") as checkpoint:
         named, _ = to_names(checkpoint)
         ckpttool.save(named, tmp_path / "named.pt")
-        back, _ = to_flat(named)
+        back, _ = rekeyed(named, to="flat")
         ckpttool.save(back, tmp_path / "back.pt")
     found = torch.load(tmp_path / "named.pt")
     assert_same(nested_of(model, optimizer)["state"], found["state"])

@@ -234,6 +234,12 @@ def test_there_is_no_rank_to_take_where_what_ranks_share_is_stored_once(tmp_path
     )
 
 
+def test_inspect_says_in_json_how_many_bytes_each_rank_holds(tmp_path: Path, cli: Cli) -> None:
+    as_hugging_face(tmp_path, {"w": torch.ones(6, 3)})
+    held = json.loads(cli("inspect", tmp_path, "--json").out)["ranks"]["held"]
+    assert sum(held.values()) == 72 and all(rank.isdecimal() for rank in held)
+
+
 def test_a_rank_beyond_all_measure_is_refused(tmp_path: Path) -> None:
     as_hugging_face(tmp_path, {"w": torch.ones(6, 3)})
     end = "model-00001-of-00001.safetensors"

@@ -47,7 +47,7 @@ def test_an_entry_of_other_form_is_named(entry: dict[str, Any], said: str, cli: 
 
 
 def test_entries_of_other_kinds_are_left_alone(cli: Any, tmp_path: Path) -> None:
-    folder = record(tmp_path, BEGIN, STEP, {"kind": "note", "text": "mine"})
+    folder = record(tmp_path, BEGIN, STEP, {"kind": "note", "text": "mine"}, {"kind": ["x"], "step": 1})
     assert cli("prove", folder, "--no-replay").code == 0
 
 

@@ -141,7 +141,7 @@ class Saver:
         text = f"the save of step {save.step} failed: {failure.message}; the next save tries again"
         if LAST in placed and missing == {numbered(save.step)}:
             text = f"step {save.step} has no numbered checkpoint: {failure.message}"
-        self._say("save failed", text, error=str(failure))
+        self._say("save failed", text, error=failure.message)
 
     def _agree(self, save: Save) -> None:
         """Compare the ranks if they have not been, and let the file take its place. A collective."""

@@ -101,7 +101,7 @@ def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
     return {
         "same": comparison.same,
         "identical": comparison.identical,
-        **fields_of(comparison, without=("aside_a", "aside_b", "matched_without_prefix")),
+        **fields_of(comparison, without=("changed", "aside_a", "aside_b", "matched_without_prefix")),
         "changed": [*map(_fields, changed)],
         "not_compared": [*comparison.aside_a, *comparison.aside_b],
     }

@@ -218,12 +218,10 @@ def _as_dtensors(job: Job, ranks: int, of_mesh: dict[str, Any]) -> None:
         wrappers = _wrappers(checkpoint, job.state)
         choices |= {"kept": companions.names, **bar.calls}
         written = splitting.split(checkpoint, job.output, ranks, **choices)
-        if not job.dry_run:
-            companions.copy()
     for note in wrappers:
         console.note(note)
     note_fields(console, written)
-    companions.note(console, dry=job.dry_run)
+    companions.copy(console, dry=job.dry_run)
     console.note(
         f"for ranks on {written.device}, in a model under fully_shard(model); import torch.distributed.tensor"
     )

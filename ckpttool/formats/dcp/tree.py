@@ -135,16 +135,16 @@ def with_keys_made_text(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _dicts(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[Any, object]]]:
     """Yield every dict of which DCP names the entries one by one, with its dotted name."""
-    for path, value in checkpoint.named(_apart):
+    plain: dict[int, bool] = {}  # of each list whether no tensor is in it; many places may refer to one
+
+    def apart(value: object) -> Iterable[Entry] | None:
+        if isinstance(value, list) and id(value) not in plain:
+            plain[id(value)] = all(tensor_of(inner) is None for inner in walk(value))
+        return inside(value) if isinstance(value, dict | list) and not plain.get(id(value)) else None
+
+    for path, value in checkpoint.named(apart):
         if isinstance(value, dict):
             yield dotted(path), value
-
-
-def _apart(value: object) -> Iterable[Entry] | None:
-    """Return the entries that DCP names one by one: of a dict, and of a list if a tensor is in it."""
-    if isinstance(value, list) and all(tensor_of(inner) is None for inner in walk(value)):
-        return None
-    return inside(value) if isinstance(value, dict | list) else None
 
 
 # The tree, built from the paths that the writer kept for each flat name.

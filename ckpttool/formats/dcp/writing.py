@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.dotted_names import dotted
 from ...errors import Refused
 from ...inert_pickle.values import MAX_DEPTH, Global, OrderedDict_, Record, tensor_of, walk
 from ...tensors.ref import TensorRef, contiguous_stride
@@ -59,10 +60,13 @@ class _Live:
         self.path = checkpoint.path
         self.named = {id(tensor): planner.placeholder(name, tensor) for name, tensor in checkpoint.tensors()}
         # DCP pickles tuples and sets whole.
-        whole = [value for _, value in checkpoint.named(inside) if isinstance(value, PICKLED)]
-        pickled = {id(tensor): tensor for value in walk(whole) if (tensor := tensor_of(value)) is not None}
-        made = live_tensors({str(key): tensor for key, tensor in pickled.items()}, mapped=False)
-        self.pickled = {key: made[str(key)] for key in pickled}
+        whole = [
+            (dotted(path), value) for path, value in checkpoint.named(inside) if isinstance(value, PICKLED)
+        ]
+        within = [(name, tensor_of(item)) for name, value in whole for item in walk([value])]
+        pickled = {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(within) if tensor}
+        made = live_tensors(pickled, mapped=False)
+        self.pickled = {id(tensor): made[name] for name, tensor in pickled.items()}
         self.visits = 0
 
     def value(self, value: object, path: tuple[str, ...], *, pickled: bool = False) -> object:

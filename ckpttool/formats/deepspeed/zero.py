@@ -279,13 +279,12 @@ def param_groups(files: Files, bases: Mapping[int, Any], names: Names) -> list[d
     if other := next((files.optims[rank] for rank in bases if not same(_groups(bases[rank]), groups)), None):
         what = f"is of another step or run: its optimizer's settings are not those in {file.path}"
         raise other.damaged(what)
-    listed = [attributes(group).get("params") for group in groups]
+    listed = [group.get("params") if isinstance(group, dict) else None for group in groups]
     numbers = [number for each in listed for number in (each if isinstance(each, list) else [None])]
     if numbers != [*range(len(names))]:
         raise file.damaged("has an optimizer of other parameter groups than its model")
     ordered = [given_order(name, files.world_size) if dealt_out(files) else list(name) for name in names]
-    listed = [[name for number in group["params"] for name in ordered[number]] for group in groups]
-    return [{**group, "params": names} for group, names in zip(groups, listed, strict=True)]
+    return [{**group, "params": [name for i in group["params"] for name in ordered[i]]} for group in groups]
 
 
 def _groups(base: object) -> list[Any]:

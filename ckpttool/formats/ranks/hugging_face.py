@@ -59,7 +59,7 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
             nbytes[rank] += tensor.nbytes
     wholes = Wholes(path, missing)
     tree = OrderedDict_((name, _whole(path, wholes, name, found)) for name, found in pieces.items())
-    ranks = Ranks("DCP as safetensors", None, "", None, nbytes, tuple(wholes.replicated), missing)
+    ranks = Ranks("DCP as safetensors", None, "", None, dict(nbytes), tuple(wholes.replicated), missing)
     return whole_of(path, NAME, tree, files, ranks, _left_out(files))
 
 

@@ -190,10 +190,11 @@ def _with(places: list[Held], values: Iterable[object]) -> list[Held]:
     return [Held(place.file, value) for place, value in zip(places, values, strict=True)]
 
 
-def _sharded_in(path: Path, place: Held) -> list[str]:
+def _sharded_in(path: Path, place: Held) -> dict[str, None]:
     """Return the names of the sharded tensors within a value."""
     named = named_values(place.value, unless_sharded, MAX_NAMES + 64 * place.file.source.size)
-    return [dotted((*map(in_brief, path), *at)) for at, value in named if isinstance(value, Sharded)]
+    names = (dotted((*map(in_brief, path), *at)) for at, value in named if isinstance(value, Sharded))
+    return dict.fromkeys(names)
 
 
 def _name(path: Path) -> str:

@@ -295,7 +295,8 @@ def save(
         OutputExists: there is something at `path`, and `force` is not given or can't help.
         UsageFault: the ending says no format, options contradict each other, or the place can't be written.
         Refused, NoState: the format can't hold something; there is no state, or none at `state`.
-        Damaged: what was read does not have its checksum, or what was written does not read back as intended.
+        Damaged: what was read does not have its checksum (nothing was written), or what was written does not
+            read back as intended (it was removed).
     """
     name = os.fspath(path)
     target = destination(name, checkpoint, to, full=full)

@@ -97,7 +97,8 @@ def _parameters(checkpoint: Checkpoint, where: str, live: Mapping[str, Shape] | 
     for name, tensor in state.tensors.items():
         floats = tensor.dtype.name.startswith(FLOATING) and not name.endswith(BUFFERS)
         usual = bare[name] in live if live else floats
-        if name in known if known else usual:
+        fits = name in known if known else usual
+        if fits:
             listed.setdefault(tensor.view, (name, tensor.shape))
     return list(listed.values())
 

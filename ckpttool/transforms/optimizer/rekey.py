@@ -80,7 +80,6 @@ def rekeyed(
 
 to_names = partial(rekeyed, to="names")
 to_indices = partial(rekeyed, to="indices")
-to_flat = partial(rekeyed, to="flat")
 
 
 class _Change(NamedTuple):

@@ -523,6 +523,9 @@ HOSTILE = {
     "state": lambda states: states["base_optimizer_state"].update(state=[]),
     "entry": lambda states: states["base_optimizer_state"]["state"].update({0: 7}),
     "settings": lambda states: states["base_optimizer_state"].update(param_groups=5),
+    "a group that is no dict": lambda states: states["base_optimizer_state"].update(
+        param_groups=[(None, {"params": [0]})]
+    ),
     "indices": lambda states: states["base_optimizer_state"].update(param_groups=[{"params": [9]}]),
 }
 
