@@ -195,16 +195,25 @@ class TensorRef:
 
     Never changed: a transform makes a new one by `dataclasses.replace`. It is not frozen, as making a frozen
     one takes five times as long, and a file may have 100,000.
+
+    Attributes:
+        storage: the bytes.
+        dtype: element type.
+        shape, stride: size and step of each dimension, in elements; steps are ≥ 0.
+        offset: first element within the storage.
+        requires_grad: as saved.
+        conj, neg: the lazy bits torch may save: the true values are the conjugate, or the negative, of the
+            stored ones.
     """
 
     storage: Storage
-    dtype: DType  # of an element
-    shape: tuple[int, ...]  # size of each dimension
-    stride: tuple[int, ...]  # step of each dimension, in elements, ≥ 0
-    offset: int = 0  # first element within the storage
-    requires_grad: bool = False  # as saved
-    conj: bool = False  # the lazy bits torch may save: the true values are the conjugate
-    neg: bool = False  # or the negative of the stored ones
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    requires_grad: bool = False
+    conj: bool = False
+    neg: bool = False
 
     def __repr__(self) -> str:
         return f"<TensorRef {self.dtype.name} {list(self.shape)} in {self.storage.data.path}>"

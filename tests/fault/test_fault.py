@@ -89,8 +89,9 @@ def test_a_link_that_is_followed_is_found(given: Path) -> None:
 
 
 def test_a_short_write_that_is_taken_for_complete_is_found(given: Path) -> None:
+    # By the judge, or by the command itself where the header is cut: which write is first is up to threads.
     found = wrong_with("trust-short-writes", given, WRITES, SHORT)
-    assert "the output is not that of one" in found
+    assert "the output is not that of one" in found or "exit code 3, not 0" in found
 
 
 def test_a_temporary_that_stays_after_an_error_is_found(given: Path) -> None:

@@ -82,7 +82,11 @@ def lazy_names(package: str) -> dict[str, str]:
     for call in calls(path):
         if isinstance(call.func, ast.Name) and call.func.id == "attributes":
             table = ast.literal_eval(call.args[1])
-            return {name: f"{package}.{module or name}" for module, names in table.items() for name in names}
+            return {
+                name: f"{package}.{module or name}"
+                for module, names in table.items()
+                for name in names.split()
+            }
     return {}
 
 
