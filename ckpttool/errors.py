@@ -6,6 +6,7 @@ maps each class to an exit code by `exit_code`.
 
 from __future__ import annotations
 
+import copyreg
 import os
 from typing import Any
 
@@ -38,13 +39,7 @@ class CkptToolError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the message and the attributes, whatever a class's `__init__` takes."""
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(cls: type[CkptToolError], args: tuple[Any, ...], attributes: dict[str, Any]) -> CkptToolError:
-    error = cls.__new__(cls, *args)
-    error.__dict__.update(attributes)
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class FileError(CkptToolError):

@@ -142,11 +142,7 @@ def _store(place: Place, timeout: float) -> dict[str, Any]:
     """Return the arguments of `init_process_group` that say where ranks meet."""
     # torchrun serves one store and keeps it over restarts, with the addresses of dead ranks: a rank that is
     # started again may read those and wait for them (torch 2.15). So each attempt has its own keys.
-    from torch.distributed import (  # type: ignore[attr-defined]
-        HashStore,
-        PrefixStore,
-        rendezvous,
-    )
+    from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
 
     if not started_by_launcher():
         return {"store": HashStore(), "rank": 0, "world_size": 1}

@@ -94,9 +94,7 @@ class Array:
         if flat is None and self.data:
             raise ValueError(f"elements of type {self.element.code}")
         items = [convert(item) for item in flat or ()]
-        if not self.shape:
-            return items[0]
-        return _rows(items, self.shape, self._stride(), 0)
+        return _rows(items, self.shape, self._stride(), 0) if self.shape else items[0]
 
     def _stride(self) -> tuple[int, ...]:
         reverse = contiguous_stride(self.shape[::-1])[::-1]

@@ -165,9 +165,8 @@ def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Ev
         except (ValueError, RecursionError):
             values[name] = None
         if type(values[name]) is not kinds.get(name, str):
-            raise Unsupported(
-                path, f"its metadata has no {name} as a prediction file has: {metadata[name][:40]}"
-            )
+            what = f"its metadata has no {name} as a prediction file has: {metadata[name][:40]}"
+            raise Unsupported(path, what)
     if "classes" in values:
         values["classes"] = tuple(map(str, values["classes"]))
     return values.pop("rank", None), Evaluation(**values)

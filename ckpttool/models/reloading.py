@@ -255,9 +255,7 @@ def _plain(value: object) -> object:
         return live_tensors({"": value})[""]
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value))
-    return value
+    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _assign(model: torch.nn.Module, values: dict[str, Any]) -> None:

@@ -85,10 +85,8 @@ def test_a_dead_process_that_loads_data_is_told_from_a_dead_rank(tmp_path):
     flags = own_data(tmp_path, kill)
     done = start([*LAUNCHERS["spawn"], *SETTINGS, *flags, "--workers", "1", "--out", str(tmp_path / "x")])
     assert done.returncode == 1
-    assert re.search(
-        r"error: rank 1: a process that loads data (is killed by signal|has died|exited unexpectedly)",
-        done.stderr,
-    )
+    named = r"error: rank 1: a process that loads data (is killed by signal|has died|exited unexpectedly)"
+    assert re.search(named, done.stderr)
     assert "is gone" not in done.stderr
 
 
