@@ -214,7 +214,7 @@ def _about(kind: str, seen: Seen) -> str:
     }
     if kind == "silent" and seen.process is None:
         return f"rank {seen.rank} is silent {silence}. That machine or the network is down, or it is stopped"
-    return f"rank {seen.rank} {said[kind]}"
+    return f"rank {seen.rank} {said.get(kind, said['hangs'])}"
 
 
 def _stack(seen: Seen) -> list[str]:

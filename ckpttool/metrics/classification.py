@@ -25,7 +25,7 @@ class Count(Metric[int]):
         return int(self.counts[0])
 
 
-class Fraction(Metric[float]):
+class SampleFraction(Metric[float]):
     """The base of fractions of samples: how many, and of how many; NaN of no samples."""
 
     def __init__(self, *settings: object) -> None:
@@ -35,7 +35,7 @@ class Fraction(Metric[float]):
         return share(*self.counts.tolist())
 
 
-class Accuracy(Fraction):
+class Accuracy(SampleFraction):
     """The fraction of samples whose class was predicted correctly; NaN of no samples."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Accuracy(Fraction):
         return int(self.counts[1])
 
 
-class TopK(Fraction):
+class TopK(SampleFraction):
     """The fraction of samples whose label is among the k highest scores; ValueError for k below 1.
 
     Of equal scores the lower class comes first, and NaN is the highest score, as in `argmax`.

@@ -318,16 +318,25 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def checked_tensor(
-    storage: Storage, dtype: DType, shape: Any, stride: Any, offset: Any, *on: bool, limit: int | None = None
+    storage: Storage,
+    dtype: DType,
+    shape: Any,
+    stride: Any,
+    offset: Any,
+    *flags: bool,
+    limit: int | None = None,
 ) -> TensorRef:
-    """Return a tensor as a file describes it, in values of any type; raise BadTensor if none can be so."""
+    """Return a tensor as a file describes it, in values of any type; raise BadTensor if none can be so.
+
+    `flags` are requires_grad, conj and neg.
+    """
     limit = storage.nbytes if limit is None else limit
     are_tuples = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
     if are_tuples and len(shape) > MAX_AXES:
         raise BadTensor(f"of {len(shape)} axes, more than the {MAX_AXES} that are read here")
     if not (are_tuples and all(map(is_count, (offset, *shape, *stride)))):
         raise BadTensor("of malformed size, stride or offset")
-    tensor = TensorRef(storage, dtype, shape, stride, offset, *on)  # requires_grad, conj, neg
+    tensor = TensorRef(storage, dtype, shape, stride, offset, *flags)
     if (tensor.conj and "complex" not in dtype.name) or (tensor.neg and not dtype.name.startswith(SIGNED)):
         raise BadTensor(f"that is a conjugate or negative view of {dtype.name}")
     if tensor.requires_grad and not has_gradients(dtype):

@@ -12,8 +12,8 @@ import time
 import traceback
 import warnings
 import zipfile
-from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stderr, suppress
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,11 +155,19 @@ def _use_run(path: Path) -> bool:
     def draw() -> None:
         plot.picture(log_file.read_runs([str(path)])).draw_without_rendering()
 
-    with ExitStack() as stack:  # all three, whichever of them refuse
-        stack.callback(start)
-        stack.callback(draw)
-        prove(path)
+    # All three, whichever of them refuse: an error that is none of ours is never hidden by a refusal.
+    refusals = [*filter(None, map(_refusal, (lambda: prove(path), draw, start)))]
+    if refusals:
+        raise refusals[0]
     return True
+
+
+def _refusal(do: Callable[[], object]) -> CkptToolError | None:
+    try:
+        do()
+    except CkptToolError as error:
+        return error
+    return None
 
 
 def _copy_companions(checkpoint: ckpttool.Checkpoint, path: Path, out: Path, outcome: Outcome) -> None:

@@ -15,6 +15,7 @@ from pytest import MonkeyPatch
 
 import ckpttool
 from ckpttool.errors import Damaged, Refused
+from ckpttool.tensors import to_torch
 from ckpttool.tensors import values as tensor_values
 from ckpttool.tensors.ref import TensorRef
 from ckpttool.tensors.values import require_bounded, stream, without_repeats
@@ -144,3 +145,14 @@ def test_a_file_of_a_big_endian_machine_has_the_values_that_torch_finds_in_it(
     assert values(theirs) == values(tensor), "the file is not what this test thinks"
     ref = ckpttool.open(path).state().tensors["t"]
     assert streamed(ref) == values(tensor)
+
+
+def test_loading_values_that_must_be_made_takes_little_more_than_their_own_memory(tmp_path: Path) -> None:
+    with ckpttool.open(big_endian(torch.zeros(1 << 21), tmp_path / "big.pt")) as checkpoint:
+        tensors = [tensor for _, tensor in checkpoint.tensors()]
+        tracemalloc.start()
+        loaded = [to_torch.loaded_tensor("w", tensor) for tensor in tensors]
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert loaded[0].nbytes == 1 << 23
+    assert peak < (1 << 23) + (4 << 20)

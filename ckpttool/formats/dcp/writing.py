@@ -31,6 +31,8 @@ from .tree import check, inside, name_of, torch_size
 
 PICKLED = (tuple, set, frozenset)
 
+MAX_VALUES = 10_000_000  # what is in several places counts in each
+
 
 def write(checkpoint: Checkpoint, folder: str) -> None:
     """Write the whole tree with torch's own library."""
@@ -75,7 +77,7 @@ class _Live:
             return (self.pickled if pickled else self.named)[id(tensor)]
         self.visits += 1
         # What appears in several places is written in each.
-        if len(path) > MAX_DEPTH or self.visits > 10_000_000:
+        if len(path) > MAX_DEPTH or self.visits > MAX_VALUES:
             raise Refused(self.path, f"'{'.'.join(path[:4])}…' is nested too deeply, or holds too much")
         pickled = pickled or isinstance(value, PICKLED)
         if isinstance(value, dict):

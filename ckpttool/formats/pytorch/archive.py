@@ -52,9 +52,12 @@ OTHERS_BY_ENDING = (
     (".weights.h5", "is a Keras model, which is not read here", "load it with Keras, and save its weights"),
 )
 
-MAX_GROWTH = 100
 # All inflated records together may be MAX_GROWTH times the size of the file, or SMALL bytes if that is more.
+MAX_GROWTH = 100
 SMALL = 1 << 30
+
+MAX_RATIO = 1032  # of one record: deflate packs 258 bytes in two bits at best (zlib's technical notes)
+MAX_TEXT_GROWTH = 64  # of pickles and lines of text, which are inflated in memory
 
 CHUNK = 1 << 20
 
@@ -92,7 +95,7 @@ class Archive:
         """Return the bytes of a small record, a pickle or a line of text."""
         record = self.record(name)
         if record.compression == DEFLATED:
-            if record.size > (1 << 20) + 64 * record.data.nbytes:  # it is inflated in memory
+            if record.size > (1 << 20) + MAX_TEXT_GROWTH * record.data.nbytes:
                 what = f"'{record.name}' would grow from {record.data.nbytes} to {record.size} bytes"
                 raise Refused(self.source.path, f"its record {what}", hint=f"no ordinary file does: {UNPACK}")
             return b"".join(_inflated(self.source, record))
@@ -203,7 +206,7 @@ def _inflated(source: Source, record: Record) -> Iterator[bytes]:
     name = record.name
     unlike = f"does not inflate to exactly {record.size} bytes: it is cut short or damaged"
     wrong_size = Damaged(source.path, f"its compressed record '{name}' {unlike}")
-    if record.size > 1032 * record.data.nbytes:  # 258 bytes in two bits (zlib's technical notes)
+    if record.size > MAX_RATIO * record.data.nbytes:
         raise Damaged(source.path, f"its record '{name}' states a size that deflate can't reach")
     stream = zlib.decompressobj(-zlib.MAX_WBITS)
     size = crc = 0

@@ -31,6 +31,8 @@ NAME = "torch-tar"
 MEMBERS = ("storages", "tensors", "pickle")
 
 BLOCK = 512
+
+MAX_ENTRIES = 64  # torch wrote four
 # Types of entries: a regular file; records (length, name, value) that describe the next entry.
 PLAIN, EXTENDED = (b"0", b"\0"), b"x"
 
@@ -78,7 +80,7 @@ def entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
     # Only what torch's files need is read: regular files, and extended headers that state times. Python's
     # tarfile reads all of the format, and takes minutes for some hostile files.
     position = 0
-    for _ in range(64):  # torch wrote four
+    for _ in range(MAX_ENTRIES):
         header = source.read(position, BLOCK) if position + BLOCK <= source.size else b""
         if not any(header):  # zeros mark the end
             return

@@ -597,3 +597,15 @@ def test_an_optimizer_keyed_by_names_needs_no_mending(key: str, cli: Any, tmp_pa
 def test_a_folder_moves(tmp_path: Path) -> None:
     shutil.move(saved(training(), tmp_path / "d"), tmp_path / "elsewhere")
     assert len(ckpttool.open(tmp_path / "elsewhere").state().tensors) == 7
+
+
+def test_a_list_in_many_places_is_looked_through_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reference takes a few bytes of pickle: looking again at each would be their product."""
+    shared, looked, walk = [0] * 100, list[object](), dcp_tree.walk
+    torch.save({"w": torch.ones(1), **{f"k{i}": shared for i in range(50)}}, tmp_path / "in.pt")
+    monkeypatch.setattr(dcp_tree, "walk", lambda value: looked.append(value) or walk(value))
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        assert dcp_tree.with_keys_made_text(checkpoint) == ()
+    assert len(looked) == 1

@@ -42,7 +42,11 @@ def halves_by_python():
     order = random.sample(range(100), 100)
     return named((Subset(whole(), order[:80]), Subset(whole(), order[80:])))
 
-halves_of_no_seed = lambda: named(tuple(random_split(whole(), [80, 20], generator=seedless())))
+def differing():
+    return int(os.environ.get("DIFFERING", os.environ.get("RANK", "0")))
+
+def halves_of_other_seeds():
+    return named(tuple(random_split(whole(), [80, 20], generator=torch.Generator().manual_seed(differing()))))
 
 def seedless():
     generator = torch.Generator()
@@ -51,7 +55,7 @@ def seedless():
 
 def other_labels():
     made = whole()
-    made.tensors[1][33] = int(os.environ.get("LABEL_33", os.environ.get("RANK", "0")))
+    made.tensors[1][33] = differing()
     return made, whole()
 
 class Flipped(Dataset):
@@ -70,7 +74,7 @@ flipped = lambda: (Flipped(), Flipped())
 
 def flipped_differently():
     made = Flipped()
-    made.targets = [int(os.environ["RANK"])] * 40
+    made.targets = [differing()] * 40
     return made, Flipped()
 
 class Noisy(Flipped):
@@ -148,7 +152,7 @@ def compare_on_ranks(rank: int, world_size: int, name: str) -> Any:
 @pytest.mark.parametrize(
     ("factory", "name"),
     [
-        ("halves_of_no_seed", "test sample 0"),
+        ("halves_of_other_seeds", "test sample 0"),
         ("other_labels", "labels of training samples 28 to 34"),
         ("flipped_differently", "labels of training samples 0 to 2"),
     ],
@@ -176,13 +180,13 @@ def train(own: str, factory: str, folder: Path, *more: str) -> int:
 
 @pytest.mark.parametrize(
     ("factory", "name"),
-    [("halves_of_no_seed", "test sample 0"), ("other_labels", "labels of training samples 28 to 34")],
+    [("halves_of_other_seeds", "test sample 0"), ("other_labels", "labels of training samples 28 to 34")],
 )
 def test_a_resume_with_other_samples_is_refused_with_the_first(
     own, tmp_path, monkeypatch, capsys, factory, name
 ):
     assert train(own, factory, tmp_path / "run", "--epochs", "1") == 0
-    monkeypatch.setenv("LABEL_33", "1")
+    monkeypatch.setenv("DIFFERING", "1")
     before = (tmp_path / "run" / "last.pt").read_bytes()
     capsys.readouterr()
     assert train(own, factory, tmp_path / "run", "--epochs", "2", "--resume") == 2
