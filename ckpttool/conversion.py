@@ -64,8 +64,7 @@ def convert(
     only, exclude, leave_out = tuple(only), tuple(exclude), tuple(leave_out)
     with opened(file) as checkpoint:
         if not isinstance(file, Checkpoint) and (piece := piece_of(os.fspath(file))) is not None:
-            others = ", ".join([*piece.others[:4], *(["…"] if piece.others[4:] else [])])
-            warnings.warn(piece.warning(checkpoint.path, others), stacklevel=2)
+            warnings.warn(piece.warning(_first_few), stacklevel=2)
         if leave_out:
             checkpoint = drop(checkpoint, leave_out)
         if only or exclude:
@@ -76,6 +75,10 @@ def convert(
         return save(
             checkpoint, path, state=state, to=kind, full=full or None, shard_size=shard_size, force=force
         )
+
+
+def _first_few(paths: Sequence[str]) -> str:
+    return ", ".join([*paths[:4], *(["…"] if paths[4:] else [])])
 
 
 def merge(

@@ -229,5 +229,4 @@ def _steps(dtype: DType, x: NDArray[Any], y: NDArray[Any]) -> Any:
         return np.where(bits >> np.uint64(top), -size, size)
 
     a, b = place(x), place(y)
-    steps = np.where(a > b, a.view("<u8") - b.view("<u8"), b.view("<u8") - a.view("<u8"))
-    return steps.max(axis=1)
+    return np.where(a > b, a.view("<u8") - b.view("<u8"), b.view("<u8") - a.view("<u8")).max(axis=1)

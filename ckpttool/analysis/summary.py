@@ -220,8 +220,7 @@ def _other_tensors(
     groups: dict[str, list[TensorRef]] = {}
     for path, tensor in tensors:
         if "" not in optimizers and not dotted(path).startswith(inside):
-            shared = takewhile(lambda steps: steps[0] == steps[1], zip(path, way, strict=False))
-            levels = len([*shared])
+            levels = len([*takewhile(lambda steps: steps[0] == steps[1], zip(path, way, strict=False))])
             groups.setdefault(dotted(path[: levels + 1]), []).append(tensor)
     for name, group in groups.items():
         yield OtherTensors(name, len(group), _Looks(group).kinds().nbytes)

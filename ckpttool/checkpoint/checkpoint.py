@@ -296,8 +296,7 @@ def takes_checkpoint(function: Callable[P, R]) -> Callable[P, R]:
 
 def _what_to_pass(name: str, given: object) -> str:
     if isinstance(given, str | os.PathLike):
-        path = repr(os.fspath(given))
-        how = f"with ckpttool.open({path}) as checkpoint: ckpttool.{name}(checkpoint, …)"
+        how = f"with ckpttool.open({os.fspath(given)!r}) as checkpoint: ckpttool.{name}(checkpoint, …)"
         return f"{name}() takes an open checkpoint, not a path: {how}"
     if isinstance(given, tuple) and given and isinstance(given[0], Checkpoint):
         return (

@@ -242,8 +242,7 @@ def _dtensor(args: tuple[object, ...], state: object) -> SpecialTensor | None:
 def _placement(value: object) -> str:
     """Return a placement as torch writes it: `Shard(0)`."""
     name = value.type_name.rpartition(".")[2] if isinstance(value, Record) else in_brief(value)
-    settings = attributes(value).values()
-    return f"{name}({', '.join(map(in_brief, settings))})"
+    return f"{name}({', '.join(map(in_brief, attributes(value).values()))})"
 
 
 def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:

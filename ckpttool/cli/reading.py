@@ -70,8 +70,7 @@ def note_piece(console: Console, path: str) -> Piece | None:
     from ..formats.one_of_several import piece_of
 
     if (piece := piece_of(path)) is not None:
-        said = piece.warning(printable(path), console.names(piece.others))
-        console.note(f"{coloured('warning:', 'yellow')} {said}", pasted=True)
+        console.note(f"{coloured('warning:', 'yellow')} {piece.warning(console.names)}", pasted=True)
     return piece
 
 

@@ -80,7 +80,7 @@ class Companions:
             where = shlex.quote(os.path.dirname(job.input) or ".")
             raise UsageFault(f"--companions: {job.input} is not a folder", hint=f"name the folder: {where}")
         places = folders.companion_targets(found, place.path, is_folder=place.is_folder, force=job.force)
-        return cls(dict(zip(found, places, strict=True)), others=others)
+        return cls(places, others=others)
 
     @property
     def names(self) -> list[str]:
@@ -94,8 +94,8 @@ class Companions:
         console.note_names("not copied (--companions does)", self.left)
         console.note_names("other files of the folder, not copied", self.others)
         if not dry:
-            folders.copy_companions(list(self.copied), list(self.copied.values()), settings or {})
-            console.note_names("copied along", list(self.copied.values()))
+            console.note_names("copying along", list(self.copied.values()))
+            folders.copy_companions(self.copied, settings)
 
     def fields(self) -> dict[str, object]:
         """Return the JSON fields, of which each is there only if there is something to say."""
@@ -185,9 +185,6 @@ def _report(
     others = [name for name in lost if name not in versions]
     console.note_names(f"left out, as {saved.format} {saved.why_left_out}", others)
     note_fields(console, saved)
-    companions.copy(console, outcome.settings, dry=dry)
-    for note in _warnings(console, saved, versions):
-        console.note(note)
     data = {
         **fields_of(outcome.result),
         **fields_of(saved),
@@ -202,6 +199,9 @@ def _report(
         data["overflows"] = overflows = outcome.casting.overflows
         if overflows:
             console.note(f"{counted(overflows, 'finite value')} became infinite")
+    for note in _warnings(console, saved, versions):
+        console.note(note)
+    companions.copy(console, outcome.settings, dry=dry)
     about = "about " if dry and saved.format == "dcp" else ""
     shards = f" in {counted(saved.shards, 'shard')}" if saved.shards else ""
     size = f"{about}{show_bytes(saved.nbytes)}{shards}"

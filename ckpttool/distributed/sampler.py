@@ -49,8 +49,7 @@ class DealtBatches(Sampler[list[int]]):
         self._drawn: Drawn | None = None
         if compared:
             hint = "create it with the same arguments on every rank, after seeding what it draws from"
-            what = "in the sampler"
-            collectives.agree(lambda: (self._epoch_drawn().compared, 0), what, hint=hint)
+            collectives.agree(lambda: (self._epoch_drawn().compared, 0), "in the sampler", hint=hint)
         else:
             self._epoch_drawn()
 

@@ -252,8 +252,7 @@ _Block = tuple[Output, _Copy, int, int]  # of a block that was written: where, a
 def settle_together(outputs: Sequence[Output]) -> None:
     """Write what was appended to several outputs, by turns: the kernel lets one thread write to a file."""
     buffers = Buffers()
-    by_turns = zip_longest(*(output._blocks(buffers) for output in outputs))
-    jobs = filter(None, chain.from_iterable(by_turns))
+    jobs = filter(None, chain.from_iterable(zip_longest(*(output._blocks(buffers) for output in outputs))))
     for output, *block in in_order(jobs, cores(min(THREADS * len(outputs), MOST_THREADS))):
         output._done(*block)
 

@@ -243,8 +243,8 @@ def _is_inside(folder: str, name: str) -> bool:
     return of_cache or os.path.commonpath([home, place]) == home
 
 
-def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) -> list[str]:
-    """Return where companions are copied to: into an output that is a folder, else next to it."""
+def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) -> dict[str, str]:
+    """Return where each companion is copied to: into an output that is a folder, else next to it."""
     folder = output if is_folder else os.path.dirname(output) or "."
     sources: dict[str, str] = {}
     for path in paths:
@@ -257,14 +257,12 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
             continue
         if not (os.path.isfile(target) and filecmp.cmp(path, target, shallow=False)):
             raise OutputExists(f"{target}: already exists", hint="write it anyway with --force")
-    return [*sources]
+    return {path: target for target, path in sources.items()}
 
 
-def copy_companions(
-    paths: Sequence[str], places: Sequence[str], settings: Mapping[str, object] | None = None
-) -> None:
+def copy_companions(places: Mapping[str, str], settings: Mapping[str, object] | None = None) -> None:
     """Copy each companion to its place, whole or not at all; a config.json with these settings changed."""
-    for path, place in zip(paths, places, strict=True):
+    for path, place in places.items():
         with open(path, "rb") as source, replacing(place) as file:
             if not settings or os.path.basename(path) != "config.json":
                 shutil.copyfileobj(source, file)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from ..files.open_source import names_in
 from .shards import INDEX
@@ -39,16 +40,17 @@ OF_MEGATRON = (
 class Piece:
     """A file that is one of several of one model."""
 
+    path: str = field(metadata={"json": False})
     what: str  # "shard 1 of 5"
     others: tuple[str, ...]  # paths of the other files, as far as they are there
     missing: int  # how many are not there, as far as names tell
     way: str  # the command for the whole, or what can't be done
 
-    def warning(self, path: str, others: str) -> str:
-        """Say that the others are not read; `others` are as many of their names as are to be shown."""
-        rest = f"the others ({others}) are" if others else "the others are"
+    def warning(self, shown: Callable[[Sequence[str]], str]) -> str:
+        """Say that the others are not read; `shown` joins as many names as are to be shown."""
+        rest = f"the others ({shown(self.others)}) are" if self.others else "the others are"
         way = f"The whole: {self.way}" if self.way.startswith("ckpttool ") else self.way
-        return f"{path} is {self.what}; {rest} not read. {way[:1].upper()}{way[1:]}"
+        return f"{shown([self.path])} is {self.what}; {rest} not read. {way[:1].upper()}{way[1:]}"
 
 
 def piece_of(path: str) -> Piece | None:
@@ -57,17 +59,17 @@ def piece_of(path: str) -> Piece | None:
     if path == "-" or os.path.isdir(path):
         return None
     if (match := SHARD.fullmatch(name)) and int(match["count"]) > 1:
-        return _shard(folder, name, match)
+        return _shard(path, match)
     above, rank = os.path.split(folder) if folder else ("..", os.path.basename(os.getcwd()))
     if MEGATRON.fullmatch(rank):
         ranks = [other for other in names_in(above or ".") if other != rank and MEGATRON.fullmatch(other)]
         others = [os.path.join(above, other, name) for other in ranks]
-        return _numbered(rank, int(re.findall(r"\d+", rank)[0]), others, OF_MEGATRON)
+        return _numbered(path, rank, int(re.findall(r"\d+", rank)[0]), others, OF_MEGATRON)
     for pattern, way in NUMBERED.items():
         if match := re.fullmatch(pattern, name):
             begin, number, end = match.groups()
             same = re.compile(rf"{re.escape(begin)}\d+{re.escape(end)}")
-            return _numbered(name, int(number), _others(folder, name, same), way)
+            return _numbered(path, name, int(number), _others(folder, name, same), way)
     return None
 
 
@@ -77,13 +79,14 @@ def _others(folder: str, name: str, same: re.Pattern[str]) -> list[str]:
     return [os.path.join(folder, other) for other in names]
 
 
-def _numbered(name: str, number: int, others: list[str], way: str) -> Piece | None:
+def _numbered(path: str, name: str, number: int, others: list[str], way: str) -> Piece | None:
     """Return a piece whose name has no count: number 0 alone may be the whole, as with Meta's 7B."""
     what = f"one of {len(others) + 1} files that ranks wrote ({name})"
-    return Piece(what, tuple(others), 0, f"{CUT}; {way}") if others or number else None
+    return Piece(path, what, tuple(others), 0, f"{CUT}; {way}") if others or number else None
 
 
-def _shard(folder: str, name: str, match: re.Match[str]) -> Piece:
+def _shard(path: str, match: re.Match[str]) -> Piece:
+    folder, name = os.path.split(path)
     begin, number, count, end = match.groups()
     others = _others(folder, name, re.compile(rf"{re.escape(begin)}-\d+-of-{count}{re.escape(end)}"))
     missing = int(count) - 1 - len(others)
@@ -92,4 +95,4 @@ def _shard(folder: str, name: str, match: re.Match[str]) -> Piece:
         whole = shlex.quote(folder or ".")
     lacking = f"{missing} of them are not here: copy them too, then ckpttool merge"
     way = lacking if missing else f"ckpttool merge {whole} OUT"
-    return Piece(f"shard {int(number)} of {int(count)}", tuple(others), missing, way)
+    return Piece(path, f"shard {int(number)} of {int(count)}", tuple(others), missing, way)

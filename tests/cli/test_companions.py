@@ -52,7 +52,7 @@ def test_every_command_copies_companions(command: str, folder: Path, tmp_path: P
     assert ran.code == 0, ran.err
     assert {"config.json", "tokenizer.json"} <= {*os.listdir(tmp_path / "out")}
     assert "notes.txt" not in os.listdir(tmp_path / "out")
-    assert f"copied along: {tmp_path}/out/config.json, {tmp_path}/out/tokenizer.json\n" in ran.err
+    assert f"copying along: {tmp_path}/out/config.json, {tmp_path}/out/tokenizer.json\n" in ran.err
     again = cli(*command.split(), folder, f"{tmp_path}/out/", "--companions", "--force", "--json")
     assert again.code == 0, again.out
     wanted = [f"{tmp_path}/out/{name}" for name in ("config.json", "tokenizer.json")]

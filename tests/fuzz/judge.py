@@ -176,9 +176,9 @@ def _copy_companions(checkpoint: ckpttool.Checkpoint, path: Path, out: Path, out
         return
     paths, _ = folders.listed_beside(checkpoint, str(path), str(path))
     (out / "copied").mkdir()
-    places = [str(out / "copied" / os.path.basename(name)) for name in paths]
-    folders.copy_companions(paths, places)
-    for place in places:
+    places = {path: str(out / "copied" / os.path.basename(path)) for path in paths}
+    folders.copy_companions(places)
+    for place in places.values():
         if SECRET in Path(place).read_bytes():
             outcome.fail("copies a file from outside the folder", place)
 

@@ -193,8 +193,7 @@ def _proof(console: Console, run: str, proved: Proved, seconds: float) -> str:
     if not proved.ok:
         replays = (finding.step for finding in proved.findings if finding.kind == "replay")
         step = next((step for step in replays if step is not None), None)
-        problems = counted(len(proved.findings), "problem")
-        verdict = problems if step is None else f"differs at step {step}"
+        verdict = counted(len(proved.findings), "problem") if step is None else f"differs at step {step}"
     head = f"; head {proved.head}" if console.verbose else ""
     return f"{printable(run)}: {verdict} ({', '.join(checked)}, {seconds:.1f} s){head}"
 

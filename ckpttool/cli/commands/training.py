@@ -54,8 +54,7 @@ def average(job: Job, weights: list[float] | None) -> None:
         files = [*map(formats.open, others), last]
         new, averaged = transforms.average(files, weights=weights, state=target.state)
         done = f"averaged {counted(len(averaged.averaged), 'tensor')} of {averaged.files} files"
-        left_out = last.outside(last.state(target.state))
-        outcome = Outcome(done, left_out=left_out, where="", result=averaged)
+        outcome = Outcome(done, left_out=last.outside(last.state(target.state)), where="", result=averaged)
         if averaged.taken:
             names = job.console.names(averaged.taken)
             outcome.notes.append(f"integers that differ, taken from {last_path}: {names}")

@@ -78,20 +78,18 @@ def destination(
     return Destination(path, kind, kind not in PICKLES and (checkpoint.full if full is None else full))
 
 
-def format_of_name(path: str) -> str | None:
+def format_of_name(path: str, new_folder: str = folders.NAMES[0]) -> str | None:
     """Return the format that a path asks for by its ending or by what is there; None if it asks for none."""
     if path.endswith("/") or os.path.isdir(path):
-        return folders.kind_of(path) or folders.NAMES[0]
+        return folders.kind_of(path) or new_folder
     return ENDINGS.get(os.path.splitext(path)[1].lower())
 
 
 def _format(path: str, checkpoint: Checkpoint, keep: bool) -> str:
     if folders.is_in_place(checkpoint, path):
         return checkpoint.format
-    asked = format_of_name(path)
-    if keep and asked in folders.NAMES and checkpoint.format in folders.NAMES and not folders.kind_of(path):
-        return checkpoint.format
-    if asked is not None:
+    new_folder = checkpoint.format if keep and checkpoint.format in folders.NAMES else folders.NAMES[0]
+    if asked := format_of_name(path, new_folder):
         return asked
     if path == "-":
         return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME

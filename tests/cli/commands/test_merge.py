@@ -128,7 +128,7 @@ def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Pa
     assert sorted(os.listdir(tmp_path / "a")) == ["config.json", "fsdp_config.json", "m.safetensors"]
     again = cli("merge", run, tmp_path / "a" / "o.safetensors", "--companions")  # the same contents
     assert again.code == 0
-    assert f"copied along: {tmp_path}/a/fsdp_config.json, {tmp_path}/a/config.json" in again.err
+    assert f"copying along: {tmp_path}/a/fsdp_config.json, {tmp_path}/a/config.json" in again.err
     (tmp_path / "a" / "config.json").write_text("older")
     again = cli("merge", run, tmp_path / "a" / "n.safetensors", "--companions")
     assert again.code == 2 and "config.json: already exists" in again.err
