@@ -86,6 +86,13 @@ class Batches:
             yield batch
 
 
+class Loader(DataLoader[Any]):
+    """A DataLoader that takes any number of processes: torch warns of more than cores, once in each pass."""
+
+    def check_worker_number_rationality(self) -> None:
+        pass
+
+
 def load(
     samples: Samples, batches: Indices, place: Place, workers: int, *, seed: int = 0, again: bool = False
 ) -> Batches:
@@ -97,7 +104,7 @@ def load(
         seed: with the process's number, determines the random numbers that it draws.
         again: keep the processes, because the same batches will be loaded again.
     """
-    loader = DataLoader(
+    loader = Loader(
         Careful(samples) if workers else samples,
         batch_sampler=batches,
         num_workers=workers,

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ckpttool.errors import CheckFailed, UsageFault
 from tests.ranks import trainings
 from train.config.training import TrainConfig
 from train.data.augment import augmented
+from train.data.batches import Loader
 
 CLASSES = 10
 KINDS: dict[str, dict[str, Any]] = {
@@ -60,7 +61,7 @@ def test_reading_a_sample_leaves_the_random_numbers_of_the_training_alone(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_loading_processes_give_the_same_samples(kind):
     samples = made(epoch=3, **KINDS[kind])
-    loader = DataLoader(samples, batch_size=5, num_workers=2, multiprocessing_context="fork")
+    loader = Loader(samples, batch_size=5, num_workers=2, multiprocessing_context="fork")
     loaded = torch.cat([batch.flatten(1) for batch, _ in loader])
     assert torch.equal(loaded, all_of(samples)[:, : loaded.shape[1]])
 

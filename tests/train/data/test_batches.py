@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import threading
 import time
 from typing import Any
@@ -86,6 +87,18 @@ def test_loading_processes_that_are_stuck_are_ended_together(monkeypatch):
         process.join(60)  # they have been killed
     assert {*multiprocessing.active_children()} <= before
     time.sleep(0.1)  # nor is their end raised here as a failure
+
+
+def test_more_loading_processes_than_cores_are_started_without_a_warning():
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with loading.processes_ended():
+            numbers = TensorDataset(torch.arange(4))
+            loaded = [*loading.load(numbers, [[0], [1], [2, 3]], trainings.place(0, 1), workers=2)]
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert [batch.tolist() for (batch,) in loaded] == [[0], [1], [2, 3]]
 
 
 def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]:
