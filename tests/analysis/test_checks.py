@@ -20,9 +20,11 @@ from ckpttool.errors import CkptToolError, NoState, Unreadable, UsageFault
 from ckpttool.transforms.optimizer.rekey import to_names
 from tests.support.saved import opened
 
+Pair = tuple[Path, Path]
+
 
 @pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
+def files(tmp_path: Path) -> Pair:
     """Two files of one model, in two formats, that differ in one element."""
     state = {"w": torch.arange(6.0), "b": torch.ones(2)}
     torch.save({"model": {f"module.{name}": value for name, value in state.items()}}, tmp_path / "a.pt")
@@ -36,9 +38,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_the_digest_of_a_path_is_that_of_what_was_made_of_it(
-    files: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_the_digest_of_a_path_is_that_of_what_was_made_of_it(files: Pair, tmp_path: Path) -> None:
     with ckpttool.open(files[0]) as checkpoint:
         plain, _ = ckpttool.strip_prefix(checkpoint)
         before = ckpttool.digest(plain)
@@ -48,7 +48,7 @@ def test_the_digest_of_a_path_is_that_of_what_was_made_of_it(
     assert len(before) == 64
 
 
-def test_diff_returns_what_differs(files: tuple[Path, Path]) -> None:
+def test_diff_returns_what_differs(files: Pair) -> None:
     found = ckpttool.diff(*files, ignore_prefix=True)
     (change,) = found.changed
     assert (found.same, found.only_a, found.only_b, change.name) == (False, (), (), "module.w")
@@ -58,7 +58,7 @@ def test_diff_returns_what_differs(files: tuple[Path, Path]) -> None:
     assert dataclasses.is_dataclass(found)
 
 
-def test_verify_returns_what_was_read(files: tuple[Path, Path]) -> None:
+def test_verify_returns_what_was_read(files: Pair) -> None:
     assert ckpttool.verify(files[0]).ok
     found = ckpttool.verify(files[1], against=files[1])
     assert (found.ok, found.compared) == (True, "state")
@@ -74,7 +74,7 @@ def test_the_mean_of_paths_is_computed_when_it_is_saved(tmp_path: Path) -> None:
     assert (averaged.files, averaged.averaged) == (2, ("w",))
 
 
-def test_doctor_and_reload_take_paths_and_checkpoints(files: tuple[Path, Path]) -> None:
+def test_doctor_and_reload_take_paths_and_checkpoints(files: Pair) -> None:
     model: Any = torch.nn.ParameterDict({"w": torch.zeros(6), "b": torch.zeros(2)})
     assert not ckpttool.doctor(files[0], model).loads
     with ckpttool.open(files[0]) as checkpoint:
@@ -85,7 +85,7 @@ def test_doctor_and_reload_take_paths_and_checkpoints(files: tuple[Path, Path]) 
     assert model["w"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_path_is_closed_and_a_checkpoint_stays_open(files: tuple[Path, Path]) -> None:
+def test_a_path_is_closed_and_a_checkpoint_stays_open(files: Pair) -> None:
     before = descriptors()
     ckpttool.digest(files[0])
     ckpttool.diff(*files)
@@ -105,7 +105,7 @@ def test_what_is_neither_a_path_nor_a_checkpoint_is_a_type_error() -> None:
         ckpttool.average("a.pt")  # type: ignore[arg-type]
 
 
-def test_errors_are_those_of_opening(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_errors_are_those_of_opening(files: Pair, tmp_path: Path) -> None:
     with pytest.raises(Unreadable):
         ckpttool.digest(tmp_path / "none.pt")
     with pytest.raises(NoState):

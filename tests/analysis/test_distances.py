@@ -108,14 +108,13 @@ def test_steps_between_small_floats_count_the_numbers_between_them(dtype: torch.
             assert found.max_ulp == steps_between(dtype, x, y)
 
 
+Pairs = list[tuple[float, float]]
 floats = st.floats(width=64) | st.sampled_from([0.0, -0.0, nan, inf, -inf, 5e-324, 1.7976931348623157e308])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @given(pairs=st.lists(st.tuples(floats, floats), min_size=1, max_size=8), equal=st.integers(0, 8))
-def test_distances_between_floats_are_exact(
-    dtype: torch.dtype, pairs: list[tuple[float, float]], equal: int
-) -> None:
+def test_distances_between_floats_are_exact(dtype: torch.dtype, pairs: Pairs, equal: int) -> None:
     a = torch.tensor([x for x, _ in pairs], dtype=torch.float64).to(dtype)
     b = torch.tensor([y for _, y in pairs], dtype=torch.float64).to(dtype)
     b[:equal] = a[:equal]
@@ -269,9 +268,7 @@ def test_expanded_tensors_are_compared_once_and_counted_in_full(folder: Path) ->
     rtol=st.sampled_from([0.0, 1e-5, 1e-3, 1.0]),
     atol=st.sampled_from([0.0, 1e-8, 1e-3, 10.0]),
 )
-def test_tolerance_as_in_allclose(
-    pairs: list[tuple[float, float]], near: float, rtol: float, atol: float
-) -> None:
+def test_tolerance_as_in_allclose(pairs: Pairs, near: float, rtol: float, atol: float) -> None:
     a = torch.tensor([x for x, _ in pairs] + [x for x, _ in pairs], dtype=torch.float64)
     b = torch.tensor([y for _, y in pairs] + [x * (1 + near) for x, _ in pairs], dtype=torch.float64)
     found = measured(a, b, rtol, atol)

@@ -235,10 +235,8 @@ def test_non_finite_values_that_count_are_those_of_each_view_of_each_tensor(tmp_
     model = {name: torch.tensor([1.0, nan, -2.0]).to(getattr(torch, name)) for name in kinds}
     model["z"] = torch.complex(torch.tensor([nan, 1.0, inf]), torch.tensor([nan, inf, 2.0]))
     views = {"part": ODD[3:], "turned": torch.stack([ODD, ODD]).t()[:2], "parameter": torch.nn.Parameter(ODD)}
-    views |= {
-        "wide": ODD.expand(1 << 20, 6),
-        "huge": torch.tensor([[nan], [1.0]]).expand(1 << 10, 2, 1 << 30),
-    }
+    wide, twice = ODD.expand(1 << 20, 6), torch.tensor([[nan], [1.0]])
+    views |= {"wide": wide, "huge": twice.expand(1 << 10, 2, 1 << 30)}
     found = verify(opened({"model": model, "other": {0: views}, "rng": torch.ones(3)}, tmp_path)).non_finite
     wanted = {f"model.{name}": 1 for name in kinds} | {"model.z": 4}
     counts = {"part": 1, "turned": 2, "parameter": 3, "wide": 3 << 20, "huge": 1 << 40}

@@ -93,14 +93,12 @@ def test_a_whole_file_passes(command: str, files: Path, cli: Cli) -> None:
     assert ran.code == 0, ran.err
 
 
-@pytest.mark.parametrize(
-    "command", [["digest", "in.pt"], ["diff", "in.pt", "whole.pt"], ["diff", "whole.pt", "in.pt"]]
-)
-def test_damage_is_refused_by_commands_that_only_read(command: list[str], files: Path, cli: Cli) -> None:
-    ran = cli(*command)
+@pytest.mark.parametrize("command", ["digest in.pt", "diff in.pt whole.pt", "diff whole.pt in.pt"])
+def test_damage_is_refused_by_commands_that_only_read(command: str, files: Path, cli: Cli) -> None:
+    ran = cli(*command.split())
     assert ran.code == 3, ran.err
     assert "in.pt: the bytes of 'module.fc.weight' do not match their checksum" in ran.err
-    assert cli(*command, "--no-verify").code == (1 if command[0] == "diff" else 0)
+    assert cli(*command.split(), "--no-verify").code == (1 if command.startswith("diff") else 0)
 
 
 def test_the_old_output_stays_whole(files: Path, cli: Cli) -> None:

@@ -150,15 +150,14 @@ STORAGES = {"0": torch.arange(4.0), "q": torch.arange(4, dtype=torch.int8)} | {
     key: torch.tensor(values) for key, values in INTEGERS.items()
 }
 
+TWO, LONGS = dense(storage(4), (2,)), storage(2, kind="LongStorage", key="up")
 CASES = {
     "a tensor": plain(),
     "hooks": plain(hooks=dict_of({"a": number(1)})),
     "hooks that are a list": plain(hooks=list_of(number(1))),
     "hooks of a typed tensor": typed(V2, name("torch", "Tensor"), made_of(list_of(NONE)), dict_of({})),
     "a size in a list": plain(shape=list_of(number(4))),
-    "gradients of integers": call(
-        V2, storage(2, kind="LongStorage", key="up"), number(0), *[tuple_of(number(1))] * 2, TRUE, EMPTY
-    ),
+    "gradients of integers": call(V2, LONGS, number(0), *[tuple_of(number(1))] * 2, TRUE, EMPTY),
     "a Parameter": parameter(plain(), TRUE, EMPTY),
     "a Parameter around a str": parameter(text("x"), TRUE, EMPTY),
     "a Parameter around a number": parameter(number(3), FALSE, EMPTY),
@@ -194,12 +193,8 @@ CASES = {
     "COO, past the end": coo("past"),
     "COO, below 0": coo("below"),
     "COO of other sizes": sparse(COO, integers("up", 1, 2), dense(storage(4), (3,)), tuple_of(number(4))),
-    "COO of other axes": sparse(
-        COO, integers("up", 1, 2), dense(storage(4), (2,)), tuple_of(number(4), number(4))
-    ),
-    "COO whose indices are a list": sparse(
-        COO, integers("up", 2), dense(storage(4), (2,)), tuple_of(number(4))
-    ),
+    "COO of other axes": sparse(COO, integers("up", 1, 2), TWO, tuple_of(number(4), number(4))),
+    "COO whose indices are a list": sparse(COO, integers("up", 2), TWO, tuple_of(number(4))),
     "COO whose size is text": sparse(COO, integers("up", 1, 2), dense(storage(4), (2,)), text("x")),
     "COO of two parts": sparse(COO, integers("up", 1, 2), dense(storage(4), (2,))),
     "COO with an axis of values": sparse(

@@ -35,9 +35,8 @@ def example(name: str) -> Any:
 
 def network() -> nn.Module:
     torch.manual_seed(4)
-    return nn.Sequential(
-        nn.BatchNorm1d(6, affine=False), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)
-    ).double()
+    layers = [nn.BatchNorm1d(6, affine=False), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)]
+    return nn.Sequential(*layers).double()
 
 
 def without_norm() -> nn.Module:
@@ -172,9 +171,8 @@ def test_the_page_has_ten_lines_for_each_part() -> None:
 
 def test_the_plan_as_a_sampler_gives_the_weights_of_one_process(run_ranks: Any) -> None:
     plan, data = Plan(45, 16), samples()
-    alone = trained_alone(
-        without_norm(), [data[torch.tensor(batch)] for epoch in range(3) for batch in plan.batches(epoch)]
-    )
+    batches = [data[torch.tensor(batch)] for epoch in range(3) for batch in plan.batches(epoch)]
+    alone = trained_alone(without_norm(), batches)
     for found in run_ranks(2, by_plan):
         assert_same(found, alone)
 

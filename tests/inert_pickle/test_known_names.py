@@ -32,9 +32,8 @@ NINE = [name(f"aaa{i}", "Thing") for i in range(8)] + [name("posix", "system")]
 @pytest.fixture
 def hidden(tmp_path: Path) -> Path:
     """A state next to eight unknown names that sort before `posix.system`."""
-    return torch_zip(
-        tmp_path / "in.pt", dict_of({"model": dict_of({"w": WEIGHT}), "x": list_of(*NINE)}), BYTES
-    )
+    tree = {"model": dict_of({"w": WEIGHT}), "x": list_of(*NINE)}
+    return torch_zip(tmp_path / "in.pt", dict_of(tree), BYTES)
 
 
 def test_what_runs_is_shown_first_and_never_shortened(hidden: Path, cli: Callable[..., Ran]) -> None:

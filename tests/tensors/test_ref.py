@@ -177,9 +177,8 @@ def test_chunks_of_chunks_are_the_whole_from_any_place_on(data: st.DataObject) -
 def test_threads_put_chunks_of_one_tensor_together_at_once() -> None:
     """Each thread has memory of its own for what it puts together, and chunks of chunks need it twice."""
     values = np.arange(64 * 400, dtype=np.float32).reshape(64, 400)
-    tensor = built(
-        values, (1, [(0, 133, None), (133, 300, (1, [(0, 9, None), (9, 167, None)])), (300, 400, None)])
-    )
+    inner = (1, [(0, 9, None), (9, 167, None)])
+    tensor = built(values, (1, [(0, 133, None), (133, 300, inner), (300, 400, None)]))
     assert isinstance(tensor.storage.data, Computed)
     wrong: list[int] = []
 

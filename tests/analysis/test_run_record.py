@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,36 +65,38 @@ sys.exit(3)
 """
 
 
-def test_a_replay_shows_how_far_it_is_and_why_it_ended(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+@pytest.fixture
+def replayed_by(tmp_path: Path, monkeypatch: MonkeyPatch) -> Callable[[str], replay.Replay]:
+    """Return a function that makes a replay by a program in place of the trainer's."""
     monkeypatch.setattr(replay, "POLL", 0.05)
-    (tmp_path / "train").mkdir()
     program = tmp_path / "train" / "main.py"
-    program.write_text(TRAINER)
+    program.parent.mkdir()
+
+    def of(source: str) -> replay.Replay:
+        program.write_text(source)
+        return replay.Replay(start=0, program=str(program))
+
+    return of
+
+
+def test_a_replay_shows_how_far_it_is_and_why_it_ended(replayed_by: Any, tmp_path: Path) -> None:
     folder = record(tmp_path, BEGIN, STEP, {**STEP, "step": 6})
     seen: list[tuple[int, int]] = []
-    again = replay.Replay(start=0, program=str(program))
-    proved = ckpttool.prove(folder, replay=again, progress=lambda *steps: seen.append(steps))
+    proved = ckpttool.prove(folder, replay=replayed_by(TRAINER), progress=lambda *steps: seen.append(steps))
     (finding,) = proved.findings
     assert finding.message == "the replay ended with exit code 3: nothing can be replayed here"
     assert {(2, 6), (4, 6), (6, 6)} <= {*seen}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_an_interrupted_replay_leaves_no_trainer_behind(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "POLL", 0.05)
-    (tmp_path / "train").mkdir()
-    program = tmp_path / "train" / "main.py"
-    program.write_text(
-        "import os, pathlib, time\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\ntime.sleep(60)\n"
-    )
-
+def test_an_interrupted_replay_leaves_no_trainer_behind(replayed_by: Any, tmp_path: Path) -> None:
     def interrupt(done: int, of: int) -> None:
         if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
             raise KeyboardInterrupt
 
+    says = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
+    again = replayed_by(f"import os, pathlib, time\n{says}\ntime.sleep(60)")
     with pytest.raises(KeyboardInterrupt):
-        again = replay.Replay(start=0, program=str(program))
         ckpttool.prove(record(tmp_path, BEGIN, STEP), replay=again, progress=interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
