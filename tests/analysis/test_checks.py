@@ -130,17 +130,20 @@ def deep() -> OrderedDict[str, torch.Tensor]:
 OPTIMIZER = {"state": {0: {"exp_avg": ONE}}, "param_groups": [{"params": [0], "param_names": [LONG]}]}
 ALIKE = {"model": {"w": ONE}, "epoch": 1, "seen": {10**100 + i: torch.ones(1) for i in range(6000)}}
 
+
+def strip_everywhere(found: Any, out: Path) -> object:
+    return ckpttool.strip_prefix(found, "a.b.", repeat=True, anywhere=True)
+
+
+def name_optimizer(found: Any, out: Path) -> object:
+    return to_names(found, parameters={"w": (2,)})
+
+
 WORK: dict[str, tuple[Any, Callable[[Any, Path], object]]] = {
     "compare": (deep(), lambda found, out: ckpttool.diff(found, ckpttool.add_prefix(found, "b.")[0])),
     "strip": (deep(), lambda found, out: ckpttool.strip_prefix(found, "a.")),
-    "strip everywhere": (
-        {"a." * 20_000 + "b." * 20_000 + "w": ONE, "x": ONE},
-        lambda found, out: ckpttool.strip_prefix(found, "a.b.", repeat=True, anywhere=True),
-    ),
-    "optimizer": (
-        {"model": {LONG: ONE}, "o": OPTIMIZER},
-        lambda found, out: to_names(found, parameters={"w": (2,)}),
-    ),
+    "strip everywhere": ({"a." * 20_000 + "b." * 20_000 + "w": ONE, "x": ONE}, strip_everywhere),
+    "optimizer": ({"model": {LONG: ONE}, "o": OPTIMIZER}, name_optimizer),
     "alike keys": (ALIKE, lambda found, out: ckpttool.diff(found, found)),
     "alike names in a file": (ALIKE, lambda found, out: ckpttool.save(found, out, full=True)),
 }

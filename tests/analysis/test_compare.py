@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.analysis.compare import Change, diff
+from ckpttool.analysis.verify import verify
 from tests.support import every_format as table
 from tests.support.compared import compared
+from tests.support.saved import saved
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +69,14 @@ def test_everything_beside_the_state_is_compared_by_its_dotted_name(folder: Path
     assert compared(folder, a, b, state="model").same
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "why"),
-    [
-        (1, 2, "value"),
-        (1, 1.0, "type"),
-        (True, 1, "type"),
-        (0.0, -0.0, "value"),
-        ("a", "b", "value"),
-        (b"a", "a", "type"),
-        (None, 0, "type"),
-        ({}, None, "type"),
-        (torch.float32, torch.float16, "value"),
-        (torch.ones(1), 1.0, "type"),
-        ({1, 2}, {1, 3}, "value"),
-    ],
-)
+VALUES = [(1, 2), (0.0, -0.0), ("a", "b"), (torch.float32, torch.float16), ({1, 2}, {1, 3})]
+TYPES = [(1, 1.0), (True, 1), (b"a", "a"), (None, 0), ({}, None), (torch.ones(1), 1.0)]
+
+
+PAIRS = [*((*pair, "value") for pair in VALUES), *((*pair, "type") for pair in TYPES)]
+
+
+@pytest.mark.parametrize(("x", "y", "why"), PAIRS)
 def test_plain_values_differ_by_value_or_by_type(x: Any, y: Any, why: str, folder: Path) -> None:
     model = {"w": torch.ones(1)}
     (change,) = compared(folder, {"model": model, "x": x}, {"model": model, "x": y}).changed
@@ -188,6 +182,7 @@ def training() -> dict[str, Any]:
 WAYS: dict[str, dict[str, Any]] = {
     "torch zip": {"to": "torch-zip"},
     "safetensors": {"to": "safetensors"},
+    "safetensors with copies": {"to": "safetensors", "keep_copies": True},
     "safetensors --full": {"to": "safetensors", "full": True},
     "shards": {"to": "safetensors-sharded", "shard_size": 300},
     "shards of torch": {"to": "torch-sharded", "shard_size": 300},
@@ -199,9 +194,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def in_every_format(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("formats")
-    torch.save(training(), folder / "in.pt")
-    torch.save(training(), folder / "legacy.pt", _use_new_zipfile_serialization=False)
-    files = {"as torch saves it": folder / "in.pt", "legacy": folder / "legacy.pt"}
+    files = {"as torch saves it": saved(training(), folder / "in.pt"), "legacy": folder / "legacy.pt"}
+    torch.save(training(), files["legacy"], _use_new_zipfile_serialization=False)
     source = ckpttool.open(folder / "in.pt")
     for number, (name, wanted) in enumerate(WAYS.items()):
         files[name] = folder / f"out{number}"
@@ -217,6 +211,8 @@ FORMATS = ["as torch saves it", "legacy", *WAYS]
 def test_a_file_is_the_same_in_every_format(one: str, other: str, in_every_format: dict[str, Path]) -> None:
     with ckpttool.open(in_every_format[one]) as a, ckpttool.open(in_every_format[other]) as b:
         found = diff(a, b)
+        assert verify(a, against=b).ok
+        assert ckpttool.digest(a) == ckpttool.digest(b)
     assert (found.only_a, found.only_b, found.changed) == ((), (), ())
     assert found.tensors >= 9
 

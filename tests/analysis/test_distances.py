@@ -44,6 +44,13 @@ def distance(folder: Path, a: torch.Tensor, b: torch.Tensor, *tolerance: float) 
     return found.changed[0].distance if found.changed else None
 
 
+def far(folder: Path, a: torch.Tensor, b: torch.Tensor, *tolerance: float) -> Distance:
+    """Return the distance of two tensors that differ."""
+    found = distance(folder, a, b, *tolerance)
+    assert found is not None
+    return found
+
+
 def measured(a: torch.Tensor, b: torch.Tensor, *tolerance: float) -> Distance | None:
     """Return the distance of two tensors without files, for the many examples of a property."""
     types = (DTYPES[str(x.dtype).removeprefix("torch.")] for x in (a, b))
@@ -62,8 +69,7 @@ INTEGERS += [torch.uint64, torch.bool]
 def test_a_difference_is_reported_in_numbers(dtype: torch.dtype, folder: Path) -> None:
     a, b = torch.zeros(2, 3, dtype=dtype), torch.zeros(2, 3, dtype=dtype)
     a[1, 0], b[1, 0], a[0, 2], b[0, 2] = 5, 2, 3, 4
-    found = distance(folder, a, b)
-    assert found is not None
+    found = far(folder, a, b)
     assert (found.differ, found.of, found.nans) == (2, 6, 0)
     assert (found.max_abs, found.max_rel, found.where, found.a, found.b) == (3, 1.5, 3, 5, 2)
 
@@ -194,8 +200,7 @@ def test_a_tolerance_holds_for_integers_to_the_last_one(dtype: torch.dtype, atol
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32])
 def test_the_distance_of_complex_numbers_is_a_magnitude(dtype: torch.dtype, folder: Path) -> None:
     a, b = (torch.tensor([1 + 2j, z, 5j]).to(dtype) for z in (4 + 6j, 1 + 2j))
-    found = distance(folder, a, b)
-    assert found is not None
+    found = far(folder, a, b)
     assert (found.differ, found.max_abs, found.where, found.a, found.b) == (1, 5.0, 1, 4 + 6j, 1 + 2j)
     part = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, torch.float16)
     if part is torch.float16:
@@ -252,8 +257,8 @@ def test_expanded_tensors_are_compared_once_and_counted_in_full(folder: Path) ->
     a, b = torch.arange(3.0), torch.tensor([0.0, 1.0, 4.0])
     wide = [x.expand(10**12, 3) for x in (a, b)]
     assert distance(folder, wide[0], wide[0]) is None
-    found = distance(folder, *wide)
-    assert found is not None and (found.differ, found.of, found.where) == (10**12, 3 * 10**12, 2)
+    found = far(folder, *wide)
+    assert (found.differ, found.of, found.where) == (10**12, 3 * 10**12, 2)
     (change,) = compared(folder, {"w": a[:, None].expand(3, 4)}, {"w": b[:, None].expand(3, 4)}).changed
     assert change.index == (2, 0)
     assert distance(folder, a.expand(4, 3), a.expand(4, 3).clone()) is None
@@ -262,12 +267,11 @@ def test_expanded_tensors_are_compared_once_and_counted_in_full(folder: Path) ->
 # Tolerances.
 
 
-@given(
-    pairs=st.lists(st.tuples(floats, floats), min_size=1, max_size=6),
-    near=st.floats(-1e-3, 1e-3),
-    rtol=st.sampled_from([0.0, 1e-5, 1e-3, 1.0]),
-    atol=st.sampled_from([0.0, 1e-8, 1e-3, 10.0]),
-)
+RTOLS, ATOLS = st.sampled_from([0.0, 1e-5, 1e-3, 1.0]), st.sampled_from([0.0, 1e-8, 1e-3, 10.0])
+SEVERAL = st.lists(st.tuples(floats, floats), min_size=1, max_size=6)
+
+
+@given(pairs=SEVERAL, near=st.floats(-1e-3, 1e-3), rtol=RTOLS, atol=ATOLS)
 def test_tolerance_as_in_allclose(pairs: Pairs, near: float, rtol: float, atol: float) -> None:
     a = torch.tensor([x for x, _ in pairs] + [x for x, _ in pairs], dtype=torch.float64)
     b = torch.tensor([y for _, y in pairs] + [x * (1 + near) for x, _ in pairs], dtype=torch.float64)
@@ -279,12 +283,12 @@ def test_bits_are_compared_without_a_tolerance_and_values_with_one(folder: Path)
     a = torch.tensor([0.0, nan, inf, 1.0])
     quiet = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
     b = torch.cat([torch.tensor([-0.0]), quiet, torch.tensor([inf, 1.0])])
-    found = distance(folder, a, b)
-    assert found is not None and (found.differ, found.max_abs, found.max_ulp) == (2, 0, 0)
+    found = far(folder, a, b)
+    assert (found.differ, found.max_abs, found.max_ulp) == (2, 0, 0)
     assert distance(folder, a, a.clone()) is None
     assert distance(folder, a, b, 0.0, 0.0) is None
-    missing = distance(folder, a, torch.zeros(4), 1.0, 1.0)
-    assert missing is not None and (missing.differ, missing.nans, missing.where) == (2, 1, 1)
+    missing = far(folder, a, torch.zeros(4), 1.0, 1.0)
+    assert (missing.differ, missing.nans, missing.where) == (2, 1, 1)
 
 
 def test_different_types_are_compared_by_value_with_a_tolerance(folder: Path) -> None:
@@ -292,8 +296,8 @@ def test_different_types_are_compared_by_value_with_a_tolerance(folder: Path) ->
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
         assert distance(folder, a, a.to(dtype), 1e-2) is None
         assert distance(folder, a.to(dtype), a, 1e-2) is None
-    found = distance(folder, a, a.to(torch.bfloat16), 1e-9)
-    assert found is not None and (found.differ, found.where, found.max_ulp) == (1, 3, None)
+    found = far(folder, a, a.to(torch.bfloat16), 1e-9)
+    assert (found.differ, found.where, found.max_ulp) == (1, 3, None)
     assert distance(folder, torch.tensor([1, 2]), torch.tensor([1.0, 2.0]), 0.0, 0.0) is None
     assert distance(folder, torch.tensor([True]), torch.tensor([1], dtype=torch.int8), 0.0, 0.0) is None
 

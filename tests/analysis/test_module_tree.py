@@ -35,9 +35,8 @@ def test_modules_have_their_parameters_and_bytes(tree: Any) -> None:
     assert shown(found) == [(0, "", 1, 240), (1, "0", 1, 224), (1, "1", 1, 16)]
     assert found.nbytes == sum(t.numel() * t.element_size() for t in net.state_dict().values())
     assert tensors_in_words(found.branches[0], "float32", 9) == "weight 8×3×3×3; bias 8"
-    assert tensors_in_words(found.branches[1], "float32", 9) == (
-        "weight, bias, running_mean, running_var 8; num_batches_tracked scalar int64"
-    )
+    said = "weight, bias, running_mean, running_var 8; num_batches_tracked scalar int64"
+    assert tensors_in_words(found.branches[1], "float32", 9) == said
     assert tensors_in_words(found.branches[1], "float32", 1) == "weight 8; 4 more"
 
 

@@ -13,6 +13,7 @@ from pytest import MonkeyPatch
 import ckpttool
 from ckpttool.proving import replay
 from tests.support.run_log import BEGIN, STEP, record
+from tests.support.running import Cli
 
 
 def without(entry: dict[str, Any], name: str) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def without(entry: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [key for key in BEGIN if key != "kind"])
-def test_a_field_that_is_missing_is_named(name: str, cli: Any, tmp_path: Path) -> None:
+def test_a_field_that_is_missing_is_named(name: str, cli: Cli, tmp_path: Path) -> None:
     folder = record(tmp_path, without(BEGIN, name), STEP)
     for flags in (["--no-replay"], ["--dry-run", "--from", "0"]):
         ran = cli("prove", folder, *flags)
@@ -41,13 +42,13 @@ def test_a_field_that_is_missing_is_named(name: str, cli: Any, tmp_path: Path) -
         ({**BEGIN, "source": {"step": 1}}, "'source' of 'begin' lacks 'digests'"),
     ],
 )
-def test_an_entry_of_other_form_is_named(entry: dict[str, Any], said: str, cli: Any, tmp_path: Path) -> None:
+def test_an_entry_of_other_form_is_named(entry: dict[str, Any], said: str, cli: Cli, tmp_path: Path) -> None:
     ran = cli("prove", record(tmp_path, BEGIN, entry), "--no-replay")
     assert ran.code == 3
     assert f"run.jsonl: line 2 is no entry of a run: {said}\n" in ran.err
 
 
-def test_entries_of_other_kinds_are_left_alone(cli: Any, tmp_path: Path) -> None:
+def test_entries_of_other_kinds_are_left_alone(cli: Cli, tmp_path: Path) -> None:
     folder = record(tmp_path, BEGIN, STEP, {"kind": "note", "text": "mine"}, {"kind": ["x"], "step": 1})
     assert cli("prove", folder, "--no-replay").code == 0
 

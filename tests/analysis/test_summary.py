@@ -19,7 +19,8 @@ from ckpttool.analysis.other_contents import OtherRow, describe_optimizer, descr
 from ckpttool.analysis.summary import Summary, summarize
 from ckpttool.analysis.tables import Stats, TensorRow, measure, tensor_rows
 from ckpttool.errors import NoState
-from tests.support.crafting import call, dict_of, list_of, name, number, storage, tensor, text, torch_zip
+from tests.support.attacks import ATTACKS
+from tests.support.crafting import call, dict_of, list_of, name, storage, tensor, text, torch_zip
 from tests.support.saved import opened
 
 ONE = torch.ones(1)
@@ -92,11 +93,9 @@ def test_other_values_are_shown_by_name_and_type_and_short_ones_by_value(what: s
 
 def test_contents_of_dicts_and_objects_are_named(summary: Any) -> None:
     found = summary({"args": argparse.Namespace(lr=0.1, model={"depth": 20}), "w": ONE})
-    assert [(row.name, row.type, row.value, row.size) for row in found.other] == [
-        ("args", "argparse.Namespace", None, 2),
-        ("args.lr", "float", 0.1, None),
-        ("args.model.depth", "int", 20, None),
-    ]
+    rows = [("args", "argparse.Namespace", None, 2), ("args.lr", "float", 0.1, None)]
+    rows += [("args.model.depth", "int", 20, None)]
+    assert [(row.name, row.type, row.value, row.size) for row in found.other] == rows
     assert found.unknown == ("argparse.Namespace",)
 
 
@@ -145,22 +144,18 @@ def test_a_safetensors_file_has_its_metadata(tmp_path: Path) -> None:
     assert (found.format, found.state, found.metadata) == ("safetensors", "", {"format": "pt"})
 
 
-HOSTILE = {
-    "itself": b"]q\x00h\x00a",
-    "doubled": b"]" + b"".join(b"q%b0](h%bh%be" % ((bytes([i]),) * 3) for i in range(60)),
-    "nested lists": b"]" * 100_000 + b"a" * 99_999,
-    "nested dicts": b"".join(b"}" + text("k") for _ in range(50_000)) + b"N" + b"s" * 50_000,
-    "attribute itself": call(name("m", "C")) + b"q\x00}" + text("a") + b"h\x00sb",
-    "large number": number(10**10_000),
-    "large key": b"}" + number(10**10_000) + b"Ns",
-}
+HOSTILE = [
+    *("a list that contains itself", "an object that contains itself", "lists doubled 60 times"),
+    *("100,000 lists in lists", "100,000 dicts in dicts", "a number of 100,000 digits"),
+    "a number of 100,000 digits as a key",
+]
 
 
-@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_values_are_described_in_bounded_time(body: bytes, tmp_path: Path) -> None:
-    path = torch_zip(tmp_path / "f", dict_of({"w": tensor(storage(1), (1,)), "x": body}), {"0": bytes(4)})
-    found = summarize(ckpttool.open(path))
-    assert found.state == ""
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_values_are_described_in_bounded_time(attack: str, tmp_path: Path) -> None:
+    ATTACKS[attack](tmp_path / "f")
+    found = summarize(ckpttool.open(tmp_path / "f"))
+    assert found.state == "model"
     assert len(found.other) < 500
 
 
@@ -222,26 +217,24 @@ def test_a_malformed_state_is_described_as_far_as_possible(what: str) -> None:
     assert all(len(str(group)) < 100 for group in found.settings)
 
 
-SCHEDULERS: dict[str, Any] = {
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 1),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1]),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 3),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1.0),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1, total_steps=5),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2),
-    "LinearLR": lr_scheduler.LinearLR,
-    "ConstantLR": lr_scheduler.ConstantLR,
-    "PolynomialLR": lr_scheduler.PolynomialLR,
-    "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
+SCHEDULERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(["LinearLR", "ConstantLR", "PolynomialLR", "ReduceLROnPlateau"], ()),
+    "StepLR": (1,),
+    "MultiStepLR": ([1],),
+    "ExponentialLR": (0.5,),
+    "CosineAnnealingLR": (3,),
+    "CosineAnnealingWarmRestarts": (3,),
+    "LambdaLR": (lambda epoch: 1.0,),
+    "OneCycleLR": (1, 5),
+    "CyclicLR": (0.1, 0.2),
 }
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_torch_schedulers_are_recognised_by_their_states(kind: str) -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1, momentum=0.9)
-    found = describe_scheduler("s", SCHEDULERS[kind](optimizer).state_dict())
+    made = getattr(lr_scheduler, kind)(optimizer, *SCHEDULERS[kind])
+    found = describe_scheduler("s", made.state_dict())
     assert found is not None
     assert (found.kind, found.last_epoch) == (kind, 0)
 

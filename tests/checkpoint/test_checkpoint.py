@@ -57,11 +57,10 @@ def test_the_state_is_found_where_files_keep_it_and_again_by_its_name(what: str,
 DEEP = {"a": {"b": {"c": {"d": {"w": ONE}}}}}
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [{"epoch": 1}, [ONE], ONE, None, {"optimizer": OPTIMIZER}, {0: ONE}, DEEP],
-    ids=lambda tree: str(tree)[:30],
-)
+WITHOUT = [{"epoch": 1}, [ONE], ONE, None, {"optimizer": OPTIMIZER}, {0: ONE}, DEEP]
+
+
+@pytest.mark.parametrize("tree", WITHOUT, ids=lambda tree: str(tree)[:30])
 def test_a_file_without_a_state_says_so_and_what_to_do(tree: Any, tmp_path: Path) -> None:
     with pytest.raises(NoState, match="holds no dict of tensors") as none:
         opened(tree, tmp_path).state()
@@ -281,10 +280,8 @@ def test_a_path_or_a_state_dict_is_refused_with_the_call_that_opens_it(name: str
     for path in ("it's.pt", tmp_path / "last.pt"):
         with pytest.raises(TypeError) as raised:
             FUNCTIONS[name](path)
-        assert str(raised.value) == (
-            f"{name}() takes an open checkpoint, not a path: "
-            f"with ckpttool.open({str(path)!r}) as checkpoint: ckpttool.{name}(checkpoint, …)"
-        )
+        call = f"with ckpttool.open({str(path)!r}) as checkpoint: ckpttool.{name}(checkpoint, …)"
+        assert str(raised.value) == f"{name}() takes an open checkpoint, not a path: {call}"
     with pytest.raises(TypeError, match=r"takes a checkpoint that ckpttool\.open returned, not dict"):
         FUNCTIONS[name]({"w": ONE})
 

@@ -35,7 +35,7 @@ from ckpttool.errors import CkptToolError, Damaged, Refused
 from ckpttool.inert_pickle.values import MAX_DEPTH, Global, Record, TooDeep
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import call, dict_of, name, number, storage, tensor, torch_zip, tuple_of
-from tests.support.running import ROOT, Ran
+from tests.support.running import ROOT, Cli
 
 
 def there(source: Path) -> Path:
@@ -432,6 +432,16 @@ def test_the_example_of_the_page_is_what_the_code_writes(tmp_path: Path) -> None
         assert list(file.keys()) == ["model.w"]
 
 
+ITEM_TAGS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+PLAIN_TAGS: dict[str, Callable[[str], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "str": lambda text: base64.b64decode(text).decode("utf-8", "surrogatepass"),
+    "bytes": base64.b64decode,
+    "bytearray": lambda text: bytearray(base64.b64decode(text)),
+}
+
+
 class FromThePage:
     """Rebuild a checkpoint from a file of `--full` by docs/full-format.md alone.
 
@@ -453,7 +463,12 @@ class FromThePage:
         if not isinstance(node, list):
             return node
         tag, *rest = node
-        made = getattr(self, f"read_{tag}")(number, *rest)
+        if tag in PLAIN_TAGS:
+            made = PLAIN_TAGS[tag](*rest)
+        elif tag in ITEM_TAGS:
+            made = ITEM_TAGS[tag](map(self.value, rest))
+        else:
+            made = getattr(self, f"read_{tag}")(number, *rest)
         return self.known(made, number)
 
     def known(self, value: Any, number: int | None) -> Any:
@@ -481,15 +496,6 @@ class FromThePage:
         made.extend(map(self.value, items))
         return made
 
-    def read_tuple(self, number: int | None, *items: Any) -> Any:
-        return tuple(map(self.value, items))
-
-    def read_set(self, number: int | None, *items: Any) -> Any:
-        return set(map(self.value, items))
-
-    def read_frozenset(self, number: int | None, *items: Any) -> Any:
-        return frozenset(map(self.value, items))
-
     def read_def(self, _: int | None, number: int, node: Any) -> Any:
         return self.value(node, number)
 
@@ -499,21 +505,6 @@ class FromThePage:
     def read_after(self, _: int | None, first: Any, then: Any) -> Any:
         self.value(first)
         return self.value(then)
-
-    def read_int(self, _: int | None, text: str) -> int:
-        return int(text, 16)
-
-    def read_float(self, _: int | None, text: str) -> Any:
-        return struct.unpack(">d", bytes.fromhex(text))[0]
-
-    def read_str(self, _: int | None, text: str) -> str:
-        return base64.b64decode(text).decode("utf-8", "surrogatepass")
-
-    def read_bytes(self, _: int | None, text: str) -> bytes:
-        return base64.b64decode(text)
-
-    def read_bytearray(self, _: int | None, text: str) -> bytearray:
-        return bytearray(base64.b64decode(text))
 
     def read_global(self, _: int | None, module: Any, name: Any) -> Any:
         module, name = self.value(module), self.value(name)
@@ -618,26 +609,17 @@ def crafted(text: str, folder: Path) -> Path:
 PARAMETER = ["global", "torch._utils", "_rebuild_parameter"]
 
 LIES: dict[str, str] = {
-    "no JSON": "{",
-    "nothing": "",
-    "a list": "[]",
-    "a number": "1",
-    "no tree": json.dumps({"version": 1, "protocol": 2}),
-    "a version to come": document({}, version=2),
-    "a version of text": document({}, version="1"),
-    "a version of lists": document({}, version=[[[1]]]),
-    "a protocol to come": document({}, protocol=6),
-    "a protocol that is true": document({}, protocol=True),
+    "no JSON": "{", "nothing": "", "a list": "[]", "a number": "1",
+    "no tree": json.dumps({"version": 1, "protocol": 2}), "a version to come": document({}, version=2),
+    "a version of text": document({}, version="1"), "a version of lists": document({}, version=[[[1]]]),
+    "a protocol to come": document({}, protocol=6), "a protocol that is true": document({}, protocol=True),
     "a protocol that is a fraction": document({}, protocol=2.0),
     "a protocol of text": document({}, protocol="2"),
     "deeply nested": '{"version":1,"protocol":2,"tree":' + '["list",' * 100_000 + "1" + "]" * 100_001 + "}",
     "a number of 10,000 digits": '{"version":1,"protocol":2,"tree":1' + "0" * 10_000 + "}",
-    "no tag": document([]),
-    "an unknown tag": document(["eval", "1"]),
-    "a tag that is a list": document([["list"]]),
-    "a tag that is a number": document([1, 2]),
-    "a tag that is null": document([None]),
-    "an unknown tag inside": document({"a": ["list", 1, ["x"]]}),
+    "no tag": document([]), "an unknown tag": document(["eval", "1"]),
+    "a tag that is a list": document([["list"]]), "a tag that is a number": document([1, 2]),
+    "a tag that is null": document([None]), "an unknown tag inside": document({"a": ["list", 1, ["x"]]}),
     "a tensor that is not there": document(["tensor", "v"]),
     "a tensor without a name": document(["tensor"]),
     "a tensor named by a list": document(["tensor", ["w"]]),
@@ -669,12 +651,9 @@ LIES: dict[str, str] = {
     "a ref before its def": document(["list", ["ref", 0], ["def", 0, ["list"]]]),
     "a ref to itself": document(["def", 0, ["ref", 0]]),
     "a ref to a tuple that is not whole": document(["def", 0, ["tuple", ["ref", 0]]]),
-    "a ref by a list": document(["ref", [0]]),
-    "a def by a list": document(["def", [0], ["list"]]),
-    "a def of nothing": document(["def", 0]),
-    "a def of an empty list": document(["def", 0, []]),
-    "after nothing": document(["after", 1]),
-    "a dict of single things": document(["dict", 1]),
+    "a ref by a list": document(["ref", [0]]), "a def by a list": document(["def", [0], ["list"]]),
+    "a def of nothing": document(["def", 0]), "a def of an empty list": document(["def", 0, []]),
+    "after nothing": document(["after", 1]), "a dict of single things": document(["dict", 1]),
     "a dict of threes": document(["dict", [1, 2, 3]]),
     "a dict with a list for a key": document(["dict", [["list"], 1]]),
     "a dict with a list inside a key": document(["dict", [["tuple", ["list"]], 1]]),
@@ -682,17 +661,14 @@ LIES: dict[str, str] = {
     "a set of lists": document(["set", ["list"]]),
     "a set of bytearrays": document(["frozenset", ["bytearray", ""]]),
     "an ordered dict of a list": document(["ordered", ["list", 1]]),
-    "an ordered dict of nothing": document(["ordered"]),
-    "a record of nothing": document(["record"]),
+    "an ordered dict of nothing": document(["ordered"]), "a record of nothing": document(["record"]),
     "a record of a list": document(["record", ["list"]]),
     "a record without a callable": document(["record", {"how": "reduce", "args": ["tuple"]}]),
-    "a record made by magic": recorded(how="eval"),
-    "a record called by a list": recorded(["list"]),
+    "a record made by magic": recorded(how="eval"), "a record called by a list": recorded(["list"]),
     "a record called by text": recorded("a", how="newobj"),
     "a record called with a list": recorded(args=["list"]),
     "a record with keywords in a list": recorded(how="newobj", kwargs=["list"]),
-    "a record of odd items": recorded(items=[1]),
-    "a record of odd elements": recorded(elements=1),
+    "a record of odd items": recorded(items=[1]), "a record of odd elements": recorded(elements=1),
     "a Parameter around text": recorded(PARAMETER, ["tuple", "x", True, {}]),
     "a Parameter with a state": recorded(PARAMETER, ["tuple", ["tensor", "w"], True, {}], state={}),
     "a tensor made by a call": recorded(
@@ -715,17 +691,12 @@ LIES: dict[str, str] = {
     "a tensor on no device": document(["tensor", "w", {"storage": ["FloatStorage", ""]}]),
     "a name with a line break": document(["global", "a\nb", "c"]),
     "a name with half a character": document(["global", "a", ["str", "7aCA"]]),
-    "an empty name": document(["global", "", "c"]),
-    "a global of numbers": document(["global", 1, 2]),
-    "a global of one name": document(["global", "os"]),
-    "an integer that is none": document(["int", "ten"]),
-    "an integer of a number": document(["int", 10]),
-    "a float that is short": document(["float", "7ff0"]),
+    "an empty name": document(["global", "", "c"]), "a global of numbers": document(["global", 1, 2]),
+    "a global of one name": document(["global", "os"]), "an integer that is none": document(["int", "ten"]),
+    "an integer of a number": document(["int", 10]), "a float that is short": document(["float", "7ff0"]),
     "a float that is none": document(["float", "infinity"]),
-    "text that is no base64": document(["str", "ä"]),
-    "text that is no UTF-8": document(["str", "/w=="]),
-    "bytes of a number": document(["bytes", 5]),
-    "bytes of a list": document(["bytearray", ["list", 1]]),
+    "text that is no base64": document(["str", "ä"]), "text that is no UTF-8": document(["str", "/w=="]),
+    "bytes of a number": document(["bytes", 5]), "bytes of a list": document(["bytearray", ["list", 1]]),
 }  # fmt: skip
 
 
@@ -737,7 +708,7 @@ def test_a_text_that_breaks_a_rule_is_damaged(lie: str, tmp_path: Path) -> None:
     assert "\n" not in damage.value.reason
 
 
-def test_a_damaged_text_is_exit_3_and_one_line(cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_a_damaged_text_is_exit_3_and_one_line(cli: Cli, tmp_path: Path) -> None:
     path = crafted(document(["eval", "1"]), tmp_path)
     ran = cli("convert", path, tmp_path / "out.pt")
     assert (ran.code, ran.out, ran.err.count("\nhint: ")) == (3, "", 1)

@@ -20,6 +20,7 @@ from ckpttool.formats.dcp import writing as dcp
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, name, storage, tensor, torch_zip, tuple_of
+from tests.support.running import Cli
 from tests.support.saved import opened, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -195,7 +196,7 @@ def test_everything_else_in_the_file_is_listed_as_left_out(tmp_path: Path) -> No
     assert ckpttool.save(checkpoint, tmp_path / "m.safetensors").left_out == ("epoch", "args")
 
 
-def test_inspect_does_not_list_the_attributes_of_a_model(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_inspect_does_not_list_the_attributes_of_a_model(cli: Cli, tmp_path: Path) -> None:
     torch.save({"model": nn.Sequential(nn.Linear(2, 3)), "epoch": 3}, tmp_path / "m.pt")
     found = cli("inspect", tmp_path / "m.pt", "--json").json
     assert found["state"] == "model" and found["parameters"] == 9
@@ -207,14 +208,14 @@ def test_inspect_does_not_list_the_attributes_of_a_model(cli: Callable[..., Any]
 # Renaming.
 
 
-def test_a_prefix_is_stripped_on_the_way_to_safetensors(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_prefix_is_stripped_on_the_way_to_safetensors(cli: Cli, tmp_path: Path) -> None:
     torch.save({"model": nn.DataParallel(nn.Linear(2, 3)), "epoch": 3}, tmp_path / "m.pt")
     ran = cli("strip-prefix", tmp_path / "m.pt", tmp_path / "m.safetensors", "--json")
     assert ran.code == 0 and ran.json["left_out"] == ["epoch"]
     assert list(ckpttool.open(tmp_path / "m.safetensors").state().tensors) == ["bias", "weight"]
 
 
-def test_no_pickled_model_is_changed_and_the_way_out_works(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_no_pickled_model_is_changed_and_the_way_out_works(cli: Cli, tmp_path: Path) -> None:
     model = nn.DataParallel(nn.Linear(2, 3))
     torch.save({"model": model, "epoch": 3}, tmp_path / "m.pt")
     for options in (["strip-prefix"], ["add-prefix"], ["convert", "--dtype", "bf16"]):
@@ -273,13 +274,12 @@ def test_a_shared_module_is_named_on_every_path(tmp_path: Path) -> None:
     assert list(ckpttool.open(path).state().tensors) == ["a.a.w", "a.b.w", "b.a.w", "b.b.w"]
 
 
+OBJECT = name("m", "M") + b")\x81"
 AGAIN = {"_parameters": b"}", "_buffers": b"}", "_modules": dict_of({"again": get(7)})}
 ENDLESS: dict[str, tuple[bytes, type[CkptToolError], str]] = {
     "shared on too many paths": (doubled(60), Damaged, "too many ways"),
     "shared under long names": (doubled(16, "a" * 10_000), Damaged, "too many ways"),
-    "inside itself": (
-        *(name("m", "M") + b")\x81" + put(7) + dict_of(AGAIN) + b"b", Damaged, "is nested in itself"),
-    ),
+    "inside itself": (OBJECT + put(7) + dict_of(AGAIN) + b"b", Damaged, "is nested in itself"),
     "nested too deeply": (nested(300), CkptToolError, ""),
 }
 
@@ -301,7 +301,7 @@ ODD: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_malformed_modules_are_handled(what: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_malformed_modules_are_handled(what: str, cli: Cli, tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", ODD[what], {"0": bytes(4)})
     assert cli("inspect", path).code == 0
     assert cli("inspect", path, "--json").code == 0

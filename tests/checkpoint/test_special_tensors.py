@@ -23,11 +23,9 @@ from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms.average import average
 from ckpttool.transforms.selection import cast, select, slim
 from tests.ranks.shardings import save_pieces
-from tests.support.running import Ran
+from tests.support.running import Cli
 from tests.support.saved import opened, saved
 from tests.support.tensor_kinds import IN_WORDS, KINDS, ROWS, save_kind, save_tagged, save_zero3
-
-Cli = Callable[..., Ran]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +34,14 @@ def pieces(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("pieces")
     run_ranks(2, save_pieces, str(folder))
     return folder
+
+
+def refused(cli: Cli, path: Path, out: Path, *words: str, command: str = "convert") -> str:
+    """Run a command that is exit 3 and writes nothing; return what it says."""
+    ran = cli(command, path, out, *words)
+    assert ran.code == 3
+    assert not out.exists()
+    return ran.err
 
 
 # Tensors that one file holds.
@@ -53,11 +59,9 @@ def test_each_kind_is_described_and_counted_with_the_state(kind: str, tmp_path: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_safetensors_refuses_each_kind_by_name_with_the_way_out(kind: str, cli: Cli, tmp_path: Path) -> None:
     path = save_kind(kind, tmp_path / "in.pt")
-    ran = cli("convert", path, tmp_path / "out.safetensors")
-    assert ran.code == 3
-    assert f"'x' ({IN_WORDS[kind]}) can't be held by safetensors" in ran.err
-    assert f"convert {path} out.pt; or leave them out: ckpttool convert" in ran.err
-    assert not (tmp_path / "out.safetensors").exists()
+    said = refused(cli, path, tmp_path / "out.safetensors")
+    assert f"'x' ({IN_WORDS[kind]}) can't be held by safetensors" in said
+    assert f"convert {path} out.pt; or leave them out: ckpttool convert" in said
     assert cli("convert", path, tmp_path / "out.safetensors", "--exclude", "x").code == 0
     assert list(load_file(tmp_path / "out.safetensors")) == ["plain"]
 
@@ -166,11 +170,9 @@ def test_a_rank_s_file_is_shown_with_whole_and_local_shapes(pieces: Path, cli: C
 
 @pytest.mark.parametrize("name", ["fsdp2-0.pt", "placed-1.pt", "sharded-0.pt"])
 def test_a_rank_s_file_is_not_converted_as_a_whole(name: str, pieces: Path, cli: Cli, tmp_path: Path) -> None:
-    ran = cli("convert", pieces / name, tmp_path / "out.safetensors")
-    assert ran.code == 3
-    assert "here [" in ran.err
-    assert "join the files of all ranks: ckpttool merge FOLDER" in ran.err
-    assert not (tmp_path / "out.safetensors").exists()
+    said = refused(cli, pieces / name, tmp_path / "out.safetensors")
+    assert "here [" in said
+    assert "join the files of all ranks: ckpttool merge FOLDER" in said
     assert cli("convert", pieces / name, tmp_path / "out.pt").code == 0
     assert diff(ckpttool.open(pieces / name), ckpttool.open(tmp_path / "out.pt")).same
 
@@ -239,15 +241,13 @@ def test_one_rank_s_pieces_can_be_inspected_and_verified_but_are_no_state(piece:
 def test_placeholders_of_zero_3_are_not_taken_for_parameters(cli: Cli, tmp_path: Path) -> None:
     path = save_zero3(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     likes = ckpttool.open(path).state().likes
-    assert {name: str(like) for name, like in likes.items()} == {
-        "fc.weight": "ZeRO-3 placeholder float32 [4, 3], here [0]",
-        "fc.bias": "ZeRO-3 placeholder float32 [4], here [0]",
-    }
+    placeholder = "ZeRO-3 placeholder float32"
+    wanted = {"fc.weight": f"{placeholder} [4, 3], here [0]", "fc.bias": f"{placeholder} [4], here [0]"}
+    assert {name: str(like) for name, like in likes.items()} == wanted
     assert summarize(ckpttool.open(path)).parameters == 4 * 3 + 4
     for command in (["convert"], ["slim"], ["convert", "--dtype", "bf16"]):
-        ran = cli(command[0], path, tmp_path / "out.safetensors", *command[1:])
-        assert ran.code == 3
-        assert "ckpttool merge" in ran.err
+        said = refused(cli, path, tmp_path / "out.safetensors", *command[1:], command=command[0])
+        assert "ckpttool merge" in said
     assert cli("digest", path).code == 3
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ckpttool.analysis.verify import verify
 from ckpttool.errors import NoState, Refused, Unsupported
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms.selection import cast, select, slim
-from tests.support.running import Ran
+from tests.support.running import Cli
 from tests.support.saved import opened
 
 
@@ -138,7 +137,7 @@ def test_equal_states_are_refused_with_their_names(what: str, tmp_path: Path) ->
     assert {checkpoint.state(name).where for name in names} == set(names)
 
 
-def test_a_command_that_needs_one_state_is_exit_3(cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_a_command_that_needs_one_state_is_exit_3(cli: Cli, tmp_path: Path) -> None:
     torch.save(GAN, tmp_path / "gan.pt")
     ran = cli("convert", tmp_path / "gan.pt", tmp_path / "out.safetensors")
     assert ran.code == 3
@@ -149,7 +148,7 @@ def test_a_command_that_needs_one_state_is_exit_3(cli: Callable[..., Ran], tmp_p
     assert list(load_file(tmp_path / "g.safetensors")) == ["bias", "weight"]
 
 
-def test_all_of_them_are_taken_as_one_state_by_an_empty_name(cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_all_of_them_are_taken_as_one_state_by_an_empty_name(cli: Cli, tmp_path: Path) -> None:
     by_name = {"state": {"weight": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["weight"]}]}
     torch.save({**GAN, "optimizer": by_name}, tmp_path / "gan.pt")
     ran = cli("convert", tmp_path / "gan.pt", tmp_path / "all.safetensors", "--state", "", "--json")
@@ -166,7 +165,7 @@ def test_a_prefix_of_nested_dicts_names_a_part_of_the_state(tmp_path: Path) -> N
     assert list(checkpoint.state("model.enc.b").tensors) == ["weight", "bias"]
 
 
-def test_inspect_of_several_states_names_them(cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_inspect_of_several_states_names_them(cli: Cli, tmp_path: Path) -> None:
     torch.save(GAN, tmp_path / "gan.pt")
     ran = cli("inspect", tmp_path / "gan.pt")
     assert ran.code == 0

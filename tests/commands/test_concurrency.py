@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,9 +46,7 @@ TOGETHER = """
 
 
 @contextmanager
-def together(
-    folder: Path, jobs: list[list[str]], *, times: int = 1
-) -> Iterator[tuple[list[int], subprocess.Popen[str]]]:
+def together(folder: Path, jobs: list[list[str]], times: int = 1) -> Iterator[tuple[list[int], Any]]:
     """Run several commands in processes that start at the same moment."""
     command = [sys.executable, "-c", textwrap.dedent(TOGETHER), json.dumps(jobs), f"{times}"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -87,30 +86,20 @@ OUTPUTS = ["out.pt", "out.safetensors", "out/"]
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_of_two_writers_one_wins_and_both_succeed(output: str, tmp_path: Path) -> None:
+def test_two_writers_both_succeed_and_a_reader_has_what_one_wrote(output: str, tmp_path: Path) -> None:
     digests = prepare(tmp_path)
     jobs = [["strip-prefix", f"in.{number}.pt", output, "--force"] for number in range(2)]
-    with together(tmp_path, jobs, times=10) as (_, running):
-        assert codes_of(running) == [0, 0]
-    assert ckpttool.digest(tmp_path / output) in digests
-    assert left_in(tmp_path) == []
-
-
-@pytest.mark.parametrize("output", OUTPUTS)
-def test_a_reader_has_the_old_or_the_new_output_whole(output: str, tmp_path: Path) -> None:
-    digests = prepare(tmp_path)
-    jobs = [["strip-prefix", f"in.{number}.pt", output, "--force"] for number in range(2)]
-    run(tmp_path, jobs[0])
-    seen: dict[str, int] = {}
-    with together(tmp_path, jobs, times=15) as (_, running):
+    seen: list[str] = []
+    with together(tmp_path, jobs, times=20) as (_, running):
         while running.poll() is None and not is_done(running):
-            with ckpttool.open(tmp_path / output) as checkpoint:
-                time.sleep(0.001)  # it may be replaced between opening and reading
-                found = ckpttool.digest(checkpoint)
-            seen[found] = seen.get(found, 0) + 1
+            if (tmp_path / output).exists():
+                with ckpttool.open(tmp_path / output) as checkpoint:
+                    time.sleep(0.001)  # it may be replaced between opening and reading
+                    seen.append(ckpttool.digest(checkpoint))
         assert codes_of(running) == [0, 0]
-    assert seen.keys() <= {*digests}
-    assert sum(seen.values()) > 1
+    assert {*seen, ckpttool.digest(tmp_path / output)} <= {*digests}
+    assert len(seen) > 1
+    assert left_in(tmp_path) == []
 
 
 def is_done(running: subprocess.Popen[str]) -> bool:
@@ -122,10 +111,8 @@ def is_done(running: subprocess.Popen[str]) -> bool:
 def test_a_hundred_processes_write_into_one_folder_at_once(tmp_path: Path) -> None:
     """Half of them write one output, the others one each."""
     digests = prepare(tmp_path)
-    jobs = [
-        ["strip-prefix", f"in.{number % 2}.pt", "out.pt" if number % 4 < 2 else f"out{number}.pt", "--force"]
-        for number in range(100)
-    ]
+    outputs = ["out.pt" if number % 4 < 2 else f"out{number}.pt" for number in range(100)]
+    jobs = [["strip-prefix", f"in.{at % 2}.pt", output, "--force"] for at, output in enumerate(outputs)]
     with together(tmp_path, jobs) as (_, running):
         assert codes_of(running) == [0] * 100
     assert ckpttool.digest(tmp_path / "out.pt") in digests

@@ -67,9 +67,7 @@ def test_blocks_moved_in_part_are_completed(source: Source, tmp_path: Path, monk
     assert sum(steps) == 200_003
 
 
-def test_a_file_system_whose_copy_file_range_returns_0_copies_a_whole_file(
-    source: Source, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_copy_file_range_of_0_copies_all(source: Source, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Some file systems return 0 from copy_file_range for a file that is whole."""
     monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
     monkeypatch.setattr(os, "sendfile", lambda *_: 0)
@@ -190,9 +188,7 @@ def test_an_error_of_one_file_ends_the_writing_of_all(source: Source, tmp_path: 
     assert not [each for each in threading.enumerate() if each.name == NAME]
 
 
-def test_what_is_appended_in_many_pieces_is_written_before_all_are_known(
-    source: Source, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_many_pieces_are_written_early(source: Source, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "PLANNED", 3)
     with open(tmp_path / "out", "w+b") as file, Output(file) as out:
         for start in range(10):

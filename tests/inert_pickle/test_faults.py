@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from ckpttool.checkpoint.full_json import BadJson, decode
+from ckpttool.inert_pickle import machine
 from ckpttool.inert_pickle.machine import BASE_PARTS, MAX_EQUAL_HASHES, BadKey, KeyGuard
 from ckpttool.inert_pickle.reader import PickleFault, read_pickle
 from ckpttool.inert_pickle.values import Global, OrderedDict_, Record, Set_, TooDeep, walk
@@ -165,8 +166,8 @@ def test_a_tuple_that_repeats_itself_is_read_as_a_value() -> None:
     assert len(list(walk(read_pickle(program(tuple_in_tuple(60))).value))) < 200
 
 
-MANY = 15_000
-GIANT = tuple_in_tuple(60)
+MANY = 10_000
+GIANT, ORDERED = tuple_in_tuple(60), name("collections", "OrderedDict")
 LARGE = b"(" + b"K\1" * 990 + b"tq\0"
 DEEP = b"N" + b"\x85" * 990
 COLLIDING = [number((2**61 - 1) * (i + 1) << 8) for i in range(30_000)]  # all have the hash 0
@@ -189,10 +190,7 @@ COSTLY = {
     "a tuple doubled 60 times as a key": (b"}" + GIANT + b"Ns", "giant tuple"),
     "a tuple doubled 60 times in a set": (b"\x8f(" + GIANT + b"\x90", "giant tuple"),
     "a tuple doubled 60 times in a frozenset": (b"(" + GIANT + b"\x91", "giant tuple"),
-    "a tuple doubled 60 times as a key of pairs": (
-        call(name("collections", "OrderedDict"), b"](" + GIANT + b"N\x86e"),
-        "giant tuple",
-    ),
+    "a tuple doubled 60 times as a key of pairs": (call(ORDERED, b"](" + GIANT + b"N\x86e"), "giant tuple"),
     "colliding keys": (b"}" + batched([key + b"N" for key in COLLIDING], b"u"), "crafted to collide"),
     "colliding tuples": (b"}" + batched([key + b"\x85N" for key in COLLIDING], b"u"), "crafted to collide"),
     "a colliding set": (b"\x8f" + batched(COLLIDING, b"\x90"), "crafted to collide"),
@@ -215,7 +213,7 @@ def test_what_would_take_long_to_hash_compare_or_copy_is_refused_at_once(what: s
     start = time.process_time()
     with pytest.raises(PickleFault, match=words):
         read_pickle(program(body, 4))
-    assert time.process_time() - start < 8
+    assert time.process_time() - start < 5
 
 
 def test_one_large_tuple_in_very_many_json_keys_takes_bounded_time() -> None:
@@ -224,14 +222,15 @@ def test_one_large_tuple_in_very_many_json_keys_takes_bounded_time() -> None:
     start = time.process_time()
     with pytest.raises(BadJson):
         decode({}, json.dumps({"version": 1, "protocol": 2, "tree": tree}))
-    assert time.process_time() - start < 8
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_many_honest_tuples_are_accepted_as_keys(protocol: int) -> None:
-    value = {(i, "layer", (i, 2, 3)): i for i in range(MANY)}
-    value.update({(-i, *range(80)): i for i in range(1, MANY)})  # type: ignore[misc]
-    assert sum(map(len, value)) > BASE_PARTS
+def test_many_honest_tuples_are_accepted_as_keys(protocol: int, monkeypatch: MonkeyPatch) -> None:
+    """As many parts as bytes are allowed, beside the parts that any file may have."""
+    monkeypatch.setattr(machine, "BASE_PARTS", 100)
+    value = {(i, "layer", (i, 2, 3)): i for i in range(999)}
+    value.update({(-i, *range(30)): i for i in range(1, 999)})  # type: ignore[misc]
     assert read_pickle(pickle.dumps(value, protocol)).value == value
 
 

@@ -7,7 +7,6 @@ import datetime
 import pathlib
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ckpttool.inert_pickle.known_names import names_in, names_that_run, unknown_
 from ckpttool.inert_pickle.reader import read_pickle
 from ckpttool.inert_pickle.values import Global
 from tests.support.crafting import call, dict_of, list_of, name, program, storage, tensor, text, torch_zip
-from tests.support.running import Ran
+from tests.support.running import Cli
 from tests.support.saved import opened
 from tests.support.trees import model, training_checkpoint
 
@@ -36,13 +35,13 @@ def hidden(tmp_path: Path) -> Path:
     return torch_zip(tmp_path / "in.pt", dict_of(tree), BYTES)
 
 
-def test_what_runs_is_shown_first_and_never_shortened(hidden: Path, cli: Callable[..., Ran]) -> None:
+def test_what_runs_is_shown_first_and_never_shortened(hidden: Path, cli: Cli) -> None:
     shown = " ".join(cli("inspect", hidden).out.split())
     assert shown.index("posix.system") < shown.index("aaa0.Thing") < shown.index("aaa7.Thing")
     assert cli("inspect", hidden, "--json").json["unknown"][0] == "posix.system"
 
 
-def test_every_command_says_what_it_writes_on(hidden: Path, cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_every_command_says_what_it_writes_on(hidden: Path, cli: Cli, tmp_path: Path) -> None:
     for command in (["convert"], ["add-prefix"], ["rename-keys", "--map", "w=v"]):
         ran = cli(*command, hidden, tmp_path / "out.pt", "--force")
         assert ran.code == 0
@@ -53,7 +52,7 @@ def test_every_command_says_what_it_writes_on(hidden: Path, cli: Callable[..., R
     assert (ran.code, ran.json["mentions"]) == (0, [])
 
 
-def test_verify_no_code_fails_for_names_that_run(hidden: Path, cli: Callable[..., Ran]) -> None:
+def test_verify_no_code_fails_for_names_that_run(hidden: Path, cli: Cli) -> None:
     assert cli("verify", hidden).code == 0
     ran = cli("verify", hidden, "--no-code", "--json")
     assert (ran.code, ran.json["ok"]) == (1, False)
@@ -62,7 +61,7 @@ def test_verify_no_code_fails_for_names_that_run(hidden: Path, cli: Callable[...
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_verify_no_code_accepts_an_honest_file(zipped: bool, cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_verify_no_code_accepts_an_honest_file(zipped: bool, cli: Cli, tmp_path: Path) -> None:
     torch.save(training_checkpoint(), tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
     assert cli("verify", tmp_path / "in.pt", "--no-code").code == 0
 
@@ -78,13 +77,13 @@ DROPPED = {
 
 
 @pytest.mark.parametrize("how", DROPPED)
-def test_a_call_whose_result_is_dropped_is_found(how: str, cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_a_call_whose_result_is_dropped_is_found(how: str, cli: Cli, tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "in.pt", DROPPED[how])
     assert cli("inspect", path, "--json").json["unknown"] == ["os.system"]
     assert cli("verify", path, "--no-code").code == 1
 
 
-def test_a_call_in_another_pickle_of_a_legacy_file_is_found(cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_a_call_in_another_pickle_of_a_legacy_file_is_found(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "in.pt"
     torch.save({"w": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
     sizes = {"short": 2, "int": 4, "long": 4}
@@ -95,7 +94,7 @@ def test_a_call_in_another_pickle_of_a_legacy_file_is_found(cli: Callable[..., R
     assert cli("inspect", path, "--json").json["unknown"] == ["os.system"]
 
 
-def test_names_in_shards_are_found(cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_names_in_shards_are_found(cli: Cli, tmp_path: Path) -> None:
     checkpoint = opened({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path)
     ckpttool.save(checkpoint, tmp_path / "folder", to="torch-sharded", shard_size=8)
     (shard, *_) = sorted((tmp_path / "folder").glob("*.bin"))
@@ -103,7 +102,7 @@ def test_names_in_shards_are_found(cli: Callable[..., Ran], tmp_path: Path) -> N
     assert cli("verify", tmp_path / "folder", "--no-code").code == 1
 
 
-def test_names_in_a_dcp_folder_are_found(cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_names_in_a_dcp_folder_are_found(cli: Cli, tmp_path: Path) -> None:
     ckpttool.save(opened({"a": torch.ones(2), "n": [1, "x"]}, tmp_path), tmp_path / "dcp", to="dcp")
     assert cli("inspect", tmp_path / "dcp", "--json").json["unknown"] == []
     assert cli("verify", tmp_path / "dcp", "--no-code").code == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from ckpttool.inert_pickle.reader import read_pickle
 from ckpttool.inert_pickle.values import Global, OrderedDict_, Record
 from tests.support.compared import compared
 from tests.support.crafting import call, list_of, name, number, program, text, tuple_of
-from tests.support.running import Ran
+from tests.support.running import Cli
 from tests.support.saved import opened
 
 PROTOCOLS = [2, 3, 4, 5]
@@ -119,7 +118,7 @@ def test_diff_names_elements_that_differ(a: Any, b: Any, changes: Any, more: Any
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_inspect_shows_plain_type_names(protocol: int, cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_inspect_shows_plain_type_names(protocol: int, cli: Cli, tmp_path: Path) -> None:
     torch.save(PLAIN, tmp_path / "in.pt", pickle_protocol=protocol)
     page = cli("inspect", tmp_path / "in.pt").out
     assert "builtin" not in page and "_codecs" not in page

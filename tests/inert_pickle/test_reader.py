@@ -171,7 +171,6 @@ def objects() -> dict[str, Any]:
     ordered._metadata = OrderedDict(x={"version": 1})  # type: ignore[attr-defined]
     return {
         "namespace": argparse.Namespace(lr=0.1, path=pathlib.Path("/tmp/x"), shared=shared),
-        "enum": Colour.RED,
         "object": Plain(shared),
         "slots": slotted,
         "list subclass": listlike,
@@ -187,18 +186,19 @@ def objects() -> dict[str, Any]:
         "function": copyreg.pickle,
         "type": Plain,
         "builtin": len,
+        "enum": Colour.RED,
         "set": {1, "a"},
         "frozenset": frozenset({1, 2}),
         "bytes": b"\x00\xff",
-        "bytearray": bytearray(b"\x01\x02"),
+        "bytearray": bytearray(b"\x01"),
         "complex": 1 + 2j,
         "range": range(3),
         "slice": slice(1, None, 2),
-        "date": datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc),
+        "error": ValueError("x"),
         "decimal": decimal.Decimal("1.10"),
         "fraction": fractions.Fraction(1, 3),
         "uuid": uuid.UUID(int=5),
-        "error": ValueError("x"),
+        "date": datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc),
         "numpy scalar": np.float64(1.5),
         "numpy array": np.arange(6, dtype=np.int16).reshape(2, 3),
         "numpy object array": np.array([None, "a"], dtype=object),
@@ -276,14 +276,9 @@ def cycles() -> dict[str, Any]:
     owner.value = [owner]
     by_arguments = Remade([])
     by_arguments.value.append(by_arguments)
-    return {
-        "arguments": [by_arguments, ["a"], ["b"]],
-        "list": inside,
-        "dict": in_dict,
-        "by tuple": through_tuple,
-        "tuple": entered_by_tuple,
-        "object": owner,
-    }
+    tuples = {"by tuple": through_tuple, "tuple": entered_by_tuple}
+    objects = {"arguments": [by_arguments, ["a"], ["b"]], "object": owner}
+    return {"list": inside, "dict": in_dict, **tuples, **objects}
 
 
 def copied(tree: Any) -> Any:

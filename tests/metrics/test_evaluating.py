@@ -59,9 +59,7 @@ def first(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("samples", "batch_size"), [(SAMPLES, 32), (1, 128), (0, 128), (64, 32)])
-def test_any_loss_and_metrics_have_the_same_bits_on_any_number_of_ranks(
-    run_ranks, one_thread, samples, batch_size, size
-):
+def test_loss_and_metrics_have_the_same_bits_on_any_ranks(run_ranks, one_thread, samples, batch_size, size):
     alone = score(0, 1, samples, batch_size)
     assert (alone["samples"], alone["count"], alone["every_sample_once"]) == (samples, samples, True)
     assert alone["batch_size"] == batch_size

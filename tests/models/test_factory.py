@@ -34,24 +34,21 @@ def fault(spec: str, **defaults: object) -> UsageFault:
     return raised.value
 
 
-@pytest.mark.parametrize(
-    "spec, parts",
-    [
-        ("torchvision:resnet18", ("torchvision", "resnet18", {})),
-        ("path/to/file.py:make", ("path/to/file.py", "make", {})),
-        ("package.module:make", ("package.module", "make", {})),
-        ("m:f()", ("m", "f", {})),
-        ("m:f(n=10)", ("m", "f", {"n": 10})),
-        ("m:f(n=10, s='a:b(c', x=[1, (2,)], y=None, z=-1.5)", None),
-        ("m:f( n = 10 )", ("m", "f", {"n": 10})),
-        ("a (1).py:f(n=1)", ("a (1).py", "f", {"n": 1})),
-        ("/x:y/file.py:f", ("/x:y/file.py", "f", {})),
-        (r"C:\nets\file.py:f", (r"C:\nets\file.py", "f", {})),
-        ("файл.py:сеть", ("файл.py", "сеть", {})),
-    ],
-)
-def test_a_spec_is_parsed_into_where_name_and_arguments(spec: str, parts: Any) -> None:
-    assert parse(spec) == (parts or ("m", "f", {"n": 10, "s": "a:b(c", "x": [1, (2,)], "y": None, "z": -1.5}))
+PLAIN = ["torchvision:resnet18", "path/to/file.py:make", "package.module:make", "/x:y/file.py:f"]
+SPECS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{spec: (*spec.rsplit(":", 1), {}) for spec in (*PLAIN, "файл.py:сеть", r"C:\nets\file.py:f")},  # type: ignore[dict-item]
+    "m:f()": ("m", "f", {}),
+    "m:f(n=10)": ("m", "f", {"n": 10}),
+    "m:f( n = 10 )": ("m", "f", {"n": 10}),
+    "a (1).py:f(n=1)": ("a (1).py", "f", {"n": 1}),
+    "m:f(s='a:b(c', x=[1, (2,)], z=-1.5)": ("m", "f", {"s": "a:b(c", "x": [1, (2,)], "z": -1.5}),
+    "m:f(n=1, y=None)": ("m", "f", {"n": 1, "y": None}),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_spec_is_parsed_into_where_name_and_arguments(spec: str) -> None:
+    assert parse(spec) == SPECS[spec]
 
 
 @pytest.mark.parametrize(
@@ -109,13 +106,8 @@ def test_torchvision_is_its_models() -> None:
 def test_a_factory_can_import_modules_beside_its_file_also_when_called(tmp_path: Path) -> None:
     written(tmp_path / "layers_beside.py", "VALUE = 5")
     written(tmp_path / "later_beside.py", "VALUE = 6")
-    source = """
-        from layers_beside import VALUE
-        def make():
-            from later_beside import VALUE as later
-            return VALUE, later
-    """
-    written(tmp_path / "net.py", source)
+    later = "def make():\n    from later_beside import VALUE as later\n    return VALUE, later"
+    written(tmp_path / "net.py", f"from layers_beside import VALUE\n{later}")
     assert build(f"{tmp_path}/net.py:make") == (5, 6)
     assert str(tmp_path) not in sys.path
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.errors import Mismatch, NoState, NothingToDo
+from tests.support.running import Cli
 from tests.support.saved import prefixed, saved
 from tests.support.small_net import SmallNet, used
 
@@ -39,26 +40,17 @@ def assert_parameters(a: torch.nn.Module, b: torch.nn.Module) -> None:
 MODEL, AVERAGE = used(1), used(2)
 BOTH = prefixed(MODEL.state_dict(), "model.") | prefixed(AVERAGE.state_dict(), "ema_model.")
 COUNTED = {"n_averaged": torch.tensor(3)}
-AVERAGING = {"averaging_state": COUNTED}
+AVERAGING = {"current_model_state": MODEL.state_dict(), "averaging_state": COUNTED}
+ONLINE = prefixed(MODEL.state_dict(), "online_model.") | prefixed(AVERAGE.state_dict(), "ema_model.")
+WRAPPED = prefixed(AVERAGE.state_dict(), "module.")
 
 BY_STATE: dict[str, tuple[Any, str]] = {
     "timm": ({"state_dict": MODEL.state_dict(), "state_dict_ema": AVERAGE.state_dict()}, "state_dict_ema"),
-    "Lightning's WeightAveraging": (
-        {"state_dict": AVERAGE.state_dict(), "current_model_state": MODEL.state_dict(), **AVERAGING},
-        "state_dict",
-    ),
+    "Lightning's WeightAveraging": ({"state_dict": AVERAGE.state_dict(), **AVERAGING}, "state_dict"),
     "a module next to the model in a Lightning file": ({"state_dict": BOTH}, "ema_model"),
     "the same by its whole path": ({"state_dict": BOTH}, "state_dict.ema_model"),
-    "ema-pytorch": (
-        prefixed(MODEL.state_dict(), "online_model.")
-        | prefixed(AVERAGE.state_dict(), "ema_model.")
-        | {"initted": torch.tensor(True), "step": torch.tensor(3)},
-        "ema_model",
-    ),
-    "AveragedModel next to a model": (
-        dict(MODEL.state_dict()) | prefixed(AVERAGE.state_dict(), "module.") | COUNTED,
-        "module",
-    ),
+    "ema-pytorch": (ONLINE | {"initted": torch.tensor(True), "step": torch.tensor(3)}, "ema_model"),
+    "AveragedModel next to a model": (dict(MODEL.state_dict()) | WRAPPED | COUNTED, "module"),
 }
 
 
@@ -168,7 +160,7 @@ def test_names_without_dots_get_them_from_the_model(outer: str, tmp_path: Path) 
     assert_parameters(model, AVERAGE)
 
 
-def test_slim_writes_a_list_under_the_model_s_names(cli: Any, tmp_path: Path) -> None:
+def test_slim_writes_a_list_under_the_model_s_names(cli: Cli, tmp_path: Path) -> None:
     path = saved({"ema": shadow_params(AVERAGE), "epoch": 1}, tmp_path / "in.pt")
     out = tmp_path / "out.safetensors"
     ran = cli("slim", path, out, "--state", "ema.shadow_params", "--model", SPEC)
@@ -180,7 +172,7 @@ def test_slim_writes_a_list_under_the_model_s_names(cli: Any, tmp_path: Path) ->
     assert torch.equal(found["head.bias"], AVERAGE.head.bias)
 
 
-def test_reload_says_how_much_of_the_model_is_covered(cli: Any, tmp_path: Path) -> None:
+def test_reload_says_how_much_of_the_model_is_covered(cli: Cli, tmp_path: Path) -> None:
     state = MODEL.state_dict() | {"extra.w": torch.ones(2)}
     del state["head.weight"]
     path = saved(state, tmp_path / "in.pt")

@@ -19,6 +19,7 @@ from ckpttool.errors import Damaged
 from ckpttool.tensors.chunks import Part, assembled
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import ByteRange, Computed, Source, Storage, TensorRef
+from tests.support.layouts import strided
 
 FLOAT32 = DTYPES["float32"]
 
@@ -51,13 +52,7 @@ def test_no_element_type_that_torch_saves_is_unknown() -> None:
     assert not known - unsaved - DTYPES.keys()
 
 
-views = st.integers(0, 3).flatmap(
-    lambda rank: st.tuples(
-        st.lists(st.integers(0, 4), min_size=rank, max_size=rank),
-        st.lists(st.integers(0, 12), min_size=rank, max_size=rank),
-        st.integers(0, 20),
-    )
-)
+views = strided(ranks=(0, 3), least=0, stride=12)
 
 
 @given(views)

@@ -6,13 +6,14 @@ import argparse
 import os
 import shlex
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from pytest import MonkeyPatch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -21,11 +22,10 @@ from ckpttool.checkpoint.checkpoint import SHARDING
 from ckpttool.errors import Mismatch
 from ckpttool.models.diagnosis.report import refused_by_torch
 from tests.support import architectures
-from tests.support.running import Ran
+from tests.support.running import Cli
 from tests.support.saved import opened, prefixed, saved
 from tests.support.trees import TREES
 
-Cli = Callable[..., Ran]
 SPEC = f"{architectures.__file__}:net"
 
 
@@ -90,9 +90,7 @@ def test_safetensors_are_loaded_by_their_own_library(cli: Cli, tmp_path: Path) -
     run(python)
 
 
-def test_a_file_from_a_gpu_is_mapped_to_the_cpu(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_from_a_gpu_is_mapped_to_the_cpu(cli: Cli, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Each storage is tagged with its device, which torch.load looks for."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
@@ -138,12 +136,10 @@ def net() -> nn.Sequential:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("m.py").write_text(
-        "from torch import nn\n"
-        "def net(): return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))\n"
-    )
+    layers = "nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)"
+    Path("m.py").write_text(f"from torch import nn\ndef net(): return nn.Sequential({layers})\n")
     torch.save(net().state_dict(), "one.pt")
     torch.save(prefixed(net().state_dict(), "module."), "ddp.pt")
     return tmp_path
