@@ -153,10 +153,8 @@ def test_names_without_dots_get_them_from_the_model(outer: str, tmp_path: Path) 
     value = prefixed(without_dots(AVERAGE, outer), "model_ema.") | prefixed(MODEL.state_dict(), "model.")
     path = saved({"state_dict": value}, tmp_path / "in.ckpt")
     model = SmallNet()
-    ckpttool.reload(
-        path, model, state="model_ema",
-        allow_missing=["norm.running_*"], allow_unexpected=["decay", "num_updates"],
-    )  # fmt: skip
+    may_be = {"allow_missing": ["norm.running_*"], "allow_unexpected": ["decay", "num_updates"]}
+    ckpttool.reload(path, model, state="model_ema", **may_be)
     assert_parameters(model, AVERAGE)
 
 

@@ -140,9 +140,7 @@ BIG_ENDIAN = [
 
 
 @pytest.mark.parametrize("tensor", BIG_ENDIAN, ids=lambda t: f"{t.dtype} {tuple(t.shape)}")
-def test_a_file_of_a_big_endian_machine_has_the_values_that_torch_finds_in_it(
-    tensor: torch.Tensor, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_big_endian_file_has_torch_s_values(tensor: torch.Tensor, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tensor_values, "CHUNK", 32)
     path = big_endian(tensor, tmp_path / "big.pt")
     theirs = torch.load(path)["t"]

@@ -313,9 +313,7 @@ def strictly_loaded(command: str, python: str) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def test_nested_states_are_fixed_in_place_and_a_plain_program_loads_them(
-    cli: Cli, warm_python: WarmPython, tmp_path: Path
-) -> None:
+def test_a_plain_program_loads_what_was_fixed(cli: Cli, warm_python: WarmPython, tmp_path: Path) -> None:
     """One program without ckpttool runs all lines of Python."""
     program = ["import sys", "import torch, safetensors.torch"]
     program += [f"sys.path.insert(0, {str(ARCHITECTURES.parent)!r})", "import architectures"]
@@ -551,9 +549,7 @@ def test_the_commands_do_not_overwrite_an_existing_file(cli: Cli, tmp_path: Path
         ("momentum", partial(torch.optim.SGD, momentum=0.9), ["optimizer-order"]),
     ],
 )
-def test_the_command_for_an_optimizer_works_and_loses_nothing(
-    kind: str, make: Any, problems: list[str], cli: Cli, tmp_path: Path
-) -> None:
+def test_optimizers_lose_nothing(kind: str, make: Any, problems: Any, cli: Cli, tmp_path: Path) -> None:
     model = made("first_second")
     optimizer = make(model.parameters())
 
