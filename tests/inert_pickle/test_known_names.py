@@ -117,7 +117,7 @@ HARMLESS: list[Any] = [
     *(defaultdict(list, a=[1]), defaultdict(int), Counter("ab"), deque([1]), pathlib.PurePosixPath("x")),
     *(np.float64(0.5), np.arange(3), np.dtype("int8"), np.random.RandomState(0)),
     *(torch.Size([1]), torch.float16, torch.device("cpu"), torch.strided, torch.nn.Parameter(torch.ones(1))),
-    *(torch.ones(1).to_sparse(), torch.optim.SGD([torch.ones(1)], 0.1).state_dict(), model()),
+    *(torch.bfloat16, torch.ones(1).to_sparse(), torch.optim.SGD([torch.ones(1)], 0.1).state_dict(), model()),
 ]
 
 
