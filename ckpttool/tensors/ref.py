@@ -299,8 +299,11 @@ class TensorRef:
         # As mere bytes: numpy can't make strided views of the types of ml_dtypes.
         elements = np.lib.stride_tricks.as_strided(array.view(f"V{self.dtype.itemsize}"), self.shape, steps)
         values: NDArray[Any] = np.array(elements, order="C").view(kind)
-        values = np.conj(values) if self.conj else values
-        return -values if self.neg else values
+        if self.conj:  # in place: else one number would become a scalar of numpy's
+            np.conjugate(values, out=values)
+        if self.neg:
+            np.negative(values, out=values)
+        return values
 
     @classmethod
     def contiguous(cls, storage: Storage, dtype: DType, shape: tuple[int, ...]) -> TensorRef:

@@ -1,9 +1,13 @@
-"""The functions that check files take paths or open checkpoints, and return what they found."""
+"""The functions of the library: what they take and return, and in what time on very many and long names."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,15 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.errors import NoState, Unreadable, UsageFault
+from ckpttool.errors import CkptToolError, NoState, Unreadable, UsageFault
+from ckpttool.transforms.optimizer.rekey import to_names
+from tests.support.saved import opened
+
+Pair = tuple[Path, Path]
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
+def files(tmp_path: Path) -> Pair:
     """Two files of one model, in two formats, that differ in one element."""
     state = {"w": torch.arange(6.0), "b": torch.ones(2)}
     torch.save({"model": {f"module.{name}": value for name, value in state.items()}}, tmp_path / "a.pt")
@@ -30,9 +38,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_the_digest_of_a_path_is_that_of_what_was_made_of_it(
-    files: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_the_digest_of_a_path_is_that_of_what_was_made_of_it(files: Pair, tmp_path: Path) -> None:
     with ckpttool.open(files[0]) as checkpoint:
         plain, _ = ckpttool.strip_prefix(checkpoint)
         before = ckpttool.digest(plain)
@@ -42,7 +48,7 @@ def test_the_digest_of_a_path_is_that_of_what_was_made_of_it(
     assert len(before) == 64
 
 
-def test_diff_returns_what_differs(files: tuple[Path, Path]) -> None:
+def test_diff_returns_what_differs(files: Pair) -> None:
     found = ckpttool.diff(*files, ignore_prefix=True)
     (change,) = found.changed
     assert (found.same, found.only_a, found.only_b, change.name) == (False, (), (), "module.w")
@@ -52,7 +58,7 @@ def test_diff_returns_what_differs(files: tuple[Path, Path]) -> None:
     assert dataclasses.is_dataclass(found)
 
 
-def test_verify_returns_what_was_read(files: tuple[Path, Path]) -> None:
+def test_verify_returns_what_was_read(files: Pair) -> None:
     assert ckpttool.verify(files[0]).ok
     found = ckpttool.verify(files[1], against=files[1])
     assert (found.ok, found.compared) == (True, "state")
@@ -68,7 +74,7 @@ def test_the_mean_of_paths_is_computed_when_it_is_saved(tmp_path: Path) -> None:
     assert (averaged.files, averaged.averaged) == (2, ("w",))
 
 
-def test_doctor_and_reload_take_paths_and_checkpoints(files: tuple[Path, Path]) -> None:
+def test_doctor_and_reload_take_paths_and_checkpoints(files: Pair) -> None:
     model: Any = torch.nn.ParameterDict({"w": torch.zeros(6), "b": torch.zeros(2)})
     assert not ckpttool.doctor(files[0], model).loads
     with ckpttool.open(files[0]) as checkpoint:
@@ -79,7 +85,7 @@ def test_doctor_and_reload_take_paths_and_checkpoints(files: tuple[Path, Path]) 
     assert model["w"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_path_is_closed_and_a_checkpoint_stays_open(files: tuple[Path, Path]) -> None:
+def test_a_path_is_closed_and_a_checkpoint_stays_open(files: Pair) -> None:
     before = descriptors()
     ckpttool.digest(files[0])
     ckpttool.diff(*files)
@@ -99,10 +105,55 @@ def test_what_is_neither_a_path_nor_a_checkpoint_is_a_type_error() -> None:
         ckpttool.average("a.pt")  # type: ignore[arg-type]
 
 
-def test_errors_are_those_of_opening(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_errors_are_those_of_opening(files: Pair, tmp_path: Path) -> None:
     with pytest.raises(Unreadable):
         ckpttool.digest(tmp_path / "none.pt")
     with pytest.raises(NoState):
         ckpttool.digest(files[0], state="ema")
     with pytest.raises(UsageFault, match="a tolerance is a number from 0 on"):
         ckpttool.diff(*files, rtol=float("nan"))
+
+
+# Names of very many dots, and very many keys that look alike.
+
+DOTS = 60_000
+LONG = "a." * DOTS + "w"
+ONE = torch.ones(2)
+
+
+def deep() -> OrderedDict[str, torch.Tensor]:
+    state = OrderedDict({LONG: ONE, "x": ONE})
+    state._metadata = OrderedDict({"": {"version": 1}, LONG[:-2]: {"version": 1}})  # type: ignore[attr-defined]
+    return state
+
+
+OPTIMIZER = {"state": {0: {"exp_avg": ONE}}, "param_groups": [{"params": [0], "param_names": [LONG]}]}
+ALIKE = {"model": {"w": ONE}, "epoch": 1, "seen": {10**100 + i: torch.ones(1) for i in range(6000)}}
+
+
+def strip_everywhere(found: Any, out: Path) -> object:
+    return ckpttool.strip_prefix(found, "a.b.", repeat=True, anywhere=True)
+
+
+def name_optimizer(found: Any, out: Path) -> object:
+    return to_names(found, parameters={"w": (2,)})
+
+
+WORK: dict[str, tuple[Any, Callable[[Any, Path], object]]] = {
+    "compare": (deep(), lambda found, out: ckpttool.diff(found, ckpttool.add_prefix(found, "b.")[0])),
+    "strip": (deep(), lambda found, out: ckpttool.strip_prefix(found, "a.")),
+    "strip everywhere": ({"a." * 20_000 + "b." * 20_000 + "w": ONE, "x": ONE}, strip_everywhere),
+    "optimizer": ({"model": {LONG: ONE}, "o": OPTIMIZER}, name_optimizer),
+    "alike keys": (ALIKE, lambda found, out: ckpttool.diff(found, found)),
+    "alike names in a file": (ALIKE, lambda found, out: ckpttool.save(found, out, full=True)),
+}
+
+
+@pytest.mark.parametrize("what", WORK)
+def test_long_and_repeated_names_take_time_in_proportion(what: str, tmp_path: Path) -> None:
+    tree, work = WORK[what]
+    checkpoint = opened(tree, tmp_path)
+    start = time.process_time()
+    with suppress(CkptToolError):
+        work(checkpoint, tmp_path / "out.safetensors")
+    assert time.process_time() - start < 5

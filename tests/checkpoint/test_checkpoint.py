@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import tarfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +14,8 @@ import torch
 
 import ckpttool
 from ckpttool.errors import Damaged, NoState, Unreadable, Unsupported
-from tests.support.crafting import (
-    call,
-    dict_of,
-    list_of,
-    name,
-    number,
-    program,
-    storage,
-    tensor,
-    text,
-    torch_zip,
-)
+from tests.support.crafting import call, dict_of, name, number, storage, tensor, text, torch_zip
+from tests.support.saved import opened
 
 ONE = torch.ones(1)
 MANY = torch.ones(100)
@@ -53,9 +45,9 @@ WHERE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", WHERE)
-def test_the_state_is_found_where_checkpoints_keep_it_and_again_by_its_name(what: str, opened: Any) -> None:
+def test_the_state_is_found_where_files_keep_it_and_again_by_its_name(what: str, tmp_path: Path) -> None:
     tree, where = WHERE[what]
-    checkpoint = opened(tree)
+    checkpoint = opened(tree, tmp_path)
     state = checkpoint.state()
     assert state.where == where
     assert "w" in state.tensors
@@ -65,79 +57,71 @@ def test_the_state_is_found_where_checkpoints_keep_it_and_again_by_its_name(what
 DEEP = {"a": {"b": {"c": {"d": {"w": ONE}}}}}
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [{"epoch": 1}, [ONE], ONE, None, {"optimizer": OPTIMIZER}, {0: ONE}, DEEP],
-    ids=lambda tree: str(tree)[:30],
-)
-def test_a_file_without_a_state_says_so_and_what_to_do(tree: Any, opened: Any) -> None:
+WITHOUT = [{"epoch": 1}, [ONE], ONE, None, {"optimizer": OPTIMIZER}, {0: ONE}, DEEP]
+
+
+@pytest.mark.parametrize("tree", WITHOUT, ids=lambda tree: str(tree)[:30])
+def test_a_file_without_a_state_says_so_and_what_to_do(tree: Any, tmp_path: Path) -> None:
     with pytest.raises(NoState, match="holds no dict of tensors") as none:
-        opened(tree).state()
+        opened(tree, tmp_path).state()
     assert none.value.hint.startswith("see what is in it: ckpttool inspect ")
 
 
-def test_an_empty_dict_is_the_state_of_a_model_without_parameters(opened: Any) -> None:
-    assert opened({}).state().tensors == {}
-    assert opened(OrderedDict()).state().where == ""
+def test_an_empty_dict_is_the_state_of_a_model_without_parameters(tmp_path: Path) -> None:
+    assert opened({}, tmp_path).state().tensors == {}
+    assert opened(OrderedDict(), tmp_path).state().where == ""
 
 
-def test_a_state_is_taken_by_its_dotted_name(opened: Any) -> None:
-    checkpoint = opened({"a": {"b": {"w": ONE}}, "c": {"x": ONE}, "optimizer": OPTIMIZER})
+def test_a_state_is_taken_by_its_dotted_name_which_may_split_anywhere(tmp_path: Path) -> None:
+    checkpoint = opened({"a": {"b": {"w": ONE}, "x": 1}, "a.b": {"c": {"y": ONE}}, "c": {"x": ONE}}, tmp_path)
     assert list(checkpoint.state("a.b").tensors) == ["w"]
     assert list(checkpoint.state("c").tensors) == ["x"]
-
-
-def test_a_dotted_name_may_split_anywhere(opened: Any) -> None:
-    checkpoint = opened({"a": {"x": 1}, "a.b": {"c": {"w": ONE}}})
     assert checkpoint.state("a.b.c").path == ("a.b", "c")
 
 
-def test_a_missing_state_is_refused_with_the_names_of_those_that_exist(opened: Any) -> None:
+def test_a_missing_state_is_refused_with_at_most_eight_names_of_those_that_exist(tmp_path: Path) -> None:
     with pytest.raises(NoState, match="holds no state named 'teacher'") as none:
-        opened({"model": {"w": ONE}, "ema": {"w": ONE}}).state("teacher")
+        opened({"model": {"w": ONE}, "ema": {"w": ONE}}, tmp_path).state("teacher")
     assert none.value.hint == "there are: model, ema"
+    with pytest.raises(NoState, match="'x'") as none:
+        opened({"epoch": 1, **{f"net{i}": {"w": ONE} for i in range(100)}}, tmp_path).state("x")
+    assert none.value.hint.endswith("and 92 more")
 
 
 @pytest.mark.parametrize("where", ["epoch", "args", "model.w", "optimizer.param_groups", "optimizer.state"])
-def test_a_value_that_is_not_a_dict_of_tensors_is_refused_as_a_state(where: str, opened: Any) -> None:
-    checkpoint = opened({"epoch": 1, "args": {"lr": 1}, "model": {"w": ONE}, "optimizer": OPTIMIZER})
+def test_a_value_that_is_not_a_dict_of_tensors_is_refused_as_a_state(where: str, tmp_path: Path) -> None:
+    tree = {"epoch": 1, "args": {"lr": 1}, "model": {"w": ONE}, "optimizer": OPTIMIZER}
+    checkpoint = opened(tree, tmp_path)
     with pytest.raises(NoState):
         checkpoint.state(where)
 
 
-def test_a_hint_lists_at_most_eight_states(opened: Any) -> None:
-    with pytest.raises(NoState) as none:
-        opened({"epoch": 1, **{f"net{i}": {"w": ONE} for i in range(100)}}).state("x")
-    assert none.value.hint.endswith("and 92 more")
-
-
-def test_tensors_and_other_entries_of_a_state_are_separated_in_order(opened: Any) -> None:
+def test_tensors_and_other_entries_of_a_state_are_separated_in_order(tmp_path: Path) -> None:
     state = OrderedDict(b=ONE, _extra_state={"x": 1}, p=torch.nn.Parameter(ONE), count=5, a=ONE)
     state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
-    found = opened({"model": state}).state()
+    found = opened({"model": state}, tmp_path).state()
     assert list(found.tensors) == ["b", "p", "a"]
     assert list(found.others) == ["_extra_state", "count"]
     assert found.versions == {"": {"version": 1}}
 
 
-def test_every_tensor_of_the_file_is_listed_with_its_path(opened: Any) -> None:
+def test_every_tensor_of_the_file_is_listed_with_its_path(tmp_path: Path) -> None:
     class_free = {"model": {"w": ONE}, "list": [ONE, (ONE, {"x": ONE})], "p": torch.nn.Parameter(ONE), 7: ONE}
-    names = [name for name, _ in opened(class_free | {"optimizer": OPTIMIZER}).tensors()]
+    names = [name for name, _ in opened(class_free | {"optimizer": OPTIMIZER}, tmp_path).tensors()]
     assert names == ["model.w", "list.0", "list.1.0", "list.1.1.x", "p", "7", "optimizer.state.0.exp_avg"]
 
 
-def test_tensors_inside_objects_are_listed(opened: Any) -> None:
-    names = [name for name, _ in opened(torch.nn.Sequential(torch.nn.Linear(1, 1))).tensors()]
-    assert names == ["0.weight", "0.bias"]
+SHARED = {"w": ONE}
+LISTED: list[tuple[Any, list[str]]] = [
+    (torch.nn.Sequential(torch.nn.Linear(1, 1)), ["0.weight", "0.bias"]),  # inside an object
+    ({"a": SHARED, "b": SHARED}, ["a.w"]),  # a container in two places, at the first
+    ({"a": ONE, "b": ONE}, ["a", "b"]),  # a tensor in two places, twice
+]
 
 
-def test_a_container_in_two_places_is_listed_at_the_first(opened: Any) -> None:
-    shared = {"w": ONE}
-    assert [name for name, _ in opened({"a": shared, "b": shared}).tensors()] == ["a.w"]
-
-
-def test_a_tensor_in_two_places_is_listed_twice(opened: Any) -> None:
-    assert [name for name, _ in opened({"a": ONE, "b": ONE}).tensors()] == ["a", "b"]
+@pytest.mark.parametrize(("tree", "names"), LISTED, ids=["objects", "containers", "tensors"])
+def test_tensors_in_objects_and_in_two_places_are_listed(tree: Any, names: list[str], tmp_path: Path) -> None:
+    assert [name for name, _ in opened(tree, tmp_path).tensors()] == names
 
 
 # Hostile trees.
@@ -160,17 +144,17 @@ def test_a_key_that_is_an_object_of_doubled_lists_has_a_name(tmp_path: Path) -> 
     assert [key for key, _ in ckpttool.open(torch_zip(tmp_path / "f", body, BYTES)).tensors()] == ["m.C"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        call(name("collections", "OrderedDict")) + b"q\x00h\x00b",
-        call(name("m", "C")) + b"q\x00h\x00b",
-        call(name("m", "C")) + b"}q\x00" + text("a") + b"h\x00sb",
-        call(name("collections", "OrderedDict")) + b"q\x00}" + text("a") + b"h\x00sb",
-        b"]q\x00h\x00a",
-    ],
-    ids=["attributes", "state", "state dict", "attributes dict", "list"],
-)
+ORDERED, OBJECT = call(name("collections", "OrderedDict")), call(name("m", "C"))
+CYCLIC = {
+    "attributes": ORDERED + b"q\x00h\x00b",
+    "attributes in a dict": ORDERED + b"q\x00}" + text("a") + b"h\x00sb",
+    "a state": OBJECT + b"q\x00h\x00b",
+    "a dict of a state": OBJECT + b"}q\x00" + text("a") + b"h\x00sb",
+    "a list": b"]q\x00h\x00a",
+}
+
+
+@pytest.mark.parametrize("body", CYCLIC.values(), ids=CYCLIC)
 def test_values_that_contain_themselves_are_entered_once(body: bytes, tmp_path: Path) -> None:
     checkpoint = ckpttool.open(torch_zip(tmp_path / "f", dict_of({"w": TENSOR, "x": body}), BYTES))
     assert [key for key, _ in checkpoint.tensors()] == ["w"]
@@ -219,8 +203,8 @@ STRANGERS: dict[str, tuple[bytes, str]] = {
     "a page without its type": (b"<html><head>", "HTML page"),
     "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
     "gzip": (b"\x1f\x8b\x08\x00", "gzip"),
-    "a plain pickle": (program(dict_of({"a": number(1)})), "not one that torch.save wrote"),
-    "a list in a pickle": (program(list_of(number(1))), "not one that torch.save wrote"),
+    "a plain pickle": (pickle.dumps({"a": 1}, 2), "not one that torch.save wrote"),
+    "a list in a pickle": (pickle.dumps([1], 2), "not one that torch.save wrote"),
     "GGUF": (b"GGUF\x03\x00\x00\x00", "GGUF"),
     "HDF5": (b"\x89HDF\r\n\x1a\n", "HDF5"),
     "numpy": (b"\x93NUMPY\x01\x00", "not a checkpoint"),
@@ -236,8 +220,6 @@ def test_a_file_that_is_no_checkpoint_is_named_for_what_it_is(what: str, tmp_pat
 
 
 def test_a_tar_archive_is_recognised(tmp_path: Path) -> None:
-    import tarfile
-
     with tarfile.open(tmp_path / "f.tar", "w") as archive:
         archive.add(__file__, "storages")
     with pytest.raises(Damaged, match="is a tar archive without"):
@@ -252,8 +234,7 @@ def test_missing_files_and_folders_are_unreadable(tmp_path: Path) -> None:
 
 
 def test_reading_a_closed_file_says_that_it_is_closed(tmp_path: Path) -> None:
-    torch.save({"w": MANY}, tmp_path / "f.pt")
-    with ckpttool.open(tmp_path / "f.pt") as checkpoint:
+    with opened({"w": MANY}, tmp_path) as checkpoint:
         state = checkpoint.state()
     with pytest.raises(Unreadable, match="is closed"):
         state.load()
@@ -261,24 +242,18 @@ def test_reading_a_closed_file_says_that_it_is_closed(tmp_path: Path) -> None:
         ckpttool.save(checkpoint, tmp_path / "out.pt")
 
 
-def test_the_repr_of_a_checkpoint_is_one_line(opened: Any) -> None:
-    checkpoint = opened({"model": {f"w{i}": MANY for i in range(1000)}})
+def test_the_repr_of_a_checkpoint_is_one_line(tmp_path: Path) -> None:
+    checkpoint = opened({"model": {f"w{i}": MANY for i in range(1000)}}, tmp_path)
     state = checkpoint.state()
     assert repr(state) == "<State 'model': 1000 tensors>"
     assert repr(checkpoint).endswith(f"in.pt: torch-zip, {checkpoint.nbytes} bytes>")
     assert repr(state.tensors["w1"]).startswith("<TensorRef float32 [100] in ")
 
 
-def test_only_a_checkpoint_can_be_saved(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="not OrderedDict"):
-        ckpttool.save(OrderedDict(w=MANY), tmp_path / "out.pt")  # type: ignore[arg-type]
-
-
 def test_a_rival_state_of_one_tensor_is_refused_like_any_other(tmp_path: Path) -> None:
-    state = {"w": torch.ones(2, 2), "v": torch.ones(2)}
-    torch.save({"encoder": state, "decoder": {"w": torch.ones(2, 2)}, "epoch": 3}, tmp_path / "in.pt")
+    two, one = {"w": torch.ones(2, 2), "v": torch.ones(2)}, {"w": torch.ones(2, 2)}
     with pytest.raises(NoState, match="'encoder', 'decoder'"):
-        ckpttool.open(tmp_path / "in.pt").state()
+        opened({"encoder": two, "decoder": one, "epoch": 3}, tmp_path).state()
 
 
 # ---- a path where an open checkpoint belongs ------------------------------------------------------------
@@ -298,36 +273,24 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_path_is_refused_with_the_call_that_opens_it(name: str, tmp_path: Path) -> None:
+def test_a_path_or_a_state_dict_is_refused_with_the_call_that_opens_it(name: str, tmp_path: Path) -> None:
     for path in ("it's.pt", tmp_path / "last.pt"):
         with pytest.raises(TypeError) as raised:
             FUNCTIONS[name](path)
-        assert str(raised.value) == (
-            f"{name}() takes an open checkpoint, not a path: "
-            f"with ckpttool.open({str(path)!r}) as checkpoint: ckpttool.{name}(checkpoint, …)"
-        )
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_state_dict_is_refused_by_its_type(name: str) -> None:
+        call = f"with ckpttool.open({str(path)!r}) as checkpoint: ckpttool.{name}(checkpoint, …)"
+        assert str(raised.value) == f"{name}() takes an open checkpoint, not a path: {call}"
     with pytest.raises(TypeError, match=r"takes a checkpoint that ckpttool\.open returned, not dict"):
-        FUNCTIONS[name]({"w": torch.ones(1)})
+        FUNCTIONS[name]({"w": ONE})
 
 
-def test_the_pair_that_a_transform_returns_is_refused_with_what_to_pass(tmp_path: Path) -> None:
-    torch.save({"module.w": torch.ones(1)}, tmp_path / "f.pt")
-    pair: Any = ckpttool.strip_prefix(ckpttool.open(tmp_path / "f.pt"))
-    with pytest.raises(TypeError, match="not the pair that a function returned: pass the first of the two"):
-        ckpttool.save(pair, tmp_path / "out.pt")
-
-
-def test_a_missing_argument_is_python_s_own_error() -> None:
+def test_a_checkpoint_may_be_passed_by_name_and_nothing_else_in_its_place(tmp_path: Path) -> None:
+    checkpoint = opened({"module.w": ONE}, tmp_path)
+    plain, _ = ckpttool.strip_prefix(checkpoint=checkpoint)
+    assert list(plain.state().tensors) == ["w"]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'checkpoint'"):
         ckpttool.strip_prefix()  # type: ignore[call-arg]
-
-
-def test_a_checkpoint_may_be_passed_by_name(tmp_path: Path) -> None:
-    torch.save({"module.w": torch.ones(1)}, tmp_path / "f.pt")
-    with ckpttool.open(tmp_path / "f.pt") as checkpoint:
-        plain, _ = ckpttool.strip_prefix(checkpoint=checkpoint)
-    assert list(plain.state().tensors) == ["w"]
+    pair: Any = ckpttool.strip_prefix(checkpoint)
+    with pytest.raises(TypeError, match="not the pair that a function returned: pass the first of the two"):
+        ckpttool.save(pair, tmp_path / "out.pt")
+    with pytest.raises(TypeError, match="not OrderedDict"):
+        ckpttool.save(OrderedDict(w=MANY), tmp_path / "out.pt")  # type: ignore[arg-type]

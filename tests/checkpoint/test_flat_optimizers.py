@@ -20,9 +20,7 @@ from ckpttool.checkpoint.flat_optimizers import flattened, is_flat, nested
 from ckpttool.errors import Refused
 from ckpttool.transforms.optimizer.rekey import rekeyed, to_indices, to_names
 from tests.support.comparing import assert_same
-from tests.support.running import Ran
-
-Cli = Callable[..., Ran]
+from tests.support.running import Cli
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -68,12 +66,9 @@ def nested_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 def titan(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What torchtitan saves: the model's names at the top, the optimizer flat, the rest in dicts."""
-    return {
-        **model.state_dict(),
-        "optimizer": flat_of(model, optimizer),
-        "train_state": {"step": torch.tensor(2), "ntokens_seen": torch.tensor(64)},
-        "lr_scheduler": {"last_epoch": 2},
-    }
+    counts = {"step": torch.tensor(2), "ntokens_seen": torch.tensor(64)}
+    rest = {"train_state": counts, "lr_scheduler": {"last_epoch": 2}}
+    return {**model.state_dict(), "optimizer": flat_of(model, optimizer), **rest}
 
 
 def loads(state: dict[str, Any], made: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -123,12 +118,11 @@ def test_a_copy_in_dcp_stays_flat(cli: Cli, tmp_path: Path) -> None:
     dcp.save(titan(model, optimizer), checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert cli("merge", tmp_path / "dcp", tmp_path / "copy/", "--to", "dcp").code == 0
     again = titan(*trained(MADE["momentum"]))
-    again["optimizer"] = {
-        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
-        for key, value in flat_of(model, optimizer).items()
-    }
+    flat = flat_of(model, optimizer)
+    zeros = {key: torch.zeros_like(each) for key, each in flat.items() if isinstance(each, torch.Tensor)}
+    again["optimizer"] = flat | zeros
     dcp.load(again, checkpoint_id=tmp_path / "copy", no_dist=True)
-    for key, value in flat_of(model, optimizer).items():
+    for key, value in flat.items():
         assert_same(value, again["optimizer"][key])
 
 
@@ -182,25 +176,20 @@ def test_prefixes_are_stripped_from_it_too(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_nested_entries_of_a_parameter_stay_with_it() -> None:
-    flat = {
-        "state.a.block.0": 1,
-        "state.a.b.step": 2,
-        "param_groups.a.lr": 0.1,
-        "param_groups.a.b.lr": 0.1,
-        "param_groups.a.betas": (0.9, 0.95),
-        "param_groups.a.b.betas": (0.9, 0.95),
-    }
+    flat = {"state.a.block.0": 1, "state.a.b.step": 2}
+    for name in ("a", "a.b"):
+        flat |= {f"param_groups.{name}.lr": 0.1, f"param_groups.{name}.betas": (0.9, 0.95)}
     made = nested(flat)
     assert made["state"] == {"a": {"block": {"0": 1}}, "a.b": {"step": 2}}
     assert made["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["a", "a.b"]}]
     assert flattened(made) == flat
 
 
-@pytest.mark.parametrize(
-    "value",
-    [{}, {"state.w": 1}, {"state.w.exp_avg": 1}, {"state.a.b": 1, "x": 2}, {1: 2}, {"state": {}}, None, []],
-    ids=str,
-)
+NOT_FLAT: list[Any] = [{}, {"state.w": 1}, {"state.w.exp_avg": 1}, {"state.a.b": 1, "x": 2}, {1: 2}]
+NOT_FLAT += [{"state": {}}, None, []]
+
+
+@pytest.mark.parametrize("value", NOT_FLAT, ids=str)
 def test_what_is_no_flat_optimizer(value: object) -> None:
     assert not is_flat(value)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ckpttool
@@ -19,6 +20,8 @@ from ckpttool.formats.dcp import writing as dcp
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, name, storage, tensor, torch_zip, tuple_of
+from tests.support.running import Cli
+from tests.support.saved import opened, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 torchvision = pytest.importorskip("torchvision")
@@ -78,53 +81,30 @@ def test_every_kind_of_entry_is_named(zipped: bool, tmp_path: Path) -> None:
     state = ckpttool.open(tmp_path / "m.pt").state()
     assert state.where == "" and state.module is not None
     assert_names_and_values(state, model)
-
-
-def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
-    torch.save(Everything(), tmp_path / "m.pt")
-    tensors = ckpttool.open(tmp_path / "m.pt").state().tensors
-    assert tensors["tied.weight"].storage is tensors["named.a.weight"].storage
-    assert tensors["shared.0.weight"].storage is tensors["layers.0.weight"].storage
+    assert state.tensors["tied.weight"].storage is state.tensors["named.a.weight"].storage
+    assert state.tensors["shared.0.weight"].storage is state.tensors["layers.0.weight"].storage
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DataParallel": nn.DataParallel,
+    "DDP": nn.parallel.DistributedDataParallel,
     "AveragedModel": torch.optim.swa_utils.AveragedModel,
-    "compiled": torch.compile,
+    "compiled": lambda model: torch.compile(model, backend="eager"),  # type: ignore[return-value]
+    "torch.fx": lambda model: torch.fx.symbolic_trace(model.eval()),
     "half": nn.Module.half,
     "eval": nn.Module.eval,
 }
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_wrapped_models_are_named_as_they_save_themselves(wrap: str, tmp_path: Path) -> None:
     model = WRAPPERS[wrap](nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     try:
-        torch.save(model, tmp_path / "m.pt")
+        path = saved(model, tmp_path / "m.pt")
     except Exception as error:
         pytest.skip(f"this torch does not pickle it: {error}")
-    assert_names_and_values(ckpttool.open(tmp_path / "m.pt").state(), model)
-
-
-def test_a_model_under_ddp_is_named_with_its_prefix(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
-    if not dist.is_available() or dist.is_initialized():
-        pytest.skip("needs a process group of its own")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-        torch.save(model, tmp_path / "m.pt")
-        wanted = model.state_dict()
-    finally:
-        dist.destroy_process_group()
-    assert list(ckpttool.open(tmp_path / "m.pt").state().tensors) == list(wanted)
-
-
-def test_a_torch_fx_model_is_named(tmp_path: Path) -> None:
-    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval())
-    torch.save(model, tmp_path / "m.pt")
-    assert_names_and_values(ckpttool.open(tmp_path / "m.pt").state(), model)
+    assert_names_and_values(ckpttool.open(path).state(), model)
 
 
 FAMILIES = (
@@ -150,8 +130,7 @@ def quickly(make: Callable[..., nn.Module], **given: Any) -> nn.Module:
 def test_torchvision_models_are_named(family: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"init_weights": False} if family in ("googlenet", "inception_v3") else {}
     model = quickly(getattr(torchvision.models, family), **given)
-    torch.save(model, tmp_path / "m.pt")
-    assert_names_and_values(ckpttool.open(tmp_path / "m.pt").state(), model)
+    assert_names_and_values(opened(model, tmp_path).state(), model)
 
 
 UNIMPORTABLE = """
@@ -167,8 +146,6 @@ for path in sys.argv[1:]:
 
 @FORMATS
 def test_a_model_whose_class_cannot_be_imported_is_read_and_written(zipped: bool, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     model = torchvision.models.shufflenet_v2_x0_5()
     torch.save({"model": model, "epoch": 3}, tmp_path / "m", _use_new_zipfile_serialization=zipped)
     subprocess.run([sys.executable, "-c", UNIMPORTABLE, tmp_path / "m"], check=True, timeout=60)
@@ -206,26 +183,20 @@ def test_a_model_inside_a_checkpoint_is_found_and_named(zipped: bool, tmp_path: 
     assert_names_and_values(checkpoint.state("model"), model)
 
 
-def test_tensors_of_a_file_have_the_names_of_its_state(tmp_path: Path) -> None:
-    torch.save({"net": nn.Linear(2, 3)}, tmp_path / "m.pt")
-    names = [name for name, _ in ckpttool.open(tmp_path / "m.pt").tensors()]
-    assert names == ["net.weight", "net.bias"]
-
-
-def test_several_models_are_taken_by_name(tmp_path: Path) -> None:
-    torch.save({"ema": nn.Linear(2, 3), "model": nn.Linear(4, 5)}, tmp_path / "m.pt")
-    checkpoint = ckpttool.open(tmp_path / "m.pt")
+def test_several_models_are_taken_by_name_and_have_it_in_the_file_s(tmp_path: Path) -> None:
+    checkpoint = opened({"ema": nn.Linear(2, 3), "model": nn.Linear(4, 5)}, tmp_path)
     assert checkpoint.state().tensors["weight"].shape == (5, 4)
     assert checkpoint.state("ema").tensors["weight"].shape == (3, 2)
+    wanted = ["ema.weight", "ema.bias", "model.weight", "model.bias"]
+    assert [name for name, _ in checkpoint.tensors()] == wanted
 
 
 def test_everything_else_in_the_file_is_listed_as_left_out(tmp_path: Path) -> None:
-    torch.save({"model": nn.Linear(2, 3), "epoch": 3, "args": {"lr": 1}}, tmp_path / "m.pt")
-    saved = ckpttool.save(ckpttool.open(tmp_path / "m.pt"), tmp_path / "m.safetensors")
-    assert saved.left_out == ("epoch", "args")
+    checkpoint = opened({"model": nn.Linear(2, 3), "epoch": 3, "args": {"lr": 1}}, tmp_path)
+    assert ckpttool.save(checkpoint, tmp_path / "m.safetensors").left_out == ("epoch", "args")
 
 
-def test_inspect_does_not_list_the_attributes_of_a_model(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_inspect_does_not_list_the_attributes_of_a_model(cli: Cli, tmp_path: Path) -> None:
     torch.save({"model": nn.Sequential(nn.Linear(2, 3)), "epoch": 3}, tmp_path / "m.pt")
     found = cli("inspect", tmp_path / "m.pt", "--json").json
     assert found["state"] == "model" and found["parameters"] == 9
@@ -237,26 +208,20 @@ def test_inspect_does_not_list_the_attributes_of_a_model(cli: Callable[..., Any]
 # Renaming.
 
 
-def test_a_prefix_is_stripped_on_the_way_to_safetensors(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_prefix_is_stripped_on_the_way_to_safetensors(cli: Cli, tmp_path: Path) -> None:
     torch.save({"model": nn.DataParallel(nn.Linear(2, 3)), "epoch": 3}, tmp_path / "m.pt")
     ran = cli("strip-prefix", tmp_path / "m.pt", tmp_path / "m.safetensors", "--json")
     assert ran.code == 0 and ran.json["left_out"] == ["epoch"]
     assert list(ckpttool.open(tmp_path / "m.safetensors").state().tensors) == ["bias", "weight"]
 
 
-@pytest.mark.parametrize("options", [("strip-prefix",), ("add-prefix",), ("convert", "--dtype", "bf16")])
-def test_no_pickled_model_is_changed(
-    options: tuple[str, ...], cli: Callable[..., Any], tmp_path: Path
-) -> None:
-    torch.save({"model": nn.DataParallel(nn.Linear(2, 3)), "epoch": 3}, tmp_path / "m.pt")
-    ran = cli(*options, tmp_path / "m.pt", tmp_path / "out.pt")
-    assert ran.code == 3 and "is a pickled object" in ran.err
-    assert "ckpttool slim" in ran.err and not (tmp_path / "out.pt").exists()
-
-
-def test_the_way_out_in_the_hint_works(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_no_pickled_model_is_changed_and_the_way_out_works(cli: Cli, tmp_path: Path) -> None:
     model = nn.DataParallel(nn.Linear(2, 3))
     torch.save({"model": model, "epoch": 3}, tmp_path / "m.pt")
+    for options in (["strip-prefix"], ["add-prefix"], ["convert", "--dtype", "bf16"]):
+        ran = cli(*options, tmp_path / "m.pt", tmp_path / "out.pt")
+        assert ran.code == 3 and "is a pickled object" in ran.err
+        assert "ckpttool slim" in ran.err and not (tmp_path / "out.pt").exists()
     assert cli("slim", tmp_path / "m.pt", tmp_path / "state.pt").code == 0
     assert cli("strip-prefix", tmp_path / "state.pt", tmp_path / "out.pt").code == 0
     loaded = torch.load(tmp_path / "out.pt")
@@ -264,9 +229,9 @@ def test_the_way_out_in_the_hint_works(cli: Callable[..., Any], tmp_path: Path) 
 
 
 def test_dcp_needs_the_state_alone(tmp_path: Path) -> None:
-    torch.save({"model": nn.Linear(2, 3)}, tmp_path / "m.pt")
+    checkpoint = opened({"model": nn.Linear(2, 3)}, tmp_path)
     with pytest.raises(Refused, match=r"'model' is an object \(torch\.nn\.modules\.linear\.Linear\)"):
-        dcp.write(ckpttool.open(tmp_path / "m.pt"), str(tmp_path / "folder"))
+        dcp.write(checkpoint, str(tmp_path / "folder"))
 
 
 # Malformed modules.
@@ -288,12 +253,19 @@ def get(index: int) -> bytes:
     return b"j" + index.to_bytes(4, "little")
 
 
-def doubled(levels: int) -> bytes:
+def doubled(levels: int, name: str = "a") -> bytes:
     """Return a module that holds another twice, which holds another twice, …: 2^levels paths to the last."""
     body = LEAF + put(100)
     for level in range(levels):
         inner = get(100 + level)
-        body += b"0" + module(modules=dict_of({"a": inner, "b": inner})) + put(101 + level)
+        body += b"0" + module(modules=dict_of({name: inner, "b": inner})) + put(101 + level)
+    return body
+
+
+def nested(levels: int) -> bytes:
+    body = LEAF
+    for _ in range(levels):
+        body = module(modules=dict_of({"m": body}))
     return body
 
 
@@ -302,34 +274,20 @@ def test_a_shared_module_is_named_on_every_path(tmp_path: Path) -> None:
     assert list(ckpttool.open(path).state().tensors) == ["a.a.w", "a.b.w", "b.a.w", "b.b.w"]
 
 
-def test_modules_shared_on_too_many_paths_are_refused(tmp_path: Path) -> None:
-    path = torch_zip(tmp_path / "f", doubled(60), {"0": bytes(4)})
-    with pytest.raises(Damaged, match="too many ways"):
-        ckpttool.open(path).state()
+OBJECT = name("m", "M") + b")\x81"
+AGAIN = {"_parameters": b"}", "_buffers": b"}", "_modules": dict_of({"again": get(7)})}
+ENDLESS: dict[str, tuple[bytes, type[CkptToolError], str]] = {
+    "shared on too many paths": (doubled(60), Damaged, "too many ways"),
+    "shared under long names": (doubled(16, "a" * 10_000), Damaged, "too many ways"),
+    "inside itself": (OBJECT + put(7) + dict_of(AGAIN) + b"b", Damaged, "is nested in itself"),
+    "nested too deeply": (nested(300), CkptToolError, ""),
+}
 
 
-def test_a_module_inside_itself_is_refused(tmp_path: Path) -> None:
-    body = name("m", "M") + b")\x81" + put(7)
-    groups = {"_parameters": b"}", "_buffers": b"}", "_modules": dict_of({"again": get(7)})}
-    path = torch_zip(tmp_path / "f", body + dict_of(groups) + b"b")
-    with pytest.raises(Damaged, match="is nested in itself"):
-        ckpttool.open(path).state()
-
-
-def test_modules_nested_too_deeply_are_refused(tmp_path: Path) -> None:
-    body = LEAF
-    for _ in range(300):
-        body = module(modules=dict_of({"m": body}))
-    with pytest.raises(CkptToolError):
-        ckpttool.open(torch_zip(tmp_path / "f", body, {"0": bytes(4)})).state()
-
-
-def test_long_names_do_not_multiply(tmp_path: Path) -> None:
-    body = LEAF + put(100)
-    for level in range(16):
-        inner = get(100 + level)
-        body += b"0" + module(modules=dict_of({"a" * 10_000: inner, "b": inner})) + put(101 + level)
-    with pytest.raises(Damaged, match="too many ways"):
+@pytest.mark.parametrize("what", ENDLESS)
+def test_modules_whose_names_have_no_end_are_refused(what: str, tmp_path: Path) -> None:
+    body, error, words = ENDLESS[what]
+    with pytest.raises(error, match=words or None):
         ckpttool.open(torch_zip(tmp_path / "f", body, {"0": bytes(4)})).state()
 
 
@@ -343,7 +301,7 @@ ODD: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_malformed_modules_are_handled(what: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_malformed_modules_are_handled(what: str, cli: Cli, tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", ODD[what], {"0": bytes(4)})
     assert cli("inspect", path).code == 0
     assert cli("inspect", path, "--json").code == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.analysis.compare import diff
@@ -22,10 +23,9 @@ from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms.average import average
 from ckpttool.transforms.selection import cast, select, slim
 from tests.ranks.shardings import save_pieces
-from tests.support.running import Ran
+from tests.support.running import Cli
+from tests.support.saved import opened, saved
 from tests.support.tensor_kinds import IN_WORDS, KINDS, ROWS, save_kind, save_tagged, save_zero3
-
-Cli = Callable[..., Ran]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,14 @@ def pieces(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("pieces")
     run_ranks(2, save_pieces, str(folder))
     return folder
+
+
+def refused(cli: Cli, path: Path, out: Path, *words: str, command: str = "convert") -> str:
+    """Run a command that is exit 3 and writes nothing; return what it says."""
+    ran = cli(command, path, out, *words)
+    assert ran.code == 3
+    assert not out.exists()
+    return ran.err
 
 
 # Tensors that one file holds.
@@ -51,11 +59,9 @@ def test_each_kind_is_described_and_counted_with_the_state(kind: str, tmp_path: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_safetensors_refuses_each_kind_by_name_with_the_way_out(kind: str, cli: Cli, tmp_path: Path) -> None:
     path = save_kind(kind, tmp_path / "in.pt")
-    ran = cli("convert", path, tmp_path / "out.safetensors")
-    assert ran.code == 3
-    assert f"'x' ({IN_WORDS[kind]}) can't be held by safetensors" in ran.err
-    assert f"convert {path} out.pt; or leave them out: ckpttool convert" in ran.err
-    assert not (tmp_path / "out.safetensors").exists()
+    said = refused(cli, path, tmp_path / "out.safetensors")
+    assert f"'x' ({IN_WORDS[kind]}) can't be held by safetensors" in said
+    assert f"convert {path} out.pt; or leave them out: ckpttool convert" in said
     assert cli("convert", path, tmp_path / "out.safetensors", "--exclude", "x").code == 0
     assert list(load_file(tmp_path / "out.safetensors")) == ["plain"]
 
@@ -82,38 +88,29 @@ def test_pt_and_full_keep_each_kind_as_it_is(kind: str, through: str, tmp_path: 
     assert (type(found), found.layout) == (type(meant), meant.layout)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("masked",)])
-def test_the_digest_covers_them_and_is_the_same_in_each_format(kind: str, cli: Cli, tmp_path: Path) -> None:
-    path = save_kind(kind, tmp_path / "in.pt")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_digest_of_a_kind_is_the_same_in_each_format(kind: str, cli: Cli, tmp_path: Path) -> None:
+    path, less = save_kind(kind, tmp_path / "in.pt"), saved({"plain": ROWS}, tmp_path / "less.pt")
+    if kind == "masked":  # of a class that is not known
+        ran = cli("digest", path)
+        assert ran.code == 3
+        assert "'x' (MaskedTensor float32 [3, 4]) have no digest" in ran.err
+        return
     ckpttool.save(ckpttool.open(path), tmp_path / "full.safetensors", full=True)
-    digests = {cli("digest", each, "--json").json["digest"] for each in (path, tmp_path / "full.safetensors")}
-    torch.save({"plain": ROWS}, tmp_path / "less.pt")
-    digests.add(cli("digest", tmp_path / "less.pt", "--json").json["digest"])
-    assert len(digests) == 2
+    assert ckpttool.digest(path) == ckpttool.digest(tmp_path / "full.safetensors") != ckpttool.digest(less)
 
 
 def test_a_changed_value_or_setting_changes_the_digest_and_is_found(cli: Cli, tmp_path: Path) -> None:
-    made = {
-        "a": torch.quantize_per_tensor(ROWS, 0.1, 3, torch.qint8),
-        "other scale": torch.quantize_per_tensor(ROWS * 2, 0.2, 3, torch.qint8),
-        "other value": torch.quantize_per_tensor(ROWS + 1, 0.1, 3, torch.qint8),
-    }
-    for name, tensor in made.items():
-        torch.save({"model": {"x": tensor}, "epoch": 1}, tmp_path / f"{name}.pt")
-    first, *others = (tmp_path / f"{name}.pt" for name in made)
-    digests = {cli("digest", path, "--json").json["digest"] for path in (first, *others)}
-    assert len(digests) == 3
+    made = [(ROWS, 0.1), (ROWS * 2, 0.2), (ROWS + 1, 0.1)]  # another scale, and another value
+    tensors = [torch.quantize_per_tensor(values, scale, 3, torch.qint8) for values, scale in made]
+    trees = [{"model": {"x": tensor}, "epoch": 1} for tensor in tensors]
+    first, *others = (saved(tree, tmp_path / f"{at}.pt") for at, tree in enumerate(trees))
+    assert len({ckpttool.digest(path) for path in (first, *others)}) == 3
     for other in others:
         assert cli("diff", first, other).code == 1
         assert cli("diff", first, other, "--model-only").code == 1
         assert not verify(ckpttool.open(first), against=ckpttool.open(other), state="model").ok
     assert cli("diff", first, first, "--model-only").code == 0
-
-
-def test_a_class_that_is_not_known_has_no_digest(cli: Cli, tmp_path: Path) -> None:
-    ran = cli("digest", save_kind("masked", tmp_path / "in.pt"))
-    assert ran.code == 3
-    assert "'x' (MaskedTensor float32 [3, 4]) have no digest" in ran.err
 
 
 def test_transforms_of_values_refuse_them(tmp_path: Path) -> None:
@@ -150,8 +147,8 @@ def test_a_subclass_that_is_a_plain_tensor_is_converted(tmp_path: Path) -> None:
 
 
 def test_a_state_of_no_plain_tensor_is_a_state(cli: Cli, tmp_path: Path) -> None:
-    torch.save({"model": {"x": torch.eye(3).to_sparse()}, "epoch": 1}, tmp_path / "in.pt")
-    assert ckpttool.open(tmp_path / "in.pt").state().where == "model"
+    checkpoint = opened({"model": {"x": torch.eye(3).to_sparse()}, "epoch": 1}, tmp_path)
+    assert checkpoint.state().where == "model"
     assert cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors").code == 3
 
 
@@ -173,11 +170,9 @@ def test_a_rank_s_file_is_shown_with_whole_and_local_shapes(pieces: Path, cli: C
 
 @pytest.mark.parametrize("name", ["fsdp2-0.pt", "placed-1.pt", "sharded-0.pt"])
 def test_a_rank_s_file_is_not_converted_as_a_whole(name: str, pieces: Path, cli: Cli, tmp_path: Path) -> None:
-    ran = cli("convert", pieces / name, tmp_path / "out.safetensors")
-    assert ran.code == 3
-    assert "here [" in ran.err
-    assert "join the files of all ranks: ckpttool merge FOLDER" in ran.err
-    assert not (tmp_path / "out.safetensors").exists()
+    said = refused(cli, pieces / name, tmp_path / "out.safetensors")
+    assert "here [" in said
+    assert "join the files of all ranks: ckpttool merge FOLDER" in said
     assert cli("convert", pieces / name, tmp_path / "out.pt").code == 0
     assert diff(ckpttool.open(pieces / name), ckpttool.open(tmp_path / "out.pt")).same
 
@@ -201,21 +196,58 @@ def test_a_dtensor_of_which_the_file_holds_everything_is_a_plain_tensor(pieces: 
     assert torch.load(tmp_path / "half.pt")["copied"].dtype == torch.float16
 
 
+# What one rank wrote of a checkpoint of Hugging Face's.
+
+
+@pytest.fixture
+def piece(tmp_path: Path) -> Path:
+    """Save what rank 1 of 2 writes of a tensor of 4 rows."""
+    places = {"w": {"saved_offsets": [2, 0]}, "b": {"saved_offsets": [2]}}
+    metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+    path = tmp_path / "shard-00002-model-00001-of-00001.safetensors"
+    save_file({"w": torch.ones(2, 3), "b": torch.ones(2)}, path, metadata=metadata)
+    return path
+
+
+REFUSED = [
+    *("convert IN o.pt", "convert IN o.safetensors", "convert IN o/", "convert IN o.pt --full", "digest IN"),
+    *("convert IN o.safetensors --full", "slim IN o.pt", "add-prefix IN o.safetensors"),
+    "convert IN o.pt --dtype bf16",
+]
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_one_rank_s_pieces_are_refused(command: str, piece: Path, cli: Cli, tmp_path: Path) -> None:
+    words = command.replace("IN", str(piece)).replace(" o", f" {tmp_path}/o").split()
+    ran = cli(*words)
+    assert ran.code == 3
+    assert "holds one rank's pieces of tensors (DCP_SHARDING_INFO)" in ran.err
+    assert "hint: the whole is only in the files of all ranks" in ran.err
+    assert list(tmp_path.iterdir()) == [piece]
+
+
+def test_one_rank_s_pieces_can_be_inspected_and_verified_but_are_no_state(piece: Path, cli: Cli) -> None:
+    page = cli("inspect", piece)
+    assert page.code == 0
+    assert "state       none: it holds one rank's pieces of tensors" in page.out
+    assert cli("verify", piece).code == 0
+    with pytest.raises(Refused, match="one rank's pieces"):
+        ckpttool.open(piece).state()
+
+
 # ZeRO-3.
 
 
 def test_placeholders_of_zero_3_are_not_taken_for_parameters(cli: Cli, tmp_path: Path) -> None:
     path = save_zero3(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     likes = ckpttool.open(path).state().likes
-    assert {name: str(like) for name, like in likes.items()} == {
-        "fc.weight": "ZeRO-3 placeholder float32 [4, 3], here [0]",
-        "fc.bias": "ZeRO-3 placeholder float32 [4], here [0]",
-    }
+    placeholder = "ZeRO-3 placeholder float32"
+    wanted = {"fc.weight": f"{placeholder} [4, 3], here [0]", "fc.bias": f"{placeholder} [4], here [0]"}
+    assert {name: str(like) for name, like in likes.items()} == wanted
     assert summarize(ckpttool.open(path)).parameters == 4 * 3 + 4
     for command in (["convert"], ["slim"], ["convert", "--dtype", "bf16"]):
-        ran = cli(command[0], path, tmp_path / "out.safetensors", *command[1:])
-        assert ran.code == 3
-        assert "ckpttool merge" in ran.err
+        said = refused(cli, path, tmp_path / "out.safetensors", *command[1:], command=command[0])
+        assert "ckpttool merge" in said
     assert cli("digest", path).code == 3
 
 
@@ -242,26 +274,20 @@ def rebuilt(function: str, *args: object) -> Record:
     return Record("reduce", Global(module, name), args)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        rebuilt("torch._utils._rebuild_sparse_tensor"),
-        rebuilt("torch._utils._rebuild_sparse_tensor", 1, 2),
-        rebuilt("torch._utils._rebuild_qtensor", 1, 2, 3, 4, 5, 6, 7),
-        rebuilt("torch._utils._rebuild_nested_tensor", None),
-        rebuilt("torch._utils._rebuild_meta_tensor_no_storage", {}, (-1,), (), False),
-        rebuilt("torch._utils._rebuild_meta_tensor_no_storage", Global("torch", "float32"), (2**62,) * 60),
-        rebuilt("torch._tensor._rebuild_from_type_v2", {}, {}, {}, {}),
-        rebuilt(
-            "torch._tensor._rebuild_from_type_v2",
-            Global("torch._utils", "_rebuild_wrapper_subclass"),
-            Global("torch.distributed.tensor", "DTensor"),
-            (1, 2, (3,)),
-            (None, {"_local_tensor": 1, "_spec": []}),
-        ),
-    ],
-    ids=lambda value: str(value.callable),
-)
+UTILS, TYPED = "torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2"
+WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+DTENSOR = Global("torch.distributed.tensor", "DTensor")
+MALFORMED = [
+    *(rebuilt(f"{UTILS}sparse_tensor"), rebuilt(f"{UTILS}sparse_tensor", 1, 2)),
+    *(rebuilt(f"{UTILS}qtensor", 1, 2, 3, 4, 5, 6, 7), rebuilt(f"{UTILS}nested_tensor", None)),
+    rebuilt(f"{UTILS}meta_tensor_no_storage", {}, (-1,), (), False),
+    rebuilt(f"{UTILS}meta_tensor_no_storage", Global("torch", "float32"), (2**62,) * 60),
+    rebuilt(TYPED, {}, {}, {}, {}),
+    rebuilt(TYPED, WRAPPER, DTENSOR, (1, 2, (3,)), (None, {"_local_tensor": 1, "_spec": []})),
+]
+
+
+@pytest.mark.parametrize("value", MALFORMED, ids=lambda value: str(value.callable))
 def test_malformed_descriptions_are_tensors_of_which_nothing_is_known(value: Record) -> None:
     found = special_tensor(value)
     assert found is not None

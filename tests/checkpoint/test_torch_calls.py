@@ -20,10 +20,8 @@ from tests.support.crafting import tensor as dense
 EMPTY = call(name("collections", "OrderedDict"))
 TRUE, FALSE, NONE = b"\x88", b"\x89", b"N"
 V2 = name("torch._utils", "_rebuild_tensor_v2")
-LAYOUTS = {
-    kind: call(name("torch.serialization", "_get_layout"), text(f"torch.sparse_{kind.lower()}"))
-    for kind in ("COO", "CSR", "CSC", "BSR", "BSC")
-}
+GET_LAYOUT, KINDS = name("torch.serialization", "_get_layout"), ("COO", "CSR", "CSC", "BSR", "BSC")
+LAYOUTS = {kind: call(GET_LAYOUT, text(f"torch.sparse_{kind.lower()}")) for kind in KINDS}
 COO = LAYOUTS["COO"]
 BLOCKS = {"CSR": (1, 1), "CSC": (1, 1), "BSR": (1, 2), "BSC": (2, 1)}
 
@@ -130,35 +128,20 @@ def by_channel(count: int, axis: int) -> bytes:
     return quantised(scales, zeros, number(axis), scheme="per_channel_affine")
 
 
-INTEGERS = {
-    "none": (0, 0),
-    "up": (1, 3),
-    "twice": (3, 3),
-    "down": (3, 1),
-    "past": (0, 4),
-    "below": (-1, 2),
-    "rows": (0, 1, 2),
-    "rows of one": (0, 2, 2),
-    "rows that end early": (0, 1, 1),
-    "rows from 1": (1, 1, 2),
-    "rows back": (0, 2, 1),
-    "columns": (1, 0),
-    "same column": (1, 1),
-    "column past": (0, 2),
-}
-STORAGES = {"0": torch.arange(4.0), "q": torch.arange(4, dtype=torch.int8)} | {
-    key: torch.tensor(values) for key, values in INTEGERS.items()
-}
+INTEGERS = {"none": (0, 0), "up": (1, 3), "twice": (3, 3), "down": (3, 1), "past": (0, 4), "below": (-1, 2)}
+INTEGERS |= {"columns": (1, 0), "same column": (1, 1), "column past": (0, 2), "rows of one": (0, 2, 2)}
+INTEGERS |= {"rows": (0, 1, 2), "rows that end early": (0, 1, 1), "rows from 1": (1, 1, 2)}
+INTEGERS |= {"rows back": (0, 2, 1)}
+STORAGES = {"0": torch.arange(4.0), "q": torch.arange(4, dtype=torch.int8)}
+STORAGES |= {key: torch.tensor(values) for key, values in INTEGERS.items()}
 
+TWO, LONGS = dense(storage(4), (2,)), storage(2, kind="LongStorage", key="up")
 CASES = {
-    "a tensor": plain(),
-    "hooks": plain(hooks=dict_of({"a": number(1)})),
+    "a tensor": plain(), "hooks": plain(hooks=dict_of({"a": number(1)})),
     "hooks that are a list": plain(hooks=list_of(number(1))),
     "hooks of a typed tensor": typed(V2, name("torch", "Tensor"), made_of(list_of(NONE)), dict_of({})),
     "a size in a list": plain(shape=list_of(number(4))),
-    "gradients of integers": call(
-        V2, storage(2, kind="LongStorage", key="up"), number(0), *[tuple_of(number(1))] * 2, TRUE, EMPTY
-    ),
+    "gradients of integers": call(V2, LONGS, number(0), *[tuple_of(number(1))] * 2, TRUE, EMPTY),
     "a Parameter": parameter(plain(), TRUE, EMPTY),
     "a Parameter around a str": parameter(text("x"), TRUE, EMPTY),
     "a Parameter around a number": parameter(number(3), FALSE, EMPTY),
@@ -183,23 +166,14 @@ CASES = {
     "a typed sparse tensor of nothing": typed(
         name("torch._utils", "_rebuild_sparse_tensor"), name("torch", "Tensor"), tuple_of(COO), dict_of({})
     ),
-    "COO": coo("up"),
-    "COO, coalesced": coo("up", 4, TRUE),
-    "COO, coalesced by nothing": coo("up", 4, NONE),
-    "COO, coalesced by a number": coo("up", 4, number(1)),
-    "COO, one index twice": coo("twice"),
-    "COO, one index twice, coalesced": coo("twice", 4, TRUE),
-    "COO, out of order": coo("down"),
-    "COO, out of order, coalesced": coo("down", 4, TRUE),
-    "COO, past the end": coo("past"),
+    "COO": coo("up"), "COO, coalesced": coo("up", 4, TRUE), "COO, coalesced by nothing": coo("up", 4, NONE),
+    "COO, coalesced by a number": coo("up", 4, number(1)), "COO, one index twice": coo("twice"),
+    "COO, one index twice, coalesced": coo("twice", 4, TRUE), "COO, out of order": coo("down"),
+    "COO, out of order, coalesced": coo("down", 4, TRUE), "COO, past the end": coo("past"),
     "COO, below 0": coo("below"),
     "COO of other sizes": sparse(COO, integers("up", 1, 2), dense(storage(4), (3,)), tuple_of(number(4))),
-    "COO of other axes": sparse(
-        COO, integers("up", 1, 2), dense(storage(4), (2,)), tuple_of(number(4), number(4))
-    ),
-    "COO whose indices are a list": sparse(
-        COO, integers("up", 2), dense(storage(4), (2,)), tuple_of(number(4))
-    ),
+    "COO of other axes": sparse(COO, integers("up", 1, 2), TWO, tuple_of(number(4), number(4))),
+    "COO whose indices are a list": sparse(COO, integers("up", 2), TWO, tuple_of(number(4))),
     "COO whose size is text": sparse(COO, integers("up", 1, 2), dense(storage(4), (2,)), text("x")),
     "COO of two parts": sparse(COO, integers("up", 1, 2), dense(storage(4), (2,))),
     "COO with an axis of values": sparse(

@@ -1,11 +1,11 @@
-"""Files that appear complete or not at all, whatever happens while they are written."""
+"""Files and lines that appear complete or not at all, whatever happens while they are written."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
-import resource
 import signal
 import stat
 import struct
@@ -20,10 +20,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pytest import MonkeyPatch
 
 from ckpttool.errors import UsageFault
-from ckpttool.files import temporaries
+from ckpttool.files import commit, temporaries
 from ckpttool.files.commit import replacing
 from tests.support.running import ROOT
 
@@ -42,43 +43,37 @@ def umask() -> Iterator[Callable[[int], object]]:
     os.umask(old)
 
 
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    (tmp_path / "old").write_bytes(b"old")
+    return tmp_path / "old"
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002, 0o027])
-def test_a_new_file_has_what_the_umask_gives(
-    mask: int, umask: Callable[[int], object], tmp_path: Path
-) -> None:
+def test_a_new_file_has_what_the_umask_gives(mask: int, umask: Callable[..., object], tmp_path: Path) -> None:
     umask(mask)
     write(tmp_path / "new", b"x")
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o666 & ~mask
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o444])
-def test_a_replaced_file_keeps_its_permissions(mode: int, tmp_path: Path) -> None:
-    (tmp_path / "old").write_bytes(b"old")
-    os.chmod(tmp_path / "old", mode)
-    write(tmp_path / "old")
-    assert (tmp_path / "old").read_bytes() == b"new"
-    assert stat.S_IMODE((tmp_path / "old").stat().st_mode) == mode
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
-def test_while_it_is_written_nobody_may_read_more_than_of_the_old_file(
-    mode: int, umask: Callable[[int], object], tmp_path: Path
-) -> None:
-    umask(0o022)
-    (tmp_path / "old").write_bytes(b"old")
-    os.chmod(tmp_path / "old", mode)
-    with replacing(tmp_path / "old"):
-        (temporary,) = (path for path in tmp_path.iterdir() if path.name != "old")
-        assert stat.S_IMODE(temporary.stat().st_mode) & ~mode == 0
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o666, 0o444])
+def test_a_replaced_file_keeps_its_permissions_and_has_no_wider_ones_before(mode: int, old: Path) -> None:
+    os.chmod(old, mode)
+    with replacing(old) as file:
+        file.write(b"new")
+        (temporary,) = (path for path in old.parent.iterdir() if path != old)
+        assert stat.S_IMODE(temporary.stat().st_mode) & ~(mode | stat.S_IWUSR) == 0
+        assert old.read_bytes() == b"old"
+    assert (old.read_bytes(), stat.S_IMODE(old.stat().st_mode)) == (b"new", mode)
 
 
 @needs_root
-def test_root_leaves_a_replaced_file_to_its_owner_and_group(tmp_path: Path) -> None:
-    (tmp_path / "old").write_bytes(b"old")
-    os.chown(tmp_path / "old", 65534, 65533)
-    os.chmod(tmp_path / "old", 0o640)
-    write(tmp_path / "old")
-    facts = (tmp_path / "old").stat()
+def test_root_leaves_a_replaced_file_to_its_owner_and_group(old: Path) -> None:
+    os.chown(old, 65534, 65533)
+    os.chmod(old, 0o640)
+    write(old)
+    facts = old.stat()
     assert (facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode)) == (65534, 65533, 0o640)
 
 
@@ -107,40 +102,28 @@ def set_acl(path: Path, acl: bytes, name: str = "system.posix_acl_access") -> No
         pytest.skip("this file system has no access control lists")
 
 
-def test_a_replaced_file_keeps_its_access_control_list(tmp_path: Path) -> None:
-    (tmp_path / "old").write_bytes(b"old")
-    set_acl(tmp_path / "old", acl_of(4, (1234, 4)))
-    before = os.getxattr(tmp_path / "old", "system.posix_acl_access")
-    write(tmp_path / "old")
-    assert os.getxattr(tmp_path / "old", "system.posix_acl_access") == before
-    assert (tmp_path / "old").read_bytes() == b"new"
+def test_a_replaced_file_keeps_its_access_control_list(old: Path) -> None:
+    set_acl(old, acl_of(4, (1234, 4)))
+    before = os.getxattr(old, "system.posix_acl_access")
+    write(old)
+    assert os.getxattr(old, "system.posix_acl_access") == before
+    assert old.read_bytes() == b"new"
 
 
-def test_a_replaced_file_gets_no_list_from_the_folder_that_it_had_not(tmp_path: Path) -> None:
-    (tmp_path / "old").write_bytes(b"old")
-    (tmp_path / "old").chmod(0o600)
-    set_acl(tmp_path, acl_of(6, (1234, 6)), "system.posix_acl_default")
-    write(tmp_path / "old")
-    assert "system.posix_acl_access" not in os.listxattr(tmp_path / "old")
-    assert stat.S_IMODE((tmp_path / "old").stat().st_mode) == 0o600
+def test_a_replaced_file_gets_no_list_from_the_folder_that_it_had_not(old: Path) -> None:
+    old.chmod(0o600)
+    set_acl(old.parent, acl_of(6, (1234, 6)), "system.posix_acl_default")
+    write(old)
+    assert "system.posix_acl_access" not in os.listxattr(old)
+    assert stat.S_IMODE(old.stat().st_mode) == 0o600
 
 
-def test_the_old_file_stays_until_the_block_ends(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"old")
-    with replacing(tmp_path / "f") as file:
-        file.write(b"new")
-        assert (tmp_path / "f").read_bytes() == b"old"
-    assert (tmp_path / "f").read_bytes() == b"new"
-
-
-@pytest.mark.parametrize("fault", [ValueError, KeyboardInterrupt, SystemExit, OSError(errno.ENOSPC, "full")])
-def test_whatever_is_raised_leaves_the_old_file_and_nothing_else(fault: Any, tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"old")
-    with pytest.raises(BaseException) as raised, replacing(tmp_path / "f") as file:
+@pytest.mark.parametrize("fault", [ValueError(), KeyboardInterrupt(), SystemExit(), OSError(28, "full")])
+def test_whatever_is_raised_leaves_the_old_file_and_nothing_else(fault: BaseException, old: Path) -> None:
+    with pytest.raises(type(fault)), replacing(old) as file:
         file.write(b"new")
         raise fault
-    assert isinstance(raised.value, type(fault) if isinstance(fault, OSError) else fault)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"old"}
+    assert {path.name: path.read_bytes() for path in old.parent.iterdir()} == {"old": b"old"}
 
 
 def test_the_file_is_flushed_first_and_the_folder_last(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -161,32 +144,23 @@ def test_the_file_is_flushed_first_and_the_folder_last(tmp_path: Path, monkeypat
     assert done == ["file of 5", "rename", "folder"]
 
 
-def test_a_symbolic_link_stays_one_and_its_target_is_replaced(tmp_path: Path) -> None:
+def test_a_symbolic_link_stays_one_and_its_target_is_replaced_or_made(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "real").write_bytes(b"old")
-    (tmp_path / "link").symlink_to(Path("elsewhere") / "real")
-    write(tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "elsewhere" / "real").read_bytes() == b"new"
-
-
-def test_a_link_to_nowhere_gets_its_target(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("target")
-    write(tmp_path / "link")
-    assert (tmp_path / "target").read_bytes() == b"new"
-
-
-def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    for name, target in (("link", Path("elsewhere") / "real"), ("nowhere", Path("target"))):
+        (tmp_path / name).symlink_to(target)
+        write(tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / target).read_bytes() == b"new"
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(UsageFault, match="loop"), replacing(tmp_path / "loop"):
-        pass
+    with pytest.raises(UsageFault, match="loop"):
+        write(tmp_path / "loop")
 
 
-def test_other_names_of_the_old_file_keep_the_old_contents(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"old")
-    os.link(tmp_path / "f", tmp_path / "hard")
-    write(tmp_path / "f")
-    assert (tmp_path / "hard").read_bytes() == b"old"
+def test_other_names_of_the_old_file_keep_the_old_contents(old: Path) -> None:
+    os.link(old, old.with_name("hard"))
+    write(old)
+    assert old.with_name("hard").read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("length", [255, 240])
@@ -197,30 +171,20 @@ def test_a_name_as_long_as_the_file_system_takes_is_written(letter: str, length:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_an_output_where_there_is_no_folder_is_refused(tmp_path: Path) -> None:
-    reason = "missing/f: can't write there: no such file"
-    with pytest.raises(UsageFault, match=reason) as fault, replacing(tmp_path / "missing" / "f"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing/f", "missing/f: can't write there: no such file"),
+        *(("old/g", ""), ("folder", ""), ("folder/", ""), ("new/", "")),
+        ("/dev/null", "not a regular file"),
+    ],
+)
+def test_what_is_no_place_for_a_file_is_refused(name: str, words: str, old: Path) -> None:
+    (old.parent / "folder").mkdir()
+    with pytest.raises(UsageFault, match=words or None) as fault, replacing(os.path.join(old.parent, name)):
         pass
     assert fault.value.exit_code == 2
-
-
-def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"")
-    with pytest.raises(UsageFault), replacing(tmp_path / "f" / "g"):
-        pass
-
-
-@pytest.mark.parametrize("name", ["folder", "folder/", "new/"])
-def test_a_folder_is_no_output(name: str, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(UsageFault), replacing(f"{tmp_path}/{name}"):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
-def test_a_device_is_no_output() -> None:
-    with pytest.raises(UsageFault, match="not a regular file"), replacing("/dev/null"):
-        pass
+    assert sorted(os.listdir(old.parent)) == ["folder", "old"]
 
 
 def failing(number: int, file: object) -> Callable[..., None]:
@@ -232,20 +196,17 @@ def failing(number: int, file: object) -> Callable[..., None]:
     return fail
 
 
-@pytest.mark.parametrize("call, file", [("chmod", 5), ("fsync", None), ("replace", ".f.tmp")])
-def test_an_error_names_the_output(call: str, file: object, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    (tmp_path / "f").write_bytes(b"old")
+@pytest.mark.parametrize("call, file", [("chmod", 5), ("fsync", None), ("replace", ".old.tmp")])
+def test_an_error_names_the_output(call: str, file: object, old: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(os, call, failing(errno.EIO, file))
-    with pytest.raises(OSError) as raised, replacing(tmp_path / "f") as file:
-        file.write(b"new")
-    assert (raised.value.filename, raised.value.filename2) == (f"{tmp_path}/f", None)
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+    with pytest.raises(OSError) as raised:
+        write(old)
+    assert (raised.value.filename, raised.value.filename2) == (str(old), None)
+    assert [path.read_bytes() for path in old.parent.iterdir()] == [b"old"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_disk_on_which_no_file_can_be_made_is_no_mistake_of_the_user(
-    number: int, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_no_mistake_of_the_user(number: int, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(os, "open", failing(number, "temporary"))
     with pytest.raises(OSError) as raised, replacing(tmp_path / "f"):
         pass
@@ -278,14 +239,11 @@ def write_as_nobody(path: Path) -> bytes:
     """).stdout
 
 
-def test_a_folder_that_may_not_be_written_is_refused(folder: Path) -> None:
+def test_a_folder_must_be_one_that_can_be_written_but_not_listed(folder: Path) -> None:
     (folder / "locked").mkdir(mode=0o555)
     said = write_as_nobody(folder / "locked" / "f")
     assert said.startswith(b"UsageFault")
     assert b"can't write there: permission denied" in said
-
-
-def test_a_folder_that_can_be_entered_and_written_but_not_listed_will_do(folder: Path) -> None:
     (folder / "blind").mkdir()
     (folder / "blind").chmod(0o333)
     assert write_as_nobody(folder / "blind" / "f") == b"done\n"
@@ -294,27 +252,6 @@ def test_a_folder_that_can_be_entered_and_written_but_not_listed_will_do(folder:
 def python(script: str, **given: Any) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-c", textwrap.dedent(script)]
     return subprocess.run(command, capture_output=True, timeout=60, check=False, **given)
-
-
-def test_a_disk_that_is_full_leaves_nothing_and_names_the_file(tmp_path: Path) -> None:
-    """The limit on a file's size stands for the disk: the kernel refuses in the same place."""
-    ran = python(f"""
-        import os, resource
-        from ckpttool.tensors.ref import ByteRange, Source
-        from ckpttool.files.commit import replacing
-        from ckpttool.files.copying import Output
-        open({str(tmp_path / "in")!r}, "wb").write(bytes(1 << 20))
-        source = Source("in", os.open({str(tmp_path / "in")!r}, os.O_RDONLY))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-        try:
-            with replacing({str(tmp_path / "out")!r}) as file, Output(file) as out:
-                out.copy(ByteRange(source, 0, 1 << 20))
-        except OSError as error:
-            print(error.filename, error.strerror)
-    """)
-    assert ran.stdout.decode().split() == [str(tmp_path / "out"), "File", "too", "large"], ran.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
 FULL = """
@@ -327,20 +264,19 @@ FULL = """
 
 
 @pytest.mark.parametrize(
-    "words, named",
+    ("words", "named"),
     [
-        (["convert", "in.pt", "out/"], "out/"),
-        (["convert", "in.pt", "-", "--to", "safetensors"], "spool"),
-        (["digest", "-"], "spool"),
+        ("convert in.pt out.pt", "out.pt"),
+        ("convert in.pt out/", "out/"),
+        ("convert in.pt - --to safetensors", "spool"),
+        ("digest -", "spool"),
     ],
 )
-def test_a_full_disk_is_named_by_what_was_written_to_it(words: list[str], named: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_named_by_what_was_written_to_it(words: str, named: str, tmp_path: Path) -> None:
     """A folder of shards; the spools of what is streamed to standard output, and from standard input."""
-    import torch
-
     torch.save({"a": torch.ones(100_000)}, tmp_path / "in.pt")
     (tmp_path / "spool").mkdir()
-    command = [sys.executable, "-c", textwrap.dedent(FULL), *words]
+    command = [sys.executable, "-c", textwrap.dedent(FULL), *words.split()]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "spool"), "PYTHONPATH": str(ROOT)}
     raw = (tmp_path / "in.pt").read_bytes()
     ran = subprocess.run(command, input=raw, capture_output=True, cwd=tmp_path, env=environment, check=False)
@@ -350,13 +286,11 @@ def test_a_full_disk_is_named_by_what_was_written_to_it(words: list[str], named:
 
 
 def test_a_standard_output_that_is_full_is_named(tmp_path: Path) -> None:
-    import torch
-
     torch.save({"a": torch.ones(10)}, tmp_path / "in.pt")
     command = [sys.executable, "-m", "ckpttool", "convert", "in.pt", "-", "--to", "safetensors"]
-    given: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "check": False}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with open("/dev/full", "wb") as full:
-        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, **given)
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
     assert b"error: standard output: no space left on device" in ran.stderr
 
 
@@ -376,8 +310,6 @@ SLOW = """
 
 def interrupted(folder: Path, by: int) -> tuple[int, dict[str, bytes]]:
     """A command that is sent a signal in the middle of writing over an old file: exit code, files left."""
-    import torch
-
     torch.save({"module.a": torch.ones(10)}, folder / "in.pt")
     (folder / "out.safetensors").write_bytes(b"old")
     command = [sys.executable, "-c", textwrap.dedent(SLOW), folder / "in.pt", folder / "out.safetensors"]
@@ -497,3 +429,22 @@ def test_a_hang_up_that_was_to_be_ignored_is_ignored() -> None:
         program.main()
     """)
     assert b"still here" in ran.stdout
+
+
+def test_a_line_that_is_refused_when_closing_is_taken_back(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    class RefusedWhenClosed(io.FileIO):
+        """As on NFS, which sends what was written when the file is closed."""
+
+        def close(self) -> None:
+            is_open = not self.closed
+            super().close()
+            if is_open:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "lines"
+    commit.append_line(str(path), b"first")
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "open", lambda path, *_, **__: RefusedWhenClosed(path, "ab"), raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            commit.append_line(str(path), b"second", durably=True)
+    assert path.read_bytes() == b"first\n"

@@ -46,15 +46,25 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def without_exchange(monkeypatch: MonkeyPatch) -> None:
-    """Take renameat2 away, as an old C library does."""
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+def without_renameat2(*_: object, **__: object) -> Any:
+    """An old C library."""
+    return SimpleNamespace()
+
+
+def refusing(number: int) -> Callable[..., Any]:
+    """A C library whose renameat2 fails with this error."""
+
+    def call(*_: object) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    return lambda *_, **__: SimpleNamespace(renameat2=call)
 
 
 @pytest.fixture(params=["in one step", "in two steps"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> None:
     if request.param == "in two steps":
-        without_exchange(monkeypatch)
+        monkeypatch.setattr(ctypes, "CDLL", without_renameat2)
 
 
 def replace(path: Path, meanwhile: Callable[[Path], object] = lambda _: None, **given: Any) -> Any:
@@ -76,43 +86,34 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_a_file_that_another_process_put_there_meanwhile_is_in_the_new_folder(folder: Path) -> None:
-    new = replace(folder, lambda _: (folder / "trainer_state.json").write_text("{}"))
-    assert (folder / "mine").read_text() == "new"
-    assert (folder / "trainer_state.json").read_text() == "{}"
-    assert (new.given_back, new.not_removed) == (["trainer_state.json"], [])
-    assert names(folder.parent) == ["f"]
-
-
-@pytest.mark.usefixtures("both_ways")
-def test_a_folder_that_another_process_put_there_meanwhile_is_in_the_new_one(folder: Path) -> None:
+def test_what_another_process_put_there_meanwhile_is_in_the_new_folder(folder: Path) -> None:
     def meanwhile(_: Path) -> None:
+        (folder / "trainer_state.json").write_text("{}")
         (folder / "logs" / "deep").mkdir(parents=True)
         (folder / "logs" / "deep" / "notes.txt").write_text("kept")
 
-    assert replace(folder, meanwhile).given_back == ["logs"]
+    new = replace(folder, meanwhile)
+    assert (folder / "mine").read_text() == "new"
+    assert (folder / "trainer_state.json").read_text() == "{}"
     assert (folder / "logs" / "deep" / "notes.txt").read_text() == "kept"
+    assert (sorted(new.given_back), new.not_removed) == (["logs", "trainer_state.json"], [])
+    assert names(folder.parent) == ["f"]
 
 
-def test_what_the_new_folder_has_a_file_of_the_same_name_for_gets_another_name(folder: Path) -> None:
+def test_what_has_a_name_of_the_new_folder_s_gets_another_one(folder: Path) -> None:
+    """A file of theirs, and a folder by the name of a file that may be replaced."""
+
     def meanwhile(new: Path) -> None:
         (new / "notes.txt").write_text("new")
         (folder / "notes.txt").write_text("theirs")
-
-    (name,) = replace(folder, meanwhile).given_back
-    assert name.startswith("notes.txt.other-")
-    assert ((folder / "notes.txt").read_text(), (folder / name).read_text()) == ("new", "theirs")
-
-
-def test_a_folder_by_the_name_of_a_file_that_is_replaced_is_no_such_file(folder: Path) -> None:
-    def meanwhile(_: Path) -> None:
         (folder / "mine").unlink()
         (folder / "mine").mkdir()
         (folder / "mine" / "notes.txt").write_text("kept")
 
-    (name,) = replace(folder, meanwhile).given_back
-    assert (folder / name / "notes.txt").read_text() == "kept"
-    assert (folder / "mine").read_text() == "new"
+    mine, notes = sorted(replace(folder, meanwhile).given_back)
+    assert notes.startswith("notes.txt.other-")
+    assert (folder / "mine").read_text() == (folder / "notes.txt").read_text() == "new"
+    assert ((folder / mine / "notes.txt").read_text(), (folder / notes).read_text()) == ("kept", "theirs")
 
 
 def test_of_a_link_that_is_replaced_the_target_stays(folder: Path) -> None:
@@ -191,6 +192,8 @@ def test_a_folder_that_holds_something_else_is_refused(folder: Path) -> None:
 
 # What killed processes leave.
 
+WRITTEN = "while it is written"
+
 
 def killed(folder: Path, where: str) -> None:
     """Replace a folder in a process that ends at a certain moment."""
@@ -216,31 +219,27 @@ def killed(folder: Path, where: str) -> None:
             if where == "after the exchange":
                 Path(folder, "theirs").write_text("kept")
     """
+    ends(script)
+
+
+def ends(script: str) -> None:
+    """Run a program that ends itself in the middle."""
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, cwd=ROOT)
     assert ran.returncode == 9
 
 
-def test_the_next_save_removes_a_folder_that_was_being_written(folder: Path) -> None:
-    killed(folder, "while it is written")
-    assert len(names(folder.parent)) == 2
-    replace(folder.parent / "another")
-    assert names(folder.parent) == ["another", "f"]
-    assert (folder / "mine").read_text() == "old"
+LEFT = [(WRITTEN, "old", []), ("before the exchange", "old", []), ("after the exchange", "new", ["theirs"])]
 
 
-def test_the_next_save_removes_a_folder_that_never_took_its_place(folder: Path) -> None:
-    killed(folder, "before the exchange")
-    assert (folder / "mine").read_text() == "old"
-    assert replace(folder).given_back == []
-    assert (names(folder.parent), names(folder)) == (["f"], ["mine"])
-
-
-def test_the_next_save_gives_back_what_a_killed_process_could_not(folder: Path) -> None:
-    killed(folder, "after the exchange")
+@pytest.mark.parametrize(("where", "mine", "given_back"), LEFT)
+def test_the_next_save_removes_what_is_left(where: str, mine: str, given_back: Any, folder: Path) -> None:
+    killed(folder, where)
+    assert (folder / "mine").read_text() == mine
     assert (names(folder), len(names(folder.parent))) == (["mine"], 2)
-    assert replace(folder).given_back == ["theirs"]
-    assert (folder / "theirs").read_text() == "kept"
-    assert names(folder.parent) == ["f"]
+    replace(folder.parent / "another")  # also one of another name
+    assert where != WRITTEN or names(folder.parent) == ["another", "f"]
+    assert replace(folder).given_back == given_back
+    assert (names(folder.parent), names(folder)) == (["another", "f"], ["mine", *given_back])
 
 
 def test_the_folder_of_a_living_process_is_never_removed(folder: Path) -> None:
@@ -279,10 +278,8 @@ def test_no_file_is_lost_however_often_writers_are_killed(seed: int, writers: in
     running: list[subprocess.Popen[bytes]] = []
     until, seen = time.monotonic() + 1.5, set()
     while time.monotonic() < until:
-        running += [
-            subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-            for _ in range(writers - sum(each.poll() is None for each in running))
-        ]
+        lacking = writers - sum(each.poll() is None for each in running)
+        running += [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) for _ in range(lacking)]
         for _ in range(drawn.randrange(50, 250)):
             name = f"theirs-{len(put)}"
             write_into_a_replaced_folder(folder / name)
@@ -334,20 +331,18 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_private_folder_stays_private_and_so_do_files_of_other_names(private: Path) -> None:
+def test_a_private_folder_stays_private_and_what_is_kept_as_it_was(private: Path) -> None:
+    (private / "config.json").write_text("{}")
+    (private / "config.json").chmod(0o644)
+
     def meanwhile(new: Path) -> None:
         (new / "more").write_text("new")
         assert mode(new) == 0o700  # so nobody comes to the files, whose permissions are set last
 
-    replace(private, meanwhile)
-    assert (mode(private), mode(private / "mine"), mode(private / "more")) == (0o700, 0o600, 0o600)
-
-
-def test_files_that_are_kept_have_the_permissions_they_had(private: Path) -> None:
-    (private / "config.json").write_text("{}")
-    (private / "config.json").chmod(0o644)
-    replace(private, kept=["config.json"])
-    assert (mode(private / "mine"), mode(private / "config.json")) == (0o600, 0o644)
+    replace(private, meanwhile, kept=["config.json"])
+    found = {name: mode(private / name) for name in names(private)}
+    assert mode(private) == 0o700
+    assert found == {"mine": 0o600, "more": 0o600, "config.json": 0o644}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
@@ -404,7 +399,7 @@ def replacing_all_the_time(folder: Path, times: int) -> subprocess.Popen[bytes]:
 
 def test_another_process_always_sees_a_whole_folder(tmp_path: Path) -> None:
     seen: set[float] = set()
-    with replacing_all_the_time(tmp_path, 200) as running:
+    with replacing_all_the_time(tmp_path, 80) as running:
         assert running.stdout is not None
         running.stdout.readline()
         while running.poll() is None:
@@ -412,8 +407,8 @@ def test_another_process_always_sees_a_whole_folder(tmp_path: Path) -> None:
             assert len(found) == 1, "shards of two checkpoints"
             seen |= found
     assert running.returncode == 0
-    assert len(seen) > 20, "it was not looked at while it was replaced"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out"]
+    assert len(seen) > 10, "it was not looked at while it was replaced"
+    assert names(tmp_path) == ["in.safetensors", "out"]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -427,59 +422,33 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(seed: int, tm
     assert len(values_in(tmp_path / "out")) == 1
 
 
-def test_without_an_exchange_there_are_two_steps(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    without_exchange(monkeypatch)
-    for value in (1.0, 2.0, 3.0):
+@pytest.mark.parametrize("library", [without_renameat2, *map(refusing, sorted(NO_EXCHANGE))])
+def test_without_an_exchange_there_are_two_steps(library: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    shards_of(1.0, tmp_path)
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    for value in (2.0, 3.0):
         shards_of(value, tmp_path)
         assert values_in(tmp_path / "out") == {value}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out"]
-
-
-@pytest.mark.parametrize("number", sorted(NO_EXCHANGE))
-def test_an_old_kernel_has_no_exchange(number: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    shards_of(1.0, tmp_path)
-    monkeypatch.setattr(ctypes, "CDLL", refusing(number))
-    shards_of(2.0, tmp_path)
-    assert values_in(tmp_path / "out") == {2.0}
     assert names(tmp_path) == ["in.safetensors", "out"]
 
 
-def test_an_exchange_that_fails_leaves_all_as_it_was(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+@pytest.mark.parametrize("library", [refusing(errno.EIO), without_renameat2], ids=["exchange", "second step"])
+def test_a_step_that_fails_leaves_all_as_it_was(library: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    rename = os.rename
+
+    def second_fails(source: str, target: str) -> None:
+        if source.endswith(".tmp") and target == str(tmp_path / "out"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
     shards_of(1.0, tmp_path)
-    monkeypatch.setattr(ctypes, "CDLL", refusing(errno.EIO))
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    monkeypatch.setattr(os, "rename", second_fails)
     with pytest.raises(OSError, match="Input/output"):
         shards_of(2.0, tmp_path)
     monkeypatch.undo()
     assert values_in(tmp_path / "out") == {1.0}
     assert names(tmp_path) == ["in.safetensors", "out"]
-
-
-def refusing(number: int) -> Callable[..., Any]:
-    """A C library whose renameat2 fails with this error."""
-
-    def call(*_: object) -> int:
-        ctypes.set_errno(number)
-        return -1
-
-    return lambda *_, **__: SimpleNamespace(renameat2=call)
-
-
-def test_a_second_step_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    shards_of(1.0, tmp_path)
-    without_exchange(monkeypatch)
-    rename = os.rename
-
-    def second_fails(source: str, target: str) -> None:
-        if source.endswith(".tmp") and target == str(tmp_path / "out"):
-            raise OSError(errno.EIO, "broken")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", second_fails)
-    with pytest.raises(OSError, match="broken"):
-        shards_of(2.0, tmp_path)
-    monkeypatch.undo()
-    assert values_in(tmp_path / "out") == {1.0}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out"]
 
 
 def test_a_kill_between_the_two_steps_leaves_the_old_folder_and_a_word_where_it_is(tmp_path: Path) -> None:
@@ -496,8 +465,7 @@ def test_a_kill_between_the_two_steps_leaves_the_old_folder_and_a_word_where_it_
         os.rename = end_before_the_second
         shards_of(2.0, Path({str(tmp_path)!r}))
     """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, cwd=ROOT)
-    assert ran.returncode == 9
+    ends(script)
     with pytest.raises(Unreadable, match="interrupted") as fault:
         ckpttool.open(tmp_path / "out")
     assert str(fault.value.hint).startswith("put them back: mv ")
@@ -535,7 +503,7 @@ def test_a_signal_while_the_old_folder_is_deleted_leaves_nothing_of_it(by: int, 
         assert running.stdout.readline() == b"deleting\n"
         running.send_signal(by)
         assert running.wait(20) == -by
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "of 2", "out"]
+    assert names(tmp_path) == ["in.safetensors", "of 2", "out"]
     assert values_in(tmp_path / "out") == {2.0}
 
 
@@ -546,7 +514,7 @@ def test_a_folder_is_replaced_in_any_thread_and_handlers_are_left_as_they_were(t
             replace(value, tmp_path)
             assert values_in(tmp_path / "out") == {value}
     assert [signal.getsignal(number) for number in ENDING] == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out"]
+    assert names(tmp_path) == ["in.safetensors", "out"]
 
 
 def in_a_thread(function: Callable[..., None]) -> Callable[..., None]:
@@ -557,9 +525,7 @@ def in_a_thread(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def test_a_folder_that_another_one_takes_the_place_of_while_it_is_read_is_read_again(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: Any) -> None:
     """Also when the new one has other shards, so that the old index leads nowhere."""
     shards_of(1.0, tmp_path)
     read, rest = sharded.read, [2.0, 3.0]

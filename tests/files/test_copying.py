@@ -62,12 +62,12 @@ def test_blocks_moved_in_part_are_completed(source: Source, tmp_path: Path, monk
     preadv, pwrite = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:999]], at))
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:500], at))
-    assert copied(source, tmp_path / "out") == EXPECTED
+    steps: list[int] = []
+    assert copied(source, tmp_path / "out", steps.append) == EXPECTED
+    assert sum(steps) == 200_003
 
 
-def test_a_file_system_whose_copy_file_range_returns_0_copies_a_whole_file(
-    source: Source, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_copy_file_range_of_0_copies_all(source: Source, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Some file systems return 0 from copy_file_range for a file that is whole."""
     monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
     monkeypatch.setattr(os, "sendfile", lambda *_: 0)
@@ -86,12 +86,6 @@ def test_a_full_disk_raises_its_own_error(source: Source, tmp_path: Path, monkey
     with pytest.raises(OSError) as fault:
         copied(source, tmp_path / "out")
     assert fault.value.errno == errno.ENOSPC
-
-
-def test_progress_adds_up_to_the_bytes_copied(source: Source, tmp_path: Path) -> None:
-    steps: list[int] = []
-    copied(source, tmp_path / "out", steps.append)
-    assert sum(steps) == 200_003
 
 
 def test_a_source_that_becomes_shorter_is_damaged(source: Source, tmp_path: Path) -> None:
@@ -194,9 +188,7 @@ def test_an_error_of_one_file_ends_the_writing_of_all(source: Source, tmp_path: 
     assert not [each for each in threading.enumerate() if each.name == NAME]
 
 
-def test_what_is_appended_in_many_pieces_is_written_before_all_are_known(
-    source: Source, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_many_pieces_are_written_early(source: Source, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "PLANNED", 3)
     with open(tmp_path / "out", "w+b") as file, Output(file) as out:
         for start in range(10):
@@ -215,22 +207,16 @@ def test_a_dry_output_only_counts(source: Source) -> None:
     assert out.position == 1107
 
 
-def reason(path: str) -> str:
-    with pytest.raises(Unreadable) as fault:
-        open_source_descriptor(path)
-    return fault.value.reason
+REASONS = {"missing": "no such file", "": "is a folder", "pipe": "is not a regular file"}
+REASONS |= {"/dev/null": "is not a regular file", "x" * 300: "file name too long"}
 
 
 def test_a_path_that_can_not_be_opened_is_refused_with_the_reason(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # that nobody writes to: waiting for it would never end
-    assert reason(str(tmp_path / "missing")) == "no such file"
-    assert reason(str(tmp_path)) == "is a folder"
-    assert reason(str(tmp_path / "pipe")) == "is not a regular file"
-    assert reason("/dev/null") == "is not a regular file"
-    assert reason(str(tmp_path / ("x" * 300))) == "file name too long"
-
-
-def test_an_empty_name_and_one_with_a_zero_are_errors_of_this_library() -> None:
+    for name, reason in REASONS.items():
+        with pytest.raises(Unreadable) as fault:
+            open_source_descriptor(os.path.join(tmp_path, name))
+        assert fault.value.reason == reason
     for path in ("", "a\0b"):
         with pytest.raises(CkptToolError):
             open_source_descriptor(path)
@@ -239,7 +225,6 @@ def test_an_empty_name_and_one_with_a_zero_are_errors_of_this_library() -> None:
 READ = """
 import os
 from ckpttool.files.open_source import open_source_descriptor
-from ckpttool.files.threads import NAME
 print(os.pread(open_source_descriptor("-"), 99, 0))
 """
 

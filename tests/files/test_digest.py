@@ -16,16 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
-from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.files import copying, threads
 from ckpttool.files.digest import digest, tensor_digests
 from ckpttool.files.threads import NAME
 from ckpttool.tensors import values as tensor_values
-from ckpttool.transforms.keys import add_prefix
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.running import ROOT
+from tests.support.saved import opened
 
 module = import_module("ckpttool.files.digest")
 PAGE = (ROOT / "docs" / "digest.md").read_text()
@@ -42,9 +41,9 @@ def defined(state: dict[str, torch.Tensor], piece: int = 2**24) -> str:
     return found
 
 
-def of(value: Any, folder: Path, state: str | None = None, **given: Any) -> str:
+def of(value: Any, folder: Path, **given: Any) -> str:
     torch.save(value, folder / "in.pt", **given)
-    return digest(ckpttool.open(folder / "in.pt").state(state).tensors)
+    return digest(ckpttool.open(folder / "in.pt").state().tensors)
 
 
 DTYPES = [
@@ -75,9 +74,7 @@ def test_the_digest_is_what_the_page_says(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 95, 96, 97, 1000])
 @pytest.mark.parametrize("chunk", [16, tensor_values.CHUNK])
-def test_pieces_are_as_the_page_says(
-    piece: int, chunk: int, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_pieces_are_as_the_page_says(piece: int, chunk: int, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "PIECE", piece)
     monkeypatch.setattr(tensor_values, "CHUNK", chunk)
     state = {**STATES["shapes"], **STATES["views"], **STATES["lazy"]}
@@ -93,9 +90,7 @@ def test_a_tensor_of_several_pieces_has_the_digest_of_the_page(tmp_path: Path) -
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
 @pytest.mark.parametrize("read", [1, 100, 1 << 20])
-def test_the_digest_does_not_depend_on_how_threads_share_the_work(
-    workers: int, read: int, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_threads_do_not_change_the_digest(workers: int, read: int, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(copying, "cores", lambda most: workers)
     monkeypatch.setattr(copying, "BUFFER", read)
     monkeypatch.setattr(threads, "MANY", 3)
@@ -108,73 +103,33 @@ def test_the_digest_does_not_depend_on_how_threads_share_the_work(
 def test_progress_adds_up_to_the_bytes_hashed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE", 100)
     state = {**STATES["shapes"], **STATES["views"]}
-    torch.save(state, tmp_path / "in.pt")
     moved: list[int] = []
-    digest(ckpttool.open(tmp_path / "in.pt").state().tensors, moved.append)
+    digest(opened(state, tmp_path).state().tensors, moved.append)
     assert sum(moved) == sum(each.nbytes for each in state.values())
 
 
 # The same for the same contents.
 
 
-CONTENTS = {
-    "w": base,
-    "n": torch.tensor(7),
-    "b": torch.tensor([True, False]),
-    "h": torch.ones(3, dtype=torch.bfloat16),
-    "tied": base,
+CONTENTS = {"w": base, "n": torch.tensor(7), "b": torch.tensor([True, False]), "tied": base}
+CONTENTS |= {"h": torch.ones(3, dtype=torch.bfloat16)}
+
+
+SAVED: dict[str, dict[str, Any]] = {
+    "as it is": CONTENTS,
+    "in another order": dict(reversed(CONTENTS.items())),
+    "inside a training checkpoint": {"epoch": 3, "model": CONTENTS, "optimizer": {}},
+    "as views": {name: torch.stack([each, each])[1] for name, each in CONTENTS.items()},
+    "turned": {**CONTENTS, "w": base.t().contiguous().t()},
+    "as parameters": {**CONTENTS, "w": torch.nn.Parameter(base)},
+    "ties untied": {**CONTENTS, "tied": base.clone()},
 }
 
 
-def legacy(folder: Path) -> Path:
-    torch.save(CONTENTS, folder / "f", _use_new_zipfile_serialization=False)
-    return folder / "f"
-
-
-def library(folder: Path) -> Path:
-    save_file({name: each.clone() for name, each in CONTENTS.items()}, folder / "f")
-    return folder / "f"
-
-
-def converted(ending: str, **given: Any) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        torch.save(CONTENTS, folder / "in.pt")
-        ckpttool.save(ckpttool.open(folder / "in.pt"), folder / f"out{ending}", **given)
-        return folder / f"out{ending}"
-
-    return write
-
-
-def saved(value: Callable[[], Any]) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        torch.save(value(), folder / "f")
-        return folder / "f"
-
-    return write
-
-
-WAYS: dict[str, Callable[[Path], Path]] = {
-    "torch.save": saved(lambda: CONTENTS),
-    "torch.save, legacy": legacy,
-    "save_file": library,
-    "this library's .pt": converted(".pt"),
-    "this library's .safetensors": converted(".safetensors"),
-    "with copies": converted(".safetensors", keep_copies=True),
-    "whole": converted(".safetensors", full=True),
-    "shards": converted("", to="safetensors-sharded", shard_size=100),
-    "shards of torch": converted("", to="torch-sharded", shard_size=100),
-    "in another order": saved(lambda: dict(reversed(CONTENTS.items()))),
-    "inside a training checkpoint": saved(lambda: {"epoch": 3, "model": CONTENTS, "optimizer": {}}),
-    "as views": saved(lambda: {name: torch.stack([each, each])[1] for name, each in CONTENTS.items()}),
-    "turned": saved(lambda: {**CONTENTS, "w": base.t().contiguous().t()}),
-    "as parameters": saved(lambda: {**CONTENTS, "w": torch.nn.Parameter(base)}),
-    "ties untied": saved(lambda: {**CONTENTS, "tied": base.clone()}),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_digest_does_not_depend_on_how_the_contents_were_saved(way: str, tmp_path: Path) -> None:
-    assert digest(ckpttool.open(WAYS[way](tmp_path)).state().tensors) == defined(CONTENTS)
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("way", SAVED)
+def test_the_digest_does_not_depend_on_how_torch_saved(way: str, zipped: bool, tmp_path: Path) -> None:
+    assert of(SAVED[way], tmp_path, _use_new_zipfile_serialization=zipped) == defined(CONTENTS)
 
 
 def test_big_endian_values_are_the_same_values(tmp_path: Path) -> None:
@@ -216,14 +171,8 @@ CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_any_change_of_contents_changes_the_digest(change: str, tmp_path: Path) -> None:
     def state() -> dict[str, torch.Tensor]:
-        return {
-            "w": base.clone(),
-            "m": base + 1,
-            "n": torch.tensor(7),
-            "b": torch.tensor([True, False]),
-            "nan": torch.tensor([float("nan")]),
-            "e": torch.empty(0, 3),
-        }
+        made = {"w": base.clone(), "m": base + 1, "n": torch.tensor(7), "b": torch.tensor([True, False])}
+        return {**made, "nan": torch.tensor([float("nan")]), "e": torch.empty(0, 3)}
 
     changed = state()
     CHANGES[change](changed)
@@ -231,10 +180,10 @@ def test_any_change_of_contents_changes_the_digest(change: str, tmp_path: Path) 
     assert of(changed, tmp_path) == defined(changed)
 
 
-@given(
-    st.dictionaries(st.text(max_size=4), st.tuples(st.sampled_from(DTYPES), st.integers(0, 20)), max_size=5),
-    st.integers(1, 50),
-)
+CONTENT = st.tuples(st.sampled_from(DTYPES), st.integers(0, 20))
+
+
+@given(st.dictionaries(st.text(max_size=4), CONTENT, max_size=5), st.integers(1, 50))
 def test_any_state_has_the_digest_of_the_page(wanted: dict[str, Any], piece: int) -> None:
     state = {name: torch.arange(count).to(dtype) for name, (dtype, count) in wanted.items()}
     with tempfile.TemporaryDirectory() as folder, MonkeyPatch.context() as patch:
@@ -243,24 +192,14 @@ def test_any_state_has_the_digest_of_the_page(wanted: dict[str, Any], piece: int
             assert of(state, Path(folder)) == defined(state, piece)
 
 
-def test_a_new_prefix_makes_another_digest(tmp_path: Path) -> None:
-    torch.save({"w": base}, tmp_path / "in.pt")
-    checkpoint = ckpttool.open(tmp_path / "in.pt")
-    prefixed, _ = add_prefix(checkpoint)
-    assert digest(prefixed.state().tensors) == defined({"module.w": base})
-    assert digest(checkpoint.state().tensors) == defined({"w": base}) != defined({"module.w": base})
-
-
 def test_digests_of_tensors_come_in_the_order_of_names_as_bytes(tmp_path: Path) -> None:
     state = {name: torch.full((2,), i) for i, name in enumerate(["b", "a", "Z", "é", "10", "9"])}
-    torch.save(state, tmp_path / "in.pt")
-    found = [name for name, _ in tensor_digests(ckpttool.open(tmp_path / "in.pt").state().tensors)]
+    found = [name for name, _ in tensor_digests(opened(state, tmp_path).state().tensors)]
     assert found == sorted(state, key=str.encode)
 
 
 def test_a_reader_that_stops_early_ends_the_work(tmp_path: Path) -> None:
-    torch.save({f"{i:04}": torch.ones(1 << 18) for i in range(100)}, tmp_path / "in.pt")
-    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    checkpoint = opened({f"{i:04}": torch.ones(1 << 16) for i in range(40)}, tmp_path)
     digests = tensor_digests(checkpoint.state().tensors)
     assert next(digests)[0] == "0000"
     digests.close()  # type: ignore[attr-defined]

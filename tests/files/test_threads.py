@@ -1,17 +1,21 @@
-"""Work on several cores: results in the order of the jobs, and errors where they belong."""
+"""Work on several cores: results in the order of the jobs, errors where they belong, and checksums joined."""
 
 from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from ckpttool.files import threads as threads_module
+from ckpttool.files.crc32 import combined, crc32
 from ckpttool.files.threads import NAME, Workers, cut, in_order, map_pieces
 
 
@@ -54,9 +58,8 @@ class Sized(NamedTuple):
 @pytest.mark.parametrize("nbytes", [0, 1, threads_module.GROUP // 3, threads_module.GROUP, 1 << 30])
 def test_pieces_of_any_size_are_worked_on_once_and_in_order(nbytes: int, threads: int) -> None:
     pieces = [Sized(number, nbytes if number % 7 else 5) for number in range(2_000)]
-    assert list(map_pieces(lambda piece: piece.number, pieces, 3)) == list(
-        zip(pieces, range(2_000), strict=True)
-    )
+    found = list(map_pieces(lambda piece: piece.number, pieces, 3))
+    assert found == list(zip(pieces, range(2_000), strict=True))
     assert not running()
 
 
@@ -146,7 +149,7 @@ def startable(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("count", [2, 3, 200])
-def test_without_threads_the_caller_runs_each_job_once(count: int, startable: int) -> None:
+def test_without_threads_the_caller_runs_each_job_once_and_has_its_errors(count: int, startable: int) -> None:
     done: list[int] = []
 
     def job(number: int) -> int:
@@ -155,10 +158,6 @@ def test_without_threads_the_caller_runs_each_job_once(count: int, startable: in
 
     assert list(in_order((partial(job, n) for n in range(count)), 3)) == list(range(count))
     assert sorted(done) == list(range(count))
-    assert not running()
-
-
-def test_without_threads_an_error_is_raised_too(startable: int) -> None:
     with pytest.raises(ZeroDivisionError):
         list(in_order((partial(divmod, 1, n) for n in (2, 1, 0, 1)), 3))
     assert not running()
@@ -166,3 +165,26 @@ def test_without_threads_an_error_is_raised_too(startable: int) -> None:
 
 def running() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+# CRCs put together are those of the bytes put together.
+
+
+@given(st.binary(max_size=3000), st.binary(max_size=3000))
+def test_the_checksum_of_two_stretches_is_that_of_their_bytes(first: bytes, second: bytes) -> None:
+    assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@given(st.binary(max_size=3000), st.integers(0, 2**32 - 1))
+def test_checksums_are_those_of_zlib_with_any_library(data: bytes, before: int) -> None:
+    assert crc32(data, before) == zlib.crc32(data, before)
+
+
+def test_the_checksum_of_a_stretch_longer_than_any_buffer() -> None:
+    """Zeros change a CRC too, by an amount that their number alone decides."""
+    block, crc, zeros = bytes(1 << 20), zlib.crc32(b"before"), 0
+    expected = crc
+    for _ in range(300):
+        expected = zlib.crc32(block, expected)
+        zeros = combined(zeros, zlib.crc32(block), len(block))
+    assert combined(crc, zeros, 300 << 20) == expected

@@ -7,7 +7,6 @@ import datetime
 import pathlib
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,9 @@ import ckpttool
 from ckpttool.inert_pickle.known_names import names_in, names_that_run, unknown_names
 from ckpttool.inert_pickle.reader import read_pickle
 from ckpttool.inert_pickle.values import Global
-from tests.support.crafting import (
-    call,
-    dict_of,
-    list_of,
-    name,
-    program,
-    storage,
-    tensor,
-    text,
-    torch_legacy,
-    torch_zip,
-)
-from tests.support.running import Ran
+from tests.support.crafting import call, dict_of, list_of, name, program, storage, tensor, text, torch_zip
+from tests.support.running import Cli
+from tests.support.saved import opened
 from tests.support.trees import model, training_checkpoint
 
 WEIGHT = tensor(storage(1), (1,))
@@ -42,18 +31,17 @@ NINE = [name(f"aaa{i}", "Thing") for i in range(8)] + [name("posix", "system")]
 @pytest.fixture
 def hidden(tmp_path: Path) -> Path:
     """A state next to eight unknown names that sort before `posix.system`."""
-    return torch_zip(
-        tmp_path / "in.pt", dict_of({"model": dict_of({"w": WEIGHT}), "x": list_of(*NINE)}), BYTES
-    )
+    tree = {"model": dict_of({"w": WEIGHT}), "x": list_of(*NINE)}
+    return torch_zip(tmp_path / "in.pt", dict_of(tree), BYTES)
 
 
-def test_what_runs_is_shown_first_and_never_shortened(hidden: Path, cli: Callable[..., Ran]) -> None:
+def test_what_runs_is_shown_first_and_never_shortened(hidden: Path, cli: Cli) -> None:
     shown = " ".join(cli("inspect", hidden).out.split())
     assert shown.index("posix.system") < shown.index("aaa0.Thing") < shown.index("aaa7.Thing")
     assert cli("inspect", hidden, "--json").json["unknown"][0] == "posix.system"
 
 
-def test_every_command_says_what_it_writes_on(hidden: Path, cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_every_command_says_what_it_writes_on(hidden: Path, cli: Cli, tmp_path: Path) -> None:
     for command in (["convert"], ["add-prefix"], ["rename-keys", "--map", "w=v"]):
         ran = cli(*command, hidden, tmp_path / "out.pt", "--force")
         assert ran.code == 0
@@ -64,7 +52,7 @@ def test_every_command_says_what_it_writes_on(hidden: Path, cli: Callable[..., R
     assert (ran.code, ran.json["mentions"]) == (0, [])
 
 
-def test_verify_no_code_fails_for_names_that_run(hidden: Path, cli: Callable[..., Ran]) -> None:
+def test_verify_no_code_fails_for_names_that_run(hidden: Path, cli: Cli) -> None:
     assert cli("verify", hidden).code == 0
     ran = cli("verify", hidden, "--no-code", "--json")
     assert (ran.code, ran.json["ok"]) == (1, False)
@@ -72,59 +60,55 @@ def test_verify_no_code_fails_for_names_that_run(hidden: Path, cli: Callable[...
     assert "posix.system" in cli("verify", hidden, "--no-code").err
 
 
-@pytest.mark.parametrize("kind", ["zip", "legacy"])
-def test_verify_no_code_accepts_an_honest_checkpoint(
-    kind: str, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
-    path = tmp_path / "in.pt"
-    torch.save(training_checkpoint(), path, _use_new_zipfile_serialization=kind == "zip")
-    assert cli("verify", path, "--no-code").code == 0
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_verify_no_code_accepts_an_honest_file(zipped: bool, cli: Cli, tmp_path: Path) -> None:
+    torch.save(training_checkpoint(), tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
+    assert cli("verify", tmp_path / "in.pt", "--no-code").code == 0
 
 
+CALL = call(name("os", "system"), text("true"))
 DROPPED = {
-    "popped": call(name("os", "system"), text("true")) + b"0}",
-    "stored in the memo": call(name("os", "system"), text("true")) + b"q\x000}",
-    "overwritten": b"}" + text("a") + call(name("os", "system"), text("true")) + b"s" + text("a") + b"Ns",
-    "popped with a mark": b"}(" + call(name("os", "system"), text("true")) + b"1",
+    "popped": CALL + b"0}",
+    "stored in the memo": CALL + b"q\x000}",
+    "overwritten": b"}" + text("a") + CALL + b"s" + text("a") + b"Ns",
+    "popped with a mark": b"}(" + CALL + b"1",
     "a name alone": b"}" + name("os", "system") + b"0",
 }
 
 
 @pytest.mark.parametrize("how", DROPPED)
-def test_a_call_whose_result_is_dropped_is_found(how: str, cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_a_call_whose_result_is_dropped_is_found(how: str, cli: Cli, tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "in.pt", DROPPED[how])
     assert cli("inspect", path, "--json").json["unknown"] == ["os.system"]
     assert cli("verify", path, "--no-code").code == 1
 
 
-def test_a_call_in_another_pickle_of_a_legacy_file_is_found(cli: Callable[..., Ran], tmp_path: Path) -> None:
-    path = torch_legacy(
-        tmp_path / "in.pt", dict_of({"w": tensor(storage(1, view=b"N"), (1,))}), {"0": (1, bytes(4))}
-    )
-    facts = pickle.dumps({"protocol_version": 1001, "little_endian": True, "type_sizes": {"int": 4}}, 2)
+def test_a_call_in_another_pickle_of_a_legacy_file_is_found(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "in.pt"
+    torch.save({"w": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
+    sizes = {"short": 2, "int": 4, "long": 4}
+    facts = pickle.dumps({"protocol_version": 1001, "little_endian": True, "type_sizes": sizes}, 2)
     raw = path.read_bytes()
     assert facts in raw
-    path.write_bytes(raw.replace(facts, program(call(name("os", "system"), text("true")))))
+    path.write_bytes(raw.replace(facts, program(CALL)))
     assert cli("inspect", path, "--json").json["unknown"] == ["os.system"]
 
 
-def test_names_in_shards_are_found(cli: Callable[..., Ran], tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "in.pt")
-    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "folder", to="torch-sharded", shard_size=8)
+def test_names_in_shards_are_found(cli: Cli, tmp_path: Path) -> None:
+    checkpoint = opened({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path)
+    ckpttool.save(checkpoint, tmp_path / "folder", to="torch-sharded", shard_size=8)
     (shard, *_) = sorted((tmp_path / "folder").glob("*.bin"))
-    body = call(name("os", "system"), text("true")) + b"0" + dict_of({"a": tensor(storage(2), (2,))})
-    torch_zip(shard, body, {"0": bytes(8)})
+    torch_zip(shard, CALL + b"0" + dict_of({"a": tensor(storage(2), (2,))}), {"0": bytes(8)})
     assert cli("verify", tmp_path / "folder", "--no-code").code == 1
 
 
-def test_names_in_a_dcp_folder_are_found(cli: Callable[..., Ran], tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2), "n": [1, "x"]}, tmp_path / "in.pt")
-    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "dcp", to="dcp")
+def test_names_in_a_dcp_folder_are_found(cli: Cli, tmp_path: Path) -> None:
+    ckpttool.save(opened({"a": torch.ones(2), "n": [1, "x"]}, tmp_path), tmp_path / "dcp", to="dcp")
     assert cli("inspect", tmp_path / "dcp", "--json").json["unknown"] == []
     assert cli("verify", tmp_path / "dcp", "--no-code").code == 0
     metadata = tmp_path / "dcp" / ".metadata"
     raw = metadata.read_bytes()  # PROTO, FRAME and its length come first
-    metadata.write_bytes(raw[:2] + call(name("os", "system"), text("true")) + b"0" + raw[11:])
+    metadata.write_bytes(raw[:2] + CALL + b"0" + raw[11:])
     assert cli("inspect", tmp_path / "dcp", "--json").json["unknown"] == ["os.system"]
 
 
@@ -133,15 +117,14 @@ HARMLESS: list[Any] = [
     *(defaultdict(list, a=[1]), defaultdict(int), Counter("ab"), deque([1]), pathlib.PurePosixPath("x")),
     *(np.float64(0.5), np.arange(3), np.dtype("int8"), np.random.RandomState(0)),
     *(torch.Size([1]), torch.float16, torch.device("cpu"), torch.strided, torch.nn.Parameter(torch.ones(1))),
-    *(torch.ones(1).to_sparse(), torch.optim.SGD([torch.ones(1)], 0.1).state_dict(), model()),
+    *(torch.bfloat16, torch.ones(1).to_sparse(), torch.optim.SGD([torch.ones(1)], 0.1).state_dict(), model()),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("value", HARMLESS, ids=lambda value: type(value).__name__)
 def test_harmless_names_are_not_called_unknown(value: Any, tmp_path: Path) -> None:
-    torch.save(value, tmp_path / "in.pt")
-    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+    with opened(value, tmp_path) as checkpoint:
         assert unknown_names(checkpoint.names) == []
 
 

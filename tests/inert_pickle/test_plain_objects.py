@@ -1,9 +1,12 @@
-"""Sets, bytes and objects with keyword arguments: the same in every protocol, format and command."""
+"""Sets, bytes and objects: the same in every protocol, format and command; attributes read from a state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import copy
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,12 @@ import torch
 import ckpttool
 from ckpttool.analysis.compare import diff
 from ckpttool.analysis.verify import verify
+from ckpttool.inert_pickle.reader import read_pickle
+from ckpttool.inert_pickle.values import Global, OrderedDict_, Record
 from tests.support.compared import compared
-from tests.support.running import Ran
+from tests.support.crafting import call, list_of, name, number, program, text, tuple_of
+from tests.support.running import Cli
+from tests.support.saved import opened
 
 PROTOCOLS = [2, 3, 4, 5]
 PLAIN: dict[str, Any] = {
@@ -56,30 +63,20 @@ def there_and_back(value: Any, folder: Path, protocol: int) -> tuple[Path, list[
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("value", [PLAIN, tensors_inside()], ids=["plain", "tensors inside"])
-def test_outputs_hold_the_same_values(value: Any, protocol: int, tmp_path: Path) -> None:
+def test_outputs_hold_the_same_values_and_torch_loads_them(value: Any, protocol: int, tmp_path: Path) -> None:
     source, outputs = there_and_back(value, tmp_path, protocol)
     for output in outputs:
         assert diff(ckpttool.open(source), ckpttool.open(output)).same
         assert verify(ckpttool.open(source), against=ckpttool.open(output)).ok
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_torch_loads_the_outputs(protocol: int, tmp_path: Path) -> None:
-    _, (out, _, back) = there_and_back(PLAIN, tmp_path, protocol)
-    for path in (out, back):
+    for path in outputs[::2]:
         again = torch.load(path, weights_only=False)
-        assert again == PLAIN
-        assert [type(value) for value in again.values()] == [type(value) for value in PLAIN.values()]
-
-
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_tensors_in_sets_and_in_keyword_arguments_are_loaded_again(protocol: int, tmp_path: Path) -> None:
-    _, (out, _, back) = there_and_back(tensors_inside(), tmp_path, protocol)
-    for path in (out, back):
-        again = torch.load(path, weights_only=False)
-        assert sorted(len(tensor) for tensor in again["s"]) == list(range(1, 20))
-        assert sorted(tensor[0].item() for tensor in again["f"]) == list(range(-19, 0))
-        assert again["k"].t.tolist() == [1, 1]
+        if value is PLAIN:
+            assert again == PLAIN
+            assert [type(each) for each in again.values()] == [type(each) for each in PLAIN.values()]
+        elif protocol >= 4:
+            assert sorted(len(tensor) for tensor in again["s"]) == list(range(1, 20))
+            assert sorted(tensor[0].item() for tensor in again["f"]) == list(range(-19, 0))
+            assert again["k"].t.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -92,8 +89,8 @@ def test_sets_and_byte_arrays_load_as_weights_only(protocol: int, tmp_path: Path
 
 @pytest.mark.parametrize("protocol", [2, 3, 5])
 def test_files_of_two_protocols_compare_as_the_same(protocol: int, tmp_path: Path) -> None:
-    for name, each in (("a.pt", 4), ("b.pt", protocol)):
-        torch.save(PLAIN, tmp_path / name, pickle_protocol=each)
+    for file, each in (("a.pt", 4), ("b.pt", protocol)):
+        torch.save(PLAIN, tmp_path / file, pickle_protocol=each)
     assert diff(ckpttool.open(tmp_path / "a.pt"), ckpttool.open(tmp_path / "b.pt")).same
 
 
@@ -106,25 +103,22 @@ def test_sets_compare_equal_in_any_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "changes"),
+    ("a", "b", "changes", "more"),
     [
-        ({1, 2}, {1, 3}, [("s.1", "2", "3")]),
-        ({1}, {True}, [("s.0", "1", "True")]),
-        ({0.0}, {-0.0}, [("s.0", "0.0", "-0.0")]),
+        ({1, 2}, {1, 3}, [("s.1", "2", "3")], ()),
+        ({1}, {True}, [("s.0", "1", "True")], ()),
+        ({0.0}, {-0.0}, [("s.0", "0.0", "-0.0")], ()),
+        ({1, 2}, {1, 2, 3}, [], ("s.2",)),
     ],
 )
-def test_diff_names_elements_of_sets_that_differ(a: Any, b: Any, changes: Any, tmp_path: Path) -> None:
+def test_diff_names_elements_that_differ(a: Any, b: Any, changes: Any, more: Any, tmp_path: Path) -> None:
     found = compared(tmp_path, {"w": torch.ones(1), "s": a}, {"w": torch.ones(1), "s": b})
     assert [(each.name, each.a, each.b) for each in found.changed] == changes
-
-
-def test_diff_names_an_additional_element(tmp_path: Path) -> None:
-    found = compared(tmp_path, {"w": torch.ones(1), "s": {1, 2}}, {"w": torch.ones(1), "s": {1, 2, 3}})
-    assert (found.only_a, found.only_b, found.changed) == ((), ("s.2",), ())
+    assert (found.only_a, found.only_b) == ((), more)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_inspect_shows_plain_type_names(protocol: int, cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_inspect_shows_plain_type_names(protocol: int, cli: Cli, tmp_path: Path) -> None:
     torch.save(PLAIN, tmp_path / "in.pt", pickle_protocol=protocol)
     page = cli("inspect", tmp_path / "in.pt").out
     assert "builtin" not in page and "_codecs" not in page
@@ -138,3 +132,68 @@ def test_dcp_holds_plain_python_values(protocol: int, tmp_path: Path) -> None:
     ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "dcp", to="dcp")
     assert diff(ckpttool.open(tmp_path / "in.pt"), ckpttool.open(tmp_path / "dcp")).same
     assert not any(b"inert_pickle" in file.read_bytes() for file in (tmp_path / "dcp").iterdir())
+
+
+# Attributes of objects.
+
+
+class Slotted:
+    """An object with slots, whose state is a pair."""
+
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        self.depth = 18
+
+
+def test_attributes_of_a_namespace_are_read_by_name(tmp_path: Path) -> None:
+    args = argparse.Namespace(lr=0.1, model="resnet18", inner=SimpleNamespace(steps=[1, 2]))
+    tree = opened({"w": torch.ones(1), "args": args, "slotted": Slotted()}, tmp_path).tree
+    assert isinstance(tree, dict)
+    assert (tree["args"].lr, tree["args"].model, tree["args"].inner.steps) == (0.1, "resnet18", [1, 2])
+    assert tree["slotted"].depth == 18
+    assert not hasattr(tree["args"], "epochs")
+    said = r"'argparse.Namespace' has no attribute 'epochs' in its pickled state"
+    with pytest.raises(AttributeError, match=said):
+        tree["args"].epochs  # noqa: B018
+
+
+def test_names_of_the_record_s_own_are_never_taken_from_the_file() -> None:
+    state = {"args": 1, "items": 2, "state": 3, "type_name": 4, "__class__": 5, "__len__": 6, "lr": 7}
+    record = Record("newobj", Global("m", "C"), (), state=state, has_state=True)
+    assert (record.args, record.items, record.state, record.type_name) == ((), (), state, "m.C")
+    assert (record.__class__, record.lr) == (Record, 7)
+    assert not hasattr(record, "__len__")
+    assert record.state["items"] == 2
+
+
+@pytest.mark.parametrize("state", [None, 1, [("lr", 1)], "lr", ({},), (None, {"x": 1})])
+def test_a_state_without_the_name_has_no_attribute(state: object) -> None:
+    with pytest.raises(AttributeError):
+        Record("newobj", Global("m", "C"), (), state=state, has_state=True).lr  # noqa: B018
+
+
+def test_records_are_copied_as_before() -> None:
+    record = Record("newobj", Global("m", "C"), (), state={"x": [1]}, has_state=True)
+    assert copy.deepcopy(record).x == [1]
+    with pytest.raises(AttributeError):
+        Record.__new__(Record).x  # noqa: B018
+
+
+def test_a_record_has_the_name_of_its_class() -> None:
+    read = read_pickle(pickle.dumps(argparse.Namespace(), 2)).value
+    assert read.type_name == "argparse.Namespace"
+    old_style = call(name("copy_reg", "_reconstructor"), name("m", "C"), name("__builtin__", "object"), b"N")
+    assert read_pickle(program(old_style)).value.type_name == "m.C"
+
+
+def test_an_ordered_dict_of_python_2_is_made_of_its_pairs() -> None:
+    pairs = list_of(list_of(text("b"), number(1)), tuple_of(text("a"), number(2)))
+    read = read_pickle(program(call(name("collections", "OrderedDict"), pairs))).value
+    assert isinstance(read, OrderedDict_)
+    assert list(read.items()) == [("b", 1), ("a", 2)]
+
+
+def test_a_string_of_python_2_is_text_where_it_is_utf_8_and_bytes_elsewhere() -> None:
+    body = b"(U\x03abcU\x02\xff\xfeT\x02\x00\x00\x00\xc3\xa9S'q\\x41'\nl"
+    assert read_pickle(program(body)).value == ["abc", b"\xff\xfe", "é", "qA"]

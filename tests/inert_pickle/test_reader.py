@@ -1,4 +1,4 @@
-"""The pickle reader that runs nothing and the writer, compared with Python's own."""
+"""The pickle reader and the writer, compared with Python's own."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pytest import MonkeyPatch
 
 from ckpttool.inert_pickle import values as inert
-from ckpttool.inert_pickle.reader import PickleFault, read_pickle
-from ckpttool.inert_pickle.values import Global, OrderedDict_, Record, TooDeep, rebuild, walk
+from ckpttool.inert_pickle.reader import read_pickle
+from ckpttool.inert_pickle.values import Global, Record, TooDeep, rebuild, walk
 from ckpttool.inert_pickle.writer import write_pickle
 from tests.support.comparing import assert_same
-from tests.support.crafting import call, dict_of, list_of, name, number, program, text, tuple_of
+from tests.support.crafting import call, name, number, program, text
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -55,20 +54,22 @@ PLAIN = [
     *("", "a", "é\n\t\\'\"", "\ud800", "\U0001f511", "x" * 300, "\0", b"", b"\x00\xff", b"b" * 300),
     *((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1, [2, [3]]], {}, {"a": 1, 2: "b", (1, "c"): None}),
     *(list(range(2500)), dict.fromkeys(range(2500), "v"), {1: {2: {3: [4]}}}),
+    *(bytearray(b"\xff"), bytearray()),
 ]
+SETS = [{1, "a", (2, 3)}, frozenset({4, frozenset({5})}), set(), frozenset()]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("value", PLAIN, ids=lambda v: repr(v)[:30].encode("ascii", "replace").decode())
 def test_plain_values_of_every_protocol_stand_for_themselves(value: object, protocol: int) -> None:
     assert_same(value, read_pickle(pickle.dumps(value, protocol)).value)
+    if protocol >= 2:
+        assert_same(value, pickle.loads(written(value, protocol)))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_sets_and_byte_arrays_of_every_protocol_are_plain_values(protocol: int) -> None:
-    sets = [{1, "a", (2, 3)}, frozenset({4, frozenset({5})}), set(), frozenset()]
-    value = [*sets, bytearray(b"\xff"), bytearray()]
-    assert read_pickle(pickle.dumps(value, protocol)).value == value
+def test_sets_of_every_protocol_are_plain_values(protocol: int) -> None:
+    assert read_pickle(pickle.dumps(SETS, protocol)).value == SETS
 
 
 @pytest.mark.parametrize("kind", ["set", "frozenset"])
@@ -95,15 +96,6 @@ CALLS_OF_NO_PICKLER = {
 @pytest.mark.parametrize("what", CALLS_OF_NO_PICKLER)
 def test_calls_that_no_pickler_writes_stay_records(what: str) -> None:
     assert isinstance(read_pickle(program(CALLS_OF_NO_PICKLER[what])).value, Record)
-
-
-@pytest.mark.parametrize("kind", ["set", "frozenset", "bytearray"])
-def test_a_call_repeated_on_one_large_list_is_refused(kind: str) -> None:
-    contents = b"B" + (30_000).to_bytes(4, "little") + b"x" * 30_000
-    contents = contents if kind == "bytearray" else list_of(*[b"N"] * 30_000)
-    made = contents + b"q\x000" + name("builtins", kind) + b"q\x01h\x00\x85q\x02"
-    with pytest.raises(PickleFault, match="over and over"):
-        read_pickle(program(b"(" + made + b"0h\x01h\x02R" * 30_000 + b"l"))
 
 
 def test_many_equal_bytes_are_written_and_read_back() -> None:
@@ -179,7 +171,6 @@ def objects() -> dict[str, Any]:
     ordered._metadata = OrderedDict(x={"version": 1})  # type: ignore[attr-defined]
     return {
         "namespace": argparse.Namespace(lr=0.1, path=pathlib.Path("/tmp/x"), shared=shared),
-        "enum": Colour.RED,
         "object": Plain(shared),
         "slots": slotted,
         "list subclass": listlike,
@@ -195,18 +186,19 @@ def objects() -> dict[str, Any]:
         "function": copyreg.pickle,
         "type": Plain,
         "builtin": len,
+        "enum": Colour.RED,
         "set": {1, "a"},
         "frozenset": frozenset({1, 2}),
         "bytes": b"\x00\xff",
-        "bytearray": bytearray(b"\x01\x02"),
+        "bytearray": bytearray(b"\x01"),
         "complex": 1 + 2j,
         "range": range(3),
         "slice": slice(1, None, 2),
-        "date": datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc),
+        "error": ValueError("x"),
         "decimal": decimal.Decimal("1.10"),
         "fraction": fractions.Fraction(1, 3),
         "uuid": uuid.UUID(int=5),
-        "error": ValueError("x"),
+        "date": datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc),
         "numpy scalar": np.float64(1.5),
         "numpy array": np.arange(6, dtype=np.int16).reshape(2, 3),
         "numpy object array": np.array([None, "a"], dtype=object),
@@ -265,7 +257,7 @@ def test_python_reads_back_any_tree_unchanged(value: Any, protocol: int) -> None
 @given(trees)
 def test_a_copy_of_a_tree_is_the_same_tree(value: Any) -> None:
     read = read_pickle(pickle.dumps(value, 4)).value
-    assert_same(value, pickle.loads(written(rebuild(read, lambda item: item), 4)))
+    assert_same(value, pickle.loads(written(copied(read), 4)))
 
 
 # Cycles.
@@ -284,38 +276,32 @@ def cycles() -> dict[str, Any]:
     owner.value = [owner]
     by_arguments = Remade([])
     by_arguments.value.append(by_arguments)
-    return {
-        "arguments": [by_arguments, ["a"], ["b"]],
-        "list": inside,
-        "dict": in_dict,
-        "by tuple": through_tuple,
-        "tuple": entered_by_tuple,
-        "object": owner,
-    }
+    tuples = {"by tuple": through_tuple, "tuple": entered_by_tuple}
+    objects = {"arguments": [by_arguments, ["a"], ["b"]], "object": owner}
+    return {"list": inside, "dict": in_dict, **tuples, **objects}
+
+
+def copied(tree: Any) -> Any:
+    return rebuild(tree, lambda item: item)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("what", cycles())
-def test_cycles_survive_reading_and_writing(what: str, protocol: int) -> None:
-    value = pickle.loads(pickle.dumps(cycles()[what], protocol))  # Python itself splits some objects in two
-    assert_same(value, through(cycles()[what], protocol))
+def test_cycles_survive_reading_writing_and_a_copy(what: str, protocol: int) -> None:
+    raw = pickle.dumps(cycles()[what], protocol)
+    meant = pickle.loads(raw)  # Python itself splits some objects in two
+    assert_same(meant, pickle.loads(written(read_pickle(raw).value, protocol)))
+    assert_same(meant, pickle.loads(written(copied(read_pickle(raw).value), protocol)))
 
 
-@pytest.mark.parametrize("what", cycles())
-def test_cycles_survive_a_copy(what: str) -> None:
-    read = read_pickle(pickle.dumps(cycles()[what], 2)).value
-    assert_same(cycles()[what], pickle.loads(written(rebuild(read, lambda item: item))))
-
-
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("change", [lambda tree: tree, copied], ids=["read", "copied"])
 @pytest.mark.parametrize("kind", [set, frozenset])
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_a_cycle_through_a_set_survives(protocol: int, kind: Any, copied: bool) -> None:
+def test_a_cycle_through_a_set_survives(protocol: int, kind: Any, change: Any) -> None:
     owner = Plain()
     owner.value = kind([owner])
     for start in (owner, owner.value, [owner.value, owner, "text", ["list"]]):
-        read = read_pickle(pickle.dumps(start, protocol))
-        tree = rebuild(read.value, lambda value: value) if copied else read.value
+        tree = change(read_pickle(pickle.dumps(start, protocol)).value)
         again = pickle.loads(written(tree, protocol))
         if isinstance(again, list):
             assert again[2:] == ["text", ["list"]]
@@ -334,7 +320,7 @@ def doubled(times: int) -> bytes:
 def test_a_list_doubled_60_times_is_walked_and_copied_in_no_time() -> None:
     tree = read_pickle(program(doubled(60))).value
     assert sum(isinstance(value, list) for value in walk(tree)) < 200
-    assert written(rebuild(tree, lambda value: value)) == written(tree)
+    assert written(copied(tree)) == written(tree)
 
 
 def nested(levels: int) -> bytes:
@@ -346,7 +332,7 @@ def test_nesting_of_100_000_levels_is_read_and_walked() -> None:
     assert sum(1 for _ in walk(tree)) == 100_000
 
 
-@pytest.mark.parametrize("act", [written, lambda tree: rebuild(tree, lambda value: value)])
+@pytest.mark.parametrize("act", [written, copied])
 def test_nesting_beyond_the_limit_is_too_deep_to_write_or_copy(act: Any) -> None:
     act(read_pickle(program(nested(inert.MAX_DEPTH))).value)
     with pytest.raises(TooDeep):
@@ -358,7 +344,7 @@ def test_every_kind_of_container_can_be_nested_up_to_the_limit() -> None:
     for level in range(inert.MAX_DEPTH // 4):
         value = [{"k": (OrderedDict(x=value) if level % 2 else Plain(value),)}]
     read = read_pickle(pickle.dumps(value, 2)).value
-    copy = rebuild(read, lambda item: item) if _depth(read) <= inert.MAX_DEPTH else read
+    copy = copied(read) if _depth(read) <= inert.MAX_DEPTH else read
     assert _depth(copy) == _depth(read)
 
 
@@ -371,223 +357,7 @@ def _depth(root: object) -> int:
     return deepest
 
 
-# Nothing is run.
-
-
-@pytest.mark.parametrize(
-    "body",
-    {
-        "REDUCE": call(name("os", "system"), text("touch CANARY")),
-        "REDUCE builtins": call(name("builtins", "eval"), text("open('CANARY','w')")),
-        "INST": b"(" + text("touch CANARY") + b"ios\nsystem\n",
-        "OBJ": b"(" + name("os", "system") + text("touch CANARY") + b"o",
-        "NEWOBJ": name("os", "system") + tuple_of(text("touch CANARY")) + b"\x81",
-        "NEWOBJ_EX": name("os", "system") + tuple_of(text("touch CANARY")) + b"}" + b"\x92",
-        "STACK_GLOBAL": text("os") + text("system") + b"\x93" + tuple_of(text("touch CANARY")) + b"R",
-        "BUILD": call(name("os", "system"), text("true")) + text("touch CANARY") + b"b",
-        "APPEND": call(name("os", "system"), text("true")) + text("touch CANARY") + b"a",
-        "SETITEM": call(name("os", "system"), text("true")) + text("touch CANARY") + b"Ns",
-        "a call of a call": call(call(name("builtins", "getattr"), text("x")), text("touch CANARY")),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_opcodes_that_run_code_make_inert_records(
-    body: tuple[str, bytes], tmp_path: Any, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    read = read_pickle(program(body[1], protocol=4)).value
-    assert isinstance(read, Record)
-    assert not list(tmp_path.iterdir())
-
-
-def test_no_module_is_imported(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.__import__", no_tensor)
-    assert read_pickle(program(name("no_such_module", "Thing"))).value == Global("no_such_module", "Thing")
-
-
-def test_a_record_has_the_name_of_its_class() -> None:
-    read = read_pickle(pickle.dumps(argparse.Namespace(), 2)).value
-    assert read.type_name == "argparse.Namespace"
-    old_style = call(name("copy_reg", "_reconstructor"), name("m", "C"), name("__builtin__", "object"), b"N")
-    assert read_pickle(program(old_style)).value.type_name == "m.C"
-
-
-def test_an_ordered_dict_of_python_2_is_made_of_its_pairs() -> None:
-    pairs = list_of(list_of(text("b"), number(1)), tuple_of(text("a"), number(2)))
-    read = read_pickle(program(call(name("collections", "OrderedDict"), pairs))).value
-    assert isinstance(read, OrderedDict_)
-    assert list(read.items()) == [("b", 1), ("a", 2)]
-
-
-def test_a_string_of_python_2_is_text_where_it_is_utf_8_and_bytes_elsewhere() -> None:
-    body = b"(U\x03abcU\x02\xff\xfeT\x02\x00\x00\x00\xc3\xa9S'q\\x41'\nl"
-    assert read_pickle(program(body)).value == ["abc", b"\xff\xfe", "é", "qA"]
-
-
-# Faults.
-
-FAULTS = {
-    "nothing": b"",
-    "no STOP": b"\x80\x02N",
-    "STOP on an empty stack": b"\x80\x02.",
-    "STOP inside a group": b"\x80\x02N(N.",
-    "an unknown opcode": b"\x80\x02\xf0.",
-    "a protocol of the future": b"\x80\x06N.",
-    "text shorter than said": b"\x80\x02X\x05\x00\x00\x00abc.",
-    "text of 2^64 bytes": b"\x80\x04\x8d" + b"\xff" * 8 + b"abc.",
-    "bytes of 4 GiB": b"\x80\x03B\xff\xff\xff\xffabc.",
-    "a byte array of 2^63 bytes": b"\x80\x05\x96" + b"\xff" * 7 + b"\x7fabc.",
-    "a number of 2^31 bytes": b"\x80\x02\x8b\xff\xff\xff\x7fabc.",
-    "text that is no UTF-8": b"\x80\x02X\x01\x00\x00\x00\xff.",
-    "a line without end": b"\x80\x02I12",
-    "a number of letters": b"Iabc\n.",
-    "a number of 5,000 digits": b"I" + b"9" * 5000 + b"\n.",
-    "a float of letters": b"Fabc\n.",
-    "an open quotation": b"S'abc\n.",
-    "no quotation": b"Sabc\n.",
-    "a malformed escape": b"S'\\x'\n.",
-    "malformed unicode": b"V\\u12\n.",
-    "a memo never stored": b"\x80\x02h\x05.",
-    "a memo by a word": b"gabc\n.",
-    "storing from an empty stack": b"\x80\x02q\x00N.",
-    "a tuple of too few": b"\x80\x02N\x87.",
-    "a group never opened": b"\x80\x02Nt.",
-    "a key without a value": b"\x80\x02}(NNNu.",
-    "a list as a key": b"\x80\x02}]Ns.",
-    "a dict as a key": b"\x80\x02}}Ns.",
-    "a list inside a key": b"\x80\x02}]\x85Ns.",
-    "a set of lists": b"\x80\x04\x8f(]\x90.",
-    "a frozenset of dicts": b"\x80\x04(}\x91.",
-    "appending to a dict": b"\x80\x02}Na.",
-    "appending to text": b"\x80\x02U\x01aNa.",
-    "items for a list": b"\x80\x02]NNs.",
-    "adding to a list": b"\x80\x04](N\x90.",
-    "a call of a number": b"\x80\x02K\x01)R.",
-    "a call of text": b"\x80\x02U\x01a)R.",
-    "arguments in a list": b"\x80\x02cos\nsystem\n]R.",
-    "a new object of text": b"\x80\x02U\x01a)\x81.",
-    "keyword arguments in a list": b"\x80\x04cos\nsystem\n)]\x92.",
-    "a state for a list": b"\x80\x02]Nb.",
-    "a state for a number": b"\x80\x02K\x01Nb.",
-    "a name of numbers": b"\x80\x04K\x01K\x02\x93.",
-    "a name of 2,000 characters": b"\x80\x02c" + b"a" * 2000 + b"\nb\n.",
-    "a name without an end": b"\x80\x02cos\nsystem.",
-    "something outside the file": b"\x80\x02U\x01aQ.",
-    "something outside, by a line": b"Pabc\n.",
-    "the extension registry": b"\x80\x02\x82\x01.",
-    "a buffer outside": b"\x80\x05\x97.",
-    "an object of nothing": b"(o.",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_malformed_pickle_raises_pickle_fault(fault: str) -> None:
-    with pytest.raises(PickleFault, match=r"^its pickle "):
-        read_pickle(FAULTS[fault])
-
-
-def test_a_pickle_cut_at_any_byte_raises_pickle_fault() -> None:
-    whole = pickle.dumps({"a": [1, 2.5, "text", b"b", (None, True)], "b": Plain()}, 4)
-    for end in range(len(whole)):
-        with pytest.raises(PickleFault):
-            read_pickle(whole[:end])
-
-
-@given(st.binary(max_size=40))
-def test_noise_is_a_value_or_a_fault(noise: bytes) -> None:
-    try:
-        read_pickle(b"\x80\x04" + noise + b".")
-    except PickleFault as fault:
-        assert len(str(fault)) < 300
-
-
-@given(st.lists(st.sampled_from([op.code for op in pickletools.opcodes]), max_size=30), st.binary(max_size=4))
-def test_opcodes_at_random_are_a_value_or_a_fault(codes: list[str], operand: bytes) -> None:
-    body = b"".join(code.encode("latin-1") + operand for code in codes)
-    with_values = b"N)]}X\x01\x00\x00\x00acos\nsystem\n" + body
-    try:
-        written(read_pickle(b"\x80\x04" + with_values + b".").value)
-    except (PickleFault, TooDeep, ValueError):
-        return
-
-
-def test_a_memo_index_of_2_to_the_31_takes_no_memory() -> None:
-    import tracemalloc
-
-    tracemalloc.start()
-    assert read_pickle(b"\x80\x02Nr\xff\xff\xff\x7f0j\xff\xff\xff\x7f.").value is None
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1 << 20
-
-
-def tuple_in_tuple(times: int) -> bytes:
-    """The opcodes of nested tuples, each of which holds the one before twice."""
-    steps = (b"0h%bh%b\x86q%b" % (bytes([i]), bytes([i]), bytes([i + 1])) for i in range(times))
-    return b")q\x00" + b"".join(steps)
-
-
-@pytest.mark.parametrize("use", ["key of a dict", "in a set", "in a frozenset", "key of pairs"])
-def test_a_tuple_that_repeats_itself_2_to_the_60_times_is_refused_as_a_key(use: str) -> None:
-    giant = tuple_in_tuple(60)
-    body = {
-        "key of a dict": b"}" + giant + b"Ns",
-        "in a set": b"\x8f(" + giant + b"\x90",
-        "in a frozenset": b"(" + giant + b"\x91",
-        "key of pairs": call(name("collections", "OrderedDict"), b"](" + giant + b"N\x86e"),
-    }[use]
-    with pytest.raises(PickleFault, match="giant tuple"):
-        read_pickle(program(body, protocol=4))
-
-
-def test_a_tuple_that_repeats_itself_is_read_as_a_value() -> None:
-    assert len(list(walk(read_pickle(program(tuple_in_tuple(60))).value))) < 200
-
-
-def test_an_ordered_dict_made_again_and_again_from_one_list_is_refused() -> None:
-    """OrderedDict(pairs) copies: a file of 300 kB could ask for 10^9 entries."""
-    pairs = list_of(*(b"M%bN\x86" % i.to_bytes(2, "little") for i in range(30_000)))
-    made = pairs + b"q\x00" + b"0" + name("collections", "OrderedDict") + b"q\x01" + b"h\x00\x85q\x02"
-    with pytest.raises(PickleFault, match="over and over"):
-        read_pickle(program(b"(" + made + b"0h\x01h\x02R" * 30_000 + b"l"))
-
-
-COLLIDING = [number((2**61 - 1) * (i + 1) << 8) for i in range(30_000)]  # all have the hash 0
-
-
-def batched(items: list[bytes], opcode: bytes) -> bytes:
-    """Groups of 900 items, each with the opcode that takes a group."""
-    return b"".join(b"(" + b"".join(items[i : i + 900]) + opcode for i in range(0, len(items), 900))
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"}" + batched([key + b"N" for key in COLLIDING], b"u"),
-        b"\x8f" + batched(COLLIDING, b"\x90"),
-        b"(" + b"".join(COLLIDING) + b"\x91",
-        b"}" + batched([key + b"\x85N" for key in COLLIDING], b"u"),
-    ],
-    ids=["dict", "set", "frozenset", "tuples"],
-)
-def test_keys_made_to_collide_take_no_quadratic_time(body: bytes) -> None:
-    with pytest.raises(PickleFault, match="crafted to collide"):
-        read_pickle(program(body, 4))
-
-
-def test_deep_equal_keys_are_refused_before_they_are_compared() -> None:
-    deep = b"N" + b"\x85" * 990
-    with pytest.raises(PickleFault, match="deeply nested tuple as a key"):
-        read_pickle(program(b"}(" + deep + b"N" + deep + b"Nu"))
-
-
 # Writing.
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("value", PLAIN, ids=lambda v: repr(v)[:30].encode("ascii", "replace").decode())
-def test_python_reads_written_plain_values(value: object, protocol: int) -> None:
-    assert_same(value, pickle.loads(written(value, protocol)))
 
 
 def test_a_shared_value_is_written_once() -> None:
@@ -611,21 +381,12 @@ def test_a_pickle_of_torch_protocol_has_no_newer_opcodes() -> None:
     assert max(op.proto for op, _, _ in pickletools.genops(written_2)) == 2
 
 
-def test_walk_yields_each_container_once() -> None:
-    shared = [1]
-    tree = read_pickle(pickle.dumps({"a": shared, "b": shared, "c": {3}}, 4)).value
-    assert sum(value == [1] for value in walk(tree)) == 1
-
-
-def test_rebuild_calls_change_once_for_each_container() -> None:
+def test_each_container_is_walked_and_changed_once_and_the_original_is_left_unchanged() -> None:
     shared: list[int] = [1]
-    tree = read_pickle(pickle.dumps({"a": shared, "b": (shared,)}, 2)).value
+    tree = read_pickle(pickle.dumps({"a": shared, "b": (shared,), "c": {3}}, 4)).value
+    assert sum(value == [1] for value in walk(tree)) == 1
     copy: Any = rebuild(tree, lambda value: [2] if value == [1] else value)
-    assert copy == {"a": [2], "b": ([2],)}
+    assert copy == {"a": [2], "b": ([2],), "c": {3}}
     assert copy["a"] is copy["b"][0]
-
-
-def test_rebuild_leaves_the_original_unchanged() -> None:
-    tree = read_pickle(program(dict_of({"a": list_of(number(1))}))).value
-    rebuild(tree, lambda value: {"x": 1} if isinstance(value, dict) else value)
-    assert tree == {"a": [1]}
+    assert rebuild(tree, lambda value: {"x": 1} if isinstance(value, dict) else value) == {"x": 1}
+    assert tree == {"a": [1], "b": ([1],), "c": {3}}

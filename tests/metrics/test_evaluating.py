@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from ckpttool import metrics
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.evaluating import measures
-from tests.support.running import error_of
+from tests.support.running import ROOT, error_of
 
 SAMPLES = 301
 
@@ -24,9 +25,8 @@ SAMPLES = 301
 def numbers(samples: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(samples, 10, generator=generator)
-    return TensorDataset(
-        features, features.sum(1, keepdim=True) + torch.randn(samples, 1, generator=generator)
-    )
+    noise = torch.randn(samples, 1, generator=generator)
+    return TensorDataset(features, features.sum(1, keepdim=True) + noise)
 
 
 def linear(outputs: int = 1) -> nn.Module:
@@ -59,9 +59,7 @@ def first(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("samples", "batch_size"), [(SAMPLES, 32), (1, 128), (0, 128), (64, 32)])
-def test_any_loss_and_metrics_have_the_same_bits_on_any_number_of_ranks(
-    run_ranks, one_thread, samples, batch_size, size
-):
+def test_loss_and_metrics_have_the_same_bits_on_any_ranks(run_ranks, one_thread, samples, batch_size, size):
     alone = score(0, 1, samples, batch_size)
     assert (alone["samples"], alone["count"], alone["every_sample_once"]) == (samples, samples, True)
     assert alone["batch_size"] == batch_size
@@ -238,3 +236,14 @@ def test_a_metric_given_as_an_object_is_left_as_it_is():
 def test_a_loss_that_is_no_pair_is_refused():
     with pytest.raises(TypeError, match=r"loss returned a Tensor, not \(sum, count\)"):
         metrics.evaluate(linear(), numbers(5), lambda outputs, batch: outputs.mean())
+
+
+def test_the_program_for_your_own_loop_runs(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    section = page.partition("## A model in your own loop")[2]
+    program = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    given = {"F": F, "model": linear(), "test_set": numbers(9), "device": "cpu", "rank": 0}
+    exec("import json\nfrom pathlib import Path\n" + program, given)
+    assert json.loads((tmp_path / "eval.json").read_text())["samples"] == 9
+    assert capsys.readouterr().out.endswith(" 9\n")

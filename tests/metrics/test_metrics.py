@@ -48,13 +48,17 @@ CASES: dict[str, tuple[Callable[[], metrics.Metric[Any]], tuple[np.ndarray, ...]
 }
 
 
-def updated(
-    name: str, rows: Any = slice(None), *, convert: Callable[[Any], Any] = np.asarray
-) -> metrics.Metric[Any]:
+def updated(name: str, rows: Any = slice(None), *, convert: Any = np.asarray) -> metrics.Metric[Any]:
     make, columns = CASES[name]
     metric = make()
     metric.update(*(convert(column[rows]) for column in columns))
     return metric
+
+
+def after(metric: metrics.Metric[Any], *columns: Any) -> Any:
+    """Return the value of a metric after one update."""
+    metric.update(*columns)
+    return metric.compute()
 
 
 def plain(value: Any) -> Any:
@@ -82,9 +86,8 @@ def test_the_confusion_matrix_equals_that_of_scikit_learn():
 def test_precision_recall_and_f1_equal_those_of_scikit_learn():
     from sklearn import metrics as sk
 
-    expected = sk.precision_recall_fscore_support(
-        LABELS, PREDICTIONS, labels=range(CLASSES), zero_division=np.nan
-    )
+    given = {"labels": range(CLASSES), "zero_division": np.nan}
+    expected = sk.precision_recall_fscore_support(LABELS, PREDICTIONS, **given)
     found = updated("PerClass").compute()
     for values, name in zip(expected, ("precision", "recall", "f1", "samples"), strict=True):
         assert [getattr(one, name) for one in found] == pytest.approx(list(values), rel=1e-15, nan_ok=True)
@@ -109,11 +112,8 @@ def test_the_calibration_error_equals_that_of_scikit_learns_curve():
 def test_errors_and_r2_equal_those_of_scikit_learn():
     from sklearn import metrics as sk
 
-    for name, function in (
-        ("MeanSquaredError", sk.mean_squared_error),
-        ("MeanAbsoluteError", sk.mean_absolute_error),
-        ("R2", sk.r2_score),
-    ):
+    errors = {"MeanSquaredError": sk.mean_squared_error, "MeanAbsoluteError": sk.mean_absolute_error}
+    for name, function in {**errors, "R2": sk.r2_score}.items():
         assert updated(name).compute() == pytest.approx(function(TARGETS, FOUND), rel=1e-13), name
     single = metrics.R2()
     single.update(FOUND[:, 0], TARGETS[:, 0])
@@ -122,18 +122,11 @@ def test_errors_and_r2_equal_those_of_scikit_learn():
     assert single.compute() == pytest.approx(sk.r2_score(*both), rel=1e-13)
 
 
-def test_r2_beside_a_large_mean_is_right():
-    metric = metrics.R2()
+def test_r2_beside_a_large_mean_is_right_and_of_equal_targets_or_what_is_not_finite_nan():
     targets = 1e9 + np.arange(4.0)
-    metric.update(targets + 0.5, targets)
-    assert metric.compute() == 1 - 1 / 5
-
-
-def test_r2_of_equal_targets_and_of_what_is_not_finite_is_nan():
-    for found, targets in (([1.0, 2.0], [3.0, 3.0]), ([math.inf, 0.0], [1.0, 2.0]), ([], [])):
-        metric = metrics.R2()
-        metric.update(found, targets)
-        assert math.isnan(metric.compute())
+    assert after(metrics.R2(), targets + 0.5, targets) == 1 - 1 / 5
+    for found, wanted in (([1.0, 2.0], [3.0, 3.0]), ([math.inf, 0.0], [1.0, 2.0]), ([], [])):
+        assert math.isnan(after(metrics.R2(), found, wanted))
 
 
 def test_perplexity_is_that_of_torchs_cross_entropy():
@@ -145,12 +138,7 @@ def test_perplexity_is_that_of_torchs_cross_entropy():
     sums.update([losses[:100].sum().item(), 0.0, losses[100:].sum().item()], [100, 0, SAMPLES - 100])
     assert tokens.compute() == pytest.approx(expected, rel=1e-13)
     assert sums.compute() == pytest.approx(expected, rel=1e-13)
-
-
-def test_a_perplexity_beyond_float64_is_infinite():
-    metric = metrics.Perplexity()
-    metric.update([1e6])
-    assert metric.compute() == math.inf
+    assert after(metrics.Perplexity(), [1e6]) == math.inf  # beyond float64
 
 
 def test_loss_mean_and_variance_are_exact_and_rounded_once():
@@ -162,9 +150,8 @@ def test_loss_mean_and_variance_are_exact_and_rounded_once():
 
 
 def test_a_variance_beside_a_large_mean_is_right():
-    metric = metrics.MeanVariance()
-    metric.update(np.array([1e9 + 1, 1e9 + 2, 1e9 + 3]) * 1e7)
-    assert metric.compute().variance == pytest.approx(2 / 3 * 1e14, rel=1e-15)
+    found = after(metrics.MeanVariance(), np.array([1e9 + 1, 1e9 + 2, 1e9 + 3]) * 1e7)
+    assert found.variance == pytest.approx(2 / 3 * 1e14, rel=1e-15)
 
 
 # ---- any division --------------------------------------------------------------------------------------
@@ -220,56 +207,40 @@ def test_ranks_that_reduce_different_metrics_are_refused(run_ranks):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_torch_tensors_give_the_same_as_arrays(name):
+def test_torch_tensors_give_the_same_as_arrays_and_no_samples_change_nothing(name):
     assert plain(updated(name, convert=torch.from_numpy).compute()) == plain(updated(name).compute())
+    assert plain(updated(name, slice(0)).compute()) == plain(CASES[name][0]().compute())
 
 
 def test_bfloat16_and_tensors_that_require_a_gradient_are_accepted():
     losses = torch.tensor([0.5, 1.5], dtype=torch.bfloat16, requires_grad=True)
-    metric = metrics.Loss()
-    metric.update(losses)
-    assert metric.compute() == 1.0
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_batch_without_samples_changes_nothing(name):
-    value = CASES[name][0]().compute()
-    assert plain(updated(name, slice(0)).compute()) == plain(value)
+    assert after(metrics.Loss(), losses) == 1.0
 
 
 def test_equal_scores_rank_as_in_argmax_and_nan_ranks_first():
     scores = np.array([[1.0, 1.0], [1.0, 1.0], [math.nan, 2.0], [math.nan, 2.0]])
     for labels, expected in (([0, 1, 0, 1], 0.5), ([0, 0, 0, 0], 1.0)):
-        top, accuracy = metrics.TopK(1), metrics.Accuracy()
-        top.update(scores, np.array(labels))
-        accuracy.update(scores, np.array(labels))
-        assert top.compute() == accuracy.compute() == expected
+        for metric in (metrics.TopK(1), metrics.Accuracy()):
+            assert after(metric, scores, np.array(labels)) == expected
 
 
 def test_lists_are_accepted_and_empty_ones_too():
-    accuracy, top = metrics.Accuracy(), metrics.TopK(1)
+    accuracy = metrics.Accuracy()
     accuracy.update([1, 0], [1, 1])
-    accuracy.update([], [])
-    top.update([[0.1, 0.9]], [1])
-    assert (accuracy.compute(), top.compute()) == (0.5, 1.0)
+    assert (after(accuracy, [], []), after(metrics.TopK(1), [[0.1, 0.9]], [1])) == (0.5, 1.0)
 
 
 def test_large_integers_that_float64_holds_are_summed_exactly():
-    loss = metrics.Loss()
-    loss.update(np.array([2**62, -(2**62), 3]))
-    assert loss.compute() == 1.0
+    assert after(metrics.Loss(), np.array([2**62, -(2**62), 3])) == 1.0
 
 
 def test_zero_and_minus_zero_are_one_score():
-    metric = metrics.AUROC()
-    metric.update(np.array([0.0, -0.0]), np.array([1, 0]))
-    assert metric.compute() == 0.5
+    assert after(metrics.AUROC(), np.array([0.0, -0.0]), np.array([1, 0])) == 0.5
 
 
 def test_a_predicted_class_out_of_range_is_wrong_and_counts_for_no_class():
-    metric = metrics.PerClass(2)
-    metric.update(np.array([0, 5, -1]), np.array([0, 1, 1]))
-    assert [(one.correct, one.predicted, one.samples) for one in metric.compute()] == [(1, 1, 1), (0, 0, 2)]
+    found = after(metrics.PerClass(2), np.array([0, 5, -1]), np.array([0, 1, 1]))
+    assert [(one.correct, one.predicted, one.samples) for one in found] == [(1, 1, 1), (0, 0, 2)]
 
 
 @pytest.mark.parametrize(

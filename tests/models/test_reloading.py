@@ -13,10 +13,12 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool import reload
-from ckpttool.errors import Mismatch, NoState, NothingToDo, Refused
+from ckpttool.errors import Mismatch, NoState, Refused
 from ckpttool.tensors.to_torch import live_tensors
+from tests.support.architectures import Tied
 from tests.support.comparing import assert_same, values
-from tests.support.layouts import LAYOUTS, LAZY, WIDTHS, big_endian, numbers
+from tests.support.layouts import WIDTHS, numbers
+from tests.support.running import Cli
 from tests.support.saved import prefixed, saved
 from tests.support.small_net import SmallNet, used
 
@@ -41,7 +43,7 @@ FILES: dict[str, Any] = {
     "in a training checkpoint": lambda net, path: saved({"epoch": 1, "model": net.state_dict()}, path),
     "legacy": lambda net, path: legacy(net.state_dict(), path),
     "DDP": lambda net, path: saved(prefixed(net.state_dict(), "module."), path),
-    "compiled": lambda net, path: saved(torch.compile(net).state_dict(), path),
+    "compiled": lambda net, path: saved(torch.compile(net, backend="eager").state_dict(), path),
     "DDP of compiled": lambda net, path: saved(prefixed(net.state_dict(), "module._orig_mod."), path),
     "wrapped twice": lambda net, path: saved(prefixed(net.state_dict(), "module.module."), path),
     "averaged": lambda net, path: saved(torch.optim.swa_utils.AveragedModel(net).state_dict(), path),
@@ -51,9 +53,7 @@ FILES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_every_kind_of_file_of_a_model_s_state_reloads_the_model(
-    what: str, net: SmallNet, tmp_path: Path
-) -> None:
+def test_every_kind_of_file_of_a_model_s_state_reloads_it(what: str, net: SmallNet, tmp_path: Path) -> None:
     model = fresh()
     loaded = reload(FILES[what](net, tmp_path / "f"), model)
     assert_same(net.state_dict(), model.state_dict())
@@ -128,10 +128,8 @@ def test_complex_values_for_real_parameters_are_a_mismatch(tmp_path: Path) -> No
 
 
 def test_a_number_where_a_tensor_belongs_is_missing(tmp_path: Path) -> None:
-    wrong = mismatch(
-        saved({"weight": torch.ones(1, 1), "bias": 0.5}, tmp_path / "f.pt"), torch.nn.Linear(1, 1)
-    )
-    assert wrong.missing == ("bias",)
+    path = saved({"weight": torch.ones(1, 1), "bias": 0.5}, tmp_path / "f.pt")
+    assert mismatch(path, torch.nn.Linear(1, 1)).missing == ("bias",)
 
 
 def weight_normed() -> torch.nn.Module:
@@ -161,8 +159,7 @@ class Stubborn(torch.nn.Linear):
 
 
 def test_a_module_s_own_refusal_is_in_the_message(tmp_path: Path) -> None:
-    model = Stubborn(1, 1)
-    wrong = mismatch(saved(torch.nn.Linear(1, 1).state_dict(), tmp_path / "f.pt"), model)
+    wrong = mismatch(saved(torch.nn.Linear(1, 1).state_dict(), tmp_path / "f.pt"), Stubborn(1, 1))
     assert "the module says no" in str(wrong)
     assert "\n" not in str(wrong)
 
@@ -183,7 +180,7 @@ def assert_reloads(path: Path, net: SmallNet) -> None:
     assert_same(net.state_dict(), model.state_dict())
 
 
-def pasted(hint: str | None, cli: Any) -> Path:
+def pasted(hint: str | None, cli: Cli) -> Path:
     """Run a hint as a person would paste it; return its output file."""
     command = shlex.split(str(hint))
     assert command[0] == "ckpttool"
@@ -192,20 +189,17 @@ def pasted(hint: str | None, cli: Any) -> Path:
     return Path(command[3])
 
 
-@pytest.mark.parametrize(
-    "prefix, name",
-    [("backbone.", "f.pt"), ("my.net.", "with space.pt"), ("model.", "f.safetensors"), ("x'y.", "it's.pt")],
-)
-def test_the_command_for_a_prefix_too_many_works(
-    prefix: str, name: str, net: SmallNet, cli: Any, tmp_path: Path
-) -> None:
-    state = prefixed(net.state_dict(), prefix)
-    path = tmp_path / name
-    save_file(state, path) if name.endswith("safetensors") else saved(state, path)
+NAMED = [("backbone.", "f.pt"), ("my.net.", "a space.pt"), ("x'y.", "it's.pt"), ("model.", "f.safetensors")]
+
+
+@pytest.mark.parametrize(("prefix", "name"), NAMED)
+def test_the_command_for_a_prefix_works(prefix: str, name: str, net: Any, cli: Cli, tmp_path: Path) -> None:
+    path, save = tmp_path / name, save_file if name.endswith("safetensors") else torch.save
+    save(prefixed(net.state_dict(), prefix), path)
     assert_reloads(pasted(mismatch(path, fresh()).hint, cli), net)
 
 
-def test_the_command_for_a_prefix_too_few_works(net: SmallNet, cli: Any, tmp_path: Path) -> None:
+def test_the_command_for_a_prefix_too_few_works(net: SmallNet, cli: Cli, tmp_path: Path) -> None:
     wrapper = torch.nn.Module()
     wrapper.backbone = fresh()
     wrong = mismatch(saved(net.state_dict(), tmp_path / "f.pt"), wrapper)
@@ -213,7 +207,7 @@ def test_the_command_for_a_prefix_too_few_works(net: SmallNet, cli: Any, tmp_pat
     assert_same(net.state_dict(), wrapper.backbone.state_dict())
 
 
-def test_the_command_for_a_compiled_part_works(net: SmallNet, cli: Any, tmp_path: Path) -> None:
+def test_the_command_for_a_compiled_part_works(net: SmallNet, cli: Cli, tmp_path: Path) -> None:
     state = OrderedDict((key.replace("conv.", "conv._orig_mod."), v) for key, v in net.state_dict().items())
     wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
     assert "--anywhere" in str(wrong.hint)
@@ -227,7 +221,7 @@ def test_another_state_that_fits_is_hinted_at(net: SmallNet, tmp_path: Path) -> 
     reload(tmp_path / "f.pt", fresh(), state="teacher")
 
 
-def test_several_commands_are_one_hint(net: SmallNet, cli: Any, tmp_path: Path) -> None:
+def test_several_commands_are_one_hint(net: SmallNet, cli: Cli, tmp_path: Path) -> None:
     state = prefixed(net.state_dict(), "backbone.")
     state["backbone.head.weight"] = state["backbone.head.weight"].t().contiguous()
     wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
@@ -262,21 +256,15 @@ def test_batchnorm_s_counter_may_be_missing_as_before_torch_0_4_1(net: SmallNet,
     assert values(model.norm.running_mean) == values(net.norm.running_mean)
 
 
-def test_a_missing_counter_is_a_mismatch_if_the_file_has_the_module_s_version_2(
-    net: SmallNet, tmp_path: Path
-) -> None:
+def test_a_counter_may_be_missing_only_in_an_old_batchnorm(net: SmallNet, tmp_path: Path) -> None:
     state = net.state_dict()
     del state["norm.num_batches_tracked"]
     assert mismatch(saved(state, tmp_path / "f.pt"), fresh()).missing == ("norm.num_batches_tracked",)
-
-
-def test_a_missing_counter_of_another_kind_of_module_is_a_mismatch(tmp_path: Path) -> None:
     model = torch.nn.Module()
-    model.register_buffer("num_batches_tracked", torch.tensor(3))
-    model.register_buffer("other", torch.tensor(3))
-    assert mismatch(saved({"other": torch.tensor(1)}, tmp_path / "f.pt"), model).missing == (
-        "num_batches_tracked",
-    )
+    for name in ("num_batches_tracked", "other"):
+        model.register_buffer(name, torch.tensor(3))
+    path = saved({"other": torch.tensor(1)}, tmp_path / "f.pt")
+    assert mismatch(path, model).missing == ("num_batches_tracked",)
 
 
 def test_versions_of_modules_reach_the_model_under_its_own_paths(tmp_path: Path) -> None:
@@ -330,14 +318,9 @@ def test_a_lazy_parameter_takes_its_shape_from_the_file(tmp_path: Path) -> None:
 
 
 def test_tied_parameters_stay_tied(tmp_path: Path) -> None:
-    def tied() -> torch.nn.Module:
-        made = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-        made[1].weight = made[0].weight
-        return made
-
-    original, model = tied(), tied()
+    original, model = Tied(), Tied()
     reload(saved(original.state_dict(), tmp_path / "f.pt"), model)
-    assert model[0].weight is model[1].weight  # type: ignore[index]
+    assert model.out.weight is model.embed.weight
     assert_same(original.state_dict(), model.state_dict())
 
 
@@ -349,23 +332,17 @@ def test_values_are_converted_to_the_model_s_own_type(tmp_path: Path) -> None:
     assert torch.equal(model.weight, original.weight.double())
 
 
-def test_training_on_does_not_change_the_file(net: SmallNet, tmp_path: Path) -> None:
+def test_neither_the_file_nor_the_model_is_changed_with_the_other(net: SmallNet, tmp_path: Path) -> None:
     path = saved(net.state_dict(), tmp_path / "f.pt")
-    before = path.read_bytes()
-    model = fresh()
+    before, model, other = path.read_bytes(), fresh(), fresh()
     reload(path, model)
+    reload(path, other)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7)
     assert path.read_bytes() == before
-
-
-def test_the_model_is_whole_when_the_file_is_replaced_after_loading(net: SmallNet, tmp_path: Path) -> None:
-    path = saved(net.state_dict(), tmp_path / "f.pt")
-    model = fresh()
-    reload(path, model)
     path.write_bytes(b"")
-    assert_same(net.state_dict(), model.state_dict())
+    assert_same(net.state_dict(), other.state_dict())
 
 
 # Live tensors.
@@ -375,28 +352,13 @@ def live(path: Path) -> dict[str, torch.Tensor]:
     return live_tensors(ckpttool.open(path).state().tensors)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS | LAZY)
-def test_a_loaded_tensor_has_the_values_of_the_file(layout: str, tmp_path: Path) -> None:
-    original = (LAYOUTS | LAZY)[layout]
-    found = live(saved({"t": original}, tmp_path / "f"))["t"]
-    assert (found.dtype, found.shape) == (original.dtype, original.shape)
-    assert values(found) == values(original)
-
-
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
-def test_loaded_tensors_of_every_dtype_are_right_at_odd_addresses_too(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_loaded_tensors_of_every_dtype_are_right_at_odd_addresses(dtype: torch.dtype, tmp_path: Path) -> None:
     """In the legacy format a storage may begin anywhere."""
     odd = torch.ones(3, dtype=torch.uint8)
     state = {"a": odd, "t": numbers(3, 4, dtype=dtype).t(), "e": torch.empty(0, 3)}
     for name, found in live(legacy(state, tmp_path / "f")).items():
         assert values(found) == values(state[name])
-
-
-def test_tensors_of_a_big_endian_file_are_loaded_right(tmp_path: Path) -> None:
-    path = big_endian(numbers(3, 4), tmp_path / "big.pt")
-    assert values(live(path)["t"]) == values(numbers(3, 4))
 
 
 def test_loaded_tensors_share_what_the_file_shares_and_never_write_to_it(tmp_path: Path) -> None:
@@ -420,9 +382,7 @@ def test_a_type_that_this_torch_lacks_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_what_may_be_missing_keeps_the_model_s_values_and_the_rest_is_loaded(
-    assign: bool, net: SmallNet, tmp_path: Path
-) -> None:
+def test_what_may_be_missing_keeps_the_model_s_values(assign: bool, net: SmallNet, tmp_path: Path) -> None:
     state = {name: value for name, value in net.state_dict().items() if name != "norm.running_mean"}
     path, model = saved(prefixed(state, "module."), tmp_path / "f"), SmallNet(classes=7)
     own = {name: values(value) for name, value in model.state_dict().items()}
@@ -438,8 +398,3 @@ def test_what_may_be_missing_does_not_cover_other_names(net: SmallNet, tmp_path:
     with pytest.raises(Mismatch) as caught:
         reload(saved(net.state_dict(), tmp_path / "f"), model, allow_missing=["head.*"])
     assert {name.partition(".")[0] for name, *_ in caught.value.mismatched} == {"conv", "norm"}
-
-
-def test_a_pattern_of_what_may_be_missing_has_to_match_the_model(net: SmallNet, tmp_path: Path) -> None:
-    with pytest.raises(NothingToDo, match=r"no name of the model matches 'fc\.\*'"):
-        reload(saved(net.state_dict(), tmp_path / "f"), fresh(), allow_missing=["fc.*"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -54,6 +55,17 @@ LAZY: dict[str, torch.Tensor] = {
     .conj()
     .imag,
 }
+
+
+def strided(ranks: tuple[int, int], least: int, stride: int) -> st.SearchStrategy[Any]:
+    """Draw a view: a shape of axes of `least` to 4, strides up to the largest, and an offset up to 20."""
+
+    def view(rank: int) -> st.SearchStrategy[Any]:
+        shapes = st.lists(st.integers(least, 4), min_size=rank, max_size=rank)
+        strides = st.lists(st.integers(0, stride), min_size=rank, max_size=rank)
+        return st.tuples(shapes, strides, st.integers(0, 20))
+
+    return st.integers(*ranks).flatmap(view)
 
 
 def big_endian(tensor: torch.Tensor, path: Path) -> Any:

@@ -26,6 +26,10 @@ class Ran:
         return json.loads(self.out)
 
 
+Cli = Callable[..., Ran]
+"""The fixture `cli`, which runs a command in this process."""
+
+
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
     """Return the class and the message of the error that a call ends in; two times "" if it ends well."""
     try:

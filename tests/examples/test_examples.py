@@ -1,4 +1,4 @@
-"""The examples of docs/own-loops.md, run on two ranks and compared with one process."""
+"""The examples of docs/own-loops.md and of examples/, run on several ranks and compared with one process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool.distributed import Plan
+from examples import demo
 from tests.ranks.programs import TORCHRUN, start
+from tests.support.run_log import epochs_of
 from tests.support.running import ROOT
 
 PAGE = (ROOT / "docs/own-loops.md").read_text(encoding="utf-8")
@@ -35,9 +38,8 @@ def example(name: str) -> Any:
 
 def network() -> nn.Module:
     torch.manual_seed(4)
-    return nn.Sequential(
-        nn.BatchNorm1d(6, affine=False), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)
-    ).double()
+    layers = [nn.BatchNorm1d(6, affine=False), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)]
+    return nn.Sequential(*layers).double()
 
 
 def without_norm() -> nn.Module:
@@ -65,7 +67,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-13, atol=1e-13)
 
 
-# ---- the cases: what each rank does ----------------------------------------------------------------------
+# ---- the cases: what each rank does ---------------------------------------------------------------------
 
 
 def by_plan(rank: int, size: int) -> Any:
@@ -162,7 +164,7 @@ def evaluated(rank: int, size: int) -> Any:
     return found.correct, found.samples, found.loss, found.per_class, found.index_digest
 
 
-# ---- the comparisons ---------------------------------------------------------------------------------------
+# ---- the comparisons ------------------------------------------------------------------------------------
 
 
 def test_the_page_has_ten_lines_for_each_part() -> None:
@@ -172,9 +174,8 @@ def test_the_page_has_ten_lines_for_each_part() -> None:
 
 def test_the_plan_as_a_sampler_gives_the_weights_of_one_process(run_ranks: Any) -> None:
     plan, data = Plan(45, 16), samples()
-    alone = trained_alone(
-        without_norm(), [data[torch.tensor(batch)] for epoch in range(3) for batch in plan.batches(epoch)]
-    )
+    batches = [data[torch.tensor(batch)] for epoch in range(3) for batch in plan.batches(epoch)]
+    alone = trained_alone(without_norm(), batches)
     for found in run_ranks(2, by_plan):
         assert_same(found, alone)
 
@@ -236,3 +237,91 @@ def test_the_script_runs_under_torchrun_and_alone(tmp_path: Path, launcher: list
     assert (done.returncode, done.stderr) == (0, "")
     mean = torch.arange(24.0).view(4, 6).mean(dim=0).tolist()
     assert json.loads(done.stdout) == [mean] * 3
+
+
+# ---- the tasks of examples/, as their docstrings start them ---------------------------------------------
+
+SHORT = {"regression": (4, 1e-14, "2"), "character_lm": (2, 1e-6, "1")}
+"""The ranks, the largest difference of weights, and the epochs of each example."""
+
+PLAIN = ["--optimizer", "sgd", "--lr", "0.1"]
+"""AdamW divides by the size of each gradient, so that rounding in the smallest ones is seen in weights."""
+
+
+def commands(name: str) -> list[list[str]]:
+    """Return the commands in the docstring of an example."""
+    text = (ROOT / "examples" / f"{name}.py").read_text().partition('"""')[2].partition('"""')[0]
+    found = re.findall(r"^    python ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    return [shlex.split(command.replace("\\\n", "")) for command in found]
+
+
+@pytest.fixture(scope="module", params=SHORT)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Train an example briefly on one rank and on many; return its name and the folder of both runs."""
+    name, folder = request.param, tmp_path_factory.mktemp("runs")
+    ranks, _, epochs = SHORT[name]
+    more = [*commands(name)[0], "--epochs", epochs, *PLAIN, "--out"]
+    for launcher, run in (([sys.executable], "alone"), ([*TORCHRUN, str(ranks)], "many")):
+        done = start([*launcher, *more, str(folder / run)])
+        assert done.returncode == 0, done.stderr
+    return name, folder
+
+
+@pytest.mark.timeout(300)
+def test_an_example_ends_with_the_same_weights_on_one_rank_and_on_many(runs: tuple[str, Path]) -> None:
+    name, folder = runs
+    ranks, bound, _ = SHORT[name]
+    alone, many = (torch.load(folder / run / "last.pt", weights_only=True) for run in ("alone", "many"))
+    assert many["plan"]["world_size"] == ranks
+    apart = ((one - many["model"][key]).abs().max().item() for key, one in alone["model"].items())
+    assert max(apart) <= bound
+    logs = [epochs_of(folder / run) for run in ("alone", "many")]
+    for one, other in zip(*logs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-5)
+    if name == "character_lm":
+        assert_writes_lines(folder / "alone/last.pt")
+
+
+def assert_writes_lines(checkpoint: Path) -> None:
+    """Have the language model write on, as its docstring shows."""
+    program, _, beginning = commands("character_lm")[1]
+    done = start([sys.executable, program, str(checkpoint), beginning])
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith(beginning.rstrip()) for line in lines)
+
+
+# ---- the report of the demo -----------------------------------------------------------------------------
+
+SAID = "stripped 'module.' from 8 of 8 keys -> runs/demo.safetensors (341 kB, 0.00 s)"
+
+
+def entry(correct: int, samples: int = 355, epoch: int = 1) -> dict[str, float]:
+    return {"epoch": epoch, "correct": correct, "samples": samples, "accuracy": correct / samples}
+
+
+def test_the_report_shows_both_counts_and_the_line_of_strip_prefix_in_80_columns():
+    text, passed = demo.report(entry(353, epoch=10), SAID, entry(353))
+    assert passed
+    assert text.count("353 of 355 test images correct (99.44%)") == 2
+    assert SAID in text.splitlines()
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("trained", "scored"),
+    [(entry(353), entry(352)), (entry(353), entry(353, samples=356)), (entry(300), entry(300))],
+    ids=["another count", "another test set", "too few right"],
+)
+def test_the_demo_fails_if_the_counts_differ_or_too_few_are_right(trained, scored):
+    text, passed = demo.report(trained, SAID, scored)
+    assert not passed
+    assert "FAILED" in text
+    assert "passed" not in text
+
+
+def test_best_pt_is_from_the_first_epoch_with_the_best_accuracy():
+    log = [entry(340, epoch=1), entry(350, epoch=2), entry(350, epoch=3), entry(345, epoch=4)]
+    assert demo.best_epoch(log)["epoch"] == 2

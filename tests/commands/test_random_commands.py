@@ -25,12 +25,8 @@ from tests.support.comparing import values
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
-NAMES = st.lists(
-    st.sampled_from(["conv.weight", "conv.bias", "bn.running_mean", "head.weight", "a", "b.module.c", "é"]),
-    min_size=1,
-    max_size=5,
-    unique=True,
-)
+NAMED = ["conv.weight", "conv.bias", "bn.running_mean", "head.weight", "a", "b.module.c", "é"]
+NAMES = st.lists(st.sampled_from(NAMED), min_size=1, max_size=5, unique=True)
 KINDS = st.sampled_from([torch.float32, torch.float16, torch.float64, torch.int64, torch.bool])
 
 ENDINGS = ("x.pt", "x.safetensors", "x/")
@@ -65,9 +61,8 @@ class Commands(RuleBasedStateMachine):
         if len(names) > 1 and data.draw(st.booleans()):
             self.state[f"{names[0]}_tied"] = self.state[names[0]]
         trained = [name for name, value in self.state.items() if value.is_floating_point()]
-        self.momentum: dict[str, torch.Tensor] | None = {
-            name: torch.full(self.state[name].shape, float(at)) for at, name in enumerate(trained)
-        }
+        filled = (torch.full(self.state[name].shape, float(at)) for at, name in enumerate(trained))
+        self.momentum: dict[str, torch.Tensor] | None = dict(zip(trained, filled, strict=True))
         self.by_name, self.epoch = False, 3
         numbered = {at: {"m": value} for at, value in enumerate(self.momentum.values())}
         group = {"lr": 0.1, "params": [*numbered], "param_names": trained}
@@ -214,7 +209,6 @@ def shared(state: dict[str, torch.Tensor]) -> set[frozenset[str]]:
     return {frozenset(names) for names in found.values()}
 
 
-Commands.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=8, phases=[Phase.explicit, Phase.generate, Phase.target]
-)
+PHASES = [Phase.explicit, Phase.generate, Phase.target]
+Commands.TestCase.settings = settings(max_examples=25, stateful_step_count=8, phases=PHASES)
 test_commands = Commands.TestCase
