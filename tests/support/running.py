@@ -26,6 +26,10 @@ class Ran:
         return json.loads(self.out)
 
 
+Cli = Callable[..., Ran]
+"""The fixture `cli`: it runs a command in this process."""
+
+
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
     """Return the class and the message of the error that a call ends in; two times "" if it ends well."""
     try:
@@ -33,3 +37,9 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, getattr(error, "message", str(error))
     return "", ""
+
+
+def assert_says(ran: Ran, code: int, *words: str) -> None:
+    """Raise AssertionError unless a command ended with a code, and said all these words on stderr."""
+    missing = [each for each in words if each not in ran.err]
+    assert (ran.code, missing) == (code, []), f"exit {ran.code}: {ran.out}{ran.err}"
