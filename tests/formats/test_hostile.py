@@ -30,11 +30,12 @@ from tests.support.running import ROOT
 STATE = {"module.a": torch.arange(3, dtype=torch.float32), "module.b": torch.ones(2, dtype=torch.int64)}
 
 
-def small_zip(path: Path, **given: Any) -> None:
+def small_zip(path: Path, **given: Any) -> Path:
     torch.save({"model": STATE, "epoch": 1}, path, **given)
+    return path
 
 
-WRITERS: dict[str, Callable[[Path], None]] = {
+WRITERS: dict[str, Callable[[Path], object]] = {
     "zip": small_zip,
     "legacy": partial(small_zip, _use_new_zipfile_serialization=False),
     "safetensors": partial(save_file, STATE, metadata={"a": "b"}),
@@ -204,21 +205,15 @@ def test_torch_load_runs_these_pickles(what: str, here: Path) -> None:
 # Zips.
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    small_zip(tmp_path / "in.pt")
-    return tmp_path / "in.pt"
-
-
-def test_bytes_behind_the_zip_directory_are_refused(small: Path) -> None:
-    whole = small.read_bytes()
+def test_bytes_behind_the_zip_directory_are_refused(tmp_path: Path) -> None:
+    whole = (small := small_zip(tmp_path / "in.pt")).read_bytes()
     for tail in (b"x", whole, bytes(100)):
         small.write_bytes(whole + tail)
         assert use(small) is not None or tail is whole
 
 
-def test_impossible_numbers_in_a_zip64_directory_are_refused(small: Path) -> None:
-    whole = small.read_bytes()
+def test_impossible_numbers_in_a_zip64_directory_are_refused(tmp_path: Path) -> None:
+    whole = (small := small_zip(tmp_path / "in.pt")).read_bytes()
     end = whole.rindex(b"PK\x05\x06")
     for value in (0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1):
         for field in range(4):

@@ -30,7 +30,7 @@ from ckpttool.formats import Saved, safetensors
 from tests.support.comparing import values
 from tests.support.extents import clone_range
 from tests.support.opening import opened
-from tests.support.running import Ran
+from tests.support.running import Cli
 
 STATE = {f"module.layer{i}.weight": torch.full((5, 3), float(i)) for i in range(4)}
 PLAIN = {name.removeprefix("module."): tensor for name, tensor in STATE.items()}
@@ -348,7 +348,7 @@ def test_whoever_reads_while_names_change_all_the_time_sees_one_set_of_them(tmp_
         os.waitpid(child, 0)
 
 
-def test_the_command_line_renames_in_place(cli: Callable[..., Ran], path: Path) -> None:
+def test_the_command_line_renames_in_place(cli: Cli, path: Path) -> None:
     assert cli("strip-prefix", path, path).code == 2  # not without --force
     ran = cli("strip-prefix", path, path, "--force", "--json")
     assert (ran.code, ran.json["keys"], ran.json["renamed"]) == (0, 4, 4)

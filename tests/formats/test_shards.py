@@ -234,10 +234,9 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_shard_that_can_not_be_read_is_named(how: str, tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m", SAFE)
     spoil, said = SPOILT[how]
-    spoil(folder / SECOND)
-    refused(folder, f"its shard '{SECOND}' {said}" if said else SECOND)
+    spoil(sharded(tmp_path / "m", SAFE) / SECOND)
+    refused(tmp_path / "m", f"its shard '{SECOND}' {said}" if said else SECOND)
 
 
 OUTSIDE = ["../x.safetensors", "/etc/passwd", "a/../../x", "./x", "a//b", "", ".", "..", "a\\b", "a\0b", ".x"]
@@ -449,16 +448,21 @@ def test_shards_whose_index_is_lost_are_joined_by_numbers(names: list[str], tmp_
     assert cli("verify", tmp_path / "in").code == 0
 
 
-def test_shards_that_are_incomplete_are_named(tmp_path: Path) -> None:
-    unindexed(tmp_path / "in", THREE)
-    (tmp_path / "in" / THREE[1]).unlink()
-    refused(tmp_path / "in", "has no index, and of its 3 shards model-*.safetensors it lacks number 2")
+W0 = {"w0": torch.zeros(3)}
+SECOND_OF_THREE = {
+    "missing": (Path.unlink, ("has no index, and of its 3 shards model-*.safetensors it lacks number 2",)),
+    "a name of the first": (lambda path: save_file(W0, path), ("'w0' is in the shard '", "' and in another")),
+    "a pointer": (lambda path: path.write_text(POINTER), (f"its shard '{THREE[1]}' is a Git LFS pointer",)),
+}
 
 
-def test_a_name_in_two_shards_without_an_index_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", SECOND_OF_THREE)
+def test_shards_without_an_index_that_are_not_whole_are_refused(how: str, tmp_path: Path) -> None:
+    spoil, said = SECOND_OF_THREE[how]
     unindexed(tmp_path / "in", THREE)
-    save_file({"w0": torch.zeros(3)}, tmp_path / "in" / THREE[2])
-    refused(tmp_path / "in", "'w0' is in the shard '", "' and in another")
+    spoil(tmp_path / "in" / THREE[1])  # type: ignore[operator]
+    refusal = refused(tmp_path / "in", *said)
+    assert how != "a pointer" or "git lfs pull" in str(refusal.hint)
 
 
 def test_two_series_without_an_index_get_a_command_each(tmp_path: Path, cli: Cli) -> None:
@@ -467,10 +471,3 @@ def test_two_series_without_an_index_get_a_command_each(tmp_path: Path, cli: Cli
     caught = refused(folder, "several series", error=Unreadable)
     assert f"ckpttool merge {folder}/hf_model_*_0.pt OUTPUT" in str(caught.hint)
     assert cli("merge", *folder.glob("hf_model_*_0.pt"), tmp_path / "out.safetensors").code == 0
-
-
-def test_a_pointer_in_the_place_of_a_shard_is_named(tmp_path: Path) -> None:
-    unindexed(tmp_path / "in", THREE)
-    (tmp_path / "in" / THREE[1]).write_text(POINTER)
-    caught = refused(tmp_path / "in", f"its shard '{THREE[1]}' is a Git LFS pointer")
-    assert "git lfs pull" in str(caught.hint)

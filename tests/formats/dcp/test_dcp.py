@@ -34,6 +34,7 @@ from ckpttool.tensors.to_torch import live_tensors
 from ckpttool.tensors.values import stream
 from tests.ranks import shardings
 from tests.support.comparing import assert_same, values
+from tests.support.opening import opened
 from tests.support.refused import refused
 from tests.support.running import ROOT, assert_says
 from tests.support.warm_python import WarmPython
@@ -224,9 +225,9 @@ def test_chunks_that_are_not_the_whole_are_damage(what: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", ["bits8", "bits16"])
 def test_a_type_that_torch_can_t_write_is_refused_by_name(dtype: str, cli: Any, tmp_path: Path) -> None:
     torch.save({"odd": torch.empty(3, dtype=getattr(torch, dtype))}, tmp_path / "in.pt")
+    said = f"in.pt: torch can't write 'odd' as DCP: its type is {dtype}\n"
     for more in ([], ["--dry-run"]):
-        ran = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", *more)
-        assert_says(ran, 3, f"in.pt: torch can't write 'odd' as DCP: its type is {dtype}\n")
+        assert_says(cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", *more), 3, said)
     assert os.listdir(tmp_path) == ["in.pt"]
 
 
@@ -508,20 +509,18 @@ def test_sets_sizes_and_types_are_data(protocol: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tree", [torch.ones(2), {5: torch.ones(1), "5": torch.zeros(1)}])
 def test_what_dcp_can_t_name_is_refused_and_full_keeps_it(tree: object, tmp_path: Path) -> None:
-    torch.save(tree, tmp_path / "in.pt")
-    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    checkpoint = opened(tree, tmp_path)
     for dry_run in (True, False):
         with pytest.raises(Refused, match=r"as DCP needs|all keys are text in DCP") as refusal:
             ckpttool.save(checkpoint, tmp_path / "d", to="dcp", dry_run=dry_run)
         assert "--full" in str(refusal.value.hint)
     ckpttool.save(checkpoint, tmp_path / "d", to="dcp", full=True)
-    ckpttool.save(ckpttool.open(tmp_path / "d"), tmp_path / "out.pt")
+    ckpttool.convert(tmp_path / "d", tmp_path / "out.pt")
     assert_same(torch.load(tmp_path / "out.pt"), tree)
 
 
 def test_what_dcp_drops_is_known(tmp_path: Path) -> None:
-    torch.save({**training(), "nothing": {}, "deep": {"l": [], "e": {}}}, tmp_path / "in.pt")
-    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    checkpoint = opened({**training(), "nothing": {}, "deep": {"l": [], "e": {}}}, tmp_path)
     assert dcp_tree.lost(checkpoint) == ("model._metadata", "nothing", "deep.e")
     assert dcp_tree.with_keys_made_text(checkpoint) == ("optimizer.state",)
 

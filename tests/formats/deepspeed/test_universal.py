@@ -88,31 +88,23 @@ def test_a_missing_parameter_is_named(name: str, universal: Run) -> None:
 
 
 ZERO3 = "zero3-fp32/global_step3"
-VALUES = "zero/body.weight/fp32.pt"
+VALUES, STATES = "zero/body.weight/fp32.pt", "mp_rank_00_model_states.pt"
 CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "model states are missing": (
-        STEP3,
-        lambda folder: (folder / "mp_rank_00_model_states.pt").unlink(),
-        r"has no file \*_model_states\.pt",
-    ),
+    "no model states": (STEP3, lambda at: (at / STATES).unlink(), r"has no file \*_model_states\.pt"),
     "a parameter of another model": (
         STEP3,
-        lambda folder: shutil.copytree(folder / "zero" / "body.weight", folder / "zero" / "foreign.weight"),
+        lambda at: shutil.copytree(at / "zero" / "body.weight", at / "zero" / "foreign.weight"),
         r"has 'foreign\.weight' in zero/",
     ),
     "another size": (
         ZERO3,
-        lambda folder: torch.save(torch.zeros(3), folder / VALUES),
+        lambda at: torch.save(torch.zeros(3), at / VALUES),
         r"body\.weight/fp32\.pt: has shape \[3\], and the parameter",
     ),
-    "no tensor": (
-        ZERO3,
-        lambda folder: torch.save({"other": 1}, folder / VALUES),
-        r"body\.weight/fp32\.pt: has no tensor",
-    ),
+    "no tensor": (ZERO3, lambda at: torch.save({}, at / VALUES), r"body\.weight/fp32\.pt: has no tensor"),
     "another step than the model states": (
         STEP3,
-        lambda folder: [torch.save(torch.tensor(9.0), path) for path in (folder / "zero").glob("*/step.pt")],
+        lambda at: [torch.save(torch.tensor(9.0), path) for path in (at / "zero").glob("*/step.pt")],
         "'global_steps' states 3, the optimizer states 9",
     ),
 }
@@ -128,7 +120,7 @@ def test_what_does_not_fit_is_refused_by_name(what: str, universal: Run) -> None
 def test_a_model_that_was_cut_is_whole(universal: Run) -> None:
     folder = universal()
     whole = dict(opened(folder).state("module").tensors)
-    states = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)
+    states = torch.load(folder / STATES, weights_only=False)
     for part in range(2):  # tensor parallelism: each has a half of this weight
         half = states["module"]["body.weight"].chunk(2)[part].clone()
         cut: dict[str, Any] = {**states, "module": {**states["module"], "body.weight": half}}

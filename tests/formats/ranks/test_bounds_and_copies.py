@@ -21,7 +21,7 @@ from tests.support.running import Cli, assert_says
 from tests.support.saved import opened
 
 STRIDED = Global("torch.distributed.tensor.placement_types", "_StridedShard")
-MANY = 1 << 20
+MANY = 1 << 18
 
 
 def split(folder: Path, state: dict[str, Any], ranks: int = 2) -> Path:
@@ -109,7 +109,7 @@ def test_a_mesh_of_stride_0_is_refused(tmp_path: Path) -> None:
         axis = spec(tree["w"])["mesh"].state["_layout"].state["axes"][0]
         axis.state.update(shape=(MANY,), stride=(0,))
 
-    refuses(changed(split(tmp_path, {"w": torch.zeros(4, 2)}), repeat), "mesh has 1048576 places for 2 ranks")
+    refuses(changed(split(tmp_path, {"w": torch.zeros(4, 2)}), repeat), f"mesh has {MANY} places for 2 ranks")
 
 
 def test_places_and_orders_without_end_are_refused(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_places_and_orders_without_end_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_honest_run_of_many_ranks_is_read(tmp_path: Path) -> None:
-    file = split(tmp_path, {f"w{i}": torch.zeros(64, 3) + i for i in range(50)}, 64)
+    file = split(tmp_path, {f"w{i}": torch.zeros(64, 3) + i for i in range(20)}, 64)
     with ckpttool.open(file.parent) as checkpoint:
-        assert len(checkpoint.state("").tensors) == 50
+        assert len(checkpoint.state("").tensors) == 20
 
 
 # Files of ranks that each hold the whole: DDP programs whose every rank saves.
