@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.files import commit_folder
-from tests.support.running import Ran
-
-Cli = Callable[..., Ran]
+from tests.support.opening import convert
+from tests.support.running import Cli, Ran, assert_says
 
 TRAINING = {
     "model": {"module.a": torch.ones(2), "module.b": torch.zeros(3)},
@@ -39,10 +38,9 @@ def index_of(folder: Path) -> Path:
     return next(path for path in folder.iterdir() if path.name.endswith((".index.json", ".metadata")))
 
 
-def folder_of(kind: str, path: Path) -> Path:
+def folder_of(kind: str, path: Path, tree: object = TRAINING, **given: Any) -> Path:
     """A folder of that format, named without a slash."""
-    torch.save(TRAINING, path.parent / "in.pt")
-    ckpttool.save(ckpttool.open(path.parent / "in.pt"), path, to=kind)
+    convert(tree, path, to=kind, **given)
     return path
 
 
@@ -69,10 +67,6 @@ def refuse(*_: Any, **__: Any) -> None:
     raise PermissionError(1, "Operation not permitted")
 
 
-def names(checkpoint: ckpttool.Checkpoint) -> set[str]:
-    return {name for name, _ in checkpoint.tensors()}
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_changed_in_place_keeps_its_format(kind: str, folder: Path, command: str, cli: Cli) -> None:
     ran = cli(command, folder, folder, *COMMANDS[command], "--force", "--json")
@@ -80,27 +74,18 @@ def test_a_folder_changed_in_place_keeps_its_format(kind: str, folder: Path, com
     assert ckpttool.open(folder).format == kind
 
 
-def test_a_dcp_folder_keeps_all_that_it_holds_when_its_keys_are_renamed(cli: Cli, tmp_path: Path) -> None:
-    folder = folder_of("dcp", tmp_path / "d")
-    ran = cli("strip-prefix", folder, folder, "--force", "--json")
-    assert ran.json["left_out"] == []
+@pytest.mark.parametrize("full", [False, True])
+def test_a_dcp_folder_keeps_all_when_its_keys_are_renamed(full: bool, cli: Cli, tmp_path: Path) -> None:
+    more = {5: ["five"]} if full else {}
+    folder = folder_of("dcp", tmp_path / "d", {**TRAINING, **more}, full=full)
+    assert cli("strip-prefix", folder, folder, "--force", "--json").json["left_out"] == []
     found = ckpttool.open(folder)
-    assert names(found) == {"model.a", "model.b", "optimizer.state.a.m"}
+    assert {name for name, _ in found.tensors()} == {"model.a", "model.b", "optimizer.state.a.m"}
     assert isinstance(found.tree, dict) and found.tree["epoch"] == 3
+    assert (found.format, found.full, found.tree.get(5)) == ("dcp", full, more.get(5))
 
 
-def test_a_full_dcp_folder_stays_full(cli: Cli, tmp_path: Path) -> None:
-    torch.save({**TRAINING, 5: ["five"]}, tmp_path / "in.pt")
-    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "d", to="dcp", full=True)
-    assert cli("strip-prefix", tmp_path / "d", tmp_path / "d", "--force").code == 0
-    found = ckpttool.open(tmp_path / "d")
-    assert (found.format, found.full) == ("dcp", True)
-    assert isinstance(found.tree, dict) and found.tree[5] == ["five"]
-
-
-def test_an_output_that_is_a_folder_tells_the_format(
-    kind: str, folder: Path, cli: Cli, tmp_path: Path
-) -> None:
+def test_an_output_that_is_a_folder_has_its_format(kind: str, folder: Path, cli: Cli, tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
     words = ["convert", tmp_path / "m.safetensors", folder, "--force"]
     assert cli(*words).code == 0
@@ -111,14 +96,13 @@ def test_an_output_that_is_a_folder_tells_the_format(
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
-def test_a_new_folder_has_the_input_s_format(
-    kind: str, folder: Path, is_there: bool, cli: Cli, tmp_path: Path
-) -> None:
+def test_a_new_folder_has_the_input_s_format(kind: str, folder: Path, is_there: bool, cli: Cli) -> None:
     for command, found in (("strip-prefix", kind), ("convert", "safetensors-sharded")):
+        out = folder.with_name(command)
         if is_there:
-            (tmp_path / command).mkdir()
-        assert cli(command, folder, f"{tmp_path / command}/", "--force").code == 0
-        assert ckpttool.open(tmp_path / command).format == found
+            out.mkdir()
+        assert cli(command, folder, f"{out}/", "--force").code == 0
+        assert ckpttool.open(out).format == found
 
 
 @pytest.mark.parametrize("more", [[], ["--force"], ["--force", "--dry-run"]], ids=str)
@@ -130,37 +114,33 @@ def test_other_files_are_told_at_once(more: list[str], shards: Path, cli: Cli, t
     assert ran.err.endswith("hint: name a new folder, or a file in it\n")
 
 
-@pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
-def test_files_that_a_new_folder_does_not_get_are_named(
-    folder: Path, by_index: bool, cli: Cli, tmp_path: Path
-) -> None:
-    for name in ("config.json", "vocab.txt", ".gitattributes"):
+@pytest.fixture(params=[False, True], ids=["folder", "index"])
+def source(request: Any, folder: Path) -> Path:
+    """A folder, or the index by which it is named."""
+    return index_of(folder) if request.param else folder
+
+
+def test_files_that_a_new_folder_does_not_get_are_named(source: Path, folder: Path, cli: Cli) -> None:
+    others = ["config.json", "vocab.txt"]
+    for name in (*others, ".gitattributes"):
         (folder / name).write_text("{}")
-    source = index_of(folder) if by_index else folder
-    ran = cli("strip-prefix", source, f"{tmp_path / 'new'}/")
+    ran = cli("strip-prefix", source, f"{folder.with_name('new')}/")
     assert "not copied (--companions does): config.json, vocab.txt\n" in ran.err
-    ran = cli("strip-prefix", source, f"{tmp_path / 'other'}/", "--json")
-    assert ran.json["not_copied"] == ["config.json", "vocab.txt"]
-    inside = cli("strip-prefix", source, f"{folder / 'stripped'}/", "--json")
-    assert inside.json["not_copied"] == ["config.json", "vocab.txt"]
+    for other in (folder.with_name("other"), folder / "stripped"):
+        assert cli("strip-prefix", source, f"{other}/", "--json").json["not_copied"] == others
     assert "not_copied" not in cli("strip-prefix", source, folder, "--force", "--json").json
-    one_file = cli("strip-prefix", source, tmp_path / "one.pt", "--json").json
-    assert one_file.get("not_copied") == (None if by_index else ["config.json", "vocab.txt", "stripped"])
+    one_file = cli("strip-prefix", source, folder.with_name("one.pt"), "--json").json
+    assert one_file.get("not_copied") == ([*others, "stripped"] if source == folder else None)
 
 
-@pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
-def test_other_files_of_a_folder_changed_in_place_stay(
-    folder: Path, by_index: bool, cli: Cli, tmp_path: Path
-) -> None:
+def test_other_files_of_a_changed_folder_stay(source: Path, folder: Path, cli: Cli, tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     (tmp_path / "vocabulary").write_text("a b")
     (folder / "vocab.txt").symlink_to("../vocabulary")
-    source = index_of(folder) if by_index else folder
     assert "write it anyway with --force" in cli("strip-prefix", source, folder).err
     ran = cli("strip-prefix", source, folder, "--force", "--json")
     assert ran.code == 0
-    new = ckpttool.open(folder)
-    assert set(new.state().tensors) == {"a", "b"}
+    assert set(ckpttool.open(folder).state().tensors) == {"a", "b"}
     written = [path for path in folder.iterdir() if path.name not in ("config.json", "vocab.txt")]
     assert ran.json["bytes"] == sum(path.stat().st_size for path in written)
     assert (folder / "config.json").read_text() == "{}"
@@ -169,9 +149,7 @@ def test_other_files_of_a_folder_changed_in_place_stay(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_file_that_another_process_puts_there_while_the_folder_is_written_stays(
-    folder: Path, in_place: bool, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_came_meanwhile_stays(folder: Path, in_place: bool, cli: Cli, monkeypatch: MonkeyPatch) -> None:
     sync_folder = commit_folder.sync_folder
 
     def meanwhile(path: str) -> None:
@@ -179,7 +157,7 @@ def test_a_file_that_another_process_puts_there_while_the_folder_is_written_stay
         sync_folder(path)
 
     monkeypatch.setattr(commit_folder, "sync_folder", meanwhile)
-    ran = cli("strip-prefix", folder if in_place else tmp_path / "in.pt", folder, "--force")
+    ran = cli("strip-prefix", folder if in_place else folder.with_name("in.pt"), folder, "--force")
     assert ran.code == 0
     assert (folder / "trainer_state.json").read_text() == "{}"
     assert "put into the folder by another process meanwhile, and kept: trainer_state.json\n" in ran.err
@@ -198,21 +176,19 @@ def test_what_no_index_names_stays(kind: str, folder: Path, what: str, cli: Cli,
     path = folder / NOT_OURS[what]
     path.parent.mkdir(exist_ok=True)
     path.write_text('{"weight_map": {"a": "notes.txt", "b": "../in.pt"}}')
+    kept = path
     if "index of" in what:
-        (folder / "notes.txt").write_text("kept")
+        (kept := folder / "notes.txt").write_text("kept")
+    before = kept.read_text()
     for words in (["convert", tmp_path / "in.pt", folder], ["strip-prefix", folder, folder]):
-        ran = cli(*words, "--force")
-        assert ran.code in (0, 2)
-        assert path.exists() or "index of" in what
-        assert "index of" not in what or (folder / "notes.txt").read_text() == "kept"
+        assert cli(*words, "--force").code in (0, 2)
+        assert kept.read_text() == before
         assert (tmp_path / "in.pt").exists()
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors-sharded"])
 @pytest.mark.parametrize("name", ["../in.pt", "{folder}/in.pt", "below/in.pt"])
-def test_a_file_outside_its_folder_is_never_deleted(
-    name: str, kind: str, folder: Path, cli: Cli, tmp_path: Path
-) -> None:
+def test_files_outside_a_folder_stay(name: str, kind: str, folder: Path, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     named = name.format(folder=tmp_path)
     if kind == "dcp":
@@ -253,38 +229,30 @@ def test_a_part_of_the_input_is_no_output(folder: Path, name: str, cli: Cli, tmp
     assert contents(folder) == before
 
 
-def test_a_shard_is_not_replaced_by_the_folder_around_it(shards: Path, cli: Cli) -> None:
-    shard = next(path for path in shards.iterdir() if path != index_of(shards))
-    ran = cli("strip-prefix", shard, shards, "--force")
-    assert ran.code == 2 and f"and is a part of the input {shard}\n" in ran.err
+def test_a_shard_is_not_replaced_by_the_folder_around_it_nor_another_input(shards: Path, cli: Cli) -> None:
+    (shard,) = shards.glob("*.safetensors")
+    assert_says(cli("strip-prefix", shard, shards, "--force"), 2, f"and is a part of the input {shard}\n")
     assert set(ckpttool.open(shards).state().tensors) == {"module.a", "module.b"}
+    other = shards.with_name("in.pt")
+    assert_says(cli("average", shards, other, shard, "--force"), 2, "is a part of the input")
+    assert cli("average", other, shards, shards.with_name("out.safetensors")).code == 0
 
 
-def test_a_shard_of_another_input_is_no_output_either(shards: Path, cli: Cli, tmp_path: Path) -> None:
-    shard = next(path for path in shards.iterdir() if path != index_of(shards))
-    ran = cli("average", shards, tmp_path / "in.pt", shard, "--force")
-    assert ran.code == 2 and "is a part of the input" in ran.err
-    assert cli("average", tmp_path / "in.pt", shards, tmp_path / "out.safetensors").code == 0
-
-
-def test_what_can_not_be_removed_of_the_old_folder_is_named(
-    shards: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_not_be_removed_is_named(shards: Path, cli: Cli, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(os, "unlink", refuse)
     ran = cli("strip-prefix", shards, shards, "--force")
     assert ran.code == 0
-    (left,) = (name for name in os.listdir(tmp_path) if name.startswith(".d."))
-    assert f"could not be removed: {tmp_path}/{left} (operation not permitted)\n" in ran.err
+    (left,) = shards.parent.glob(".d.*")
+    assert f"could not be removed: {left} (operation not permitted)\n" in ran.err
     ran = cli("add-prefix", shards, shards, "--force", "--json")
-    assert left in ran.json["not_removed"][-1] or left in ran.json["not_removed"][0]
+    assert left.name in ran.json["not_removed"][-1] or left.name in ran.json["not_removed"][0]
 
 
 @pytest.mark.parametrize("what", ["a folder", "a link that leads nowhere"])
 def test_what_is_no_plain_file_can_not_stay(what: str, shards: Path, cli: Cli) -> None:
     (shards / "onnx").mkdir() if what == "a folder" else (shards / "onnx").symlink_to("nowhere")
     (shards / "config.json").write_text("{}")
-    ran = cli("strip-prefix", shards, shards, "--force")
-    assert ran.code == 2 and "holds other files too (onnx)" in ran.err
+    assert_says(cli("strip-prefix", shards, shards, "--force"), 2, "holds other files too (onnx)")
     assert sorted(os.listdir(shards))[-2:] == ["model.safetensors.index.json", "onnx"]
 
 
@@ -302,21 +270,18 @@ def test_another_checkpoint_in_a_folder_stays(shards: Path, cli: Cli, tmp_path: 
     assert ran.code == 2 and "which can't be kept: file exists" in ran.err
 
 
-def test_files_that_can_t_be_kept_change_nothing(
-    shards: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_can_t_be_kept_change_nothing(shards: Path, cli: Cli, monkeypatch: MonkeyPatch) -> None:
     (shards / "config.json").write_text("{}")
     before = contents(shards)
     monkeypatch.setattr(os, "link", refuse)
     ran = cli("strip-prefix", shards, shards, "--force")
     assert ran.code == 2 and "(config.json), which can't be kept: operation not permitted" in ran.err
     assert contents(shards) == before
-    assert sorted(os.listdir(tmp_path)) == ["d", "in.pt"]
+    assert sorted(os.listdir(shards.parent)) == ["d", "in.pt"]
 
 
 def test_what_contradicts_itself_is_told_before_force_is_proposed(cli: Cli, tmp_path: Path) -> None:
-    folder = folder_of("dcp", tmp_path / "d")
-    ran = cli("convert", tmp_path / "in.pt", folder, "--shard-size", "5GB")
+    ran = cli("convert", tmp_path / "in.pt", folder_of("dcp", tmp_path / "d"), "--shard-size", "5GB")
     assert ran.code == 2 and "a shard size was given" in ran.err
 
 
@@ -338,13 +303,15 @@ def test_a_dry_run_knows_about_the_size_of_a_dcp_folder(cli: Cli, tmp_path: Path
 
 def test_an_empty_folder_is_written_into_without_force(kind: str, cli: Cli, tmp_path: Path) -> None:
     torch.save(TRAINING, tmp_path / "in.pt")
-    (tmp_path / "d").mkdir()
-    assert cli("convert", tmp_path / "in.pt", f"{tmp_path / 'd'}/", "--to", kind).code == 0
-    assert cli("inspect", tmp_path / "d", "--json").json["format"] == kind
-    again = cli("convert", tmp_path / "in.pt", f"{tmp_path / 'd'}/", "--to", kind)
-    assert (again.code, "--force" in again.err) == (2, True)
-    (tmp_path / "f").mkdir()
-    assert cli("convert", tmp_path / "in.pt", tmp_path / "f", "--to", "safetensors").code == 2
-    (tmp_path / "hidden").mkdir()
+    for name in ("d", "f", "hidden"):
+        (tmp_path / name).mkdir()
     (tmp_path / "hidden" / ".keep").write_text("")
-    assert cli("convert", tmp_path / "in.pt", f"{tmp_path / 'hidden'}/", "--to", kind).code == 2
+
+    def into(name: str, to: str) -> Ran:
+        return cli("convert", tmp_path / "in.pt", f"{tmp_path}/{name}", "--to", to)
+
+    assert into("d/", kind).code == 0
+    assert cli("inspect", tmp_path / "d", "--json").json["format"] == kind
+    again = into("d/", kind)
+    assert (again.code, "--force" in again.err) == (2, True)
+    assert (into("f", "safetensors").code, into("hidden/", kind).code) == (2, 2)

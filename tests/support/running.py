@@ -37,3 +37,9 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, getattr(error, "message", str(error))
     return "", ""
+
+
+def assert_says(ran: Ran, code: int, *words: str) -> None:
+    """Raise AssertionError unless a command ended with a code, and said all these words on stderr."""
+    missing = [each for each in words if each not in ran.err]
+    assert (ran.code, missing) == (code, []), f"exit {ran.code}: {ran.out}{ran.err}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import random
 import struct
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -24,6 +27,7 @@ from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.opening import refused
 
+RECORD = "archive/data/0"
 LOCAL_SIZES, LOCAL_CRC, CENTRAL_SIZES, CENTRAL_CRC = 18, 14, 20, 16
 
 
@@ -41,14 +45,14 @@ def one_tensor(path: Path, numel: int, raw: bytes) -> Path:
     return torch_zip(path, body, {"0": raw}, compression=zipfile.ZIP_DEFLATED)
 
 
-def patched(path: Path, record: str, change: Callable[[bytes, zipfile.ZipInfo], bytes]) -> Path:
+def patched(path: Path, record: str, change: Callable[[bytes], bytes]) -> Path:
     """Replace the payload of one record, and correct the sizes and offsets that depend on it."""
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo(record)
         entries = archive.infolist()
     raw = bytearray(path.read_bytes())
     start = info.header_offset + 30 + sum(struct.unpack_from("<HH", raw, info.header_offset + 26))
-    new = change(bytes(raw[start : start + info.compress_size]), info)
+    new = change(bytes(raw[start : start + info.compress_size]))
     raw[start : start + info.compress_size] = new
     shift = len(new) - info.compress_size
     directory = raw.find(b"PK\x01\x02")
@@ -59,18 +63,17 @@ def patched(path: Path, record: str, change: Callable[[bytes, zipfile.ZipInfo], 
             struct.pack_into("<I", raw, named + CENTRAL_SIZES, len(new))
         if entry.header_offset > info.header_offset:
             struct.pack_into("<I", raw, named + 42, entry.header_offset + shift)
-    end = raw.rfind(b"PK\x05\x06")
-    struct.pack_into("<I", raw, end + 16, directory)
+    struct.pack_into("<I", raw, raw.rfind(b"PK\x05\x06") + 16, directory)
     path.write_bytes(raw)
     return path
 
 
-def restated(path: Path, record: str, *, size: int | None = None, crc: int | None = None) -> Path:
-    """State another size or checksum for one record in both of its headers."""
+def restated(path: Path, *, size: int | None = None, crc: int | None = None) -> Path:
+    """State another size or checksum for the tensor's record in both of its headers."""
     with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo(record)
+        info = archive.getinfo(RECORD)
     raw = bytearray(path.read_bytes())
-    named = raw.find(record.encode(), raw.find(b"PK\x01\x02")) - 46
+    named = raw.find(RECORD.encode(), raw.find(b"PK\x01\x02")) - 46
     headers = (info.header_offset, LOCAL_SIZES, LOCAL_CRC), (named, CENTRAL_SIZES, CENTRAL_CRC)
     for at, sizes, crcs in headers:
         if size is not None:
@@ -122,34 +125,24 @@ def test_inflated_bytes_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest
 
 def test_unused_records_are_not_inflated(tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", b"}", {"0": bytes(1 << 20)}, compression=zipfile.ZIP_DEFLATED)
-    assert ckpttool.open(patched(path, "archive/data/0", lambda raw, _: b"x" * len(raw))).tree == {}
+    assert ckpttool.open(patched(path, RECORD, lambda raw: b"x" * len(raw))).tree == {}
 
 
-NOISE, RECORD = os.urandom(4000), "archive/data/0"
-SHORT = "does not inflate to exactly 4000 bytes"
+NOISE = random.Random(0).randbytes(4000)
+SHORT, WRONG = "does not inflate to exactly 4000 bytes", f"'{RECORD}' does not match its checksum"
+
+
+def changed(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: patched(path, RECORD, change)
+
+
 STREAMS: dict[str, tuple[bytes, Callable[[Path], object], str]] = {
-    "cut short": (
-        NOISE,
-        lambda path: patched(path, RECORD, lambda raw, _: raw[: len(raw) // 2]),
-        f"'{RECORD}' {SHORT}",
-    ),
-    "ending before its record": (
-        NOISE,
-        lambda path: patched(path, RECORD, lambda raw, _: raw + b"more"),
-        SHORT,
-    ),
-    "inflating to more than is stated": (bytes(8000), lambda path: restated(path, RECORD, size=4000), SHORT),
-    "inflating to less than is stated": (bytes(3000), lambda path: restated(path, RECORD, size=4000), SHORT),
-    "a wrong checksum": (
-        bytes(4000),
-        lambda path: restated(path, RECORD, crc=1),
-        f"'{RECORD}' does not match its checksum",
-    ),
-    "invalid": (
-        bytes(4000),
-        lambda path: patched(path, RECORD, lambda raw, _: b"\xff" * 9),
-        "not a valid deflate stream",
-    ),
+    "cut short": (NOISE, changed(lambda raw: raw[: len(raw) // 2]), f"'{RECORD}' {SHORT}"),
+    "ending before its record": (NOISE, changed(lambda raw: raw + b"more"), SHORT),
+    "inflating to more than is stated": (bytes(8000), lambda path: restated(path, size=4000), SHORT),
+    "inflating to less than is stated": (bytes(3000), lambda path: restated(path, size=4000), SHORT),
+    "a wrong checksum": (bytes(4000), lambda path: restated(path, crc=1), WRONG),
+    "invalid": (bytes(4000), changed(lambda raw: b"\xff" * 9), "not a valid deflate stream"),
 }
 
 
@@ -162,18 +155,15 @@ def test_a_stream_that_is_not_what_the_directory_states_is_damaged(what: str, tm
 
 
 def test_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
-    path = restated(one_tensor(tmp_path / "f", 1000, bytes(4000)), "archive/data/0", crc=0)
+    path = restated(one_tensor(tmp_path / "f", 1000, bytes(4000)), crc=0)
     assert ckpttool.open(path).state().tensors["a"].storage.crc32 is None
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA], ids=["bzip2", "lzma"])
 def test_compression_methods_that_torch_lacks_are_unsupported(method: int, tmp_path: Path) -> None:
     torch.save(TREE, tmp_path / "in.pt")
-    refusal = refused(
-        deflated(tmp_path / "in.pt", method=method),
-        "compressed in a way that torch does not read",
-        Unsupported,
-    )
+    path = deflated(tmp_path / "in.pt", method=method)
+    refusal = refused(path, "compressed in a way that torch does not read", Unsupported)
     assert "without compression" in str(refusal.hint)
 
 
@@ -182,7 +172,7 @@ def test_compression_methods_that_torch_lacks_are_unsupported(method: int, tmp_p
 
 def test_a_size_beyond_what_deflate_can_do_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     path = one_tensor(tmp_path / "f", 1 << 28, bytes(1 << 20))
-    restated(path, "archive/data/0", size=1 << 30)
+    restated(path, size=1 << 30)
     refused(path, "states a size that deflate can't reach")
 
 
@@ -193,9 +183,7 @@ def test_a_pickle_that_grows_too_much_is_refused(tmp_path: Path) -> None:
     refused(path, r"'archive/data\.pkl' would grow", Refused)
 
 
-def test_the_growth_of_all_records_together_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_growth_of_all_records_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "SMALL", 1 << 20)
     tensors = {str(i): tensor(storage(1 << 18, key=str(i)), (1 << 18,)) for i in range(3)}
     records = dict.fromkeys(tensors, bytes(1 << 20))
@@ -206,33 +194,26 @@ def test_the_growth_of_all_records_together_is_limited(
 
 
 @given(st.binary(max_size=3000), st.integers(1, 4096), st.integers(0, 9))
-def test_any_bytes_are_inflated_with_any_chunk_size(
-    tmp_path_factory: pytest.TempPathFactory, raw: bytes, chunk: int, level: int
-) -> None:
+def test_any_bytes_are_inflated_with_any_chunk_size(raw: bytes, chunk: int, level: int) -> None:
     raw = raw * 4
-    path = tmp_path_factory.mktemp("any") / "f"
     body = dict_of({"a": tensor(storage(len(raw) // 4), (len(raw) // 4,))})
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=level) as file:
-        file.writestr("a/data.pkl", b"\x80\x02" + body + b".")
-        file.writestr("a/data/0", raw)
-    with pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path, method = Path(folder) / "f", zipfile.ZIP_DEFLATED
+        with zipfile.ZipFile(path, "w", method, compresslevel=level) as file:
+            file.writestr("a/data.pkl", b"\x80\x02" + body + b".")
+            file.writestr("a/data/0", raw)
         patch.setattr(archive, "CHUNK", chunk)
         assert ckpttool.open(path).state().tensors["a"].storage.data.read() == raw
 
 
 @given(st.data())
-def test_a_compressed_file_changed_anywhere_is_read_as_it_was_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_compressed_file_changed_anywhere_is_read_as_it_was_or_refused(data: st.DataObject) -> None:
     """A checksum covers every byte of every record."""
-    folder = tmp_path_factory.mktemp("changed")
-    raw = bytearray(one_tensor(folder / "f", 64, os.urandom(256)).read_bytes())
-    whole = ckpttool.open(folder / "f").state().tensors["a"].storage.data.read()
-    at = data.draw(st.integers(0, len(raw) - 1))
-    raw[at] ^= data.draw(st.integers(1, 255))
-    (folder / "f").write_bytes(raw)
-    try:
-        found = ckpttool.open(folder / "f").state().tensors
-    except CkptToolError:
-        return
-    assert [tensor.storage.data.read() for tensor in found.values()] in ([whole], [])
+    with tempfile.TemporaryDirectory() as folder:
+        path = one_tensor(Path(folder) / "f", 64, NOISE[:256])
+        raw = bytearray(path.read_bytes())
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(raw)
+        with contextlib.suppress(CkptToolError):
+            found = ckpttool.open(path).state().tensors.values()
+            assert [tensor.storage.data.read() for tensor in found] in ([NOISE[:256]], [])

@@ -11,25 +11,14 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.errors import CkptToolError
 from ckpttool.tensors.values import stream
 from tests.support.comparing import assert_same, values
-from tests.support.crafting import (
-    call,
-    dict_of,
-    name,
-    number,
-    program,
-    storage,
-    tensor,
-    text,
-    torch_legacy,
-    tuple_of,
-)
+from tests.support.crafting import call, dict_of, name, number, storage, tensor, text, torch_legacy, tuple_of
 from tests.support.layouts import LAYOUTS, LAZY
 from tests.support.opening import refused
 from tests.support.tensor_kinds import PLAIN_DTYPES
 from tests.support.trees import TREES, shared
+from tests.support.zips import assert_whole
 
 
 def legacy(value: Any, path: Path, **given: Any) -> Path:
@@ -40,7 +29,8 @@ def legacy(value: Any, path: Path, **given: Any) -> Path:
 def rewritten(path: Path) -> tuple[Any, Any]:
     """What torch reads of a file after ckpttool rewrote it, and of the file itself."""
     out = path.with_name("out.pt")
-    ckpttool.save(ckpttool.open(path), out)
+    ckpttool.convert(path, out)
+    assert_whole(out)
     return tuple(torch.load(each, weights_only=False, map_location="cpu") for each in (out, path))
 
 
@@ -48,10 +38,10 @@ def floats(*numbers: float) -> bytes:
     return np.array(numbers, "<f4").tobytes()
 
 
+FOUR = {"0": (4, floats(1, 2, 3, 4))}
 SKIPPED = {"a storage", "a tensor with an attribute", "a whole model", "a whole model in evaluation"}
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", sorted(TREES.keys() - SKIPPED))
 def test_every_tree_survives_into_a_zip_file(what: str, tmp_path: Path) -> None:
     assert_same(*rewritten(legacy(TREES[what], tmp_path / "in.pth")))
@@ -64,7 +54,6 @@ def test_a_whole_model_survives_without_the_source_text_beside_it(tmp_path: Path
     assert str(found) == str(TREES["a whole model"])
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_pickle_protocol_is_read(protocol: int, tmp_path: Path) -> None:
     assert_same(*rewritten(legacy(shared(), tmp_path / "in.pth", pickle_protocol=protocol)))
@@ -77,7 +66,6 @@ def test_values_of_every_layout_are_read(layout: str, tmp_path: Path) -> None:
     assert b"".join(bytes(piece) for piece in stream(ref)) == values(original)
 
 
-@pytest.mark.filterwarnings("ignore:.*support is experimental")
 @pytest.mark.parametrize("name", PLAIN_DTYPES)
 def test_every_element_type_is_read(name: str, tmp_path: Path) -> None:
     dtype = getattr(torch, name, None)
@@ -120,7 +108,7 @@ def test_values_are_little_endian_whatever_machine_wrote_them(tmp_path: Path) ->
 def test_a_tensor_of_before_0_4_is_read(tmp_path: Path) -> None:
     two = tuple_of(number(2))
     old = call(name("torch._utils", "_rebuild_tensor"), storage(4, view=b"N"), number(1), two, two)
-    path = torch_legacy(tmp_path / "f", dict_of({"a": old}), {"0": (4, floats(1, 2, 3, 4))})
+    path = torch_legacy(tmp_path / "f", dict_of({"a": old}), FOUR)
     assert torch.load(path)["a"].tolist() == [2, 4]
     ref = ckpttool.open(path).state().tensors["a"]
     assert b"".join(bytes(piece) for piece in stream(ref)) == floats(2, 4)
@@ -136,7 +124,7 @@ def test_a_view_of_a_storage_is_read_where_torch_reads_it(tmp_path: Path) -> Non
         "shifted": tensor(view_of("0", "8", 1, 3, 4), (2,), (1,), 1),
         "whole": tensor(storage(4, view=b"N")),
     }
-    path = torch_legacy(tmp_path / "f", dict_of(tree), {"0": (4, floats(1, 2, 3, 4))})
+    path = torch_legacy(tmp_path / "f", dict_of(tree), FOUR)
     theirs = {key: value.tolist() for key, value in torch.load(path, weights_only=False).items()}
     mine = {key: ref.data.read() for key, ref in ckpttool.open(path).state().tensors.items()}
     assert mine == {key: floats(*value) for key, value in theirs.items()}
@@ -145,16 +133,17 @@ def test_a_view_of_a_storage_is_read_where_torch_reads_it(tmp_path: Path) -> Non
 
 def test_a_tensor_past_the_end_of_its_view_is_damaged(tmp_path: Path) -> None:
     body = dict_of({"a": tensor(view_of("0", "9", 1, 2, 4), (3,))})
-    refused(torch_legacy(tmp_path / "f", body, {"0": (4, floats(1, 2, 3, 4))}), "reaches past")
+    refused(torch_legacy(tmp_path / "f", body, FOUR), "reaches past")
 
 
 TWO = dict_of({key: tensor(storage(1, key=key, view=b"N"), (1,)) for key in ("a", "b")})
 BOTH = {"a": (1, floats(1)), "b": (1, floats(2))}
 
 
-@pytest.mark.parametrize(
-    "keys", [["a"], ["a", "b", "b"], ["a", "a"], ["a", "c"], [], ["a", "b", "c"], ["a", 1]]
-)
+LISTS = [["a"], ["a", "b", "b"], ["a", "a"], ["a", "c"], [], ["a", "b", "c"], ["a", 1]]
+
+
+@pytest.mark.parametrize("keys", LISTS)
 def test_a_list_of_storages_that_does_not_fit_the_tree_is_damaged(keys: list[Any], tmp_path: Path) -> None:
     """torch.load returns uninitialised memory."""
     refused(torch_legacy(tmp_path / "f", TWO, BOTH, keys=keys), "list of storages")
@@ -170,10 +159,8 @@ def test_storages_are_read_in_the_order_of_the_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 3, -1, 2**62])
 def test_a_storage_of_another_size_than_the_tree_states_is_damaged(numel: int, tmp_path: Path) -> None:
     body = dict_of({"a": tensor(storage(2), (1,))})
-    refused(
-        torch_legacy(tmp_path / "f", body, {"0": (numel, floats(1, 2))}),
-        r"storage '0' has -?\d+ elements, its tensors say 2",
-    )
+    path = torch_legacy(tmp_path / "f", body, {"0": (numel, floats(1, 2))})
+    refused(path, r"storage '0' has -?\d+ elements, its tensors say 2")
 
 
 def test_two_sizes_for_one_storage_are_damaged(tmp_path: Path) -> None:
@@ -187,13 +174,6 @@ def test_another_version_of_the_format_is_refused_by_number(tmp_path: Path) -> N
     refused(path, "version 1002 of the legacy format")
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    whole = legacy({"a": torch.arange(3), "b": torch.ones(1)}, tmp_path / "whole").read_bytes()
-    for end in range(len(whole)):
-        (tmp_path / "cut").write_bytes(whole[:end])
-        refused(tmp_path / "cut", error=CkptToolError)
-
-
 def test_bytes_after_the_last_storage_are_ignored(tmp_path: Path) -> None:
     path = legacy({"a": torch.arange(3)}, tmp_path / "f")
     path.write_bytes(path.read_bytes() + b"more")
@@ -201,5 +181,5 @@ def test_bytes_after_the_last_storage_are_ignored(tmp_path: Path) -> None:
 
 
 def test_facts_about_the_machine_are_ignored(tmp_path: Path) -> None:
-    path = torch_legacy(tmp_path / "f", program(b"N")[2:-1])
+    path = torch_legacy(tmp_path / "f", b"N")
     assert ckpttool.open(path).tree is None

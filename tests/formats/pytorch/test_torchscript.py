@@ -17,8 +17,6 @@ from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import values
 from tests.support.opening import refused
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns that TorchScript is deprecated
-
 
 class Inner(nn.Module):
     """A hidden buffer is part of the state in TorchScript; a plain tensor is not."""
@@ -83,33 +81,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_parameters_that_were_tied_are_tied(model: Path) -> None:
-    tensors = ckpttool.open(model).state().tensors
-    assert tensors["layers.0.weight"].storage is tensors["layers.2.weight"].storage
-
-
-def test_torch_loads_the_converted_state_dict(model: Path, tmp_path: Path) -> None:
-    ckpttool.save(ckpttool.open(model), tmp_path / "state.pt")
+def test_the_converted_state_is_loaded_and_what_is_left_out_is_named(model: Path, tmp_path: Path) -> None:
+    for output in ("state.pt", "state.safetensors"):
+        saved = ckpttool.convert(model, tmp_path / output)
+        assert saved.left_out == ("code", "inner.plain", "again.plain")
     state = torch.load(tmp_path / "state.pt")
+    assert state["layers.0.weight"].data_ptr() == state["layers.2.weight"].data_ptr()  # tied, as they were
     del state["inner.hidden"], state["again.hidden"]
     Outer().load_state_dict(state, strict=True)
-
-
-def test_parts_that_are_left_out_are_named(model: Path, tmp_path: Path) -> None:
-    for output in ("state.pt", "state.safetensors"):
-        saved = ckpttool.save(ckpttool.open(model), tmp_path / output)
-        assert saved.left_out == ("code", "inner.plain", "again.plain")
-
-
-def test_a_frozen_model_is_refused_as_frozen(tmp_path: Path) -> None:
-    torch.jit.freeze(scripted().eval()).save(str(tmp_path / "frozen.pt"))
-    refusal = refused(tmp_path / "frozen.pt", "whose weights have no names: it was frozen", Unsupported)
-    assert "torch.jit.load" in str(refusal.hint)
-
-
-def test_an_archive_without_weights_is_refused_as_code_only(tmp_path: Path) -> None:
-    torch.jit.script(nn.ReLU()).save(str(tmp_path / "relu.pt"))
-    refused(tmp_path / "relu.pt", "without weights", Unsupported)
 
 
 class Packed(nn.Module):
@@ -132,25 +111,34 @@ class Packed(nn.Module):
         self.training = state[1]
 
 
-def test_a_module_that_packs_its_state_is_named(tmp_path: Path) -> None:
-    torch.jit.script(nn.Sequential(Packed())).save(str(tmp_path / "packed.pt"))
-    refused(tmp_path / "packed.pt", r"Packed packs its state in its own way", Unsupported)
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.w.dequantize()
 
 
-def test_a_quantised_parameter_is_named(tmp_path: Path) -> None:
-    class Quantised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("w", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+REFUSED: dict[str, tuple[Callable[[], torch.jit.ScriptModule], str]] = {
+    "frozen": (lambda: torch.jit.freeze(scripted().eval()), "whose weights have no names: it was frozen"),
+    "code alone": (lambda: torch.jit.script(nn.ReLU()), "without weights"),
+    "packed": (lambda: torch.jit.script(nn.Sequential(Packed())), "Packed packs its state in its own way"),
+    "quantised": (lambda: torch.jit.script(Quantised()), "'w' is a quantised tensor"),
+}
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.w.dequantize()
 
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_state_that_can_not_be_read_is_refused_by_what_it_is(what: str, tmp_path: Path) -> None:
+    make, said = REFUSED[what]
     try:
-        torch.jit.script(Quantised()).save(str(tmp_path / "q.pt"))
+        make().save(str(tmp_path / "m.pt"))
     except (AttributeError, RuntimeError) as error:
+        if what != "quantised":
+            raise
         pytest.skip(f"this torch does not quantise: {error}")
-    refused(tmp_path / "q.pt", "'w' is a quantised tensor", Unsupported)
+    refusal = refused(tmp_path / "m.pt", said, Unsupported)
+    assert what != "frozen" or "torch.jit.load" in str(refusal.hint)
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:

@@ -21,14 +21,14 @@ from ckpttool.errors import CkptToolError, Damaged, RanksDiffer, Unsupported, Us
 from tests.ranks import shardings
 from tests.support.comparing import assert_same
 from tests.support.refused import refused
-from tests.support.running import Ran
+from tests.support.running import Cli, assert_says
 
 RunRanks = Callable[..., Any]
-Cli = Callable[..., Ran]
 
 
 def saved(run_ranks: RunRanks, case: Callable[..., None], folder: Path, world_size: int = 4) -> Path:
     """Run a case of `shardings` and return the folder of its files, beside which is `…-whole.pt`."""
+    folder = folder / "ranks"
     folder.mkdir()
     run_ranks(world_size, case, str(folder), timeout=60)
     return folder
@@ -37,19 +37,19 @@ def saved(run_ranks: RunRanks, case: Callable[..., None], folder: Path, world_si
 @pytest.fixture(scope="module")
 def placed(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save tensors placed in many ways by 4 ranks."""
-    return saved(run_ranks, shardings.save_placed, tmp_path_factory.mktemp("placed") / "ranks")
+    return saved(run_ranks, shardings.save_placed, tmp_path_factory.mktemp("placed"))
 
 
 @pytest.fixture(scope="module")
 def hsdp(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a model under hybrid sharding, with frozen layers, BatchNorm and the optimizer, by 4 ranks."""
-    return saved(run_ranks, shardings.save_hsdp, tmp_path_factory.mktemp("hsdp") / "ranks")
+    return saved(run_ranks, shardings.save_hsdp, tmp_path_factory.mktemp("hsdp"))
 
 
 @pytest.fixture(scope="module")
 def fsdp1(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a model under FSDP1 in folders `sharded`, `local` and `own`, by 2 ranks."""
-    return saved(run_ranks, shardings.save_fsdp1, tmp_path_factory.mktemp("fsdp1") / "ranks", 2)
+    return saved(run_ranks, shardings.save_fsdp1, tmp_path_factory.mktemp("fsdp1"), 2)
 
 
 @pytest.fixture
@@ -78,6 +78,11 @@ def apart(tree: Any) -> Any:
     return tree.detach().clone(memory_format=torch.contiguous_format) if torch.is_tensor(tree) else tree
 
 
+def assert_is(found: Any, whole: Path | str) -> None:
+    """Raise AssertionError unless a tree has the values of a file, wherever in memory."""
+    assert_same(apart(found), apart(torch.load(whole)))
+
+
 def changed(path: Path, change: Callable[[Any], object]) -> Path:
     """Change what torch loads of a rank's file, and save it again."""
     tree = torch.load(path, weights_only=False)
@@ -101,7 +106,7 @@ def on_ranks(folder: Path, change: Callable[[Any, int], object]) -> Path:
 
 def test_tensors_placed_in_any_way_are_whole(placed: Path) -> None:
     found = loaded(placed)
-    assert_same(apart(found), apart(torch.load(f"{placed}-whole.pt")))
+    assert_is(found, f"{placed}-whole.pt")
     assert found["tied"].data_ptr() == found["rows"].data_ptr()
 
 
@@ -109,10 +114,9 @@ def test_cuts_in_another_order_than_the_mesh_s_are_whole(run_ranks: RunRanks, tm
     specs = pytest.importorskip("torch.distributed.tensor._dtensor_spec")
     if not hasattr(specs, "ShardOrderEntry"):
         pytest.skip("this torch has no order of shards")
-    folder = saved(run_ranks, shardings.save_in_order, tmp_path / "ranks")
-    whole = torch.load(f"{folder}-whole.pt")
-    assert torch.equal(whole["uneven"], torch.arange(35.0).reshape(7, 5))
-    assert_same(apart(loaded(folder)), apart(whole))
+    folder = saved(run_ranks, shardings.save_in_order, tmp_path)
+    assert torch.equal(torch.load(f"{folder}-whole.pt")["uneven"], torch.arange(35.0).reshape(7, 5))
+    assert_is(loaded(folder), f"{folder}-whole.pt")
 
     def forget(tree: Any) -> None:
         tree["even"]._spec.__dict__.update(shard_order=(specs.ShardOrderEntry(0, (1,)),))
@@ -122,25 +126,19 @@ def test_cuts_in_another_order_than_the_mesh_s_are_whole(run_ranks: RunRanks, tm
 
 
 def test_fsdp2_over_tensor_parallel_is_whole_with_the_optimizer(run_ranks: RunRanks, tmp_path: Path) -> None:
-    folder = saved(run_ranks, shardings.save_fsdp_tp, tmp_path / "ranks")
-    assert_same(apart(loaded(folder)), apart(torch.load(f"{folder}-whole.pt")))
+    folder = saved(run_ranks, shardings.save_fsdp_tp, tmp_path)
+    assert_is(loaded(folder), f"{folder}-whole.pt")
     ranks = ckpttool.open(folder).ranks
     assert ranks is not None
     found = ranks.world_size, ranks.mesh, ranks.step, sorted(ranks.held)
     assert found == (4, "fsdp 2 x tp 2", 1, [0, 1, 2, 3])
 
 
-def test_hybrid_sharding_is_whole_with_the_optimizer(hsdp: Path) -> None:
-    assert_same(apart(loaded(hsdp)), apart(torch.load(f"{hsdp}-whole.pt")))
-
-
-def test_fsdp1_is_whole_with_the_optimizer(fsdp1: Path) -> None:
-    assert_same(apart(loaded(fsdp1 / "sharded")), apart(torch.load(fsdp1 / "whole.pt")))
-
-
-def test_fsdp1_on_a_mesh_is_whole(run_ranks: RunRanks, tmp_path: Path) -> None:
-    folder = saved(run_ranks, shardings.save_fsdp1_on_a_mesh, tmp_path / "ranks", 2)
-    assert_same(apart(loaded(folder)), apart(torch.load(f"{folder}-whole.pt")))
+def test_hsdp_and_fsdp1_are_whole(hsdp: Path, fsdp1: Path, run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert_is(loaded(hsdp), f"{hsdp}-whole.pt")
+    assert_is(loaded(fsdp1 / "sharded"), fsdp1 / "whole.pt")
+    on_a_mesh = saved(run_ranks, shardings.save_fsdp1_on_a_mesh, tmp_path, 2)
+    assert_is(loaded(on_a_mesh), f"{on_a_mesh}-whole.pt")
 
 
 def test_local_state_dicts_of_fsdp1_are_refused_by_name(fsdp1: Path) -> None:
@@ -154,11 +152,9 @@ def test_flat_momentum_of_fsdp1_is_left_out_by_name(fsdp1: Path) -> None:
 
 
 def test_files_of_any_name_are_merged_in_any_order(placed: Path, tmp_path: Path) -> None:
-    names = ["z.pt", "b.pt", "x.pt", "a.pt"]
-    for rank, name in enumerate(names):
-        shutil.copy(placed / f"model_world_size_4_rank_{rank}.pt", tmp_path / name)
-    files = [tmp_path / name for name in sorted(names)]
-    with ckpttool.open_ranks(files) as checkpoint:
+    for rank, name in enumerate("zbxa"):
+        shutil.copy(placed / f"model_world_size_4_rank_{rank}.pt", tmp_path / f"{name}.pt")
+    with ckpttool.open_ranks(sorted(tmp_path.iterdir())) as checkpoint:
         ckpttool.save(checkpoint, tmp_path / "out.safetensors")
     assert ckpttool.digest(tmp_path / "out.safetensors") == ckpttool.digest(f"{placed}-whole.pt")
 
@@ -240,39 +236,34 @@ def older(mesh: Any, form: str) -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_missing_rank_is_named(rank: int, copied: Path, tmp_path: Path, cli: Cli) -> None:
-    (copied / f"model_world_size_4_rank_{rank}.pt").unlink()
+    name = f"model_world_size_4_rank_{rank}.pt"
+    (copied / name).unlink()
     page = cli("inspect", copied)
     assert page.code == 0
-    name = f"model_world_size_4_rank_{rank}.pt"
     assert f"missing     the files of rank {rank}: {name}" in page.out
     of_file = ("merge", tmp_path / "o.pt"), ("convert", tmp_path / "o.safetensors")
-    for command in (*of_file, ("digest",), ("verify",)):
-        ran = cli(command[0], copied, *command[1:])
-        assert ran.code == 3
-        assert f"copied: the file of rank {rank} of 4 is missing: {name}" in ran.err
+    for command, *output in (*of_file, ("digest",), ("verify",)):
+        ran = cli(command, copied, *output)
+        assert_says(ran, 3, f"copied: the file of rank {rank} of 4 is missing: {name}")
     assert not (tmp_path / "o.pt").exists()
 
 
 def test_all_but_one_missing(copied: Path) -> None:
-    for rank in (0, 1, 3):
-        (copied / f"model_world_size_4_rank_{rank}.pt").unlink()
-        (copied / f"optim_world_size_4_rank_{rank}.pt").unlink()
+    for path in copied.glob("*_rank_[013].pt"):
+        path.unlink()
     with pytest.raises(Damaged, match="the files of ranks 0, 1, 3 of 4 are missing"):
         ckpttool.open(copied).state()
 
 
 def test_a_file_that_is_there_twice_is_named(copied: Path) -> None:
-    twice = copied / "model_world_size_4_rank_2.pt"
-    shutil.copy(copied / "model_world_size_4_rank_1.pt", twice)
+    shutil.copy(copied / "model_world_size_4_rank_1.pt", copied / "model_world_size_4_rank_2.pt")
     refused(copied, r"rank_2\.pt: was written by rank 1, and so was .*rank_1\.pt")
 
 
 def test_a_rank_of_another_world_size_is_named(run_ranks: RunRanks, placed: Path, tmp_path: Path) -> None:
-    small = saved(run_ranks, shardings.save_pieces, tmp_path / "small", 2) / "placed-0.pt"
-    files = [*sorted(placed.iterdir())[1:], small]
-    refused(
-        files, r"placed-0\.pt: was written by one of 2 ranks, and .* by one of 4", opened=ckpttool.open_ranks
-    )
+    small = saved(run_ranks, shardings.save_pieces, tmp_path, 2) / "placed-0.pt"
+    said = r"placed-0\.pt: was written by one of 2 ranks, and .* by one of 4"
+    refused([*sorted(placed.iterdir())[1:], small], said, opened=ckpttool.open_ranks)
 
 
 def test_a_rank_of_another_step_is_named(copied: Path) -> None:
@@ -284,31 +275,27 @@ def test_a_rank_of_another_step_is_named(copied: Path) -> None:
     refused(copied, r"optim_world_size_4_rank_2\.pt: is of another save: .*step' is 6, and 1 in .*rank_0\.pt")
 
 
-COUNTERS: dict[str, tuple[Callable[[int], Any], str]] = {
-    "epoch": (lambda n: n, "4, and 3"),
-    "global_step": (torch.tensor, "4, and 3"),
-    "steps": (lambda n: torch.tensor([n], dtype=torch.bfloat16), "4, and 3"),
-    "iteration": (lambda n: torch.tensor(3.0 if n == 3 else torch.nan), "nan, and 3"),
-    "trainer.1.step": (lambda n: {0: {"step": torch.tensor(3)}, 1: {"step": torch.tensor(n)}}, "4, and 3"),
+COUNTERS: dict[str, Callable[[int], Any]] = {
+    "epoch": lambda n: n,
+    "global_step": torch.tensor,
+    "steps": lambda n: torch.tensor([n], dtype=torch.bfloat16),
+    "iteration": lambda n: torch.tensor(3.0 if n == 3 else torch.nan),
+    "trainer.1.step": lambda n: {0: {"step": torch.tensor(3)}, 1: {"step": torch.tensor(n)}},
 }
 
 
 @pytest.mark.parametrize("take", [(), ("--take-rank", 0)])
 @pytest.mark.parametrize("case", COUNTERS)
-def test_a_counter_of_another_save_is_named(
-    case: str, take: tuple[Any, ...], anew: Path, tmp_path: Path, cli: Cli
-) -> None:
-    made, numbers = COUNTERS[case]
-    key = case.partition(".")[0]
-    on_ranks(anew, lambda tree, rank: tree.update({key: made(3 if rank < 3 else 4)}))
+def test_counters_of_other_saves_are_told(case: str, take: Any, anew: Path, tmp_path: Path, cli: Cli) -> None:
+    made, number = COUNTERS[case], "nan" if case == "iteration" else "4"
+    on_ranks(anew, lambda tree, rank: tree.update({case.partition(".")[0]: made(3 if rank < 3 else 4)}))
     ran = cli("merge", anew, tmp_path / "o.pt", *take)
     assert ran.code == 3
-    assert re.search(rf"rank_3\.pt: is of another save: '{case}' is {numbers} in .*rank_0\.pt", ran.err)
+    said = rf"rank_3\.pt: is of another save: '{case}' is {number}, and 3 in .*rank_0\.pt"
+    assert re.search(said, ran.err)
 
 
-@pytest.mark.parametrize(
-    "step", [float("nan"), float("inf"), torch.tensor(torch.nan), torch.tensor(torch.inf)]
-)
+@pytest.mark.parametrize("step", [made(n) for made in (float, torch.tensor) for n in (torch.nan, torch.inf)])
 def test_a_step_that_is_no_number_is_kept(step: Any, anew: Path) -> None:
     state = {0: {"step": step, "exp_avg": torch.ones(2)}}
     optimizer = {"state": state, "param_groups": [{"params": [0]}]}
@@ -329,9 +316,7 @@ FORMS: dict[str, tuple[Callable[[int, Any], Any], str]] = {
 
 @pytest.mark.parametrize("output", ["o.pt", "o.safetensors"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_piece_of_some_ranks_alone_is_named(
-    form: str, output: str, anew: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_a_piece_of_some_ranks_is_named(form: str, output: str, anew: Path, tmp_path: Path, cli: Cli) -> None:
     held, message = FORMS[form]
     on_ranks(anew, lambda tree, rank: tree.update(ema=held(rank, tree["rows"])))
     ran = cli("merge", anew, tmp_path / output)
@@ -423,9 +408,7 @@ def test_every_truncated_file_is_named(copied: Path, tmp_path: Path, cli: Cli) -
         raw = path.read_bytes()
         for size in (0, 1, len(raw) // 3, len(raw) - 1):
             path.write_bytes(raw[:size])
-            ran = cli("merge", copied, tmp_path / "out.pt")
-            assert ran.code == 3
-            assert path.name in ran.err
+            assert_says(cli("merge", copied, tmp_path / "out.pt"), 3, path.name)
         path.write_bytes(raw)
     assert not (tmp_path / "out.pt").exists()
 
@@ -439,8 +422,7 @@ def test_a_byte_that_changed_is_found_by_its_checksum(copied: Path, tmp_path: Pa
     assert cli("verify", copied).code == 1
     for options in ([], ["--take-rank", 3]):
         ran = cli("merge", copied, tmp_path / "out.pt", *options)
-        assert ran.code == 3
-        assert "rank_3.pt: the bytes of 'model.2.weight' do not match their checksum" in ran.err
+        assert_says(ran, 3, "rank_3.pt: the bytes of 'model.2.weight' do not match their checksum")
 
 
 def test_a_file_of_something_else_among_the_ranks_is_named(copied: Path) -> None:
@@ -449,11 +431,9 @@ def test_a_file_of_something_else_among_the_ranks_is_named(copied: Path) -> None
 
 
 def test_links_to_the_files_are_files(hsdp: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "links"
-    folder.mkdir()
     for path in hsdp.iterdir():
-        (folder / path.name).symlink_to(path)
-    assert ckpttool.digest(folder) == ckpttool.digest(hsdp)
+        (tmp_path / path.name).symlink_to(path)
+    assert ckpttool.digest(tmp_path) == ckpttool.digest(hsdp)
 
 
 # Replicas.
@@ -491,20 +471,14 @@ def test_all_names_of_a_tied_tensor_that_differs_are_told(anew: Path, tmp_path: 
     assert {*"abcd"} <= {*ckpttool.open(anew).ranks.replicated}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("digest",), ("convert", "o.pt"), ("slim", "o.pt"), ("disarm", "o.pt"), ("average", "o.pt")],
-)
-def test_other_commands_compare_replicas_too(
-    command: tuple[str, ...], differing: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    inputs = [differing] * (1 + (command[0] == "average"))
-    ran = cli(command[0], *inputs, *command[1:])
+@pytest.mark.parametrize("command", ["digest", "convert", "slim", "disarm", "average"])
+def test_other_commands_compare_replicas_too(command: str, differing: Path, cli: Cli, here: Path) -> None:
+    inputs, output = [differing] * (1 + (command == "average")), ["o.pt"] * (command != "digest")
+    ran = cli(command, *inputs, *output)
     assert (ran.code, f"error: {differing}: '" in ran.err) == (1, True), ran.err
     assert "differs between rank" in ran.err
     assert f"hint: take one rank's values: ckpttool merge {differing} OUT --take-rank 1" in ran.err
-    assert not (tmp_path / "o.pt").exists()
+    assert not (here / "o.pt").exists()
 
 
 def test_verify_names_every_tensor_in_which_ranks_differ(differing: Path, cli: Cli) -> None:
@@ -523,12 +497,8 @@ def test_one_rank_s_replicas_can_be_taken(rank: int, differing: Path) -> None:
     assert torch.equal(found["3.running_mean"], held["3.running_mean"])
 
 
-def test_only_a_rank_that_is_there_can_be_taken(hsdp: Path, cli: Cli, tmp_path: Path) -> None:
-    ran = cli("merge", hsdp, tmp_path / "o.pt", "--take-rank", 4)
-    assert (ran.code, "no file of it was written by rank 4" in ran.err) == (2, True), ran.err
-
-
-def test_files_of_one_process_are_no_ranks(tmp_path: Path) -> None:
+def test_only_a_rank_that_is_there_can_be_taken(hsdp: Path, tmp_path: Path) -> None:
+    refused(hsdp, "no file of it was written by rank 4", UsageFault, ckpttool.open_ranks, take_rank=4)
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     refused([tmp_path / "model.pt"], "holds no piece of a tensor", UsageFault, ckpttool.open_ranks)
 
