@@ -10,6 +10,7 @@ import torch
 
 import ckpttool
 from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.transforms.disarm import Disarmed, disarm
 
 
 def prefixed(state: Any, prefix: str) -> Any:
@@ -29,3 +30,18 @@ def loaded(checkpoint: Checkpoint, folder: Path) -> Any:
     """Return what torch reads from the checkpoint written as a `.pt` file."""
     ckpttool.save(checkpoint, folder / "out.pt", force=True)
     return torch.load(folder / "out.pt", weights_only=False)
+
+
+def disarmed(given: Any, folder: Path, **options: Any) -> tuple[Any, Disarmed]:
+    """Disarm a file, or a value that torch saves with these options as `in.pt`.
+
+    Return what torch loads from `safe.pt` without trusting it, and what was changed.
+    """
+    path = given if isinstance(given, Path) else folder / "in.pt"
+    if path is not given:
+        torch.save(given, path, **options)
+    with ckpttool.open(path) as checkpoint:
+        new, report = disarm(checkpoint)
+        ckpttool.save(new, folder / "safe.pt", force=True)
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(folder / "safe.pt") == []
+    return torch.load(folder / "safe.pt", weights_only=True), report
