@@ -12,15 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ckpttool import cli as command_line
 from ckpttool.cli import console, group
 from ckpttool.cli.console import MAX_INDENTED, to_json
-from ckpttool.metrics import predictions
-from tests.support.saved import prefixed
+from tests.support.saved import prefixed, saved_predictions
 from tests.support.warm_python import WarmPython
 
 ARGUMENTS = {
@@ -63,9 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"model": prefixed(net.state_dict(), "module."), "optimizer": adam.state_dict()}, folder / "last.pt"
     )
     torch.save({k: v for k, v in net.state_dict().items() if "num_" not in k}, folder / "old.pt")
-    index = np.arange(4)
-    rows = predictions.Predictions(index, index % 2, index % 2, index / 4)
-    predictions.write(folder / "rank0.safetensors", rows, predictions.Evaluation(1, 4), 0)
+    saved_predictions(folder, 1, 4)
     return folder
 
 

@@ -7,14 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from ckpttool.cli import group
-from ckpttool.metrics import predictions
-from tests.support.saved import prefixed
+from tests.support.saved import prefixed, saved_predictions
 
 # --shard-size: every command that writes takes it, and the number of shards is printed.
 
@@ -190,9 +188,7 @@ def epochs(here: Path) -> None:
     for number in range(3):
         norm = {key: value + number for key, value in torch.nn.BatchNorm1d(2).state_dict().items()}
         torch.save(prefixed(norm, "norm."), f"{number}.pt")
-        index = np.arange(number, 9, 3)
-        rows = predictions.Predictions(index, index % 2, index % 2, index / 4)
-        predictions.write(f"rank{number}.safetensors", rows, predictions.Evaluation(3, 9), number)
+    saved_predictions(here, 3, 9)
 
 
 RANKS = "rank0.safetensors rank1.safetensors rank2.safetensors"

@@ -6,10 +6,12 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import ckpttool
 from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.metrics import predictions
 from ckpttool.transforms.disarm import Disarmed, disarm
 
 
@@ -24,6 +26,15 @@ def saved(value: Any, path: Path) -> Path:
 
 def opened(value: Any, folder: Path) -> Checkpoint:
     return ckpttool.open(saved(value, folder / "in.pt"))
+
+
+def saved_predictions(folder: Path, ranks: int, samples: int) -> None:
+    """Write what each rank of an evaluation predicted, as `rank0.safetensors` and so on."""
+    for rank in range(ranks):
+        index = np.arange(rank, samples, ranks)
+        rows = predictions.Predictions(index, index % 2, index % 2, index / 4)
+        about = predictions.Evaluation(ranks, samples)
+        predictions.write(folder / f"rank{rank}.safetensors", rows, about, rank)
 
 
 def loaded(checkpoint: Checkpoint, folder: Path) -> Any:

@@ -31,11 +31,10 @@ from tests.support.trees import TREES
 from tests.support.user_classes import Config
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Slotted:
     """A class whose attributes lie in slots."""
 
-    __slots__ = ("a", "b")
     a: int
     b: Any
 
