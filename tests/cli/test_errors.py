@@ -147,7 +147,9 @@ def test_a_folder_without_a_checkpoint_hints_at_files(cli: Any) -> None:
     assert cli("inspect runs").err.endswith(f"{hint}\n")
 
 
-@pytest.mark.parametrize("command", ["inspect IN", "digest IN", "verify IN", "slim IN o.pt"])
+@pytest.mark.parametrize(
+    "command", ["inspect IN", "digest IN", "verify IN", "slim IN o.pt", "convert IN o.safetensors"]
+)
 def test_a_missing_state_hints_the_states_of_the_file(command: str, cli: Any) -> None:
     torch.save({"model": {"a": ONE}, "ema": {"net": {"a": ONE}}}, "in.pt")
     ran = cli(command.replace("IN", "in.pt") + " --state nosuch")
