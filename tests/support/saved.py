@@ -6,10 +6,13 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import ckpttool
 from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.metrics import predictions
+from ckpttool.transforms.disarm import Disarmed, disarm
 
 
 def prefixed(state: Any, prefix: str) -> Any:
@@ -25,7 +28,31 @@ def opened(value: Any, folder: Path) -> Checkpoint:
     return ckpttool.open(saved(value, folder / "in.pt"))
 
 
+def saved_predictions(folder: Path, ranks: int, samples: int) -> None:
+    """Write what each rank of an evaluation predicted, as `rank0.safetensors` and so on."""
+    for rank in range(ranks):
+        index = np.arange(rank, samples, ranks)
+        rows = predictions.Predictions(index, index % 2, index % 2, index / 4)
+        about = predictions.Evaluation(ranks, samples)
+        predictions.write(folder / f"rank{rank}.safetensors", rows, about, rank)
+
+
 def loaded(checkpoint: Checkpoint, folder: Path) -> Any:
     """Return what torch reads from the checkpoint written as a `.pt` file."""
     ckpttool.save(checkpoint, folder / "out.pt", force=True)
     return torch.load(folder / "out.pt", weights_only=False)
+
+
+def disarmed(given: Any, folder: Path, **options: Any) -> tuple[Any, Disarmed]:
+    """Disarm a file, or a value that torch saves with these options as `in.pt`.
+
+    Return what torch loads from `safe.pt` without trusting it, and what was changed.
+    """
+    path = given if isinstance(given, Path) else folder / "in.pt"
+    if path is not given:
+        torch.save(given, path, **options)
+    with ckpttool.open(path) as checkpoint:
+        new, report = disarm(checkpoint)
+        ckpttool.save(new, folder / "safe.pt", force=True)
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(folder / "safe.pt") == []
+    return torch.load(folder / "safe.pt", weights_only=True), report

@@ -22,11 +22,12 @@ from tests.support.running import ROOT
 IMPORTED = ["numpy", "torch", "safetensors.torch", "ckpttool.cli", "ckpttool"]
 
 SERVER = """
-import importlib, json, os, runpy, socket, sys
+import gc, importlib, json, os, runpy, socket, sys
 
 channel = socket.socket(fileno=int(sys.argv[1]))
 for name in sys.argv[2:]:
     importlib.import_module(name)
+gc.freeze()  # what was imported is not looked through again at the end of every fork
 while True:
     raw, streams, _, _ = socket.recv_fds(channel, 1 << 20, 3)
     if not raw:

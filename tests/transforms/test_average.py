@@ -8,6 +8,7 @@ from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,19 +22,12 @@ from ckpttool.transforms.mean import mean
 from tests.support import comparing
 
 nan, inf = float("nan"), float("inf")
-TYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+TYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
 def meant(values: list[torch.Tensor], weights: list[float] | None = None) -> torch.Tensor:
-    name = str(values[0].dtype).removeprefix("torch.")
-    raw = mean(
-        [memoryview(comparing.values(v)) for v in values], weights or [1.0] * len(values), DTYPES[name]
-    )
+    dtype = DTYPES[str(values[0].dtype).removeprefix("torch.")]
+    raw = mean([memoryview(comparing.values(v)) for v in values], weights or [1.0] * len(values), dtype)
     return torch.frombuffer(bytearray(raw), dtype=values[0].dtype)
 
 
@@ -50,6 +44,15 @@ def nearest(exact: Fraction, dtype: torch.dtype) -> float:
     return float(min(candidates, key=key))
 
 
+def assert_nearest(name: str, rows: list[list[float]], weights: list[float] | None = None) -> None:
+    """Compare the means of rows, number by number, with exact ones."""
+    dtype, given = TYPES[name], [*map(Fraction, weights or [1.0] * len(rows))]
+    found = meant([torch.tensor(row, dtype=torch.float64).to(dtype) for row in rows], weights)
+    for values, value in zip(zip(*rows, strict=True), found.tolist(), strict=True):
+        exact = sum((w * Fraction(v) for w, v in zip(given, values, strict=True)), Fraction())
+        assert value == nearest(exact / sum(given), dtype), values
+
+
 def drawn(dtype: torch.dtype, chosen: random.Random, spread: int) -> float:
     value = chosen.choice([0, *[chosen.uniform(-1, 1)] * 9]) * 2.0 ** -chosen.randint(0, 2 * spread)
     return float(torch.tensor(value, dtype=torch.float64).to(dtype))
@@ -59,22 +62,15 @@ def drawn(dtype: torch.dtype, chosen: random.Random, spread: int) -> float:
 @pytest.mark.parametrize("count", [2, 3, 5, 7])
 @pytest.mark.parametrize("spread", [0, 2, 20])
 def test_each_number_is_the_nearest_to_the_exact_mean(name: str, count: int, spread: int) -> None:
-    dtype, chosen = TYPES[name], random.Random(count)
-    rows = [[drawn(dtype, chosen, spread) for _ in range(100)] for _ in range(count)]
-    found = meant([torch.tensor(row, dtype=torch.float64).to(dtype) for row in rows])
-    for values, value in zip(zip(*rows, strict=True), found.tolist(), strict=True):
-        assert value == nearest(sum(map(Fraction, values), Fraction()) / count, dtype), values
+    chosen = random.Random(count)
+    assert_nearest(name, [[drawn(TYPES[name], chosen, spread) for _ in range(100)] for _ in range(count)])
 
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [1.0, 0.0, 3.0], [1e-20, 1.0, 7.0]])
 def test_weights_are_taken_exactly_as_they_are_written(name: str, weights: list[float]) -> None:
-    dtype, chosen = TYPES[name], random.Random(1)
-    rows = [[drawn(dtype, chosen, 3) for _ in range(100)] for _ in range(3)]
-    found = meant([torch.tensor(row, dtype=torch.float64).to(dtype) for row in rows], weights)
-    for values, value in zip(zip(*rows, strict=True), found.tolist(), strict=True):
-        exact = sum((Fraction(w) * Fraction(v) for w, v in zip(weights, values, strict=True)), Fraction())
-        assert value == nearest(exact / sum(map(Fraction, weights)), dtype), values
+    chosen = random.Random(1)
+    assert_nearest(name, [[drawn(TYPES[name], chosen, 3) for _ in range(100)] for _ in range(3)], weights)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -82,9 +78,7 @@ def test_many_numbers_are_averaged_as_each_would_be_alone(name: str) -> None:
     """Ties, zeros, infinities and NaN stand among numbers that need no care."""
     dtype = TYPES[name]
     rows = [torch.randn(100_000, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(3)]
-    for row, odd in zip(
-        rows, ([1.0, -0.0, inf, nan], [1.0, -0.0, 1.0, 1.0], [1.0, -0.0, 2.0, 1.0]), strict=True
-    ):
+    for row, *odd in zip(rows, [1.0] * 3, [-0.0] * 3, [inf, 1.0, 2.0], [nan, 1.0, 1.0], strict=True):
         row[70_000:70_004] = torch.tensor(odd)
     for weights in (None, [0.5, 0.3, 0.2], [0.0, 2.0, 1.0]):
         found = meant(rows, weights)
@@ -93,31 +87,22 @@ def test_many_numbers_are_averaged_as_each_would_be_alone(name: str) -> None:
         assert torch.equal(found[places].view(torch.uint8), alone.view(torch.uint8))
 
 
+def rounded(name: str, values: list[float]) -> list[list[float]]:
+    """Return numbers as a type holds them, each a row of its own."""
+    return [[value] for value in torch.tensor(values, dtype=torch.float64).to(TYPES[name]).tolist()]
+
+
 def test_ties_round_to_even_and_near_ties_do_not() -> None:
     one, up = 1.0, 1.0 + 2.0**-7  # neighbours in bfloat16
     found = meant([torch.tensor([one, up], dtype=torch.bfloat16), torch.tensor([up, up + 2**-7]).bfloat16()])
     assert found.tolist() == [1.0, 1.0 + 2.0**-6]
-    three = [torch.tensor([x], dtype=torch.float32) for x in (1.0, 1.0 + 2.0**-22, 1.0 + 2.0**-23 - 2.0**-24)]
-    exact = sum((Fraction(float(x)) for x in three), Fraction()) / 3
-    assert float(meant(three)) == nearest(exact, torch.float32)
+    assert_nearest("float32", rounded("float32", [1.0, 1.0 + 2.0**-22, 1.0 + 2.0**-23 - 2.0**-24]))
+    smalls = [(x, 0.0) for x in (0.0, 2.0**-24, 2.0**-40, 2.0**-60)] + [(2.0**-35 + 2.0**-58, -(2.0**-35))]
     for name, step in (("float32", 2.0**-22), ("bfloat16", 2.0**-6), ("float16", 2.0**-9)):
-        for small in (
-            (0, 0),
-            (2.0**-24, 0),
-            (2.0**-40, 0),
-            (2.0**-60, 0),
-            (2.0**-35 + 2.0**-58, -(2.0**-35)),
-        ):
-            row = [torch.tensor([x], dtype=TYPES[name]) for x in (4.0, step, *small)]
-            exact = sum((Fraction(float(x)) for x in row), Fraction()) / 4
-            assert float(meant(row)) == nearest(exact, TYPES[name]), (name, small)
+        for small in smalls:
+            assert_nearest(name, rounded(name, [4.0, step, *small]))
     tiny = [torch.tensor([1.0, 2.0**-60], dtype=torch.float64), torch.tensor([1.0 + 2**-52, -(2.0**-60)])]
     assert meant([tiny[0], tiny[1].to(torch.float64)]).tolist()[1] == 0
-
-
-def test_numbers_that_cancel_in_float64_keep_their_mean() -> None:
-    parts = [torch.tensor([x], dtype=torch.float64) for x in (1e16, 1.0, -1e16)]
-    assert float(meant(parts)) == nearest(Fraction(1, 3), torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -127,16 +112,14 @@ def test_numbers_that_cancel_in_float64_keep_their_mean() -> None:
         ("float32", [2.0**60, 3, -(2.0**60), -3], None),
         ("float32", [1e38, 1e20, 1, -1e38, -1e20], None),
         ("bfloat16", [2.0**60, 3, -(2.0**60), -3], None),
+        ("float64", [1e16, 1.0, -1e16], None),
         ("float64", [0.7, 0.9, -0.7, -0.9], None),
         ("float64", [1e26, 0.3, -1e26, -0.1, 1e-9], None),
         ("float64", [-0.5356693863868713, 0.25048819184303284, 0.14259059727191925], [0.1, 0.1, 0.2]),
     ],
 )
 def test_numbers_that_nearly_cancel_leave_the_remainder(name: str, row: list[float], weights: Any) -> None:
-    values = [torch.tensor([value], dtype=TYPES[name]) for value in row]
-    given = weights or [1.0] * len(row)
-    exact = sum((Fraction(w) * Fraction(float(v)) for w, v in zip(given, values, strict=True)), Fraction())
-    assert float(meant(values, weights)) == nearest(exact / sum(map(Fraction, given)), TYPES[name])
+    assert_nearest(name, rounded(name, row), weights)
 
 
 def test_the_largest_and_smallest_doubles_are_averaged() -> None:
@@ -165,39 +148,26 @@ def averaged(folder: Path, *trees: Any, to: str = "out.pt", **given: Any) -> Any
 
 
 def test_only_the_state_is_averaged_and_counters_come_from_the_last_file(tmp_path: Path) -> None:
-    trees = [
-        {
-            "model": {
-                "w": torch.full((2, 3), float(i)),
-                "n": torch.tensor(2**53 + i),
-                "m": torch.tensor([True]),
-            }
-        }
-        | {"epoch": i}
-        for i in (1, 2, 6)
-    ]
-    found, done = averaged(tmp_path, *trees)
+    def tree(i: int) -> Any:
+        state = {"w": torch.full((2, 3), float(i)), "n": torch.tensor(2**53 + i), "m": torch.tensor([True])}
+        return {"model": state, "epoch": i}
+
+    found, done = averaged(tmp_path, *map(tree, (1, 2, 6)))
     assert set(found) == {"w", "n", "m"}
     assert torch.equal(found["w"], torch.full((2, 3), 3.0))
     assert found["n"].item() == 2**53 + 6 and found["n"].dtype is torch.int64
     assert (done.files, done.averaged, done.kept, done.taken) == (3, ("w",), ("m",), ("n",))
 
 
-def test_an_average_of_one_file_with_itself_is_the_file(tmp_path: Path) -> None:
+def test_an_average_of_a_file_with_itself_is_the_file_and_ties_stay_if_every_file_has_them(
+    tmp_path: Path,
+) -> None:
     base = torch.randn(300, 300)
-    state = {
-        "w": base,
-        "tied": base,
-        "turned": torch.randn(30, 70).t(),
-        "half": base.bfloat16(),
-        "z": base[0] * 1j,
-    }
+    state = {"w": base, "tied": base, "turned": torch.randn(30, 70).t()}
+    state |= {"half": base.bfloat16(), "z": base[0] * 1j}
     found, _ = averaged(tmp_path, state, state, state)
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert found["w"].data_ptr() == found["tied"].data_ptr()
-
-
-def test_ties_stay_only_if_every_file_has_them(tmp_path: Path) -> None:
     base = torch.ones(4)
     found, _ = averaged(tmp_path, {"a": base, "b": base}, {"a": base, "b": base * 3})
     assert (found["a"][0].item(), found["b"][0].item()) == (1.0, 2.0)
@@ -210,7 +180,7 @@ def test_layouts_may_differ_from_file_to_file(to: str, tmp_path: Path) -> None:
     assert torch.equal(found["w"], ((a.double() + b.t().double()) / 2).float())
 
 
-def test_the_mean_agrees_with_torch_averaged_model(tmp_path: Path) -> None:
+def test_the_mean_agrees_with_torch_averaged_model_and_running_statistics_are_listed(tmp_path: Path) -> None:
     from torch.optim.swa_utils import AveragedModel
 
     nets = [torch.nn.Linear(20, 20) for _ in range(4)]
@@ -220,9 +190,6 @@ def test_the_mean_agrees_with_torch_averaged_model(tmp_path: Path) -> None:
     found, _ = averaged(tmp_path, *(net.state_dict() for net in nets))
     for name, tensor in swa.module.state_dict().items():
         torch.testing.assert_close(found[name], tensor)
-
-
-def test_running_statistics_are_listed(tmp_path: Path) -> None:
     state = torch.nn.BatchNorm1d(3).state_dict()
     assert averaged(tmp_path, state, state)[1].statistics == ("running_mean", "running_var")
 
@@ -263,16 +230,8 @@ def test_files_of_other_formats_are_averaged_together(tmp_path: Path) -> None:
 
 
 def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("ckpttool.transforms.average")
-    calls: list[int] = []
-    mean = module.mean
-
-    def counted(raw: list[memoryview], *given: Any) -> memoryview:
-        calls.append(len(raw[0]))
-        found: memoryview = mean(raw, *given)
-        return found
-
-    monkeypatch.setattr(module, "mean", counted)
+    counted = Mock(wraps=mean)
+    monkeypatch.setattr(import_module("ckpttool.transforms.average"), "mean", counted)
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
     files = [
         {f"{i}": torch.full((i % 5, 3), i % 100 + 2.0 * turn, dtype=dtypes[i % 4]) for i in range(2000)}
@@ -282,11 +241,11 @@ def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: p
         torch.save(state, tmp_path / f"{turn}.pt")
     for out in ("out.pt", "out.safetensors"):
         new, _ = average([ckpttool.open(tmp_path / f"{turn}.pt") for turn in range(2)])
-        calls.clear()
+        counted.reset_mock()
         if out == "out.safetensors":
             new, _ = ckpttool.split_complex(new)
         ckpttool.save(new, tmp_path / out)
-        assert 0 < len(calls) < 20
+        assert 0 < counted.call_count < 20
         loaded = ckpttool.open(tmp_path / out).state().load()
         for i in range(2000):
             found = loaded[f"{i}"] if f"{i}" in loaded else loaded[f"{i}.real"]
@@ -299,7 +258,7 @@ def test_means_do_not_depend_on_batches(tmp_path: Path, monkeypatch: pytest.Monk
     generator = torch.Generator().manual_seed(3)
     for turn in range(3):
         state = {f"{i}": torch.randn(i % 7, generator=generator) * 10.0 ** (i % 30) for i in range(200)}
-        torch.save(state | {"nan": torch.tensor([float("nan"), 1.0, float("inf")])}, tmp_path / f"{turn}.pt")
+        torch.save(state | {"nan": torch.tensor([nan, 1.0, inf])}, tmp_path / f"{turn}.pt")
     digests = set()
     for batch, small, held in ((1 << 18, 1 << 14, 16), (64, 1 << 14, 1), (1, 0, 1)):
         for name, value in (("BATCH", batch), ("SMALL", small), ("HELD", held)):

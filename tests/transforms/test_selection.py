@@ -17,7 +17,7 @@ from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms import layout, selection
 from tests.support.comparing import assert_same, values
 from tests.support.layouts import numbers
-from tests.support.saved import loaded, opened
+from tests.support.saved import loaded, opened, saved
 
 # select
 
@@ -43,18 +43,20 @@ def test_keys_are_chosen_by_shell_patterns(only: Any, exclude: Any, kept: Any, t
     assert selected.left_out == tuple(key for key in STATE if key not in kept)
 
 
+def versioned(**state: Any) -> Any:
+    """Return a state with module versions."""
+    made = OrderedDict(state)
+    made._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
+    return made
+
+
 def test_the_rest_of_the_checkpoint_stays_when_keys_are_chosen(tmp_path: Path) -> None:
-    state = OrderedDict(STATE)
-    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
-    new, _ = selection.select(opened({"model": state, "epoch": 3}, tmp_path), only=["fc.*"])
-    found = loaded(new, tmp_path)
-    assert (list(found["model"]), found["model"]._metadata) == (["fc.w", "fc.b"], {"": {"version": 1}})
+    tree = {"model": versioned(**STATE), "epoch": 3}
+    found = loaded(selection.select(opened(tree, tmp_path), only=["fc.*"])[0], tmp_path)
+    assert (list(found["model"]), found["model"]._metadata) == (["fc.w", "fc.b"], {"": {"version": 2}})
     assert found["epoch"] == 3
-
-
-def test_patterns_are_case_sensitive(tmp_path: Path) -> None:
     new, _ = selection.select(opened({"A": numbers(1), "a": numbers(1)}, tmp_path), only=["a"])
-    assert list(loaded(new, tmp_path)) == ["a"]
+    assert list(loaded(new, tmp_path)) == ["a"]  # patterns are case-sensitive
 
 
 @pytest.mark.parametrize(
@@ -99,19 +101,13 @@ RUN = {
     ],
 )
 def test_an_entry_is_dropped_by_its_dotted_name(name: str, gone: Any, tmp_path: Path) -> None:
-    wanted = torch.load(_saved(RUN, tmp_path))
+    wanted = torch.load(saved(RUN, tmp_path / "given.pt"))
     gone(wanted)
     assert_same(wanted, loaded(selection.drop(opened(RUN, tmp_path), [name]), tmp_path))
 
 
-def _saved(value: Any, folder: Path) -> Path:
-    torch.save(value, folder / "given.pt")
-    return folder / "given.pt"
-
-
 def test_several_entries_are_dropped_at_once_and_order_and_versions_stay(tmp_path: Path) -> None:
-    state = OrderedDict(a=numbers(1), b=numbers(1), c=numbers(1))
-    state._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
+    state = versioned(**dict.fromkeys("abc", numbers(1)))
     found = loaded(selection.drop(opened(state, tmp_path), ["c", "a"]), tmp_path)
     assert (list(found), found._metadata) == (["b"], {"": {"version": 2}})
 
@@ -132,18 +128,24 @@ def storage_bytes(found: dict[str, torch.Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def slimmed(tree: Any, folder: Path, **given: Any) -> Any:
+    return loaded(selection.slim(opened(tree, folder), **given), folder)
+
+
+def all_values(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {key: values(tensor) for key, tensor in state.items()}
+
+
 def test_slim_keeps_only_the_state(tmp_path: Path) -> None:
-    state = OrderedDict(a=numbers(3), n=torch.tensor(1))
-    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
-    found = loaded(selection.slim(opened({"epoch": 1, "model": state}, tmp_path)), tmp_path)
-    assert_same(state, found)
+    state = versioned(a=numbers(3), n=torch.tensor(1))
+    assert_same(state, slimmed({"epoch": 1, "model": state}, tmp_path))
 
 
 def test_slim_cuts_bytes_that_no_tensor_uses(tmp_path: Path) -> None:
     big = numbers(100_000)
     state = {"part": big[50_000:50_003], "row": numbers(100).view(10, 10)[3], "own": numbers(5)}
-    found = loaded(selection.slim(opened(state, tmp_path)), tmp_path)
-    assert {key: each.tolist() for key, each in found.items()} == {k: t.tolist() for k, t in state.items()}
+    found = slimmed(state, tmp_path)
+    assert all_values(found) == all_values(state)
     assert storage_bytes(found) < 200
     assert (tmp_path / "out.pt").stat().st_size < 4_000 < (tmp_path / "in.pt").stat().st_size
 
@@ -152,10 +154,9 @@ def test_slim_keeps_ties_and_overlaps_and_strides(tmp_path: Path) -> None:
     big = numbers(1000)
     state = {"a": big[100:200], "b": big[150:160], "c": big[100:200].view(10, 10).t()}
     state |= {"d": big[101:190:7], "empty": big[5:5]}
-    found = loaded(selection.slim(opened(state, tmp_path)), tmp_path)
-    for key, before in state.items():
-        assert found[key].stride() == before.stride()
-        assert values(found[key]) == values(before), key
+    found = slimmed(state, tmp_path)
+    assert all_values(found) == all_values(state)
+    assert all(found[key].stride() == before.stride() for key, before in state.items())
     shared = [found[key].untyped_storage() for key in "abcd"]
     assert len({each.data_ptr() for each in shared}) == 1
     assert shared[0].nbytes() <= 4 * 108
@@ -165,23 +166,19 @@ def test_slim_keeps_ties_and_overlaps_and_strides(tmp_path: Path) -> None:
 def test_slim_keeps_a_storage_whole_that_a_nested_tensor_uses(tmp_path: Path) -> None:
     big = numbers(100)
     state = {"w": big[10:20], "_extra_state": {"all": big}}
-    new = selection.slim(opened({"model": state}, tmp_path), state="model")
-    assert_same(torch.load(_saved(state, tmp_path)), loaded(new, tmp_path))
-
-
-def test_slim_trims_storages_that_only_empty_tensors_use(tmp_path: Path) -> None:
-    found = loaded(selection.slim(opened({"e": numbers(100)[7:7], "w": numbers(1)}, tmp_path)), tmp_path)
-    assert found["e"].shape == (0,)
-    assert storage_bytes(found) == 4
+    wanted = torch.load(saved(state, tmp_path / "given.pt"))
+    assert_same(wanted, slimmed({"model": state}, tmp_path, state="model"))
 
 
 def test_slim_keeps_parameters_and_types(tmp_path: Path) -> None:
     big = torch.randn(64)
     state = {"p": torch.nn.Parameter(big[:2]), "c": (1j * numbers(9))[4], "b": torch.tensor([True])}
-    found = loaded(selection.slim(opened(state, tmp_path)), tmp_path)
+    found = slimmed(state, tmp_path)
     assert isinstance(found["p"], torch.nn.Parameter)
-    assert {key: values(each) for key, each in found.items()} == {k: values(t) for k, t in state.items()}
+    assert all_values(found) == all_values(state)
     assert storage_bytes(found) < 50
+    found = slimmed({"e": numbers(100)[7:7], "w": numbers(1)}, tmp_path)  # "e" is empty
+    assert (found["e"].shape, storage_bytes(found)) == ((0,), 4)
 
 
 @given(
@@ -192,8 +189,8 @@ def test_any_slimmed_state_keeps_its_values(stretches: list[tuple[int, int]], dt
     big = torch.arange(100).to(dtype)
     state = {str(i): big[begin : begin + count] for i, (begin, count) in enumerate(stretches)}
     with tempfile.TemporaryDirectory() as folder:
-        found = loaded(selection.slim(opened(state, Path(folder))), Path(folder))
-        assert {key: values(each) for key, each in found.items()} == {k: values(t) for k, t in state.items()}
+        found = slimmed(state, Path(folder))
+        assert all_values(found) == all_values(state)
         spanned = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in state.values() if t.numel()]
         most = max(e for _, e in spanned) - min(b for b, _ in spanned) if spanned else 0
         assert storage_bytes({key: each for key, each in found.items() if each.numel()}) <= most + 30

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -22,56 +24,53 @@ STATE = OrderedDict(
 )
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+@pytest.fixture(autouse=True)
+def training(here: Path) -> None:
+    """Save a training checkpoint as in.pt."""
     optimizer = {"state": {0: {"m": base + 2}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    torch.save({"model": STATE, "optimizer": optimizer, "epoch": 3, "best": math.inf}, tmp_path / "in.pt")
-    return tmp_path / "in.pt"
+    torch.save({"model": STATE, "optimizer": optimizer, "epoch": 3, "best": math.inf}, "in.pt")
 
 
-def test_the_result_is_one_line(path: Path, cli: Any) -> None:
-    out = path.parent / "out.pt"
-    ran = cli("convert", path, out)
+def test_the_result_is_one_line(cli: Any) -> None:
+    ran = cli("convert in.pt out.pt")
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.startswith(f"converted torch-zip -> {out} (")
-    assert ran.out.endswith(" s)\n") and ran.out.count("\n") == 1
-    assert_same(torch.load(path), torch.load(out))
+    assert re.fullmatch(r"converted torch-zip -> out\.pt \(.* s\)\n", ran.out)
+    assert_same(torch.load("in.pt"), torch.load("out.pt"))
 
 
-def test_what_safetensors_can_t_hold_is_named(path: Path, cli: Any) -> None:
-    ran = cli("convert", path, path.parent / "out.safetensors")
+def test_what_safetensors_can_t_hold_is_named(cli: Any) -> None:
+    ran = cli("convert in.pt out.safetensors")
     assert (ran.code, ran.err) == (0, "left out, as safetensors holds only tensors: optimizer, epoch, best\n")
-    assert list(load_file(path.parent / "out.safetensors")) == sorted(STATE)
+    assert list(load_file("out.safetensors")) == sorted(STATE)
 
 
-def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Any) -> None:
-    out = path.parent / "out.safetensors"
-    ran = cli("convert", path, out, "--exclude", "head.*", "--dtype", "bf16", "--json")
+def test_json_has_the_fields_that_scripts_rely_on(cli: Any) -> None:
+    ran = cli("convert in.pt out.safetensors --exclude head.* --dtype bf16 --json")
     assert (ran.code, ran.err) == (0, "")
     assert 0 <= ran.json["seconds"] < 60
     left_out = ["head.weight", "head.count", "optimizer", "epoch", "best"]
-    counts = {"keys": 2, "renamed": 0, "bytes": out.stat().st_size, "seconds": 0, "overflows": 0}
+    counts = dict.fromkeys(("renamed", "seconds", "overflows"), 0)
+    counts |= {"keys": 2, "bytes": os.path.getsize("out.safetensors")}
     nothing: dict[str, Any] = {key: [] for key in ("kept", "tied", "copied", "mentions", "devices")}
-    written = {"output": str(out), "format": "safetensors", "also_renamed": {}, "left_out": left_out}
+    written = {"output": "out.safetensors", "format": "safetensors", "also_renamed": {}, "left_out": left_out}
     assert ran.json | {"seconds": 0} == written | counts | nothing
 
 
-def test_a_whole_checkpoint_goes_into_safetensors_and_back(path: Path, cli: Any) -> None:
-    flat, back = path.parent / "flat.safetensors", path.parent / "back.pt"
-    ran = cli("convert", path, flat, "--full")
+def test_a_whole_checkpoint_goes_into_safetensors_and_back(cli: Any) -> None:
+    ran = cli("convert in.pt flat.safetensors --full")
     assert (ran.code, ran.err) == (0, "")
-    assert "optimizer.state.0.m" in load_file(flat)
-    assert cli("convert", flat, back).code == 0
-    assert_same(torch.load(path), torch.load(back))
+    assert "optimizer.state.0.m" in load_file("flat.safetensors")
+    assert cli("convert flat.safetensors back.pt").code == 0
+    assert_same(torch.load("in.pt"), torch.load("back.pt"))
 
 
 # --dtype
 
 
-def test_floats_are_cast_and_counted(path: Path, cli: Any) -> None:
-    ran = cli("convert", path, path.parent / "out.safetensors", "--dtype", "bf16")
+def test_floats_are_cast_and_counted(cli: Any) -> None:
+    ran = cli("convert in.pt out.safetensors --dtype bf16")
     assert "converted torch-zip, 3 tensors cast to bfloat16 -> " in ran.out
-    loaded = load_file(path.parent / "out.safetensors")
+    loaded = load_file("out.safetensors")
     assert torch.equal(loaded["stem.weight"], base.bfloat16())
     assert loaded["head.count"].dtype == torch.int64
 
@@ -80,132 +79,119 @@ def test_floats_are_cast_and_counted(path: Path, cli: Any) -> None:
     ("values", "said"),
     [([1e5, 1.0], "1 finite value became infinite"), ([1e5, -1e6], "2 finite values became infinite")],
 )
-def test_overflows_are_counted(values: list[float], said: str, cli: Any, tmp_path: Path) -> None:
-    torch.save({"w": torch.tensor([*values, math.inf, math.nan])}, tmp_path / "in.pt")
-    words = ["convert", tmp_path / "in.pt", tmp_path / "out.pt", "--dtype", "fp16"]
-    ran = cli(*words)
+def test_overflows_are_counted(values: list[float], said: str, cli: Any) -> None:
+    torch.save({"w": torch.tensor([*values, math.inf, math.nan])}, "in.pt")
+    ran = cli("convert in.pt out.pt --dtype fp16")
     assert (ran.code, ran.err) == (0, said + "\n")
-    assert cli(*words, "--force", "--verify", "--json").json["overflows"] == int(said[0])
+    assert cli("convert in.pt out.pt --dtype fp16 --force --verify --json").json["overflows"] == int(said[0])
 
 
-def test_no_overflow_is_not_mentioned_and_a_dry_run_does_not_know(path: Path, cli: Any) -> None:
-    ran = cli("convert", path, path.parent / "out.pt", "--dtype", "fp16", "--dry-run", "--json")
-    assert "overflows" not in ran.json
-    assert cli("convert", path, path.parent / "out.pt", "--dtype", "fp16").err == ""
+def test_no_overflow_is_not_mentioned_and_a_dry_run_does_not_know(cli: Any) -> None:
+    assert "overflows" not in cli("convert in.pt out.pt --dtype fp16 --dry-run --json").json
+    assert cli("convert in.pt out.pt --dtype fp16").err == ""
 
 
-# --only, --exclude, --drop
+# --only, --exclude, --drop, --state
 
 
-def test_keys_are_selected_and_the_others_are_named(path: Path, cli: Any) -> None:
-    patterns = ["--only", "stem.*", "--only", "head.w*", "--exclude", "*.bias"]
-    ran = cli("convert", path, path.parent / "out.pt", *patterns)
+def test_keys_are_selected_and_the_others_are_named(cli: Any) -> None:
+    ran = cli("convert in.pt out.pt --only stem.* --only head.w* --exclude *.bias")
     assert (ran.code, ran.err) == (0, "left out: stem.bias, head.count\n")
-    assert list(torch.load(path.parent / "out.pt")["model"]) == ["stem.weight", "head.weight"]
+    assert list(torch.load("out.pt")["model"]) == ["stem.weight", "head.weight"]
 
 
-def test_entries_are_dropped_by_name(path: Path, cli: Any) -> None:
-    drop = ["--drop", "optimizer", "--drop", "model.head.count"]
-    ran = cli("convert", path, path.parent / "out.pt", *drop, "--json")
+def test_entries_are_dropped_by_name(cli: Any) -> None:
+    ran = cli("convert in.pt out.pt --drop optimizer --drop model.head.count --json")
     assert ran.json["left_out"] == ["optimizer", "model.head.count"]
-    loaded = torch.load(path.parent / "out.pt")
+    loaded = torch.load("out.pt")
     assert list(loaded) == ["model", "epoch", "best"]
     assert "head.count" not in loaded["model"]
 
 
-def test_state_selects_what_is_converted(cli: Any, tmp_path: Path) -> None:
-    torch.save({"model": {"w": base}, "ema": {"w": base + 1}}, tmp_path / "in.pt")
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "a.safetensors")
-    assert "state: 'model'; also available: --state ema" in ran.err
-    cli("convert", tmp_path / "in.pt", tmp_path / "b.safetensors", "--state", "ema", "--dtype", "fp16")
-    assert torch.equal(load_file(tmp_path / "b.safetensors")["w"], (base + 1).half())
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "c.safetensors", "--state", "emma")
-    assert ran.code == 3 and "no state named 'emma'" in ran.err and "model, ema" in ran.err
+def test_a_state_is_named_where_only_one_is_converted(cli: Any) -> None:
+    torch.save({"model": {"w": base}, "ema": {"w": base + 1}}, "in 1.pt")
+    assert cli("convert 'in 1.pt' out.pt").err == ""
+    assert "state: 'model'; also available: --state ema" in cli("convert 'in 1.pt' a.safetensors").err
+    assert "--state ema" in cli("convert 'in 1.pt' out.pt --force --dtype fp16").err
+    ran = cli("convert 'in 1.pt' out.pt --force --state ema")
+    hint = "hint: for that state alone: ckpttool slim --state ema 'in 1.pt' out.pt"
+    assert (ran.code, ran.err.splitlines()[1]) == (2, hint)
+    assert cli("convert 'in 1.pt' out.pt --force --state ema --dtype fp16").code == 0
+    cli("convert 'in 1.pt' b.safetensors --state ema --dtype fp16")
+    assert torch.equal(load_file("b.safetensors")["w"], (base + 1).half())
 
 
 # --complex
 
 
-def test_complex_tensors_are_split_and_joined(cli: Any, tmp_path: Path) -> None:
+def test_complex_tensors_are_split_and_joined(cli: Any) -> None:
     phases = torch.complex(base, -base)
-    torch.save({"z": phases.conj(), "wide": phases.to(torch.complex128), "w": base}, tmp_path / "in.pt")
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "split.safetensors", "--complex", "split")
+    torch.save({"z": phases.conj(), "wide": phases.to(torch.complex128), "w": base}, "in.pt")
+    ran = cli("convert in.pt split.safetensors --complex split")
     assert "converted torch-zip, 2 complex tensors split -> " in ran.out
-    parts = load_file(tmp_path / "split.safetensors")
+    parts = load_file("split.safetensors")
     assert sorted(parts) == ["w", "wide.imag", "wide.real", "z.imag", "z.real"]
     assert torch.equal(parts["z.imag"], base)
-    ran = cli("convert", tmp_path / "split.safetensors", tmp_path / "joined.pt", "--complex", "join")
+    ran = cli("convert split.safetensors joined.pt --complex join")
     assert "2 complex tensors joined" in ran.out
-    loaded = torch.load(tmp_path / "joined.pt")
+    loaded = torch.load("joined.pt")
     assert torch.equal(loaded["z"], phases.conj().resolve_conj())
     assert torch.equal(loaded["wide"], phases.to(torch.complex128))
-
-
-def test_complex_parts_are_cast(cli: Any, tmp_path: Path) -> None:
-    torch.save({"z": torch.complex(base, -base).conj()}, tmp_path / "in.pt")
-    change = ["--complex", "split", "--dtype", "bf16"]
-    assert cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", *change).code == 0
-    assert torch.equal(load_file(tmp_path / "out.safetensors")["z.imag"], base.bfloat16())
+    assert cli("convert in.pt cast.safetensors --complex split --dtype bf16").code == 0
+    assert torch.equal(load_file("cast.safetensors")["z.imag"], base.bfloat16())
 
 
 # Ties.
 
 
-def test_ties_and_copies_are_named(cli: Any, tmp_path: Path) -> None:
-    torch.save({"embed": base, "head": base, "row": base[0]}, tmp_path / "in.pt")
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", "--json")
-    assert ran.json["tied"] == ["head"]
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", "--force")
+def test_ties_and_copies_are_named(cli: Any) -> None:
+    torch.save({"embed": base, "head": base, "row": base[0]}, "in.pt")
+    assert cli("convert in.pt out.safetensors --json").json["tied"] == ["head"]
+    ran = cli("convert in.pt out.safetensors --force")
     assert "written once, with the tie in the metadata: head" in ran.err
     assert "written once per name, though they share memory: row" in ran.err
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", "--force", "--keep-copies")
+    ran = cli("convert in.pt out.safetensors --force --keep-copies")
     assert ran.err == "written once per name, though they share memory: head, row\n"
 
 
 # Where from and where to.
 
 
-def test_a_dry_run_reports_what_the_run_with_verify_reports(path: Path, cli: Any) -> None:
-    dry = cli("convert", path, path.parent / "out.safetensors", "--dry-run", "--json").json
-    assert dry["dry_run"] is True
-    assert sorted(file.name for file in path.parent.iterdir()) == ["in.pt"]
-    ran = cli("convert", path, path.parent / "out.safetensors", "--verify", "--json").json
-    assert {**dry, "seconds": 0} == {**ran, "seconds": 0, "dry_run": True}
+def test_to_sets_the_format_and_takes_any_case_as_dtype_does(cli: Any) -> None:
+    assert cli("convert in.pt weights --to safetensors").code == 0
+    assert sorted(load_file("weights")) == sorted(STATE)
+    assert cli("convert in.pt out --to onnx").code == 2
+    assert cli("convert in.pt out --dtype BF16 --to Safetensors --json").json["format"] == "safetensors"
+    assert load_file("out")["stem.bias"].dtype == torch.bfloat16
 
 
-def test_to_sets_the_format(path: Path, cli: Any) -> None:
-    assert cli("convert", path, path.parent / "weights", "--to", "safetensors").code == 0
-    assert sorted(load_file(path.parent / "weights")) == sorted(STATE)
-    assert cli("convert", path, path.parent / "out", "--to", "onnx").code == 2
-
-
-def test_a_file_is_converted_from_pipe_to_pipe(path: Path, process: Any, tmp_path: Path) -> None:
-    ran = process("convert", path, "-", "--full", "--to", "safetensors")
+def test_a_file_is_converted_from_pipe_to_pipe(process: Any) -> None:
+    ran = process("convert", "in.pt", "-", "--full", "--to", "safetensors")
     assert "optimizer.state.0.m" in load(ran.stdout)
     back = process("convert", "-", "-", "--to", "torch-zip", input=ran.stdout)
-    assert_same(torch.load(path), torch.load(io.BytesIO(back.stdout)))
+    assert_same(torch.load("in.pt"), torch.load(io.BytesIO(back.stdout)))
 
 
-def test_a_safetensors_file_stays_as_it_is_and_becomes_a_pt_file(cli: Any, tmp_path: Path) -> None:
-    save_file(dict(STATE), tmp_path / "in.safetensors", metadata={"format": "pt"})
-    assert cli("convert", tmp_path / "in.safetensors", tmp_path / "same.safetensors").code == 0
-    assert (tmp_path / "same.safetensors").read_bytes() == (tmp_path / "in.safetensors").read_bytes()
-    assert cli("convert", tmp_path / "in.safetensors", tmp_path / "out.pt").code == 0
-    assert torch.equal(torch.load(tmp_path / "out.pt")["stem.weight"], base)
+def test_a_safetensors_file_stays_as_it_is_and_becomes_a_pt_file(cli: Any) -> None:
+    save_file(dict(STATE), "in.safetensors", metadata={"format": "pt"})
+    assert cli("convert in.safetensors same.safetensors").code == 0
+    assert Path("same.safetensors").read_bytes() == Path("in.safetensors").read_bytes()
+    assert cli("convert in.safetensors out.pt").code == 0
+    assert torch.equal(torch.load("out.pt")["stem.weight"], base)
 
 
-def test_permute_reshape_and_tie_change_the_layout(cli: Any, tmp_path: Path) -> None:
-    torch.save({"a.weight": base, "b.weight": base + 1, "c": torch.arange(6)}, tmp_path / "in.pt")
-    flags = ["--permute", "*.weight=1,0", "--reshape", "c=2,3,1", "--tie", "head=a.weight"]
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags)
+def test_permute_reshape_and_tie_change_the_layout(cli: Any) -> None:
+    torch.save({"a.weight": base, "b.weight": base + 1, "c": torch.arange(6)}, "in.pt")
+    flags = "--permute *.weight=1,0 --reshape c=2,3,1 --tie head=a.weight"
+    ran = cli(f"convert in.pt out.pt {flags}")
     assert ran.code == 0 and "2 tensors permuted, 1 tensor reshaped, 1 name tied" in ran.out
-    found = torch.load(tmp_path / "out.pt")
+    found = torch.load("out.pt")
     assert list(found) == ["a.weight", "b.weight", "c", "head"]
     assert torch.equal(found["a.weight"], base.T) and torch.equal(found["b.weight"], base.T + 1)
     assert torch.equal(found["c"], torch.arange(6).reshape(2, 3, 1))
     assert found["head"].data_ptr() == found["a.weight"].data_ptr()
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", *flags)
-    assert torch.equal(load_file(tmp_path / "out.safetensors")["b.weight"], base.T + 1)
+    ran = cli(f"convert in.pt out.safetensors {flags}")
+    assert torch.equal(load_file("out.safetensors")["b.weight"], base.T + 1)
     assert "written once, with the tie in the metadata: head" in ran.err
 
 
@@ -227,59 +213,31 @@ def test_permute_reshape_and_tie_change_the_layout(cli: Any, tmp_path: Path) -> 
         ("--permute x*=1,0", 1, ["no tensor's key matches 'x*'"]),
     ],
 )
-def test_an_impossible_change_is_refused(flags: str, code: int, said: Any, cli: Any, tmp_path: Path) -> None:
-    torch.save({"w": base, "z": torch.complex(base, base), "z.real": base}, tmp_path / "in.pt")
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags.split())
+def test_an_impossible_change_is_refused(flags: str, code: int, said: Any, cli: Any) -> None:
+    torch.save({"w": base, "z": torch.complex(base, base), "z.real": base}, "in.pt")
+    ran = cli(f"convert in.pt out.pt {flags}")
     assert (ran.code, ran.out) == (code, "") and all(words in ran.err for words in said)
-    assert not (tmp_path / "out.pt").exists()
-
-
-def test_naming_a_state_is_refused_if_everything_is_kept(cli: Any, tmp_path: Path) -> None:
-    source, out = tmp_path / "in 1.pt", tmp_path / "out.pt"
-    torch.save({"model": {"w": base}, "ema": {"w": base}}, source)
-    assert cli("convert", source, out).err == ""
-    assert "--state ema" in cli("convert", source, out, "--force", "--dtype", "fp16").err
-    ran = cli("convert", source, out, "--force", "--state", "ema")
-    hint = f"hint: for that state alone: ckpttool slim --state ema '{source}' {out}"
-    assert (ran.code, ran.err.splitlines()[1]) == (2, hint)
-    assert cli("convert", source, out, "--force", "--state", "ema", "--dtype", "fp16").code == 0
-
-
-def test_types_and_formats_are_accepted_in_any_case(cli: Any, tmp_path: Path) -> None:
-    torch.save({"w": base}, tmp_path / "in.pt")
-    flags = ["--dtype", "BF16", "--to", "Safetensors", "--json"]
-    assert cli("convert", tmp_path / "in.pt", tmp_path / "out", *flags).json["format"] == "safetensors"
-    assert load_file(tmp_path / "out")["w"].dtype == torch.bfloat16
+    assert not os.path.exists("out.pt")
 
 
 # The text of a safetensors header.
 
 
 @pytest.mark.parametrize("output", ["out.safetensors", "shards/"])
-def test_text_is_added_to_the_header(output: str, cli: Any, tmp_path: Path) -> None:
-    path, out = tmp_path / "in.safetensors", tmp_path / output
-    save_file({"w": torch.ones(2)}, path, metadata={"who": "me", "when": "then"})
-    ran = cli(
-        "convert",
-        path,
-        f"{out}/" if output[-1] == "/" else out,
-        "--metadata",
-        "format=pt",
-        "--metadata",
-        "who=a=b",
-    )
+def test_text_is_added_to_the_header(output: str, cli: Any) -> None:
+    save_file({"w": torch.ones(2)}, "in.safetensors", metadata={"who": "me", "when": "then"})
+    ran = cli(f"convert in.safetensors {output} --metadata format=pt --metadata who=a=b")
     assert (ran.code, ran.err) == (0, "")
-    (file,) = out.glob("*.safetensors") if out.is_dir() else [out]
+    (file,) = Path(output).glob("*.safetensors") if output == "shards/" else [output]
     with safe_open(file, "pt") as opened:
         assert opened.metadata() == {"format": "pt", "who": "a=b", "when": "then"}
 
 
-def test_a_file_with_metadata_equals_that_of_save_file(cli: Any, tmp_path: Path) -> None:
-    state = {"w": torch.ones(2)}
-    torch.save(state, tmp_path / "in.pt")
-    assert cli("convert", tmp_path / "in.pt", tmp_path / "o.safetensors", "--metadata", "format=pt").code == 0
-    save_file(state, tmp_path / "oracle", metadata={"format": "pt"})
-    assert (tmp_path / "o.safetensors").read_bytes() == (tmp_path / "oracle").read_bytes()
+def test_a_file_with_metadata_equals_that_of_save_file(cli: Any) -> None:
+    torch.save({"w": torch.ones(2)}, "in.pt")
+    assert cli("convert in.pt o.safetensors --metadata format=pt").code == 0
+    save_file({"w": torch.ones(2)}, "oracle", metadata={"format": "pt"})
+    assert Path("o.safetensors").read_bytes() == Path("oracle").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -287,14 +245,17 @@ def test_a_file_with_metadata_equals_that_of_save_file(cli: Any, tmp_path: Path)
     [
         ("o.pt", "format=pt", "--metadata: torch-zip has no place for it"),
         ("o.safetensors", "format", "'format' is not two parts separated by ="),
-        ("o.safetensors", "head=w", "'head' would be read as another name of the tensor 'w'"),
+        (
+            "o.safetensors",
+            "stem.b=stem.bias",
+            "'stem.b' would be read as another name of the tensor 'stem.bias'",
+        ),
         ("o.safetensors", "ckpttool.full={}", "is what --full keeps"),
     ],
 )
 def test_metadata_that_has_no_place_or_another_meaning_is_refused(
-    output: str, given: str, said: str, cli: Any, tmp_path: Path
+    output: str, given: str, said: str, cli: Any
 ) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
-    ran = cli("convert", tmp_path / "in.pt", tmp_path / output, "--metadata", given)
+    ran = cli(f"convert in.pt {output} --metadata", given)
     assert ran.code == 2 and said in ran.err
-    assert not (tmp_path / output).exists()
+    assert not os.path.exists(output)

@@ -18,19 +18,21 @@ from ckpttool.analysis.distances import Distance
 from ckpttool.cli.diff_page import page
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
+def save_pair(a: object, b: object) -> None:
+    torch.save(a, "a.pt")
+    torch.save(b, "b.pt")
+
+
+@pytest.fixture(autouse=True)
+def files(here: Path) -> None:
     state = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(7), "gone": torch.ones(1)}
     other = {"w": state["w"].clone(), "n": torch.tensor(9), "new": torch.ones(1)}
     other["w"][1, 0] += 0.5
-    torch.save({"model": state, "epoch": 3}, tmp_path / "a.pt")
-    torch.save({"model": other, "epoch": 4}, tmp_path / "b.pt")
-    return tmp_path / "a.pt", tmp_path / "b.pt"
+    save_pair({"model": state, "epoch": 3}, {"model": other, "epoch": 4})
 
 
-def test_each_difference_is_a_row_and_the_last_line_counts_them(files: tuple[Path, Path], cli: Any) -> None:
-    a, b = files
-    ran = cli("diff", a, b)
+def test_each_difference_is_a_row_and_the_last_line_counts_them(cli: Any) -> None:
+    ran = cli("diff a.pt b.pt")
     assert (ran.code, ran.err) == (1, "")
     assert ran.out.splitlines() == [
         "         differ  relative    cosine  largest",
@@ -39,12 +41,12 @@ def test_each_difference_is_a_row_and_the_last_line_counts_them(files: tuple[Pat
         "~ epoch  3 -> 4",
         "- gone",
         "+ new",
-        f"{a} and {b} differ: 3 changed, 1 only in {a}, 1 only in {b} (2 tensors compared)",
+        "a.pt and b.pt differ: 3 changed, 1 only in a.pt, 1 only in b.pt (2 tensors compared)",
     ]
 
 
-def test_verbose_lines_say_all_that_is_known(files: tuple[Path, Path], cli: Any) -> None:
-    lines = cli("diff", "-v", *files).out.splitlines()
+def test_verbose_lines_say_all_that_is_known(cli: Any) -> None:
+    lines = cli("diff -v", "a.pt", "b.pt").out.splitlines()
     assert lines[0] == (
         "~ w  float32 [2, 3]: 1 of 6 differs, by up to 0.5, at [1, 0]: 3 -> 3.5; "
         "relative 0.0655, cosine 0.998204"
@@ -53,20 +55,14 @@ def test_verbose_lines_say_all_that_is_known(files: tuple[Path, Path], cli: Any)
     assert lines[2:5] == ["~ epoch  3 -> 4", "- gone", "+ new"]
 
 
-def pair_of(folder: Path, a: object, b: object) -> tuple[Path, Path]:
-    torch.save(a, folder / "a.pt")
-    torch.save(b, folder / "b.pt")
-    return folder / "a.pt", folder / "b.pt"
-
-
-def blocks(count: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+def blocks(count: int) -> dict[str, torch.Tensor]:
     """Return a state of as many blocks of two layers, each with a counter."""
     state = {"head.weight": torch.ones(4)}
     for i in range(count):
         for layer in ("attention", "mlp"):
             state[f"blocks.{i}.{layer}.weight"] = torch.ones(8)
             state[f"blocks.{i}.{layer}.num_batches_tracked"] = torch.tensor(1000)
-    return state | more
+    return state
 
 
 def rows(out: str) -> list[str]:
@@ -83,40 +79,43 @@ def rows(out: str) -> list[str]:
     ],
     ids=["by layer", "by block", "the most different blocks"],
 )
-def test_many_differences_are_at_most_40_rows(count: int, expected: Any, cli: Any, tmp_path: Path) -> None:
+def test_many_differences_are_at_most_40_rows(count: int, expected: Any, cli: Any) -> None:
     state, other = blocks(count), blocks(count)
     for name, value in other.items():
         if name.startswith("blocks"):
             value += 1 + int(name.split(".")[1])
-    ran = cli("diff", *pair_of(tmp_path, state, other))
+    save_pair(state, other)
+    ran = cli("diff a.pt b.pt")
     assert rows(ran.out) == expected
     said = "  -v shows every tensor" if count < 60 else "  and 20 more that differ"
     assert ran.out.splitlines()[-2].startswith(said)
-    assert len(rows(cli("diff", "-v", *pair_of(tmp_path, state, other)).out)) == 4 * count
+    assert len(rows(cli("diff -v a.pt b.pt").out)) == 4 * count
 
 
-def test_a_module_s_row_joins_its_tensors_without_counters(cli: Any, tmp_path: Path) -> None:
+def test_a_module_s_row_joins_its_tensors_without_counters(cli: Any) -> None:
     """A counter of 1000 batches would outweigh all weights."""
     other = blocks(30)
     for name, value in other.items():
         if name.startswith("blocks"):
             value += 1 if "num" in name else torch.tensor([3, 0, 0, 0, 0, 0, 0, 0])
-    ran = cli("diff", *pair_of(tmp_path, blocks(30), other))
+    save_pair(blocks(30), other)
     cosine = (4 + 7) / (8**0.5 * (16 + 7) ** 0.5)
     row = f"~ blocks.0.* 22.2% {3 / 23**0.5:.3g} {cosine:.6f} 3"
-    assert ran.out.splitlines()[1].split() == row.split()
+    assert cli("diff a.pt b.pt").out.splitlines()[1].split() == row.split()
 
 
-def test_names_of_one_file_alone_are_grouped_too(cli: Any, tmp_path: Path) -> None:
-    ran = cli("diff", *pair_of(tmp_path, blocks(30), {"head.weight": torch.ones(4)}))
+def test_names_of_one_file_alone_are_grouped_too(cli: Any) -> None:
+    save_pair(blocks(30), {"head.weight": torch.ones(4)})
+    ran = cli("diff a.pt b.pt")
     assert ran.out.splitlines()[0] == "- blocks.0.*   4 names"
     assert len(rows(ran.out)) == 30
 
 
-def test_relative_differences_are_not_those_of_elements_near_zero(cli: Any, tmp_path: Path) -> None:
+def test_relative_differences_are_not_those_of_elements_near_zero(cli: Any) -> None:
     a, b = torch.ones(100), torch.ones(100)
     a[0], b[0] = 1e-3, 1e-12
-    ran = cli("diff", *pair_of(tmp_path, {"w": a, "v": a}, {"w": b, "v": a + 1}), "--sort", "size")
+    save_pair({"w": a, "v": a}, {"w": b, "v": a + 1})
+    ran = cli("diff a.pt b.pt --sort size")
     assert rows(ran.out) == ["v", "w"]
     assert ran.out.splitlines()[2].split() == ["~", "w", "1%", "0.000101", "1.000000", "0.001"]
 
@@ -132,16 +131,16 @@ def test_names_are_cut_in_their_middle_for_a_terminal() -> None:
 
 
 @pytest.mark.parametrize("off", [{"NO_COLOR": "1"}, {}])
-def test_marks_are_coloured_on_a_terminal_alone(off: dict[str, str], files: Any, process: Any) -> None:
-    assert b"\x1b" not in process("diff", *files, env=off).stdout
+def test_marks_are_coloured_on_a_terminal_alone(off: dict[str, str], process: Any) -> None:
+    assert b"\x1b" not in process("diff", "a.pt", "b.pt", env=off).stdout
     theirs, ours = pty.openpty()
-    process("diff", *files, env=off, stdout=ours, stderr=ours)
+    process("diff", "a.pt", "b.pt", env=off, stdout=ours, stderr=ours)
     os.close(ours)
     assert (b"\x1b" in os.read(theirs, 1 << 16)) == (not off)
 
 
-def test_json_has_the_fields_that_scripts_rely_on(files: tuple[Path, Path], cli: Any) -> None:
-    ran = cli("diff", *files, "--json", "--sort", "size")
+def test_json_has_the_fields_that_scripts_rely_on(cli: Any) -> None:
+    ran = cli("diff a.pt b.pt --json --sort size")
     assert (ran.code, ran.json["same"]) == (1, False)
     assert (ran.json["only_a"], ran.json["only_b"]) == (["gone"], ["new"])
     assert [change["name"] for change in ran.json["changed"]] == ["epoch", "n", "w"]
@@ -151,92 +150,91 @@ def test_json_has_the_fields_that_scripts_rely_on(files: tuple[Path, Path], cli:
     assert (change["norm_difference"], change["norm_b"]) == (0.5, pytest.approx(58.25**0.5))
     assert change["relative"] == pytest.approx(0.5 / 58.25**0.5)
     assert 0.998 < change["cosine"] < 0.999
-    ran = cli("diff", files[0], files[0], "--json")
+    ran = cli("diff a.pt a.pt --json")
     assert (ran.code, ran.json["same"], ran.json["changed"]) == (0, True, [])
 
 
-def test_the_same_contents_are_exit_0(files: tuple[Path, Path], cli: Any, tmp_path: Path) -> None:
-    other = tmp_path / "c.safetensors"
-    assert cli("convert", files[0], other).code == 0
-    ran = cli("diff", files[0], other)
+def test_the_same_contents_are_exit_0(cli: Any) -> None:
+    other = "c.safetensors"
+    assert cli("convert a.pt", other).code == 0
+    ran = cli("diff a.pt", other)
     assert (ran.code, ran.err) == (0, f"not compared, as {other} holds only tensors: epoch\n")
-    assert ran.out == f"{files[0]} and {other} are the same (3 tensors compared)\n"
-    assert cli("diff", "-q", files[0], other).out == ""
+    assert ran.out == f"{'a.pt'} and {other} are the same (3 tensors compared)\n"
+    assert cli("diff -q", "a.pt", other).out == ""
 
 
-def test_the_states_that_were_chosen_are_said_if_only_states_are_compared(cli: Any, tmp_path: Path) -> None:
+def test_the_states_that_were_chosen_are_said_if_only_states_are_compared(cli: Any) -> None:
     tree = {name: {"w": torch.ones(2), "b": torch.ones(2)} for name in ("model", "teacher")}
-    a, b = pair_of(tmp_path, tree, {**tree, "epoch": 1})
-    assert cli("diff", a, b).err == ""  # everything is compared
+    save_pair(tree, {**tree, "epoch": 1})
+    assert cli("diff a.pt b.pt").err == ""  # everything is compared
     said = "state: 'model'; also available: --state teacher\n"
-    assert cli("diff", a, b, "--model-only").err == f"{a}: {said}{b}: {said}"
-    assert cli("diff", a, b, "--model-only", "--state", "teacher").err == ""
-    save_file(tree["model"], tmp_path / "c.safetensors")
-    assert f"{b}: {said}" in cli("diff", b, tmp_path / "c.safetensors").err
+    assert cli("diff a.pt b.pt --model-only").err == f"a.pt: {said}b.pt: {said}"
+    assert cli("diff a.pt b.pt --model-only --state teacher").err == ""
+    save_file(tree["model"], "c.safetensors")
+    assert f"b.pt: {said}" in cli("diff b.pt c.safetensors").err
 
 
-def test_the_same_within_a_tolerance_is_said_as_such(cli: Any, tmp_path: Path) -> None:
+def test_the_same_within_a_tolerance_is_said_as_such(cli: Any) -> None:
     mine = {"model": {"w": torch.ones(2), "n": torch.ones(2)}, "lr": 0.1}
     theirs = {"model": {"w": torch.full((2,), 5.0), "n": torch.ones(2)}, "lr": 0.2}
-    a, b = pair_of(tmp_path, mine, theirs)
-    ran = cli("diff", a, b, "--rtol", 10)
-    said = f"{a} and {b} are the same within rtol 10 (2 tensors compared, 2 values differ by less)\n"
+    save_pair(mine, theirs)
+    ran = cli("diff a.pt b.pt --rtol 10")
+    said = "a.pt and b.pt are the same within rtol 10 (2 tensors compared, 2 values differ by less)\n"
     assert (ran.code, ran.out) == (0, said)
-    data = cli("diff", a, b, "--rtol", 10, "--json").json
+    data = cli("diff a.pt b.pt --rtol 10 --json").json
     assert (data["same"], data["identical"], data["tolerated"]) == (True, False, ["w", "lr"])
     assert (data["rtol"], data["atol"]) == (10.0, None)
-    same = cli("diff", a, a, "--rtol", 10, "--atol", 1)
-    assert same.out == f"{a} and {a} are the same (2 tensors compared)\n"
-    assert cli("diff", a, a, "--rtol", 10, "--json").json["identical"] is True
-    data = cli("diff", a, b, "--json").json
+    same = cli("diff a.pt a.pt --rtol 10 --atol 1")
+    assert same.out == "a.pt and a.pt are the same (2 tensors compared)\n"
+    assert cli("diff a.pt a.pt --rtol 10 --json").json["identical"] is True
+    data = cli("diff a.pt b.pt --json").json
     assert (data["same"], data["identical"], data["tolerated"]) == (False, False, [])
 
 
-def test_zeros_of_either_sign_and_other_types_are_tolerated(cli: Any, tmp_path: Path) -> None:
+def test_zeros_of_either_sign_and_other_types_are_tolerated(cli: Any) -> None:
     zeros = {"z": torch.zeros(3), "h": torch.ones(3, dtype=torch.float16), "e": torch.ones(0)}
     others = {"z": -torch.zeros(3), "h": torch.ones(3), "e": torch.ones(0)}
-    a, b = pair_of(tmp_path, zeros, others)
-    data = cli("diff", a, b, "--atol", 0, "--json").json
-    assert (data["same"], data["identical"], sorted(data["tolerated"])) == (True, False, ["h", "z"])
+    save_pair(zeros, others)
+    found = cli("diff a.pt b.pt --atol 0 --json").json
+    assert (found["same"], found["identical"], sorted(found["tolerated"])) == (True, False, ["h", "z"])
 
 
-def test_tolerances(files: tuple[Path, Path], cli: Any) -> None:
-    a, b = files
-    assert "~ w" in cli("diff", a, b, "--atol", "0.4").out
-    assert "~ w" not in cli("diff", a, b, "--atol", "0.5").out
-    assert "~ epoch" not in cli("diff", a, b, "--rtol", "0.25").out
-    assert cli("diff", a, b, "--atol", "-1").code == 2
-    assert "nan is not a tolerance" in cli("diff", a, b, "--rtol", "nan").err
-    assert rows(cli("diff", a, b, "--model-only", "--sort", "name").out) == ["gone", "n", "new", "w"]
+def test_tolerances(cli: Any) -> None:
+    assert "~ w" in cli("diff a.pt b.pt --atol 0.4").out
+    assert "~ w" not in cli("diff a.pt b.pt --atol 0.5").out
+    assert "~ epoch" not in cli("diff a.pt b.pt --rtol 0.25").out
+    assert cli("diff a.pt b.pt --atol -1").code == 2
+    assert "nan is not a tolerance" in cli("diff a.pt b.pt --rtol nan").err
+    assert rows(cli("diff a.pt b.pt --model-only --sort name").out) == ["gone", "n", "new", "w"]
 
 
-def test_names_that_differ_in_a_prefix_get_a_hint_and_match_on_request(cli: Any, tmp_path: Path) -> None:
+def test_names_that_differ_in_a_prefix_get_a_hint_and_match_on_request(cli: Any) -> None:
     state = {"fc.w": torch.ones(2), "fc.b": torch.ones(2)}
-    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, tmp_path / "ddp.pt")
-    save_file(state, tmp_path / "plain.safetensors")
-    ran = cli("diff", tmp_path / "ddp.pt", tmp_path / "plain.safetensors")
+    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, "ddp.pt")
+    save_file(state, "plain.safetensors")
+    ran = cli("diff ddp.pt plain.safetensors")
     assert ran.code == 1
     assert ran.err == "2 names are in both files except for a wrapper's prefix: --ignore-prefix\n"
-    assert cli("diff", tmp_path / "ddp.pt", tmp_path / "plain.safetensors", "--ignore-prefix").code == 0
+    assert cli("diff ddp.pt plain.safetensors --ignore-prefix").code == 0
 
 
-def test_nan_and_signed_zeros_are_reported(cli: Any, tmp_path: Path) -> None:
+def test_nan_and_signed_zeros_are_reported(cli: Any) -> None:
     a = {"z": torch.tensor([0.0, 1.0]), "w": torch.tensor([1.0, 2.0])}
-    files = pair_of(tmp_path, a, {"z": torch.tensor([-0.0, 1.0]), "w": torch.tensor([float("nan"), 2.5])})
-    lines = cli("diff", *files).out.splitlines()
+    save_pair(a, {"z": torch.tensor([-0.0, 1.0]), "w": torch.tensor([float("nan"), 2.5])})
+    lines = cli("diff a.pt b.pt").out.splitlines()
     assert lines[1].endswith("only in bits")
     assert lines[2].endswith("1 NaN on one side")
-    lines = cli("diff", "-v", *files).out.splitlines()
+    lines = cli("diff -v", "a.pt", "b.pt").out.splitlines()
     said = "~ z  float32 [2]: 1 of 2 differs only in bits (NaN, or the sign of zero), at [0]"
     assert lines[0].startswith(said)
     assert lines[1].startswith("~ w  float32 [2]: 2 of 2 differ, 1 by NaN on one side, by up to 0.5")
     assert ", at [0]: 1 -> nan; relative 0.2" in lines[1]
 
 
-def test_a_missing_or_damaged_file_is_exit_3(files: tuple[Path, Path], cli: Any, tmp_path: Path) -> None:
-    assert cli("diff", files[0], tmp_path / "none.pt").code == 3
-    files[1].write_bytes(files[1].read_bytes()[:-10])
-    ran = cli("diff", *files, "--json")
+def test_a_missing_or_damaged_file_is_exit_3(cli: Any) -> None:
+    assert cli("diff a.pt none.pt").code == 3
+    Path("b.pt").write_bytes(Path("b.pt").read_bytes()[:-10])
+    ran = cli("diff a.pt b.pt --json")
     assert (ran.code, set(ran.json)) == (3, {"error"})
 
 
@@ -250,31 +248,33 @@ def test_a_missing_or_damaged_file_is_exit_3(files: tuple[Path, Path], cli: Any,
     ids=str,
 )
 def test_integers_and_floats_are_shown_in_digits_that_differ(
-    a: torch.Tensor, b: torch.Tensor, said: str, cli: Any, tmp_path: Path
+    a: torch.Tensor, b: torch.Tensor, said: str, cli: Any
 ) -> None:
-    ran = cli("diff", *pair_of(tmp_path, {"n": a}, {"n": b}), "--atol", "0")
+    save_pair({"n": a}, {"n": b})
+    ran = cli("diff a.pt b.pt --atol 0")
     assert ran.out.splitlines()[0] == f"~ n  {said}"
 
 
-def test_a_tensor_that_became_infinite_or_nan_comes_first_among_many(cli: Any, tmp_path: Path) -> None:
+def test_a_tensor_that_became_infinite_or_nan_comes_first_among_many(cli: Any) -> None:
     """Norms leave out elements that are not finite, so the norm alone would put these tensors last."""
     state = {f"layer{i}.x0.weight": torch.rand(4, 4) + 1 for i in range(60)}
     other = {name: tensor * 1.001 for name, tensor in state.items()}
     for name, value in (("layer58.x0.weight", torch.inf), ("layer59.x0.weight", torch.nan)):
         other[name] = state[name].clone()
         other[name][0, 0] = value
-    files = pair_of(tmp_path, state, other)
-    page = cli("diff", *files).out
-    assert "layer58" in page and "layer59" in page
-    first = cli("diff", *files, "--sort", "size", "--json").json["changed"][:2]
+    save_pair(state, other)
+    shown = cli("diff a.pt b.pt").out
+    assert "layer58" in shown and "layer59" in shown
+    first = cli("diff a.pt b.pt --sort size --json").json["changed"][:2]
     assert {change["name"] for change in first} == {"layer58.x0.weight", "layer59.x0.weight"}
 
 
-def test_both_sides_are_grouped_at_one_depth(cli: Any, tmp_path: Path) -> None:
+def test_both_sides_are_grouped_at_one_depth(cli: Any) -> None:
     """Of each part one file has one block, the other three: the rows of the first are no deeper for that."""
     old = {f"p{i}.block.0.{name}": torch.ones(2) for i in range(15) for name in ("a", "b", "c")}
     paths = [f"p{i}.block.{j}" for i in range(15) for j in (0, 1, 2)]
     new = {f"{path}.{name}": torch.ones(2) for path in paths for name in ("d", "e")}
-    lines = cli("diff", *pair_of(tmp_path, old, new)).out.splitlines()
+    save_pair(old, new)
+    lines = cli("diff a.pt b.pt").out.splitlines()
     names = {line[0]: line.split()[1] for line in lines if ".*" in line}
     assert names["-"].count(".") == names["+"].count("."), lines

@@ -34,12 +34,10 @@ def share(rank: int, ranks: int = RANKS) -> np.ndarray:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(here: Path) -> None:
     """An evaluation of three ranks."""
-    monkeypatch.chdir(tmp_path)
     for rank in range(RANKS):
         write(f"rank{rank}.safetensors", rows(share(rank)), ABOUT, rank)
-    return tmp_path
 
 
 FILES = [f"rank{rank}.safetensors" for rank in range(RANKS)]
@@ -69,14 +67,11 @@ def test_neither_the_order_of_files_nor_the_number_of_ranks_shows(folder, cli):
     assert alone == expected
 
 
-def test_people_get_one_line(folder, cli):
+def test_people_get_one_line_and_out_the_certificate_which_is_not_overwritten_unasked(folder, cli):
     said = cli("gather-metrics", *FILES)
     assert said.err == ""
     assert said.out.startswith(f"{(LABELS == FOUND).sum()} of 40 samples correct (")
     assert said.out.endswith(", each once in 3 files\n")
-
-
-def test_out_gets_the_certificate_and_is_not_overwritten_unasked(folder, cli):
     expected = cli("gather-metrics", *FILES, "--json").json
     assert cli("gather-metrics", *FILES, "--out", "eval.json").out.endswith("-> eval.json\n")
     assert json.loads(Path("eval.json").read_text()) == expected
@@ -129,9 +124,9 @@ def test_rows_that_were_changed_afterwards_are_refused(folder, cli):
 
 
 def test_samples_that_no_file_holds_are_named(folder, cli):
-    answer = cli("gather-metrics", *FILES, "--samples", 41)
+    answer = cli("gather-metrics --samples 41", *FILES)
     assert (answer.code, "is of 40 samples, not 41" in answer.err) == (1, True)
-    assert cli("gather-metrics", *FILES, "--samples", 40).code == 0
+    assert cli("gather-metrics --samples 40", *FILES).code == 0
 
 
 def test_files_of_another_program_need_the_number_of_samples(folder, cli):
@@ -180,21 +175,20 @@ def test_only_the_classes_that_are_there_are_counted(folder, cli, labels, predic
     assert [tuple(score[name] for name in names) for score in answer.json["per_class"]] == classes
 
 
-def test_a_label_below_0_is_no_class(folder, cli):
-    unnamed([1, -1])
-    answer = cli("gather-metrics", "one.safetensors")
-    assert (answer.code, "sample 1 has a label that is not one of the 1 classes" in answer.err) == (1, True)
-
-
-def test_more_classes_than_are_counted_are_refused_with_the_bound(folder, cli, monkeypatch):
+@pytest.mark.parametrize(
+    ("labels", "code", "said"),
+    [
+        ([1, -1], 1, "sample 1 has a label that is not one of the 1 classes"),
+        (range(100), 0, ""),
+        (range(101), 1, "labels and predictions are 101 different classes; at most 100 are counted"),
+    ],
+    ids=["below 0", "at the bound", "more than are counted"],
+)
+def test_labels_that_are_no_class_or_too_many_are_refused(folder, cli, monkeypatch, labels, code, said):
     monkeypatch.setattr(certificate, "MAX_CLASSES", 100)
-    unnamed(range(100))
-    assert cli("gather-metrics", "one.safetensors").code == 0
-    Path("one.safetensors").unlink()
-    unnamed(range(101))
-    answer = cli("gather-metrics", "one.safetensors")
-    assert answer.code == 1
-    assert "labels and predictions are 101 different classes; at most 100 are counted" in answer.err
+    unnamed(labels)
+    answer = cli("gather-metrics one.safetensors")
+    assert (answer.code, said in answer.err) == (code, True)
 
 
 def test_a_file_that_is_no_prediction_file_is_refused(folder, cli):
@@ -207,16 +201,16 @@ def test_a_file_that_is_no_prediction_file_is_refused(folder, cli):
         save_file({**columns, **change}, "odd.safetensors")
         answer = cli("gather-metrics", "odd.safetensors")
         assert (answer.code, said in answer.err) == (3, True)
-    del columns["label"]
-    save_file(columns, "odd.safetensors")
-    with pytest.raises(Unsupported, match="it has no 'label'"):
-        read("odd.safetensors")
-    save_file(load_file(FILES[0]), "odd.safetensors", metadata={"samples": "many"})
-    with pytest.raises(Unsupported, match="no samples as a prediction file has: many"):
-        read("odd.safetensors")
+    save_file(columns, "metadata.safetensors", metadata={"samples": "many"})
+    save_file({name: columns[name] for name in columns if name != "label"}, "column.safetensors")
     Path("cut.safetensors").write_bytes(Path(FILES[0]).read_bytes()[:-8])
-    with pytest.raises(Damaged):
-        read("cut.safetensors")
+    for name, error, said in (
+        ("column", Unsupported, "it has no 'label'"),
+        ("metadata", Unsupported, "no samples as a prediction file has: many"),
+        ("cut", Damaged, ""),
+    ):
+        with pytest.raises(error, match=said or None):
+            read(f"{name}.safetensors")
 
 
 def test_prediction_files_are_read_back_by_us_and_by_the_safetensors_library(folder):
@@ -229,8 +223,7 @@ def test_prediction_files_are_read_back_by_us_and_by_the_safetensors_library(fol
         write(FILES[2], back.predictions, ABOUT, 2)
 
 
-def test_ranks_without_samples_have_files_too(tmp_path, cli, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_ranks_without_samples_have_files_too(cli):
     about = dataclasses.replace(ABOUT, samples=1)
     for rank in range(RANKS):
         write(f"rank{rank}.safetensors", rows(np.arange(rank == 1)), about, rank)
@@ -239,7 +232,7 @@ def test_ranks_without_samples_have_files_too(tmp_path, cli, monkeypatch):
     assert cli("gather-metrics", *FILES[:2]).code == 1  # though every sample is there
 
 
-def test_a_loss_that_is_not_finite_is_null(tmp_path, cli):
+def test_a_loss_that_is_not_finite_is_null(cli):
     one = dataclasses.replace(rows(share(0, 1)), loss=np.full(SAMPLES, math.nan))
-    write(tmp_path / "a.safetensors", one, dataclasses.replace(ABOUT, world_size=1), 0)
-    assert cli("gather-metrics", tmp_path / "a.safetensors", "--json").json["loss"] is None
+    write("a.safetensors", one, dataclasses.replace(ABOUT, world_size=1), 0)
+    assert cli("gather-metrics a.safetensors --json").json["loss"] is None

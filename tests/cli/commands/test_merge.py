@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -94,8 +93,8 @@ def test_an_optimizer_gets_names_only_if_certain(hybrid: Path, tmp_path: Path, c
 def test_safetensors_get_the_model_alone_or_with_full_everything(run: Path, tmp_path: Path, cli: Any) -> None:
     ran = cli("merge", run, tmp_path / "model.safetensors")
     assert ran.code == 0 and "left out, as safetensors holds only tensors: optimizer" in ran.err
-    assert cli("merge", run, tmp_path / "all.safetensors", "--full").code == 0
-    assert cli("merge", run, tmp_path / "all.pt").code == 0
+    for words in (("all.safetensors", "--full"), ("all.pt",)):
+        assert cli("merge", run, *words).code == 0
     assert ckpttool.diff(tmp_path / "all.safetensors", tmp_path / "all.pt", model_only=False).same
     assert ckpttool.digest(tmp_path / "model.safetensors") == ckpttool.digest(run)
 
@@ -250,10 +249,8 @@ def large(folder: Path, template: Path, size: int) -> Path:
         tree = torch.load(template / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
         kept = {}
         for name, placement in (("0.weight", (4 * rows, 4096)), ("2.weight", (rows, 4 * 4096))):
-            value = tree[name]
-            spec = value._spec
-            dim = 0 if name == "0.weight" else 1
-            spec.placements = (torch.distributed.tensor.Shard(dim),)
+            spec = tree[name]._spec
+            spec.placements = (torch.distributed.tensor.Shard(int(name == "2.weight")),)
             shape, stride = torch.Size(placement), (placement[1], 1)
             spec.tensor_meta = spec.tensor_meta._replace(shape=shape, stride=stride)
             local = torch.full((rows, 4096), float(rank))
@@ -264,7 +261,7 @@ def large(folder: Path, template: Path, size: int) -> Path:
 
 @pytest.mark.parametrize("output", ["out.safetensors", "out.pt", "out/"])
 def test_memory_stays_flat(output: str, run: Path, tmp_path: Path) -> None:
-    assert peak("merge", large(tmp_path / "large", run, 200_000_000), f"{tmp_path}/{output}") < MOST
+    assert peak("merge", large(tmp_path / "large", run, 100_000_000), f"{tmp_path}/{output}") < MOST
 
 
 def test_a_killed_merge_leaves_the_old_output(run: Path, tmp_path: Path, cli: Any) -> None:
@@ -282,6 +279,5 @@ def test_a_killed_merge_leaves_the_old_output(run: Path, tmp_path: Path, cli: An
             assert ckpttool.verify(out).ok
             out.write_bytes(b"the old contents")
     ran = cli("merge", folder, out, "--force", "--json")
-    assert ran.code == 0
+    assert (ran.code, ran.json["bytes"]) == (0, out.stat().st_size)
     assert os.listdir(out.parent) == ["out.safetensors"]
-    assert json.loads(ran.out)["bytes"] == out.stat().st_size

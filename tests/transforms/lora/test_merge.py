@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported
+from tests.support.adapters import pair, save_adapter
 from tests.support.saved import saved
 
 
@@ -39,13 +40,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "linear": {"target_modules": ["up", "down"], "r": 4, "lora_alpha": 8},
     "all layers": {"target_modules": ["embed", "up", "conv", "point"], "r": 2, "lora_alpha": 3},
     "rslora": {"target_modules": ["up"], "r": 4, "lora_alpha": 8, "use_rslora": True},
-    "patterns": {
-        "target_modules": ["up", "down"],
-        "r": 4,
-        "lora_alpha": 8,
-        "rank_pattern": {"up": 2},
-        "alpha_pattern": {"^down": 5},
-    },
+    "patterns": {"target_modules": ["up", "down"], "r": 4, "lora_alpha": 8}
+    | {"rank_pattern": {"up": 2}, "alpha_pattern": {"^down": 5}},
     "a module saved whole": {"target_modules": ["up"], "r": 2, "modules_to_save": ["head"]},
     "biases": {"target_modules": ["up"], "r": 2, "bias": "all"},
 }
@@ -110,26 +106,17 @@ def merge(folder: Path, output: str = "out.pt") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("case", CONFIGS)
 def test_the_result_is_what_peft_merges(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    wanted = trained(CONFIGS[case], tmp_path, dtype)
-    found = merge(tmp_path)
+    wanted, found = trained(CONFIGS[case], tmp_path, dtype), merge(tmp_path)
     assert found.keys() == wanted.keys()
     base = torch.load(tmp_path / "base.pt", weights_only=True)
     assert any(not torch.equal(found[name], base[name]) for name in base)
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float64: 1e-6}[dtype]
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance)
 
 
 # Without PEFT.
-
-
-def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> None:
-    (folder / "adapter").mkdir(exist_ok=True)
-    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
-    save_file(named, folder / "adapter" / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, **config}
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def factors(rows: int, columns: int, rank: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,15 +129,13 @@ def test_each_value_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
     weight = torch.randn(700, 900).to(dtype)
     a, b = factors(700, 900)
     saved({"fc.weight": weight, "fc.bias": torch.ones(700)}, tmp_path / "base.pt")
-    save_adapter(tmp_path, {"fc.lora_A.weight": a, "fc.lora_B.weight": b})
+    save_adapter(tmp_path, pair("fc", a, b))
     exact = weight.double() + 1.5 * (b.double() @ a.double())
     found = merge(tmp_path)
-    single = exact.float() if dtype == torch.float32 else None
-    if single is not None:
-        assert torch.equal(found["fc.weight"], single)
-    error = (found["fc.weight"].double() - exact).abs()
-    down, up = (exact.to(dtype).double() - exact).abs(), error
-    assert (up <= down).all()
+    if dtype == torch.float32:
+        assert torch.equal(found["fc.weight"], exact.float())
+    error, least = ((value.double() - exact).abs() for value in (found["fc.weight"], exact.to(dtype)))
+    assert (error <= least).all()
     assert torch.equal(found["fc.bias"], torch.ones(700))
 
 
@@ -193,7 +178,7 @@ def test_a_tied_weight_stays_tied(tmp_path: Path) -> None:
     weight = torch.randn(5, 4)
     saved({"embed.weight": weight, "head.weight": weight}, tmp_path / "base.pt")
     a, b = factors(5, 4)
-    save_adapter(tmp_path, {"head.lora_A.weight": a, "head.lora_B.weight": b})
+    save_adapter(tmp_path, pair("head", a, b))
     found = merge(tmp_path)
     assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
     torch.testing.assert_close(found["embed.weight"], weight + 1.5 * b @ a)
@@ -203,7 +188,7 @@ def test_a_turned_layer_and_an_odd_layout(tmp_path: Path) -> None:
     weight = torch.randn(4, 5)
     saved({"fc.weight": weight.t().contiguous().t()}, tmp_path / "base.pt")
     a, b = factors(5, 4)
-    save_adapter(tmp_path, {"fc.lora_A.weight": a, "fc.lora_B.weight": b}, fan_in_fan_out=True)
+    save_adapter(tmp_path, pair("fc", a, b), fan_in_fan_out=True)
     torch.testing.assert_close(merge(tmp_path)["fc.weight"], weight + 1.5 * (b @ a).t())
 
 
@@ -213,7 +198,7 @@ def save_layers(folder: Path, shapes: dict[str, tuple[int, int]], **config: Any)
     made, tensors = {}, {}
     for name, shape in shapes.items():
         a, b = factors(max(shape), min(shape))
-        tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        tensors |= pair(name, a, b)
         made[name] = 1.5 * b @ a
     save_adapter(folder, tensors, **config)
     return made
@@ -245,7 +230,7 @@ def test_a_square_layer_is_turned_as_the_setting_says(said: bool, tmp_path: Path
 def test_a_layer_beside_a_square_one_tells_of_which_kind_it_is(said: bool, tmp_path: Path) -> None:
     """GPT-2's `attn.c_proj` with `lm_head`: PEFT saves the latter's setting, and `attn.c_attn` has a bias."""
     a, b = factors(4, 4)
-    save_adapter(tmp_path, {"at.proj.lora_A.weight": a, "at.proj.lora_B.weight": b}, fan_in_fan_out=said)
+    save_adapter(tmp_path, pair("at.proj", a, b), fan_in_fan_out=said)
     state = {"at.proj.weight": torch.zeros(4, 4), "at.qkv.weight": torch.zeros(4, 12)}
     saved({**state, "at.qkv.bias": torch.zeros(12 if said else 4)}, tmp_path / "base.pt")
     torch.testing.assert_close(merge(tmp_path)["at.proj.weight"], 1.5 * ((b @ a).t() if said else b @ a))
@@ -258,13 +243,13 @@ def test_a_layer_beside_a_square_one_tells_of_which_kind_it_is(said: bool, tmp_p
 def test_a_convolution_is_never_turned(tmp_path: Path) -> None:
     a, b = torch.randn(2, 1, 2, 2), torch.randn(4, 2, 1, 1)
     saved({"conv.weight": torch.zeros(4, 1, 2, 2)}, tmp_path / "base.pt")
-    save_adapter(tmp_path, {"conv.lora_A.weight": a, "conv.lora_B.weight": b}, fan_in_fan_out=True)
+    save_adapter(tmp_path, pair("conv", a, b), fan_in_fan_out=True)
     wanted = 1.5 * torch.einsum("or,rihw->oihw", b[:, :, 0, 0], a)
     torch.testing.assert_close(merge(tmp_path)["conv.weight"], wanted)
 
 
 A, B = factors(5, 4)
-GOOD = {"fc.lora_A.weight": A, "fc.lora_B.weight": B}
+GOOD = pair("fc", A, B)
 
 WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolError], str]] = {
     "DoRA": (GOOD, {"use_dora": True}, Unsupported, "use_dora"),
@@ -290,7 +275,7 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolErr
     ),
     "a pattern that looks ahead": (GOOD, {"rank_pattern": {"(?=fc)fc": 2}}, Unsupported, "has rank_pattern"),
     "another layer": (
-        {"up.lora_A.weight": A, "up.lora_B.weight": B}, {}, Refused, "'up.weight': the model has no"
+        pair("up", A, B), {}, Refused, "'up.weight': the model has no"
     ),
     "another size": (
         GOOD | {"fc.lora_B.weight": B[:3].clone()}, {}, Refused, r"\[3, 4\] is to be added to \[5, 4\]"
@@ -334,9 +319,7 @@ def test_an_adapter_with_its_name_in_the_keys_is_told_how_to_lose_it(cli: Any, t
     torch.testing.assert_close(merge(tmp_path)["fc.weight"], 1 + 1.5 * B @ A)
 
 
-@pytest.mark.parametrize(
-    "held", [{"lm_head.lora_A.weight": A, "lm_head.lora_B.weight": B}, {"lm_head.weight": A}]
-)
+@pytest.mark.parametrize("held", [pair("lm_head", A, B), {"lm_head.weight": A}])
 def test_an_output_layer_not_stored_may_be_tied(held: dict[str, torch.Tensor], tmp_path: Path) -> None:
     saved({"embed_tokens.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
     save_adapter(tmp_path, held)
@@ -405,9 +388,9 @@ def test_numbers_that_become_infinite_are_counted_and_said(
     weight = torch.zeros(4, 4, dtype=dtype)
     weight[0, 0] = torch.inf
     saved({"fc.weight": weight, "tied.weight": weight}, tmp_path / "base.pt")
-    factors = {"fc.lora_A.weight": torch.ones(1, 4), "fc.lora_B.weight": torch.tensor([[1.0], [1], [1], [0]])}
+    factors = pair("fc", torch.ones(1, 4), torch.tensor([[1.0], [1], [1], [0]]))
     save_adapter(tmp_path, factors, r=1, lora_alpha=alpha)
-    words = ("merge-lora", tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
+    words = ["merge-lora", *(tmp_path / name for name in ("base.pt", "adapter", "out.pt"))]
     ran = cli(*words)
     assert ran.code == 0 and (f"{many} finite values became infinite" in ran.err) == bool(many)
     overflows = json.loads(cli(*words, "--force", "--json").out)["overflows"]
@@ -420,25 +403,23 @@ def test_whole_tensors_that_overflow_in_the_model_s_type_are_counted(cli: Any, t
     saved(state, tmp_path / "base.pt")
     whole = {"head.weight": torch.full((2, 2), 1e6)}
     save_adapter(tmp_path, whole, modules_to_save=["head"])
-    ran = cli("merge-lora", tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
+    ran = cli("merge-lora", *(tmp_path / name for name in ("base.pt", "adapter", "out.pt")))
     assert "4 finite values became infinite" in ran.err
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "device", "folder", "sparse"])
 def test_settings_that_are_no_small_file_are_refused_at_once(kind: str, tmp_path: Path) -> None:
     saved({"fc.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
-    save_adapter(tmp_path, {"fc.lora_A.weight": torch.ones(2, 4), "fc.lora_B.weight": torch.ones(5, 2)})
+    save_adapter(tmp_path, pair("fc", torch.ones(2, 4), torch.ones(5, 2)))
     config = tmp_path / "adapter" / "adapter_config.json"
     config.unlink()
-    if kind == "FIFO":
-        os.mkfifo(config)
-    elif kind == "device":
-        config.symlink_to("/dev/zero")
+    if kind == "sparse":
+        config.touch()
+        os.truncate(config, 1 << 40)
     elif kind == "folder":
         config.mkdir()
     else:
-        with config.open("wb") as file:
-            file.truncate(1 << 40)
+        os.mkfifo(config) if kind == "FIFO" else config.symlink_to("/dev/zero")
     with pytest.raises(CkptToolError, match=r"is not a regular file|is a folder|is longer than 16 MiB"):
         ckpttool.open_adapter(tmp_path / "adapter")
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import Refused
 from ckpttool.transforms.lora.merge import Merged
+from tests.support.adapters import pair, save_adapter
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 Q = "model.layers.0.q_proj"
@@ -76,12 +77,8 @@ TIED: dict[str, Callable[[Path], str]] = {
 
 
 def adapter(folder: Path, whole: dict[str, torch.Tensor], **settings: object) -> None:
-    (folder / "adapter").mkdir()
-    factors = {f"{Q}.lora_A.weight": torch.ones(1, 6), f"{Q}.lora_B.weight": torch.ones(4, 1)}
-    tensors = {f"base_model.model.{name}": tensor for name, tensor in {**factors, **whole}.items()}
-    save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
-    given = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, **settings}
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(given))
+    given = {"task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, **settings}
+    save_adapter(folder, {**pair(Q, torch.ones(1, 6), torch.ones(4, 1)), **whole}, **given)
 
 
 def merged(folder: Path, base: str) -> tuple[dict[str, torch.Tensor], Merged]:
@@ -149,9 +146,8 @@ def test_what_is_tied_to_an_updated_weight_follows_and_is_named(kind: str, tmp_p
 
 def test_an_updated_output_layer_and_an_embedding_that_is_saved_whole_part(tmp_path: Path) -> None:
     base = in_memory(tmp_path)
-    factors = {"lora_A.weight": torch.ones(1, 6), "lora_B.weight": torch.ones(7, 1)}
-    whole = {f"lm_head.{name}": tensor for name, tensor in factors.items()}
-    adapter(tmp_path, {EMBEDDING: NEW, **whole}, modules_to_save=["embed_tokens"])
+    factors = pair("lm_head", torch.ones(1, 6), torch.ones(7, 1))
+    adapter(tmp_path, {EMBEDDING: NEW, **factors}, modules_to_save=["embed_tokens"])
     state, _ = merged(tmp_path, base)
     assert torch.equal(state[EMBEDDING], NEW)
     assert torch.equal(state[OUTPUT], OLD + 1)

@@ -19,6 +19,7 @@ from ckpttool.transforms.optimizer.parameters import by_shapes, in_order
 from ckpttool.transforms.optimizer.rekey import to_indices, to_names
 from ckpttool.transforms.optimizer.slots import Misfit, mismatched_order
 from tests.support.comparing import assert_same
+from tests.support.saved import loaded, opened, prefixed
 
 NAMES = {"module.a": "a", "module.b": "b"}
 
@@ -43,11 +44,8 @@ def test_names_are_renamed_in_their_order(state: Any, groups: Any, wanted: Any) 
 
 
 def test_other_entries_and_the_original_are_not_changed() -> None:
-    optimizer: dict[str, Any] = {
-        "state": {},
-        "param_groups": [{"params": [0], "param_names": ["module.a"], "betas": (0.9, 0.99), "module.a": 1}],
-        "module.a": "kept",
-    }
+    groups = group([0], "module.a", **{"betas": (0.9, 0.99), "module.a": 1})
+    optimizer: dict[str, Any] = {"state": {}, "param_groups": groups, "module.a": "kept"}
     renamed = rename_parameters(optimizer, NAMES)
     assert (renamed["module.a"], renamed["param_groups"][0]["module.a"]) == ("kept", 1)
     assert optimizer["param_groups"][0]["param_names"] == ["module.a"]
@@ -152,7 +150,7 @@ def test_swapped_layers_of_one_shape_are_found_by_the_names_in_the_file(groups: 
 
 def test_swapped_layers_without_names_are_found_by_the_order_of_the_state() -> None:
     net, optimizer = trained("abc", make=torch.optim.SGD, momentum=0.9)
-    wrapped = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
+    wrapped = prefixed(net.state_dict(), "module.")
     for state in (net.state_dict(), wrapped):
         check = mismatched_order(state, optimizer.state_dict(), shapes(Net("bac")))
         assert (check.shapes, check.names) == ((), ())
@@ -193,14 +191,8 @@ def test_an_optimizer_that_cannot_be_compared_says_why(odd: Any, problem: str) -
 # Keyed by name, and back to indices.
 
 
-def saved(folder: Path, tree: Any) -> ckpttool.Checkpoint:
-    torch.save(tree, folder / "in.pt")
-    return ckpttool.open(folder / "in.pt")
-
-
-def loaded(folder: Path, checkpoint: ckpttool.Checkpoint) -> Any:
-    ckpttool.save(checkpoint, folder / "out.pt", force=True)
-    return torch.load(folder / "out.pt", weights_only=True)
+def tree_of(net: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -219,9 +211,9 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_to_names_and_back_restores_the_file(maker: str, named: bool, tmp_path: Path) -> None:
     make, given = MAKERS[maker]
     net, optimizer = trained(make=make, named=named and maker != "LBFGS", **given)
-    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-    by_name, done = to_names(saved(tmp_path, tree), order="state")
-    found = loaded(tmp_path, by_name)["optimizer"]
+    tree = tree_of(net, optimizer) | {"epoch": 3}
+    by_name, done = to_names(opened(tree, tmp_path), order="state")
+    found = loaded(by_name, tmp_path)["optimizer"]
     names = list(shapes(net))
     is_named = "param_names" in tree["optimizer"]["param_groups"][0]
     assert done.ordered == (() if is_named else ("optimizer",))
@@ -229,7 +221,7 @@ def test_to_names_and_back_restores_the_file(maker: str, named: bool, tmp_path: 
     assert set(found["state"]) <= set(names)
     assert (done.optimizers, done.parameters, done.moved) == (("optimizer",), 6, 0)
     back, _ = to_indices(ckpttool.open(tmp_path / "out.pt"))
-    assert_same(loaded(tmp_path, back), tree)
+    assert_same(loaded(back, tmp_path), tree)
 
 
 @pytest.mark.parametrize("groups", [False, True])
@@ -237,8 +229,8 @@ def test_the_state_by_name_equals_the_one_torch_writes(groups: bool, tmp_path: P
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     net, optimizer = trained(groups=groups)
-    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    found = loaded(tmp_path, to_names(saved(tmp_path, tree), parameters=shapes(net))[0])["optimizer"]
+    tree = tree_of(net, optimizer)
+    found = loaded(to_names(opened(tree, tmp_path), parameters=shapes(net))[0], tmp_path)["optimizer"]
     theirs = get_optimizer_state_dict(net, optimizer)
     ours = [group["params"] for group in found["param_groups"]]
     assert ours == [group["params"] for group in theirs["param_groups"]]
@@ -253,10 +245,10 @@ def test_the_next_step_after_reordering_equals_the_original_bit_for_bit(
 ) -> None:
     make, given = MAKERS[maker]
     net, optimizer = trained("abc", make=make, groups=groups, **given)
-    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    tree = tree_of(net, optimizer)
     other = Net(order)
-    new, done = to_indices(saved(tmp_path, tree), parameters=shapes(other), order="state")
-    found = loaded(tmp_path, new)
+    new, done = to_indices(opened(tree, tmp_path), parameters=shapes(other), order="state")
+    found = loaded(new, tmp_path)
     other.load_state_dict(found["model"])
     theirs = make(parameters_of(other, False, groups), **{"lr": 0.5, **given})
     theirs.load_state_dict(found["optimizer"])
@@ -267,17 +259,6 @@ def test_the_next_step_after_reordering_equals_the_original_bit_for_bit(
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-def test_the_next_step_without_reordering_differs(tmp_path: Path) -> None:
-    net, optimizer = trained("abc", make=torch.optim.SGD, momentum=0.9)
-    other = Net("bac")
-    other.load_state_dict(net.state_dict())
-    theirs = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-    theirs.load_state_dict(optimizer.state_dict())  # without a word
-    step(net, optimizer, seed=1)
-    step(other, theirs, seed=1)
-    assert not torch.equal(net.state_dict()["a.weight"], other.state_dict()["a.weight"])
-
-
 def test_every_optimizer_of_a_file_is_keyed(tmp_path: Path) -> None:
     net, first = trained()
     other = torch.nn.Linear(3, 5)
@@ -286,8 +267,8 @@ def test_every_optimizer_of_a_file_is_keyed(tmp_path: Path) -> None:
     second.step()
     tree: dict[str, Any] = {"generator": net.state_dict(), "discriminator": other.state_dict()}
     tree["optimizers"] = [first.state_dict(), second.state_dict()]
-    new, done = to_names(saved(tmp_path, tree), order="state")
-    found = loaded(tmp_path, new)["optimizers"]
+    new, done = to_names(opened(tree, tmp_path), order="state")
+    found = loaded(new, tmp_path)["optimizers"]
     assert done.optimizers == ("optimizers.0", "optimizers.1")
     assert done.ordered == ("optimizers.0",)  # the shapes of the other are certain
     assert set(found[1]["state"]) == {"weight", "bias"} and "a.weight" in found[0]["state"]
@@ -295,10 +276,10 @@ def test_every_optimizer_of_a_file_is_keyed(tmp_path: Path) -> None:
 
 def test_keys_that_dcp_turned_into_text_become_numbers_again(tmp_path: Path) -> None:
     net, optimizer = trained()
-    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    tree = tree_of(net, optimizer)
     as_text = {**tree["optimizer"], "state": {str(k): v for k, v in tree["optimizer"]["state"].items()}}
-    new, _ = to_indices(saved(tmp_path, {**tree, "optimizer": as_text}))
-    assert_same(loaded(tmp_path, new), tree)
+    new, _ = to_indices(opened({**tree, "optimizer": as_text}, tmp_path))
+    assert_same(loaded(new, tmp_path), tree)
 
 
 def test_buffers_and_ties_are_not_counted_as_parameters(tmp_path: Path) -> None:
@@ -307,8 +288,8 @@ def test_buffers_and_ties_are_not_counted_as_parameters(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    found = loaded(tmp_path, to_names(saved(tmp_path, tree), order="state")[0])["optimizer"]
+    tree = tree_of(net, optimizer)
+    found = loaded(to_names(opened(tree, tmp_path), order="state")[0], tmp_path)["optimizer"]
     assert found["param_groups"][0]["params"] == [name for name, _ in net.named_parameters()]
 
 
@@ -335,27 +316,25 @@ BODY_FIRST = {name: HEAD_FIRST[name] for name in ("body.weight", "body.bias", "h
 
 
 def moments_of(folder: Path, checkpoint: ckpttool.Checkpoint) -> dict[str, Any]:
-    state = loaded(folder, checkpoint)["optimizer"]["state"]
+    state = loaded(checkpoint, folder)["optimizer"]["state"]
     return {name: state[name]["exp_avg"] for name in BODY_FIRST}
-
-
-def test_the_order_of_the_model_is_no_evidence_by_itself(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, new_layers_first(SQUARE))
-    with pytest.raises(Refused, match="more than one assignment of the state's tensors fits") as caught:
-        to_names(checkpoint)
-    assert "--model SPEC" in str(caught.value.hint) and "--order state" in str(caught.value.hint)
 
 
 def test_shapes_that_are_all_different_name_parameters_in_any_order(tmp_path: Path) -> None:
     tree = new_layers_first({"body": (3, 4), "head": (4, 5)})
-    new, done = to_names(saved(tmp_path, tree))
+    new, done = to_names(opened(tree, tmp_path))
     assert done.ordered == ()
     assert_same(moments_of(tmp_path, new), tree["moments"][0])
 
 
 def test_an_order_that_is_not_that_of_the_file_s_state_must_be_said(tmp_path: Path) -> None:
     tree = new_layers_first(SQUARE)
-    checkpoint = saved(tmp_path, tree)
+    checkpoint = opened(tree, tmp_path)
+    with pytest.raises(Refused, match="more than one assignment of the state's tensors fits") as caught:
+        to_names(checkpoint)  # the order of the model is no evidence by itself
+    assert "--model SPEC" in str(caught.value.hint) and "--order state" in str(caught.value.hint)
+    with pytest.raises(UsageFault, match="needs the model"):
+        to_names(checkpoint, order="model")
     with pytest.raises(Refused, match="orders that both fit") as caught:
         to_names(checkpoint, parameters=HEAD_FIRST)
     assert "--order model" in str(caught.value.hint)
@@ -366,11 +345,6 @@ def test_an_order_that_is_not_that_of_the_file_s_state_must_be_said(tmp_path: Pa
     assert by_word.ordered == ("optimizer",)
 
 
-def test_the_order_of_a_model_needs_the_model(tmp_path: Path) -> None:
-    with pytest.raises(UsageFault, match="needs the model"):
-        to_names(saved(tmp_path, new_layers_first(SQUARE)), order="model")
-
-
 # Refusals.
 
 
@@ -379,19 +353,19 @@ def test_groups_with_ambiguous_parameters_are_refused(tmp_path: Path) -> None:
     groups = [{"params": net.a.parameters()}, {"params": net.b.parameters()}]
     optimizer = torch.optim.SGD([*groups, {"params": net.c.parameters()}], lr=0.1, momentum=0.9)
     step(net, optimizer)
-    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    tree = tree_of(net, optimizer)
     with pytest.raises(Refused, match="more than one assignment") as caught:
-        to_names(saved(tmp_path, tree))
+        to_names(opened(tree, tmp_path))
     assert "--model" in str(caught.value.hint)
     with pytest.raises(Refused, match="no model's state that would"):
-        to_names(saved(tmp_path, optimizer.state_dict()))
+        to_names(opened(optimizer.state_dict(), tmp_path))
     with pytest.raises(Refused, match="no assignment"):
-        to_names(saved(tmp_path, {**tree, "model": {"w": torch.ones(7)}}))
+        to_names(opened({**tree, "model": {"w": torch.ones(7)}}, tmp_path))
 
 
 def test_parameters_are_neither_added_nor_dropped_and_have_the_shape_of_the_model(tmp_path: Path) -> None:
     net, optimizer = trained(named=True)
-    checkpoint = saved(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint = opened(tree_of(net, optimizer), tmp_path)
     live = shapes(net)
     with pytest.raises(Refused, match=r"keeps 'b\.bias', which the model does not have"):
         to_indices(checkpoint, parameters={name: live[name] for name in live if name != "b.bias"})
@@ -405,36 +379,34 @@ def test_names_that_contradict_the_file_s_own_shapes_are_refused(tmp_path: Path)
     net, optimizer = trained(named=True)
     swapped = rename_parameters(optimizer.state_dict(), {"a.bias": "c.bias", "c.bias": "a.bias"})
     with pytest.raises(Refused, match=r"\[4\] for 'c.bias', whose shape in the file is \[2\]"):
-        to_names(saved(tmp_path, {"model": net.state_dict(), "optimizer": swapped}))
+        to_names(opened({"model": net.state_dict(), "optimizer": swapped}, tmp_path))
 
 
 def test_reordering_lbfgs_is_refused(tmp_path: Path) -> None:
     net, optimizer = trained(make=torch.optim.LBFGS)
-    checkpoint = saved(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint = opened(tree_of(net, optimizer), tmp_path)
     with pytest.raises(Refused, match="LBFGS"):
         to_indices(checkpoint, parameters=shapes(Net("bac")), order="state")
 
 
 def test_nothing_to_do_is_an_error(tmp_path: Path) -> None:
     net, optimizer = trained(named=True)
-    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    tree = tree_of(net, optimizer)
     with pytest.raises(NothingToDo, match="by numbers in this order already"):
-        to_indices(saved(tmp_path, tree), parameters=shapes(net))
-    by_name = to_names(saved(tmp_path, tree))[0]
+        to_indices(opened(tree, tmp_path), parameters=shapes(net))
+    by_name = to_names(opened(tree, tmp_path))[0]
     with pytest.raises(NothingToDo, match="by names in this order already"):
         to_names(by_name)
     with pytest.raises(NothingToDo, match="no optimizer"):
-        to_names(saved(tmp_path, net.state_dict()))
+        to_names(opened(net.state_dict(), tmp_path))
 
 
 def test_names_of_a_wrapped_model_match_those_of_the_live_model(tmp_path: Path) -> None:
     net, optimizer = trained("abc")
-    wrapped = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
-    checkpoint = saved(tmp_path, {"model": wrapped, "optimizer": optimizer.state_dict()})
-    new, done = to_indices(checkpoint, parameters=shapes(Net("cab")))
-    found = loaded(tmp_path, new)["optimizer"]
+    tree = tree_of(net, optimizer) | {"model": prefixed(net.state_dict(), "module.")}
+    new, done = to_indices(opened(tree, tmp_path), parameters=shapes(Net("cab")))
     assert done.moved == 6
-    assert found["state"][0]["exp_avg"].shape == (2, 4)
+    assert loaded(new, tmp_path)["optimizer"]["state"][0]["exp_avg"].shape == (2, 4)
 
 
 # Parameters by the shapes of their momentum.
@@ -447,17 +419,17 @@ SHAPES = st.lists(st.sampled_from([(1,), (2,), (3, 3), (4,)]), max_size=5)
 def test_an_assignment_in_order_is_certain_exactly_when_it_is_the_only_one(
     parameters: list[tuple[int, ...]], groups: int, data: st.DataObject
 ) -> None:
-    chosen = data.draw(
-        st.lists(st.integers(-1, groups - 1), min_size=len(parameters), max_size=len(parameters))
-    )
-    kept = [[p for p, g in zip(parameters, chosen, strict=True) if g == group] for group in range(groups)]
-    named = [(f"p{i}", shape) for i, shape in enumerate(parameters)]
-    found = in_order(kept, named)
+    def held(way: Any) -> list[list[tuple[int, ...]]]:
+        """Return the shapes that each group holds if its parameters are chosen in this way."""
+        return [[p for p, g in zip(parameters, way, strict=True) if g == group] for group in range(groups)]
+
+    count = len(parameters)
+    kept = held(data.draw(st.lists(st.integers(-1, groups - 1), min_size=count, max_size=count)))
+    found = in_order(kept, [(f"p{i}", shape) for i, shape in enumerate(parameters)])
     every = {
         tuple(f"p{i}" for group in range(groups) for i, g in enumerate(way) if g == group)
-        for way in itertools.product(range(-1, groups), repeat=len(parameters))
-        if [[p for p, g in zip(parameters, way, strict=True) if g == group] for group in range(groups)]
-        == kept
+        for way in itertools.product(range(-1, groups), repeat=count)
+        if held(way) == kept
     }
     assert set(found) <= every
     assert len(found) == min(len(every), 2)

@@ -1,4 +1,4 @@
-"""In a plain install, without torch or safetensors, every command that can do without them runs."""
+"""What commands need: neither torch nor safetensors where they can do without, and little memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ckpttool.cli import group
-from ckpttool.metrics import predictions
+from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.every_format import INPUTS
+from tests.support.memory import MOST, peak
 from tests.support.running import ROOT
+from tests.support.saved import saved_predictions
 
 HIDDEN = ("torch", "torchvision", "safetensors", "sklearn")
 
@@ -62,6 +64,7 @@ NEED_TORCH = {
     "convert in.pt folder/ --to dcp": "torch",
     "optimizer in.pt out.pt --to names --model torchvision:resnet18": "train",
     "convert-batchnorm in.pt out.pt --to sync --model torchvision:resnet18": "torch",
+    "optimizer in.pt o.pt --to names --model net.py:resnet18": "train",
 }
 
 
@@ -76,7 +79,8 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run(env: dict[str, str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckpttool", *arguments]
+    how = [] if arguments[0] == "-c" else ["-m", "ckpttool"]
+    command = [sys.executable, *how, *arguments]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
 
 
@@ -95,61 +99,39 @@ def folder(tmp_path: Path) -> Path:
     del norm["num_batches_tracked"]
     torch.save(norm, tmp_path / "old.pt")
     torch.save({name: values + 1 for name, values in norm.items()}, tmp_path / "older.pt")
-    for rank in range(2):
-        index = np.arange(rank, 5, 2)
-        rows = predictions.Predictions(index, index % 2, index % 2, index / 4)
-        path = tmp_path / f"rank{rank}.safetensors"
-        predictions.write(path, rows, predictions.Evaluation(2, 5), rank)
+    saved_predictions(tmp_path, 2, 5)
     return tmp_path
 
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_the_stubs_hide_the_library(name: str, without_torch: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, "-c", f"import {name}"]
-    ran = subprocess.run(command, env=without_torch, cwd=tmp_path, capture_output=True, check=False)
-    assert f"No module named '{name}'".encode() in ran.stderr
+    ran = run(without_torch, tmp_path, "-c", f"import {name}")
+    assert f"No module named '{name}'" in ran.stderr
 
 
 @pytest.mark.parametrize("kind", INPUTS)
 def test_commands_run_without_torch_on_every_format(kind: str, without_torch: Any, folder: Path) -> None:
     INPUTS[kind](folder / "in")
-    assert not failures(without_torch, folder, NEED_NO_TORCH.replace("IN", "in").strip().splitlines())
-
-
-@pytest.mark.parametrize(
-    "kind", ["torch zip (since 1.6)", "torch legacy (before 1.6)", "safetensors `--full`"]
-)
-def test_the_optimizer_is_keyed_anew_without_torch(kind: str, without_torch: Any, folder: Path) -> None:
-    INPUTS[kind](folder / "in")
-    commands = ["optimizer in named.pt --to names", "optimizer named.pt again.pt --to indices"]
+    commands = NEED_NO_TORCH.replace("IN", "in").strip().splitlines()
+    if kind in ("torch zip (since 1.6)", "torch legacy (before 1.6)", "safetensors `--full`"):
+        commands += ["optimizer in named.pt --to names", "optimizer named.pt again.pt --to indices"]
+    elif kind == "DCP folder":
+        commands += ["optimizer in again.pt --to indices"]
     assert not failures(without_torch, folder, commands)
-
-
-def test_the_optimizer_of_dcp_gets_indices_without_torch(without_torch: dict[str, str], folder: Path) -> None:
-    INPUTS["DCP folder"](folder / "in")
-    assert not failures(without_torch, folder, ["optimizer in out.pt --to indices"])
 
 
 @pytest.mark.parametrize("command", NEED_TORCH)
 def test_a_command_that_needs_torch_names_the_extra(command: str, without_torch: Any, folder: Path) -> None:
+    (folder / "net.py").write_text("from torchvision.models import resnet18\n")
     torch.save({"model": torch.nn.BatchNorm1d(2).state_dict()}, folder / "in.pt")
     before = sorted(folder.iterdir())
     ran = run(without_torch, folder, *command.split())
     message, hint = ran.stderr.splitlines()
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert message.startswith("error: ") and "torch" in message
+    where = "net.py:resnet18: " if "net.py" in command else ""
+    assert message.startswith(f"error: {where}") and "torch" in message
     assert hint == f"hint: in a clone of ckpttool: pip install -e '.[{NEED_TORCH[command]}]'"
     assert sorted(folder.iterdir()) == before
-
-
-def test_a_model_file_with_torchvision_leads_to_the_extra(without_torch: Any, folder: Path) -> None:
-    (folder / "net.py").write_text("from torchvision.models import resnet18\n")
-    torch.save({"model": torch.nn.Linear(2, 2).state_dict()}, folder / "in.pt")
-    command = "optimizer in.pt o.pt --to names --model net.py:resnet18"
-    ran = run(without_torch, folder, *command.split())
-    message, hint = ran.stderr.splitlines()
-    assert (ran.returncode, hint) == (2, "hint: in a clone of ckpttool: pip install -e '.[train]'")
-    assert message.startswith("error: net.py:resnet18: ")
 
 
 def test_with_json_the_extra_is_in_the_object(without_torch: dict[str, str], folder: Path) -> None:
@@ -160,10 +142,15 @@ def test_with_json_the_extra_is_in_the_object(without_torch: dict[str, str], fol
     assert error["hint"] == "in a clone of ckpttool: pip install -e '.[torch]'"
 
 
+def hiding(folder: Path, env: dict[str, str], *names: str) -> dict[str, str]:
+    """Return an environment in which further modules must not be imported."""
+    for name in names:
+        (folder / f"{name}.py").write_text("raise AssertionError")
+    return env | {"PYTHONPATH": os.pathsep.join([str(folder), env["PYTHONPATH"]])}
+
+
 def test_help_and_versions_need_no_torch_numpy_or_wcwidth(without_torch: Any, tmp_path: Path) -> None:
-    for name in ("numpy", "wcwidth", "tqdm"):
-        (tmp_path / f"{name}.py").write_text("raise AssertionError")
-    env = without_torch | {"PYTHONPATH": os.pathsep.join([str(tmp_path), without_torch["PYTHONPATH"]])}
+    env = hiding(tmp_path, without_torch, "numpy", "wcwidth", "tqdm")
     commands = ["--help", *(f"{name} --help" for name in group.commands)]
     assert not failures(env, tmp_path, commands)
     assert run(env, tmp_path, "--version").returncode == 0
@@ -182,8 +169,7 @@ convert IN OUT/
 
 @pytest.mark.parametrize("command", MOVE_BYTES.strip().splitlines())
 def test_moving_bytes_imports_no_numpy(command: str, without_torch: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "numpy.py").write_text("raise AssertionError")
-    env = without_torch | {"PYTHONPATH": os.pathsep.join([str(tmp_path), without_torch["PYTHONPATH"]])}
+    env = hiding(tmp_path, without_torch, "numpy")
     torch.save({"model": {"module.w": torch.ones(2)}}, tmp_path / "in.pt")
     words = command.replace("IN", "in.pt").replace("OUT", "out").split()
     ran = run(env, tmp_path, *words)
@@ -195,3 +181,83 @@ def test_the_declared_dependencies_are_those_of_a_plain_install() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {"ml_dtypes", "click", "numpy", "tqdm", "wcwidth"}
     assert {name.partition(">")[0] for name in project["dependencies"]} == wanted
+
+
+# Memory stays flat whatever the size: commands in processes of their own, by the kernel's figure.
+
+
+def numbers(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A matrix of zeros, so many bytes."""
+    return torch.zeros(size // (2048 * dtype.itemsize), 2048, dtype=dtype)
+
+
+STATES: dict[str, Callable[[int], Any]] = {
+    "plain": lambda size: {"t": numbers(size)},
+    "transposed": lambda size: {"t": numbers(size).t()},
+    "channels last": lambda size: {
+        "t": torch.zeros(size // (512 * 3 * 3 * 4), 512, 3, 3).to(memory_format=torch.channels_last)
+    },
+    "one row after another of a tall matrix": lambda size: {"t": torch.zeros(size // 16, 4).t()},
+    "complex": lambda size: {"t": numbers(size, torch.complex64)},
+    "conjugate": lambda size: {"t": numbers(size, torch.complex64).conj()},
+    "conjugate, transposed": lambda size: {"t": numbers(size, torch.complex64).mH},
+    "negative": lambda size: {"t": numbers(2 * size, torch.complex64).conj().imag},
+    "pairs": lambda size: {"t.real": numbers(size // 2), "t.imag": numbers(size // 2)},
+    "pairs, transposed": lambda size: {"t.real": numbers(size // 2).t(), "t.imag": numbers(size // 2).t()},
+    "repeated": lambda size: {"t": torch.zeros(2048).expand(size // 8192, 2048)},
+}
+
+CONVERSIONS = [
+    *(("transposed", ""), ("transposed", "--dtype bf16"), ("channels last", ""), ("conjugate", "")),
+    *(("one row after another of a tall matrix", ""), ("conjugate, transposed", ""), ("negative", "")),
+    *(("repeated", ""), ("plain", "--dtype bf16"), ("plain", "--dtype float64")),
+    *(("complex", "--complex split"), ("conjugate", "--complex split")),
+    *(("pairs", "--complex join"), ("pairs, transposed", "--complex join")),
+]
+
+SIZE = 96 << 20
+"""Bytes of each tensor: half as much again as a command may take, to which Python adds 30 MB."""
+
+NEEDS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+READING = ["verify in.pt", "digest in.pt", "diff in.pt in.pt", "verify in.pt --against in.pt"]
+
+
+@pytest.fixture
+def cleared(here: Path) -> Iterator[None]:
+    """Remove large files, as the folders of the last runs are kept."""
+    yield
+    for file in here.iterdir():
+        file.unlink()
+
+
+@NEEDS_PROC
+@pytest.mark.usefixtures("cleared")
+@pytest.mark.parametrize(("state", "options"), CONVERSIONS)
+def test_a_conversion_takes_less_memory_than_the_tensor(state: str, options: str) -> None:
+    torch.save(STATES[state](SIZE), "in.pt")
+    assert peak("convert", "in.pt", "out.safetensors", *options.split()) <= MOST
+
+
+@NEEDS_PROC
+@pytest.mark.usefixtures("cleared")
+@pytest.mark.parametrize("state", ["transposed", "conjugate", "repeated"])
+def test_reading_takes_less_memory_than_the_tensor(state: str) -> None:
+    torch.save(STATES[state](SIZE), "in.pt")
+    for command in READING:
+        assert peak(*command.split()) <= MOST, command
+
+
+@NEEDS_PROC
+@pytest.mark.usefixtures("cleared")
+def test_a_big_endian_file_takes_less_memory_than_the_tensor(here: Path) -> None:
+    body = dict_of({"t": tensor(storage(SIZE // 4), (SIZE // 4,))})
+    torch_zip(here / "in.pt", body, {"0": bytes(SIZE)}, byteorder="big")
+    assert peak("convert", "in.pt", "out.safetensors") <= MOST
+    assert peak("digest", "in.pt") <= MOST
+
+
+@NEEDS_PROC
+@pytest.mark.parametrize("command", READING)
+def test_a_tensor_expanded_beyond_a_gibibyte_is_read_in_bounded_memory(command: str) -> None:
+    torch.save({"t": torch.zeros(1000, dtype=torch.uint8).expand(1_100_000, 1000)}, "in.pt")
+    assert peak(*command.split()) <= MOST
