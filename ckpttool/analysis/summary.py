@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -140,29 +140,29 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         other_tensors=tuple(_other_tensors(others, chosen, [row.name for row in optimizers])),
         other=tuple(other_rows(checkpoint, chosen)),
         unknown=tuple(unknown_names(names)),
-        running=(running := tuple(names_that_run(names))),
-        calls=tuple(_calls(checkpoint.tree, {*filter(is_dangerous, running)})),
+        running=tuple(names_that_run(names)),
+        calls=tuple(_calls(checkpoint.tree)) if any(map(is_dangerous, names)) else (),
         remarks=checkpoint.remarks,
         metadata=dict(checkpoint.metadata),
         ranks=checkpoint.ranks,
     )
 
 
-def _calls(tree: object, dangerous: Collection[str]) -> Iterator[str]:
+def _calls(tree: object) -> Iterator[str]:
     """Yield the calls of dangerous functions, each text once, with arguments cut to a few words."""
-    calls = (value for value in walk(tree) if isinstance(value, Record)) if dangerous else iter(())
-    texts = (_call(value) for value in calls if _name_called(value) in dangerous)
+    records = (value for value in walk(tree) if isinstance(value, Record))
+    texts = (_call(value) for value in records if is_dangerous(_name_called(value)))
     yield from islice(dict.fromkeys(texts), MAX_CALLS)
 
 
-def _name_called(value: Record) -> str:
+def _name_called(value: Record) -> Global:
     """Return what is called: of what a call returned, the innermost, as in getattr(os, 'system')('ls')."""
     called = value.callable
     for _ in range(MAX_CALLS):
         if not isinstance(called, Record):
             break
         called = called.callable
-    return str(called) if isinstance(called, Global) else ""
+    return called if isinstance(called, Global) else Global("", "")
 
 
 def _call(value: Record, levels: int = 3) -> str:

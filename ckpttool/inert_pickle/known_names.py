@@ -137,18 +137,23 @@ def unknown_names(names: Collection[Global]) -> list[str]:
 
 def names_that_run(names: Iterable[Global]) -> list[str]:
     """Return the names that could run something when unpickled without `weights_only`, the worst first."""
-    running = {str(name) for name in names if not _is_known(name) and str(name) not in PLAIN_DATA}
-    return sorted(running, key=lambda name: (not is_dangerous(name), name))
+    running = sorted({*filter(_could_run, names)}, key=lambda name: (not is_dangerous(name), str(name)))
+    return [*map(str, running)]
 
 
-def is_dangerous(name: str) -> bool:
+def is_dangerous(name: Global) -> bool:
     """Whether a name is of what pickles are known to run code by, rather than of a class not known here."""
-    return not DANGEROUS.isdisjoint(name.split("."))
+    # A package's own modules may be called `commands` or `types`.
+    return _could_run(name) and not DANGEROUS.isdisjoint([name.module.split(".")[0], *name.name.split(".")])
 
 
 def names_in(tree: object) -> set[Global]:
     """Return every name in a tree."""
     return {value for value in walk(tree) if isinstance(value, Global)}
+
+
+def _could_run(name: Global) -> bool:
+    return not _is_known(name) and str(name) not in PLAIN_DATA
 
 
 def _is_known(name: Global) -> bool:
