@@ -200,9 +200,7 @@ def read(path: str) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        if (
-            error.errno == errno.EINVAL
-        ):  # torch looked before the beginning of a file that is cut short
+        if error.errno == errno.EINVAL:  # torch looked before the beginning of a file that is cut short
             raise Damaged(path, f"can't be read: it is cut short or damaged ({reason(error)})") from error
         raise Unreadable(path, reason(error)) from error
     except pickle.UnpicklingError as error:  # torch's own text tells how to run what is in it
