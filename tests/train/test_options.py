@@ -178,17 +178,26 @@ def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks, 
         ("--model own.py:sparse", "parameter 1.weight gets a sparse gradient, and ranks average dense ones"),
         ("--model own.py:sparse --weight-decay 0", "parameter 1.weight gets a sparse gradient"),
         ("--model own.py:unlike", "--model own.py:unlike: does not take the 3×32×32 samples"),
+        ("--init W", "does not fit the model"),
+        ("--init W --init-allow-missing x.*", "--init-allow-missing"),
+        ("--init-allow-missing x.*", "--init-allow-missing: needs --init"),
+        ("--resume --out R --change seed", "--change seed: can't"),
+        ("--change lr", "--change: says what may differ on a resume"),
+        ("--task regression --mixup 1", "--mixup: --task regression has no labels to change"),
+        ("--max-steps 3 --warmup 3steps", "--warmup 3steps: is 3 steps, but the whole training has only 3"),
     ],
 )
 def test_what_can_not_be_trained_so_is_refused_before_any_process_group(
     tmp_path, monkeypatch, capsys, arguments, said
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.distributed.init_process_group", None)
     (tmp_path / "own.py").write_text(OWN)
+    torch.save({"w": torch.ones(2)}, "W")
     assert main.main(["--data", "fake:20", "--batch-size", "4", *arguments.split()]) == 2
-    assert said in capsys.readouterr().err
-    assert not torch.distributed.is_initialized()
-    assert not (tmp_path / "runs").exists()
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["W", "own.py"]
 
 
 OWN = """

@@ -68,14 +68,6 @@ def test_every_flag_of_the_program_is_on_the_page():
     assert sorted(shown) == sorted(set(taken) - {"--help"})
 
 
-def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path):
-    (tmp_path / "page.md").write_text(f"mine\n{BEGIN}stale words\n{END}\nmine too\n", encoding="utf-8")
-    write(tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert text.startswith(f"mine\n{BEGIN}") and text.endswith(f"{END}\nmine too\n")
-    assert "stale words" not in text and "--batch-size N" in text
-
-
 # ---- the commands --------------------------------------------------------------------------------------
 
 
