@@ -217,16 +217,16 @@ def test_a_runs_checkpoint_needs_no_flags(run, capsys):
     assert (answers[0]["samples"], answers[0]["batch_size"], answers[2]["samples"]) == (4, 3, 2)
 
 
+NAMED = "code that is run only if you name it"
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         (None, "does not say it (give --model SPEC)"),
         ({"model": 3}, "does not say it"),
-        (
-            {"model": "own.py:net"},
-            "is of own.py:net, code that is run only if you name it (--model own.py:net)",
-        ),
-        ({"model": "os:getcwd"}, "is of os:getcwd, code that is run only if you name it"),
+        ({"model": "own.py:net"}, f"is of own.py:net, {NAMED} (--model own.py:net)"),
+        ({"model": "os:getcwd"}, f"is of os:getcwd, {NAMED}"),
         ({"model": "resnet20", "data": "own.py:data"}, "--model resnet20 --data own.py:data)"),
         ({"model": "resnet20", "mean": "a,b"}, "argument --mean: 'a' is not a number"),
         ({"model": "resnet20", "eval_batch": [[]]}, "argument --eval-batch"),

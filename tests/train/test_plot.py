@@ -208,24 +208,18 @@ def run(*arguments: object) -> int:
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf", "PNG"])
-def test_the_picture_is_written_and_named(tmp_path, ending, capsys):
-    picture = tmp_path / f"log_file.{ending}"
-    assert run(write(tmp_path / "a", classes()), write(tmp_path / "b", classes(2)), "-o", picture) == 0
-    assert capsys.readouterr().out == f"drew 2 runs -> {picture}\n"
+def test_the_picture_is_written_and_named_and_the_same_logs_give_the_same_bytes(tmp_path, ending, capsys):
+    first, again = (tmp_path / f"{name}.{ending}" for name in ("first", "again"))
+    logs = write(tmp_path / "a", classes()), write(tmp_path / "b", classes(2))
+    for picture in (first, again):
+        assert run(*logs, "-o", picture) == 0
+        assert capsys.readouterr().out == f"drew 2 runs -> {picture}\n"
+    assert first.read_bytes() == again.read_bytes()
     if ending.lower() == "png":
-        with Image.open(picture) as image:
+        with Image.open(first) as image:
             assert image.size[0] == 1500 and 900 < image.size[1] < 1100
     else:
-        assert picture.read_bytes()[:5] == {"svg": b"<?xml", "pdf": b"%PDF-"}[ending]
-
-
-@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_the_same_logs_give_the_same_bytes(tmp_path, ending):
-    log = write(tmp_path / "a", classes())
-    pictures = [tmp_path / f"{number}.{ending}" for number in (1, 2)]
-    for picture in pictures:
-        assert run(log, "-o", picture) == 0
-    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+        assert first.read_bytes()[:5] == {"svg": b"<?xml", "pdf": b"%PDF-"}[ending]
 
 
 def test_a_picture_is_overwritten_only_with_force(tmp_path, capsys):

@@ -112,7 +112,7 @@ PATHS = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_commands_of_the_page_run_one_after_another(folder):
+def test_the_commands_of_the_page_run_one_after_another(folder, monkeypatch):
     pytest.importorskip("matplotlib")
     for text in blocks("sh"):
         for command in commands(text):
@@ -120,12 +120,8 @@ def test_the_commands_of_the_page_run_one_after_another(folder):
     assert (folder / "curves.png").exists()
     (code,) = blocks("python", "log")
     found: dict[str, Any] = {}
-    here = Path.cwd()
-    os.chdir(folder)
-    try:
-        exec(code, found)
-    finally:
-        os.chdir(here)
+    monkeypatch.chdir(folder)
+    exec(code, found)
     assert found["best"]["accuracy"] > 0.5 and found["losses"]
 
 

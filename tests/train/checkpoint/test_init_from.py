@@ -27,9 +27,8 @@ def net() -> SmallNet:
 
 
 def assert_same(expected: Any, found: Any) -> None:
-    assert {name: values(value) for name, value in expected.items()} == {
-        name: values(value) for name, value in found.items()
-    }
+    first, second = ({name: values(value) for name, value in state.items()} for state in (expected, found))
+    assert first == second
 
 
 def fresh(classes: int = 3) -> SmallNet:

@@ -26,7 +26,8 @@ from train.trainer.trainer import Trainer
 MODEL = """
 from torch import nn
 def net(num_classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes))
+    head = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes)
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *head)
 """
 Path_ = tuple[Any, ...]
 
@@ -79,7 +80,7 @@ def test_a_truncated_file_is_damaged(run, tmp_path):
 def test_a_flipped_bit_that_torch_would_load_is_damaged(run, tmp_path, part):
     _, state, path = run
     moments = state["optimizer"]["state"][0]["momentum_buffer"]
-    tensor = moments if part == "optimizer" else state["model"]["module.3.weight"]
+    tensor = moments if part == "optimizer" else state["model"]["module.4.weight"]
     data, values = bytearray(path.read_bytes()), tensor.numpy().tobytes()
     assert data.count(values) == 1
     data[data.index(values) + 5] ^= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import json
 import random
 import resource
@@ -34,11 +35,10 @@ CHARTS: dict[int, dict[str, float]] = {
 }
 
 
-def write(folder: Path, config: TrainConfig, step: int = 0) -> None:
-    with trackers.opened(config, str(folder), step) as sinks:
-        for sink in sinks:
-            for entry, at in ((STEP, 2), (EVALUATION, 3), (EPOCH, 4)):
-                sink.write(entry, at)
+def write(folder: Path, config: TrainConfig) -> None:
+    with trackers.opened(config, str(folder), 0) as sinks:
+        for sink, (entry, at) in itertools.product(sinks, ((STEP, 2), (EVALUATION, 3), (EPOCH, 4))):
+            sink.write(entry, at)
 
 
 def test_numbers_get_the_groups_of_charts_of_trackers():
@@ -63,30 +63,16 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
     return {(tag, one.step): one.value for tag in events.Tags()["scalars"] for one in events.Scalars(tag)}
 
 
-def test_tensorboard_reads_every_finite_number_at_its_step(tmp_path):
+def test_tensorboard_has_every_finite_number_at_its_step_before_the_run_ends_and_when_it_continues(tmp_path):
     pytest.importorskip("tensorboard")
-    write(tmp_path, TrainConfig(tensorboard=True))
+    before = [(STEP, 2), ({"step": 3, "loss": 9.0}, 3)]  # a run that continues after step 2 forgets the last
+    for step, entries in ((0, before), (2, [(EVALUATION, 3), (EPOCH, 4)])):
+        with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), step) as sinks:
+            for sink, (entry, at) in itertools.product(sinks, entries):
+                sink.write(entry, at)
+            assert (entries == before) == (("train/loss", 3) in scalars(tmp_path))
     expected = {(tag, step): value for step, chart in CHARTS.items() for tag, value in chart.items()}
     assert scalars(tmp_path) == pytest.approx(expected)
-
-
-def test_tensorboard_forgets_what_a_run_that_continues_writes_again(tmp_path):
-    pytest.importorskip("tensorboard")
-    write(tmp_path, TrainConfig(tensorboard=True))
-    with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), 2) as sinks:
-        for sink in sinks:
-            sink.write({"step": 3, "loss": 9.0}, 3)
-    found = scalars(tmp_path)
-    assert found[("train/loss", 2)] == 1.5 and found[("train/loss", 3)] == 9.0
-    assert max(step for _, step in found) == 3
-
-
-def test_tensorboard_has_an_entry_before_the_run_ends(tmp_path):
-    pytest.importorskip("tensorboard")
-    with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), 0) as sinks:
-        for sink in sinks:
-            sink.write(STEP, 2)
-        assert ("train/loss", 2) in scalars(tmp_path)
 
 
 def test_tensorboard_gets_later_what_a_full_disk_refused(tmp_path, capsys):
@@ -151,20 +137,15 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_wandb_writes_every_finite_number_at_its_step_without_a_network(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    write(tmp_path, TrainConfig(wandb=True))
-    found = {row["_step"]: {k: v for k, v in row.items() if not k.startswith("_")} for row in rows(tmp_path)}
-    assert found == CHARTS
-
-
-def test_trackers_draw_no_random_numbers_of_the_training(tmp_path):
+    """And trackers draw no random numbers of the training."""
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     before = random.getstate(), torch.get_rng_state()
     write(tmp_path, TrainConfig(tensorboard=True, wandb=True))
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    found = {row["_step"]: {k: v for k, v in row.items() if not k.startswith("_")} for row in rows(tmp_path)}
+    assert found == CHARTS
 
 
 # ---- missing packages ----------------------------------------------------------------------------------

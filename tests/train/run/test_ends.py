@@ -207,22 +207,22 @@ ENDS = {
 }
 
 
-def gloo_threads() -> list[str]:
-    """Threads of process groups in this process. One that outlives its group can end it by SIGABRT."""
-    names = []
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            names.append(path.read_text().strip())
-    return [name for name in names if "gloo" in name]
+def gloo_threads(seconds: float = 0.0) -> list[str]:
+    """Threads of process groups in this process, which one that outlives its group can end by SIGABRT.
 
-
-def gloo_threads_after(seconds: float) -> list[str]:
-    """Those that stay. The system lists a thread a moment longer than a join of it takes: 3 of 200,000 on
-    a machine with twice as many busy processes as cores."""
-    end = time.monotonic() + seconds
-    while gloo_threads() and time.monotonic() < end:
+    Those that stay: the system lists a thread a moment longer than a join of it takes, 3 of 200,000 on a
+    machine with twice as many busy processes as cores.
+    """
+    end, found = time.monotonic() + seconds, ["gloo"]
+    while found:
+        found = []
+        for path in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                found += [name for name in (path.read_text().strip(),) if "gloo" in name]
+        if time.monotonic() >= end:
+            break
         time.sleep(0.01)
-    return gloo_threads()
+    return found
 
 
 @LINUX
@@ -243,7 +243,7 @@ def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkey
     assert main.main([*TINY, "--out", str(tmp_path)]) == code
     assert seen == [True]
     assert not dist.is_initialized()
-    assert gloo_threads_after(seconds=2) == []
+    assert gloo_threads(seconds=2) == []
     said = capsys.readouterr().err
     assert len(said.split("\n")) == {"well": 1, "interrupted": 3}.get(end, 2)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -149,21 +149,16 @@ def test_a_run_survives_ranks_that_are_killed_under_max_restarts(tmp_path):
 
 def agree(store: Any, ranks: list[int], world_size: int, timeout: float = 20.0) -> list[Any]:
     """Return what each of these ranks agrees on, or its error; each is a thread with its own connection."""
-    found: list[Any] = [None] * len(ranks)
 
-    def one(place: int, rank: int) -> None:
+    def one(rank: int) -> Any:
         own = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=20))
         try:
-            found[place] = agree_on_attempt(own, rank, world_size, timeout)
+            return agree_on_attempt(own, rank, world_size, timeout)
         except CheckFailed as error:
-            found[place] = error.message
+            return error.message
 
-    threads = [threading.Thread(target=one, args=given) for given in enumerate(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(one, ranks))
 
 
 @pytest.fixture
@@ -190,15 +185,13 @@ def test_a_rank_does_not_agree_with_the_dead_of_an_earlier_attempt(store, missin
 def test_ranks_that_died_while_they_met_are_replaced(store):
     """Rank 2 has written its number and died; rank 0 lists it until the new rank 2 comes."""
     store.set("ckpttool/rank/2", "dead")
-    waiting: list[Any] = []
-    threads = [threading.Thread(target=lambda: waiting.extend(agree(store, [0, 1], 3)))]
-    threads[0].start()
-    while not store.check(["ckpttool/ranks"]):
-        pass
-    assert json.loads(store.get("ckpttool/ranks"))[2] == "dead"
-    (last,) = agree(store, [2], 3)
-    threads[0].join()
-    assert waiting == [last, last]
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(agree, store, [0, 1], 3)
+        while not store.check(["ckpttool/ranks"]):
+            pass
+        assert json.loads(store.get("ckpttool/ranks"))[2] == "dead"
+        (last,) = agree(store, [2], 3)
+    assert waiting.result() == [last, last]
 
 
 # ---- a step that fails again and again ---------------------------------------------------------------------
@@ -207,9 +200,7 @@ def test_ranks_that_died_while_they_met_are_replaced(store):
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_step_that_has_failed_three_times_is_not_tried_again(tmp_path):
-    own = own_model(
-        tmp_path, "os.kill(os.getpid(), 9)", "self.training and next(passes) == 2 and rank == '1'"
-    )
+    own = own_model(tmp_path, "os.kill(os.getpid(), 9)", WHEN.format(training=True, number=2))
     settings = ["--data", "fake:16", "--batch-size", "4", "--timeout", "15", "--epochs", "2"]
     model = ["--model", own, "--out", str(tmp_path / "run"), "--resume"]
     done = start([*TORCHRUN, "2", "--max-restarts", "3", "train/main.py", *settings, *model], patience=280)

@@ -26,6 +26,7 @@ from tests.support.saved import saved
 Cli = Callable[..., Ran]
 
 STEPS = 8
+SAVES: list[object] = ["--save-every", "3steps", "--keep", 9]
 SETTINGS = ["--batch-size", "6", "--epochs", "2", "--log-every", "100"]
 OWN = """
 import torch
@@ -59,7 +60,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("proof")
     (folder / "own.py").write_text(OWN)
     torch.save(torch.rand(30, 5, generator=torch.Generator().manual_seed(1)), folder / "inputs.pt")
-    train(folder / "run", "--prove-every", 2, "--save-every", "3steps", "--keep", 9)
+    train(folder / "run", "--prove-every", 2, *SAVES)
     return folder / "run"
 
 
@@ -146,10 +147,9 @@ def test_by_default_the_end_is_replayed_from_the_checkpoint_before_it(cli, origi
 
 def test_without_a_replay_nothing_is_run_and_torch_is_not_imported(original):
     code = (
-        "import sys; from ckpttool import cli\n"
-        f"code = cli.run(['prove', {str(original)!r}, '--no-replay'])\n"
-        "sys.exit(code or 10 * ('torch' in sys.modules))"
+        f"import sys; from ckpttool import cli; code = cli.run(['prove', {str(original)!r}, '--no-replay']); "
     )
+    code += "sys.exit(code or 10 * ('torch' in sys.modules))"
     done = start([sys.executable, "-c", code], cwd=ROOT, anew=True)
     assert done.returncode == 0, done.stderr
     assert ": the chain holds (" in done.stdout
@@ -273,12 +273,11 @@ def test_a_changed_data_set_is_found(cli, original, samples, forked_replays):
 @pytest.mark.long
 def test_a_resumed_run_goes_on_with_its_chain_and_a_way_back_is_recorded(cli, original):
     folder = original.parent / "resumed"
-    flags = ["--prove-every", 1, "--save-every", "3steps", "--keep", 9]
-    train(folder, *flags, "--stop-at", 5)
+    train(folder, "--prove-every", 1, *SAVES, "--stop-at", 5)
     before = lines_of(folder)
     with open(folder / "run.jsonl", "ab") as file:
         file.write(b'{"n": 99, "cut')  # as a run that is killed leaves it
-    train(folder, "--resume", folder / "step-000003.pt", "--save-every", "3steps", "--keep", 9)
+    train(folder, "--resume", folder / "step-000003.pt", *SAVES)
     after = lines_of(folder)
     assert after[: len(before)] == before
     again = cli("prove", folder, "--no-replay")
@@ -290,8 +289,8 @@ def test_a_resumed_run_goes_on_with_its_chain_and_a_way_back_is_recorded(cli, or
 @pytest.mark.long
 def test_a_replay_ends_where_the_run_went_on_with_other_settings(cli, original):
     folder = original.parent / "longer"
-    train(folder, "--prove-every", 1, "--save-every", "3steps", "--keep", 9, "--stop-at", 6)
-    train(folder, "--resume", "auto", "--epochs", 3, "--save-every", "3steps", "--keep", 9)
+    train(folder, "--prove-every", 1, *SAVES, "--stop-at", 6)
+    train(folder, "--resume", "auto", "--epochs", 3, *SAVES)
     for first, end in ((3, 6), (6, 12)):
         found = proved(cli, folder, "--from", first)
         assert (found["ok"], found["replayed"]) == (True, [first, end])
@@ -362,9 +361,9 @@ def test_what_is_no_record_is_refused(cli, tmp_path, text, said):
 
 @pytest.mark.long
 def test_a_record_that_begins_with_a_resume_is_proved_from_there_and_not_before(cli, original):
-    folder, saves = original.parent / "late", ["--save-every", "3steps", "--keep", 9]
-    train(folder, *saves, "--stop-at", 3)
-    train(folder, *saves, "--resume", "auto", "--prove-every", 1)
+    folder = original.parent / "late"
+    train(folder, *SAVES, "--stop-at", 3)
+    train(folder, *SAVES, "--resume", "auto", "--prove-every", 1)
     assert "the run has checkpoints of steps 3, 4, 6, 8" in said_by(cli, 2, folder, "--from", 2, "--run-code")
     assert "the record begins at step 3, with a resume" in said_by(cli, 0, folder, "--from", 4, "--run-code")
 
@@ -379,8 +378,7 @@ def test_files_of_the_users_are_no_problem_and_named_if_the_trainer_could_have_n
         (run / name).write_text("text")
     torch.save({"digests": "abc", "progress": {"global_step": 9}}, run / "step-000009.pt")
     err = said_by(cli, 0, run, "--no-replay")
-    assert "step-7.pt" not in err
-    assert "the record has no checkpoint of that step" in err
+    assert "step-7.pt" not in err and "the record has no checkpoint of that step" in err
     assert "step-000009.pt: is no checkpoint of the trainer" in err
     replaced(run / "step-000006.pt", b"text")
     assert "checkpoint: step-000006.pt: " in said_by(cli, 1, run, "--no-replay")
