@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +11,58 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool import cli as command_line
 from tests.ranks import runs, trainings
-from tests.ranks.programs import start
+from tests.support.run_log import entries_of
 from tests.support.running import ROOT
 from train import evaluate, main
 from train.config.shared import Every
 
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "lr": 0.01, "weight_decay": 0.1}
 ALL_BUT_ZERO = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.7, "accumulate": 2}
+SHARES = {"amp": "bf16", "rank_share": (1, 3)}
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "bf16": {"amp": "bf16"},
-    "clipped": {"clip_norm": 0.5},
-    "averaged": {"ema": 0.7},
-    "checkpoints": {"grad_checkpoint": True},
-    "all decay": {"decay_norms": True, "weight_decay": 0.1},
-    "linear": {"scheduler": "linear"},
-    "step": {"scheduler": "step", "warmup": Every(1, "steps")},
-    "find unused": {"find_unused": True},
+    "clipped, averaged, accumulated, checkpoints": {**ALL_BUT_ZERO, "amp": "none", "grad_checkpoint": True},
+    "all decay, linear": {"decay_norms": True, "weight_decay": 0.1, "scheduler": "linear"},
+    "find unused, step": {"find_unused": True, "scheduler": "step", "warmup": Every(1, "steps")},
     "adam": {**ADAMW, "optimizer": "adam"},
     "Adagrad": {**ADAMW, "optimizer": "Adagrad"},
     "RMSprop with momentum": {"optimizer": "RMSprop", "lr": 0.01, "weight_decay": 0.1},
-    "divided": {**ADAMW, "zero": True},
     "bf16, clipped, averaged, accumulated": ALL_BUT_ZERO,
     "divided, clipped": {**ADAMW, "zero": True, "clip_norm": 0.5},
     "divided, all": {**ALL_BUT_ZERO, **ADAMW, "zero": True, "grad_checkpoint": True},
-    "shares, bf16": {"rank_share": (1, 3), "amp": "bf16"},
+}
+ALSO_RESUMED: dict[str, dict[str, Any]] = {
+    "shares, bf16": SHARES,
+    "muon": {**ADAMW, "optimizer": "muon", "momentum": 0.95, "weight_decay": 0.1},
+    "synchronised, shares": {**SHARES, "batchnorm": "sync"},
+    "pooled, shares": {**SHARES, "batchnorm": "pooled"},
+    "synchronised, all": {**ALL_BUT_ZERO, "grad_checkpoint": True, "batchnorm": "sync"},
+    "pooled, all": {**ALL_BUT_ZERO, "grad_checkpoint": True, "batchnorm": "pooled"},
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+def perceptron() -> nn.Module:
+    """Return a network that is compiled within seconds, with random numbers and buffers."""
+    hidden = nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3)
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, *ALSO_RESUMED])
 def test_a_resumed_run_equals_the_straight_one_bit_for_bit(run_ranks, tmp_path, option):
-    arguments = runs.restless, str(tmp_path), OPTIONS[option], (2, 3)
+    """From the middle of an epoch, and from its end."""
+    make = perceptron if option == "muon" else runs.restless
+    arguments = make, str(tmp_path), {**OPTIONS, **ALSO_RESUMED}[option], (2, 3)
     _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
     assert differences == {2: [], 3: []}
 
 
-def final(run_ranks: Any, size: int, make: Any, folder: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    return run_ranks(size, runs.straight_and_resumed, make, str(folder), settings, ())[0][0]
+def last(run_ranks: Any, size: int, make: Any, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the last checkpoint of a run."""
+    said = run_ranks(size, runs.run, make, str(folder), settings)[0]
+    assert "Error" not in said and ("continues from" in said) == bool(settings.get("resume")), said
+    return runs.read(folder / "last.pt")
 
 
 # The largest difference of a parameter after six steps. Parameters are about 1, in float32.
@@ -61,64 +73,43 @@ BF16_ADAMW = 5e-2
 
 
 def bound(settings: dict[str, Any]) -> float:
-    if "amp" not in settings:
+    if settings.get("amp", "none") == "none":
         return ROUNDING
     return BF16_ADAMW if settings.get("optimizer") == "adamw" else BF16
 
 
-@pytest.mark.parametrize(
-    "option", [name for name, settings in OPTIONS.items() if "rank_share" not in settings]
-)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_two_ranks_give_what_one_gives_but_for_rounding(run_ranks, tmp_path, option):
-    one, two = (final(run_ranks, size, runs.steady, tmp_path, OPTIONS[option]) for size in (1, 2))
-    difference = runs.largest_difference(one, two)
-    assert difference < bound(OPTIONS[option]), difference
-
-
-@pytest.mark.parametrize("batchnorm", ["sync", "pooled"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"amp": "bf16", "rank_share": (1, 3)},
-        {"grad_checkpoint": True, "ema": 0.7},
-        {"amp": "bf16", "grad_checkpoint": True, "clip_norm": 0.5, "accumulate": 2},
-    ],
-    ids=["bf16, shares", "checkpoints, averaged", "bf16, checkpoints, clipped, accumulated"],
-)
-def test_statistics_of_all_ranks_resume_bit_for_bit(run_ranks, tmp_path, batchnorm, settings):
-    arguments = runs.restless, str(tmp_path), {**settings, "batchnorm": batchnorm}, (2,)
-    _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
-    assert differences == {2: []}
+    one, two = (last(run_ranks, n, runs.steady, tmp_path / str(n), OPTIONS[option]) for n in (1, 2))
+    assert (difference := runs.largest_difference(one, two)) < bound(OPTIONS[option]), difference
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"rank_share": (1, 3)}, {"grad_checkpoint": True, "ema": 0.7, "clip_norm": 0.5}, {"amp": "bf16"}],
-    ids=["plain", "shares", "checkpoints, averaged, clipped", "bf16"],
+    [{"rank_share": (1, 3)}, {"grad_checkpoint": True, "ema": 0.7, "clip_norm": 0.5}, {"amp": "bf16"}],
+    ids=["shares", "checkpoints, averaged, clipped", "bf16"],
 )
 def test_synchronised_layers_give_on_two_ranks_what_one_gives(run_ranks, tmp_path, settings):
     alone = {name: value for name, value in settings.items() if name != "rank_share"}
-    one = final(run_ranks, 1, runs.with_batchnorm, tmp_path, alone)
-    two = final(run_ranks, 2, runs.with_batchnorm, tmp_path, {**settings, "batchnorm": "sync"})
+    one = last(run_ranks, 1, runs.with_batchnorm, tmp_path / "one", alone)
+    two = last(run_ranks, 2, runs.with_batchnorm, tmp_path / "two", {**settings, "batchnorm": "sync"})
     assert (difference := runs.largest_difference(one, two)) < bound(settings), difference
 
 
-@pytest.mark.parametrize("change", [{"grad_checkpoint": True}, {"zero": True}])
-def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(run_ranks, tmp_path, change):
-    plain, _ = run_ranks(2, runs.straight_and_resumed, runs.restless, str(tmp_path), ADAMW, ())[0]
-    saving = final(run_ranks, 2, runs.restless, tmp_path / "saving", {**ADAMW, **change})
-    assert runs.different(plain, saving) == []
-    stopped = {"resume": str(tmp_path / "2-straight" / "step-000002.pt")}
-    said, _ = run_ranks(2, runs.run, runs.restless, str(tmp_path / "on"), {**ADAMW, **change, **stopped})
-    assert "continues from" in said
-    assert runs.different(plain, runs.read(tmp_path / "on" / "last.pt")) == []
+def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(run_ranks, tmp_path):
+    plain = last(run_ranks, 2, runs.restless, tmp_path / "plain", {**ADAMW, **runs.OFTEN})
+    for change in ({"grad_checkpoint": True}, {"zero": True}):
+        for name, resume in (("straight", None), ("on", str(tmp_path / "plain" / "step-000002.pt"))):
+            settings = {**ADAMW, **change, "resume": resume, "force": True}
+            found = last(run_ranks, 2, runs.restless, tmp_path / name, settings)
+            assert runs.different(plain, found) == [], (change, name)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_a_divided_run_continues_on_another_number_of_ranks(run_ranks, tmp_path, before, after):
     settings = {**ADAMW, "zero": True, "ema": 0.7}
-    whole = final(run_ranks, before, runs.steady, tmp_path, settings)
-    stopped = {"resume": str(tmp_path / f"{before}-straight" / "step-000002.pt")}
+    whole = last(run_ranks, before, runs.steady, tmp_path, {**settings, **runs.OFTEN})
+    stopped = {"resume": str(tmp_path / "step-000002.pt")}
     said = run_ranks(after, runs.run, runs.steady, str(tmp_path / "on"), {**settings, **stopped})[0]
     assert f"saved by {before} rank" in said
     assert runs.largest_difference(whole, runs.read(tmp_path / "on" / "last.pt")) < ROUNDING
@@ -133,60 +124,46 @@ def with_a_scale_that_is_too_large(rank: int, size: int, *arguments: Any) -> Any
 def test_skipped_steps_of_fp16_count_and_change_nothing(run_ranks, tmp_path):
     """A CPU is refused, as it would be slow; the arithmetic is the same."""
     arguments = runs.restless, str(tmp_path), {"amp": "fp16", "ema": 0.7}, (1, 2, 4)
-    last, differences = run_ranks(2, with_a_scale_that_is_too_large, *arguments)[0]
+    state, differences = run_ranks(2, with_a_scale_that_is_too_large, *arguments)[0]
     assert differences == {1: [], 2: [], 4: []}
-    skipped = last["scaler"]["skipped"]
+    skipped = state["scaler"]["skipped"]
     assert 1 < skipped < runs.STEPS
-    assert last["progress"]["global_step"] == runs.STEPS
-    assert last["scheduler"]["last_epoch"] == last["ema"]["updates"] == runs.STEPS - skipped
-    first = runs.read(tmp_path / "2-straight" / "step-000001.pt")
-    assert all(torch.equal(first["model"][name], value) for name, value in initial().items())
+    assert state["progress"]["global_step"] == runs.STEPS
+    assert state["scheduler"]["last_epoch"] == state["ema"]["updates"] == runs.STEPS - skipped
+    first = runs.read(tmp_path / "2-straight" / "step-000001.pt")["model"]
+    initial = trainings.seeded(runs.restless).named_parameters()
+    assert all(torch.equal(first[f"module.{name}"], parameter) for name, parameter in initial)
 
 
-def initial() -> dict[str, torch.Tensor]:
-    model = trainings.seeded(runs.restless)
-    return {f"module.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def program(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return start([sys.executable, *command], folder, OMP_NUM_THREADS="1")
-
-
-def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score(tmp_path):
+def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     tiny = ["--data", "fake:40", "--batch-size", "20", "--epochs", "1", "--ema", "0.5", "--out", "run"]
-    said = program(tmp_path, str(ROOT / "train/main.py"), *tiny).stdout
-    strip, evaluate = said.replace("\\\n", "").rpartition("next:\n")[2].strip().splitlines()
+    assert main.main(tiny) == 0
+    said = capsys.readouterr().out.replace("\\\n", "")
+    strip, proposed = said.rpartition("next:\n")[2].strip().splitlines()
     assert "--state ema.averages" in strip
-    assert program(tmp_path, "-m", "ckpttool", *strip.split()[1:]).returncode == 0
-    _, path, *arguments = evaluate.split()
-    found = json.loads(program(tmp_path, str(ROOT / path), *arguments, "--json").stdout)
-    logged = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1])
+    assert command_line.run(strip.split()[1:]) == 0
+    _, path, *arguments = proposed.split()
+    assert path == f"{ROOT}/train/evaluate.py"
+    capsys.readouterr()
+    assert evaluate.main([*arguments, "--json"]) == 0
+    found, logged = json.loads(capsys.readouterr().out), entries_of(tmp_path / "run")[-1]
     assert (logged["loss"], logged["correct"]) == (found["loss"], found["correct"])
-
-
-def perceptron() -> nn.Module:
-    """Return a network that is compiled within seconds, with random numbers and buffers."""
-    hidden = nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3)
-    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
-
-
-def test_muon_resumes_bit_for_bit(run_ranks, tmp_path):
-    settings = {**ADAMW, "optimizer": "muon", "momentum": 0.95, "weight_decay": 0.1}
-    arguments = perceptron, str(tmp_path), settings, (2, 3)
-    _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
-    assert differences == {2: [], 3: []}
 
 
 @pytest.mark.long
 def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks, tmp_path):
     settings = {"compile": True, "ema": 0.7, "clip_norm": 0.5, "drop_last": True}
     arguments = perceptron, str(tmp_path), settings, (1,)
-    last, differences = run_ranks(2, runs.straight_and_resumed, *arguments, timeout=110)[0]
+    compiled, differences = run_ranks(2, runs.straight_and_resumed, *arguments, timeout=110)[0]
     assert differences == {1: []}
-    plain = final(run_ranks, 2, perceptron, tmp_path / "plain", {**settings, "compile": False})
-    for part in (last["model"], last["ema"]["averages"], last["optimizer"]["param_groups"][0]["param_names"]):
+    plain = last(run_ranks, 2, perceptron, tmp_path / "plain", {**settings, "compile": False})
+    group = compiled["optimizer"]["param_groups"][0]
+    for part in (compiled["model"], compiled["ema"]["averages"], group["param_names"]):
         assert not any("_orig_mod" in name for name in part)
-    assert list(last["model"]) == list(plain["model"])
+    assert list(compiled["model"]) == list(plain["model"])
 
 
 @pytest.mark.parametrize(
@@ -201,17 +178,26 @@ def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks, 
         ("--model own.py:sparse", "parameter 1.weight gets a sparse gradient, and ranks average dense ones"),
         ("--model own.py:sparse --weight-decay 0", "parameter 1.weight gets a sparse gradient"),
         ("--model own.py:unlike", "--model own.py:unlike: does not take the 3×32×32 samples"),
+        ("--init W", "does not fit the model"),
+        ("--init W --init-allow-missing x.*", "--init-allow-missing"),
+        ("--init-allow-missing x.*", "--init-allow-missing: needs --init"),
+        ("--resume --out R --change seed", "--change seed: can't"),
+        ("--change lr", "--change: says what may differ on a resume"),
+        ("--task regression --mixup 1", "--mixup: --task regression has no labels to change"),
+        ("--max-steps 3 --warmup 3steps", "--warmup 3steps: is 3 steps, but the whole training has only 3"),
     ],
 )
 def test_what_can_not_be_trained_so_is_refused_before_any_process_group(
     tmp_path, monkeypatch, capsys, arguments, said
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.distributed.init_process_group", None)
     (tmp_path / "own.py").write_text(OWN)
+    torch.save({"w": torch.ones(2)}, "W")
     assert main.main(["--data", "fake:20", "--batch-size", "4", *arguments.split()]) == 2
-    assert said in capsys.readouterr().err
-    assert not torch.distributed.is_initialized()
-    assert not (tmp_path / "runs").exists()
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["W", "own.py"]
 
 
 OWN = """

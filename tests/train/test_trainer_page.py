@@ -68,14 +68,6 @@ def test_every_flag_of_the_program_is_on_the_page():
     assert sorted(shown) == sorted(set(taken) - {"--help"})
 
 
-def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path):
-    (tmp_path / "page.md").write_text(f"mine\n{BEGIN}stale words\n{END}\nmine too\n", encoding="utf-8")
-    write(tmp_path / "page.md")
-    text = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert text.startswith(f"mine\n{BEGIN}") and text.endswith(f"{END}\nmine too\n")
-    assert "stale words" not in text and "--batch-size N" in text
-
-
 # ---- the commands --------------------------------------------------------------------------------------
 
 
@@ -120,7 +112,7 @@ PATHS = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_commands_of_the_page_run_one_after_another(folder):
+def test_the_commands_of_the_page_run_one_after_another(folder, monkeypatch):
     pytest.importorskip("matplotlib")
     for text in blocks("sh"):
         for command in commands(text):
@@ -128,12 +120,8 @@ def test_the_commands_of_the_page_run_one_after_another(folder):
     assert (folder / "curves.png").exists()
     (code,) = blocks("python", "log")
     found: dict[str, Any] = {}
-    here = Path.cwd()
-    os.chdir(folder)
-    try:
-        exec(code, found)
-    finally:
-        os.chdir(here)
+    monkeypatch.chdir(folder)
+    exec(code, found)
     assert found["best"]["accuracy"] > 0.5 and found["losses"]
 
 

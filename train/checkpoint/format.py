@@ -8,6 +8,7 @@ number of ranks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import stat
@@ -199,6 +200,8 @@ def read(path: str) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
+        if error.errno == errno.EINVAL:  # torch looked before the beginning of a file that is cut short
+            raise Damaged(path, f"can't be read: it is cut short or damaged ({reason(error)})") from error
         raise Unreadable(path, reason(error)) from error
     except pickle.UnpicklingError as error:  # torch's own text tells how to run what is in it
         what = "it holds more than tensors and plain values, or is damaged; nothing in it was run"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
-import sys
-from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ckpttool import cli as command_line
 from ckpttool.errors import CkptToolError, Damaged, NoState, Unreadable, UsageFault
 from tests.support.comparing import values
+from tests.support.saved import prefixed, saved
 from tests.support.small_net import SmallNet, used
 from train.checkpoint import init_from
 
@@ -27,9 +27,8 @@ def net() -> SmallNet:
 
 
 def assert_same(expected: Any, found: Any) -> None:
-    assert {name: values(value) for name, value in expected.items()} == {
-        name: values(value) for name, value in found.items()
-    }
+    first, second = ({name: values(value) for name, value in state.items()} for state in (expected, found))
+    assert first == second
 
 
 def fresh(classes: int = 3) -> SmallNet:
@@ -37,42 +36,29 @@ def fresh(classes: int = 3) -> SmallNet:
     return SmallNet(classes)
 
 
-def saved(value: Any, path: Path, **given: Any) -> str:
-    torch.save(value, path, **given)
-    return str(path)
+def load(model: nn.Module, path: Path, *allow_missing: str) -> list[str]:
+    return init_from.load(model, str(path), allow_missing)
 
 
-def prefixed(state: Any, prefix: str) -> Any:
-    return OrderedDict((prefix + key, value) for key, value in state.items())
-
-
-def dcp(state: Any, path: Path) -> str:
+def dcp(state: Any, path: Path) -> None:
     import torch.distributed.checkpoint as distributed_checkpoint
 
     distributed_checkpoint.save(dict(state), checkpoint_id=str(path), no_dist=True)
-    return str(path)
 
 
-def shards(state: Any, path: Path) -> str:
+def shards(state: Any, path: Path) -> None:
     whole = path.with_suffix(".safetensors")
     save_file(dict(state), whole)
-    command = [sys.executable, "-m", "ckpttool", "convert", str(whole), f"{path}/", "--shard-size", "200B"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return str(path)
+    assert command_line.run(["convert", str(whole), f"{path}/", "--shard-size", "200B"]) == 0
 
 
-def safetensors(state: Any, path: Path) -> str:
-    save_file(dict(state), path)
-    return str(path)
-
-
-FILES: dict[str, Any] = {
+FILES: dict[str, Callable[[Any, Path], object]] = {
     "plain": saved,
-    "legacy": lambda state, path: saved(state, path, _use_new_zipfile_serialization=False),
+    "legacy": lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
     "DDP": lambda state, path: saved(prefixed(state, "module."), path),
     "DDP of compiled": lambda state, path: saved(prefixed(state, "module._orig_mod."), path),
     "training checkpoint": lambda state, path: saved({"epoch": 1, "model": state}, path),
-    "safetensors": safetensors,
+    "safetensors": lambda state, path: save_file(dict(state), path),
     "shards": shards,
     "DCP": dcp,
 }
@@ -80,18 +66,11 @@ FILES: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", FILES)
 def test_every_kind_of_checkpoint_gives_its_weights(kind, net, tmp_path):
-    path, model = FILES[kind](net.state_dict(), tmp_path / "f"), fresh()
-    remarks = init_from.load(model, path)
+    path, model = tmp_path / "f", fresh()
+    FILES[kind](net.state_dict(), path)
+    remarks = load(model, path)
     assert_same(net.state_dict(), model.state_dict())
     assert remarks[0].startswith(f"9 tensors from {path}")
-
-
-def test_a_file_without_counters_of_batchnorm_fits(net, tmp_path):
-    state = {name: value for name, value in net.state_dict().items() if "num_batches" not in name}
-    model = fresh()
-    remarks = init_from.load(model, saved(state, tmp_path / "f.pt"))
-    assert "the file lacks 1 counter of BatchNorm, which begins at 0" in remarks
-    assert_same({**net.state_dict(), "norm.num_batches_tracked": torch.tensor(0)}, model.state_dict())
 
 
 def test_tied_weights_may_be_in_the_file_once(tmp_path):
@@ -101,39 +80,47 @@ def test_tied_weights_may_be_in_the_file_once(tmp_path):
         return model
 
     source, model = tied(), tied()
-    init_from.load(model, saved({"embed.weight": source["embed"].weight.detach()}, tmp_path / "f.pt"))
+    load(model, saved({"embed.weight": source["embed"].weight.detach()}, tmp_path / "f.pt"))
     assert torch.equal(model["out"].weight, source["embed"].weight)
     assert model["out"].weight is model["embed"].weight
 
 
-def test_the_remarks_say_what_the_file_also_holds(net, tmp_path):
-    tree = {
-        "model": net.state_dict(),
-        "ema": net.state_dict(),
-        "optimizer": {"state": {}, "param_groups": []},
-    }
+LACKS = "the file lacks 1 counter of BatchNorm, which begins at 0"
+ALSO = "it also holds 'ema'; to start from that: ckpttool slim {} last.ema.safetensors --state ema"
+HALF = "8 tensors are float16 in the file and float32 here"
+
+REMARKED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "no counters": (lambda state: {n: v for n, v in state.items() if "num_batches" not in n}, [LACKS]),
+    "others": (
+        lambda state: {"model": state, "ema": dict(state), "optimizer": {"state": {}, "param_groups": []}},
+        [ALSO, "not used: optimizer"],
+    ),
+    "float16": (
+        lambda state: {n: v.half() if v.is_floating_point() else v for n, v in state.items()},
+        [HALF],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REMARKED)
+def test_the_remarks_say_what_the_file_also_holds_or_lacks_and_what_is_cast(what, net, tmp_path):
+    change, said = REMARKED[what]
+    tree, model = change(net.state_dict()), fresh()
     path = saved(tree, tmp_path / "last.pt")
-    remarks = init_from.load(fresh(), path)
-    assert (
-        f"it also holds 'ema'; to start from that: ckpttool slim {path} last.ema.safetensors --state ema"
-        in remarks
-    )
-    assert "not used: optimizer" in remarks
-
-
-def test_the_remarks_say_that_types_are_cast(net, tmp_path):
-    half = {name: value.half() for name, value in net.state_dict().items() if value.is_floating_point()}
-    remarks = init_from.load(fresh(), saved(half, tmp_path / "f.pt"))
-    assert "8 tensors are float16 in the file and float32 here" in remarks
+    remarks = load(model, path)
+    assert {remark.format(path) for remark in said} <= {*remarks}
+    expected = {**net.state_dict(), "norm.num_batches_tracked": torch.tensor(0), **tree.get("model", tree)}
+    found = model.state_dict()
+    assert_same({name: value.to(found[name]) for name, value in expected.items()}, found)
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------
 
 
-def refusal(model: nn.Module, path: str, *allow_missing: str) -> UsageFault:
+def refusal(model: nn.Module, path: Path, *allow_missing: str) -> UsageFault:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UsageFault) as caught:
-        init_from.load(model, path, allow_missing)
+        load(model, path, *allow_missing)
     assert_same(before, model.state_dict())
     return caught.value
 
@@ -146,19 +133,18 @@ def test_a_head_of_other_classes_is_refused_with_the_flag_that_allows_it(net, tm
     assert str(fault.hint).endswith(f"  --init {path} --init-allow-missing 'head.*'")
 
 
-def test_the_advised_pattern_keeps_the_new_head_and_loads_the_rest(net, tmp_path):
-    path, model = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt"), fresh(classes=5)
-    remarks = init_from.load(model, path, ["head.*"])
-    assert "newly made, not loaded: head.weight, head.bias" in remarks
-    expected = {**net.state_dict(), **{f"head.{k}": v for k, v in fresh(classes=5).head.state_dict().items()}}
-    assert_same(expected, model.state_dict())
-
-
-def test_a_pattern_for_what_the_file_has_loads_it_and_says_so(net, tmp_path):
-    model = fresh()
-    remarks = init_from.load(model, saved(net.state_dict(), tmp_path / "f.pt"), ["head.*"])
-    assert "--init-allow-missing 'head.*': the file has all of it" in remarks
-    assert_same(net.state_dict(), model.state_dict())
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [
+        (5, "newly made, not loaded: head.weight, head.bias"),
+        (3, "--init-allow-missing 'head.*': the file has all of it"),
+    ],
+)
+def test_the_advised_pattern_keeps_a_new_head_and_loads_the_rest(net, tmp_path, classes, said):
+    path, model = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt"), fresh(classes)
+    assert said in load(model, path, "head.*")
+    new = prefixed(fresh(classes).head.state_dict(), "head.") if classes == 5 else {}
+    assert_same({**net.state_dict(), **new}, model.state_dict())
 
 
 def test_a_pattern_that_matches_no_name_of_the_model_is_refused(net, tmp_path):
@@ -180,12 +166,11 @@ def test_the_advised_commands_make_the_file_fit(net, tmp_path, monkeypatch):
     path = saved({**prefixed(net.state_dict(), "net."), "net.aux.w": torch.ones(2)}, Path("f.pt"))
     advice = str(refusal(fresh(classes=5), path).hint).splitlines()
     for line in advice[advice.index("rewrite the file:") + 1 : -2]:
-        command = [sys.executable, "-m", "ckpttool", *shlex.split(line)[1:]]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        assert command_line.run(shlex.split(line)[1:]) == 0
     flag, result, *globs = shlex.split(advice[-1])
     assert flag == "--init"
     model = fresh(classes=5)
-    init_from.load(model, result, globs[1::2])
+    load(model, result, *globs[1::2])
     assert torch.equal(model.conv.weight, net.conv.weight)
 
 
@@ -200,52 +185,37 @@ def test_weights_that_are_nan_are_refused(net, tmp_path):
     state = {name: value.clone() for name, value in net.state_dict().items()}
     state["norm.running_var"][1] = float("nan")
     with pytest.raises(UsageFault, match=r"norm.running_var is NaN or infinite"):
-        init_from.load(fresh(), saved(state, tmp_path / "f.pt"))
+        load(fresh(), saved(state, tmp_path / "f.pt"))
 
 
 def test_a_sparse_tensor_is_refused_by_name(net, tmp_path):
     state = {**net.state_dict(), "head.weight": net.head.weight.detach().to_sparse()}
-    path = saved(state, tmp_path / "f.pt")
     with pytest.raises(CkptToolError, match=r"missing|head.weight") as caught:
-        init_from.load(fresh(), path)
+        load(fresh(), saved(state, tmp_path / "f.pt"))
     assert "head.weight" in f"{caught.value} {caught.value.hint}"
 
 
-def truncated(state: Any, path: Path) -> str:
-    saved(state, path)
-    path.write_bytes(path.read_bytes()[:-300])
-    return str(path)
+def truncated(state: Any, path: Path) -> None:
+    path.write_bytes(saved(state, path).read_bytes()[:-300])
 
 
-def flipped(state: Any, path: Path) -> str:
-    saved(state, path)
-    data = bytearray(path.read_bytes())
+def flipped(state: Any, path: Path) -> None:
+    data = bytearray(saved(state, path).read_bytes())
     data[data.index(state["conv.weight"].numpy().tobytes())] ^= 1
     path.write_bytes(data)
-    return str(path)
 
 
-def folder(_: Any, path: Path) -> str:
-    path.mkdir()
-    return str(path)
+def twice(state: Any, path: Path) -> None:
+    saved({"a": dict(state), "b": dict(state), "n": 1}, path)
 
 
-def pipe(_: Any, path: Path) -> str:
-    os.mkfifo(path)
-    return str(path)
-
-
-BAD: dict[str, tuple[Any, type[CkptToolError], str]] = {
-    "missing": (lambda _, path: str(path), Unreadable, "no such file"),
+BAD: dict[str, tuple[Callable[[Any, Path], object], type[CkptToolError], str]] = {
+    "missing": (lambda *_: None, Unreadable, "no such file"),
     "truncated": (truncated, Damaged, "cut short"),
     "a flipped bit": (flipped, Damaged, "do not match their checksum"),
-    "an empty folder": (folder, Unreadable, "folder without the index"),
-    "a named pipe": (pipe, Unreadable, "is not a regular file"),
-    "two models": (
-        lambda state, path: saved({"a": dict(state), "b": dict(state), "n": 1}, path),
-        NoState,
-        "holds 2 states",
-    ),
+    "an empty folder": (lambda _, path: path.mkdir(), Unreadable, "folder without the index"),
+    "a named pipe": (lambda _, path: os.mkfifo(path), Unreadable, "is not a regular file"),
+    "two models": (twice, NoState, "holds 2 states"),
     "no model": (lambda _, path: saved({"epoch": 3}, path), NoState, "holds no dict of tensors"),
 }
 
@@ -253,28 +223,29 @@ BAD: dict[str, tuple[Any, type[CkptToolError], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_file_that_can_not_be_read_is_refused_by_name(kind, net, tmp_path):
     make, error, words = BAD[kind]
-    path = make(net.state_dict(), tmp_path / "f.pt")
+    make(net.state_dict(), tmp_path / "f.pt")
     with pytest.raises(error, match=words) as caught:
-        init_from.load(fresh(), path)
-    assert path in str(caught.value)
+        load(fresh(), tmp_path / "f.pt")
+    assert str(tmp_path / "f.pt") in str(caught.value)
     assert caught.value.exit_code == 3
 
 
 def test_a_rank_without_the_file_leaves_its_weights_to_rank_0(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     model = fresh()
-    assert init_from.load(model, str(tmp_path / "f.pt")) == []
+    assert load(model, tmp_path / "f.pt") == []
     assert_same(fresh().state_dict(), model.state_dict())
 
 
 def test_the_digest_is_that_of_the_weights_wherever_the_file_lies(net, tmp_path):
     first = init_from.digest(saved(net.state_dict(), tmp_path / "a.pt"))
-    assert init_from.digest(safetensors(net.state_dict(), tmp_path / "b.safetensors")) == first
+    save_file(net.state_dict(), tmp_path / "b.safetensors")
+    assert init_from.digest(tmp_path / "b.safetensors") == first
     assert init_from.digest(saved(fresh().state_dict(), tmp_path / "c.pt")) != first
 
 
 def test_the_published_resnet_20_fits_as_it_is(resnet20):
     from train.model import builtin as models
 
-    remarks = init_from.load(models.resnet20(), str(resnet20))
+    remarks = load(models.resnet20(), resnet20)
     assert remarks[0].endswith("of 'state_dict', without 'module.'")

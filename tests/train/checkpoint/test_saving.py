@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 import errno
-import json
 import os
 import re
 import resource
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ import torch
 from ckpttool.errors import CheckFailed, CkptToolError
 from ckpttool.files import chain
 from tests.ranks import runs, trainings
-from tests.ranks.programs import ROOT, environment
+from tests.ranks.programs import ROOT, start
+from tests.support.run_log import entries_of, epochs_of
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
 from train.checkpoint.files import numbered
@@ -193,8 +194,7 @@ def test_a_save_leaves_what_is_not_the_trainers_under_a_number_and_says_so(run_r
     now = number.lstat()
     assert (now.st_ino, now.st_size, now.st_mtime_ns) == (facts.st_ino, facts.st_size, facts.st_mtime_ns)
     assert other.read_bytes() == before and not (tmp_path / "nothing").exists()
-    steps = {"last.pt": 3, "best.pt": 2, numbered(1): 1, numbered(3): 3}
-    for name, step in steps.items():
+    for name, step in {"last.pt": 3, "best.pt": 2, numbered(1): 1, numbered(3): 3}.items():
         assert checkpoints.read(str(tmp_path / name))["progress"]["global_step"] == step
 
 
@@ -204,15 +204,15 @@ def test_a_checkpoint_of_another_run_under_a_number_is_not_the_runs_own(run_rank
     (tmp_path / "run").mkdir()
     run_ranks(1, save_numbered, str(tmp_path / "other"), {"seed": 1})
     before = (tmp_path / "other" / numbered(3)).read_bytes()
-    for number in (3, 9):
-        (tmp_path / "run" / numbered(number)).write_bytes(before)
-        os.utime(tmp_path / "run" / numbered(number), (2e9, 2e9))  # the newest, for long
+    for path in (tmp_path / "run" / numbered(number) for number in (3, 9)):
+        path.write_bytes(before)
+        os.utime(path, (2e9, 2e9))  # the newest, for long
     (said,) = run_ranks(1, save_numbered, str(tmp_path / "run"), {})
     number = tmp_path / "run" / numbered(3)
     assert len(said) == 1 and f"{number}: is not a checkpoint of this run, and stays as it is" in said[0]
-    names = ["last.pt", *(numbered(number) for number in (1, 2, 3, 9))]
-    assert sorted(os.listdir(tmp_path / "run")) == names
-    assert all((tmp_path / "run" / numbered(number)).read_bytes() == before for number in (3, 9))
+    names = [numbered(number) for number in (1, 2, 3, 9)]
+    assert sorted(os.listdir(tmp_path / "run")) == ["last.pt", *names]
+    assert all((tmp_path / "run" / name).read_bytes() == before for name in names[2:])
 
 
 def test_a_change_that_a_resume_may_make_leaves_the_checkpoints_the_runs_own(run_ranks, tmp_path):
@@ -225,23 +225,41 @@ def test_a_change_that_a_resume_may_make_leaves_the_checkpoints_the_runs_own(run
 # ---- a disk that refuses -------------------------------------------------------------------------------
 
 
+def failing(code: int) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def limit(size: int | None = None) -> None:
+    """Let no file grow beyond a size. Python ignores the signal, so a write fails as on a full disk."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size or most, most))
+
+
+def steps_of(run: Path, kind: str) -> list[int]:
+    """Return the steps of the entries of a kind in a run's record, which is whole."""
+    links, breaks = chain.read(str(run / "run.jsonl"))
+    assert breaks == []
+    return [link.entry["step"] for link in links if link.entry["kind"] == kind]
+
+
 def save_on_a_full_disk(rank: int, size: int, folder: str, mended: bool) -> Any:
     """Save after each of three steps. Files may have 10 kB; after the last step more, if it is mended."""
     trainer = make_trainer(rank, size, keep=3 if mended else 0)
     saver, told = telling(trainer, folder)
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         for _ in steps_of_epoch(trainer):
-            if rank == 0:  # Python ignores the signal, so a write past the limit fails as on a full disk
-                full = trainer.progress.global_step < 3 or not mended
-                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if full else most, most))
+            if rank == 0:
+                limit(10_000 if trainer.progress.global_step < 3 or not mended else None)
             saver.save(last=True, best=False)
             saver.finish_save()
         saver.finish()
     except CkptToolError as error:
         return told, type(error).__name__, error.message, error.exit_code
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        limit()
     return told, trainer.progress.global_step
 
 
@@ -253,83 +271,66 @@ def test_training_goes_on_after_a_failed_save_and_the_next_one_tries_again(run_r
     assert checkpoints.read(str(tmp_path / "last.pt"))["progress"]["global_step"] == 3
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 4])
 def test_a_run_whose_last_save_failed_ends_with_exit_code_3(run_ranks, tmp_path, size):
     (tmp_path / "last.pt").write_bytes(b"the old one")
     first, *others = run_ranks(size, save_on_a_full_disk, str(tmp_path), False)
-    assert len(first[0]) == 3
-    assert first[1] == "FileError" and first[2].startswith(f"{tmp_path}/last.pt: could not be written: ")
-    assert {other[1:] for other in others} <= {("RankFailed", f"rank 0 failed: {first[2]}", 3)}
-    assert first[3] == 3
+    told, kind, message, code = first
+    assert (len(told), kind, code) == (3, "FileError", 3)
+    assert message.startswith(f"{tmp_path}/last.pt: could not be written: ")
+    assert [other[1:] for other in others] == [("RankFailed", f"rank 0 failed: {message}", 3)] * (size - 1)
     assert os.listdir(tmp_path) == ["last.pt"]
     assert (tmp_path / "last.pt").read_bytes() == b"the old one"
 
 
-def train_with_a_record_on_a_disk_that_is_full(rank: int, size: int, folder: str, until: int) -> str:
-    """Run the trainer. No file may grow beyond 6 kB from its second step on, until it has done `until`."""
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    end_step = Trainer.end_step
+def train_on_a_full_disk(rank: int, size: int, folder: str, until: int, fails: int = 0) -> str:
+    """Run the trainer with a record; the disk is full from its second step on, until it has done `until`.
+
+    Then no file may grow beyond 6 kB; or, if a step is to fail, no line finds room in the record.
+    """
+    usual, end_step = chain.append_line, Trainer.end_step
 
     def watched(trainer: Trainer, *given: Any) -> None:
-        full = 1 <= trainer.progress.global_step < until
-        if rank == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (6_000 if full else most, most))
+        full = rank == 0 and 1 <= trainer.progress.global_step < until
+        if fails:
+            chain.append_line = failing(errno.ENOSPC) if full else usual
+        else:
+            limit(6_000 if full else None)
+        if trainer.progress.global_step + 1 == fails:
+            raise CheckFailed("the step failed")
         end_step(trainer, *given)
 
     saves = {"prove_every": 1, "save": "sync", "save_every": runs.Every(1, "steps"), "keep": 9}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "end_step", watched)
+        patch.setattr(chain, "append_line", usual)  # and put it back at the end
         try:
             return runs.run(rank, size, runs.restless, folder, saves)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            limit()
 
 
 @pytest.mark.parametrize(("size", "until", "saved"), [(1, 4, [1, 5, 6]), (2, 99, [1])])
 def test_a_full_disk_ends_no_run_with_a_record_which_names_what_was_saved_and_no_more(
     run_ranks, tmp_path, size, until, saved
 ):
-    said, *others = run_ranks(size, train_with_a_record_on_a_disk_that_is_full, str(tmp_path), until)
+    said, *others = run_ranks(size, train_on_a_full_disk, str(tmp_path), until)
     assert said.startswith("FileError") == (until == 99), said
     assert all(other.startswith("RankFailed: rank 0 failed") for other in others)
-    links, breaks = chain.read(str(tmp_path / "run.jsonl"))
-    assert breaks == []
-    assert [link.entry["step"] for link in links if link.entry["kind"] == "checkpoint"] == saved
+    assert steps_of(tmp_path, "checkpoint") == saved
     assert sorted(tmp_path.glob("step-*.pt")) == [tmp_path / numbered(step) for step in saved]
-    for step in saved:
-        state = checkpoints.read(str(tmp_path / numbered(step)))
-        assert state["chain"] in {link.hash for link in links}
+    links, _ = chain.read(str(tmp_path / "run.jsonl"))
+    heads = {checkpoints.read(str(tmp_path / numbered(step)))["chain"] for step in saved}
+    assert heads <= {link.hash for link in links}
     if until < 99:
-        assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+        assert steps_of(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
         assert links[-1].entry["kind"] == "end"
 
 
-def fail_after_a_full_disk(rank: int, size: int, folder: str) -> str:
-    """Run the trainer with a record whose lines find no room in steps 2 and 3; step 4 fails."""
-    usual, end_step = chain.append_line, Trainer.end_step
-
-    def refuse(path: str, *_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    def watched(trainer: Trainer, *given: Any) -> None:
-        step = trainer.progress.global_step
-        chain.append_line = refuse if 1 <= step < 3 else usual
-        if step == 3:
-            raise CheckFailed("the step failed")
-        end_step(trainer, *given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "end_step", watched)
-        patch.setattr(chain, "append_line", usual)  # and put it back at the end
-        return runs.run(rank, size, runs.restless, folder, {"prove_every": 1, "workers": 0})
-
-
 def test_a_run_that_fails_writes_the_lines_that_a_full_disk_had_refused(run_ranks, tmp_path):
-    (said,) = run_ranks(1, fail_after_a_full_disk, str(tmp_path))
+    (said,) = run_ranks(1, train_on_a_full_disk, str(tmp_path), 3, 4)
     assert said.startswith("CheckFailed: the step failed")
-    links, breaks = chain.read(str(tmp_path / "run.jsonl"))
-    assert breaks == []
-    assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3]
+    assert steps_of(tmp_path, "step") == [1, 2, 3]
 
 
 def save_the_best_on_a_disk_that_fails_once(rank: int, size: int, folder: str) -> list[float]:
@@ -337,14 +338,10 @@ def save_the_best_on_a_disk_that_fails_once(rank: int, size: int, folder: str) -
     trainer = make_trainer(rank, size)
     saver = saving.Saver(trainer, folder)
     found, usual = [], os.fsync
-
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     for selection_score, broken in ((0.5, False), (0.7, True), (0.6, False)):
         trainer.progress.best = max(trainer.progress.best, selection_score)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "fsync", fail if broken else usual)
+            patch.setattr(os, "fsync", failing(errno.EIO) if broken else usual)
             saver.save(last=False, best=selection_score == trainer.progress.best)
             saver.finish_save()
         found.append(trainer.progress.best)
@@ -357,32 +354,33 @@ def test_a_best_state_that_could_not_be_written_is_not_the_one_to_beat(run_ranks
     assert checkpoints.read(str(tmp_path / "best.pt"))["progress"]["best"] == 0.6
 
 
+ON_A_SMALL_DISK = """
+import ctypes, shutil, subprocess, sys
+mount = "mount --make-rprivate / && mount -t tmpfs -o size=5m none disk"
+if ctypes.CDLL(None).unshare(0x20000) or subprocess.run(mount, shell=True).returncode:  # CLONE_NEWNS
+    sys.exit(77)
+from train import main
+code = main.main(sys.argv[1:])
+shutil.copytree("disk/run", "out")
+sys.exit(code)
+"""
+
+
 def test_a_disk_that_is_full_ends_no_run_before_its_last_step(tmp_path):
     """On a file system of 5 MB, which has room for one checkpoint and not for the next beside it."""
-    command = [sys.executable, str(ROOT / "train" / "main.py"), "--data", "fake:40", "--out", "disk/run"]
-    command += ["--epochs", "3", "--batch-size", "8", "--prove-every", "2"]
-    program = f"mount -t tmpfs -o size=5m none disk && {' '.join(command)}"
-    after = "; code=$?; cp -r disk/run out; exit $code"
+    flags = ["--data", "fake:40", "--epochs", "3", "--batch-size", "8", "--prove-every", "2"]
     (tmp_path / "disk").mkdir()
-    if subprocess.run(
-        ["unshare", "-m", "mount", "-t", "tmpfs", "none", tmp_path / "disk"], check=False
-    ).returncode:
+    command = [sys.executable, "-c", ON_A_SMALL_DISK, *flags, "--out", "disk/run"]
+    done = start(command, tmp_path, PYTHONPATH=str(ROOT))
+    if done.returncode == 77:
         pytest.skip("no file system can be mounted here")
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", program + after],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
     assert done.returncode == 3, done.stderr
-    failed = (
-        "warning: the save of step 10 failed: disk/run/last.pt: could not be written: no space left on device"
-    )
-    assert failed in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: disk/run/last.pt: could not be written: no space")
-    entries = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    assert [entry["epoch"] for entry in entries if "epoch" in entry] == [1, 2, 3]
-    assert next(entry["event"] for entry in entries if "event" in entry) == "save failed"
-    assert checkpoints.read(str(tmp_path / "out" / "last.pt"))["progress"]["epoch"] == 1
-    assert not list((tmp_path / "out").glob(".*"))
-    links, breaks = chain.read(str(tmp_path / "out" / "run.jsonl"))
-    assert breaks == []
-    assert [link.entry["step"] for link in links if link.entry["kind"] == "checkpoint"] == [5]
+    refused = "disk/run/last.pt: could not be written: no space left on device"
+    assert f"warning: the save of step 10 failed: {refused}" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"error: {refused.rpartition(' left')[0]}")
+    out = tmp_path / "out"
+    assert [entry["epoch"] for entry in epochs_of(out)] == [1, 2, 3]
+    assert next(entry["event"] for entry in entries_of(out) if "event" in entry) == "save failed"
+    assert checkpoints.read(str(out / "last.pt"))["progress"]["epoch"] == 1
+    assert not list(out.glob(".*"))
+    assert steps_of(out, "checkpoint") == [5]

@@ -1,17 +1,19 @@
-"""log.jsonl: what is appended, what a run that continues removes, and what a reader refuses."""
+"""log.jsonl: what whole runs log, what one that continues removes, and what a reader refuses."""
 
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import pytest
+from torch import nn
 
 from ckpttool.errors import Damaged, FileError, Unreadable
+from tests.ranks import runs, trainings
+from tests.support.run_log import entries_of
 from train.log import log_file
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+from train.log.step_log import PHASES
 
 
 def test_a_log_that_cant_be_written_is_an_error_that_names_it(tmp_path):
@@ -44,14 +46,14 @@ LOG += [{"step": 6}, {"step": 8}, {"epoch": 2}, {"a": 1}]
 def test_cutting_keeps_what_came_before_the_step_that_the_run_continues_from(tmp_path, epoch, step, kept):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in LOG))
     log_file.cut(str(tmp_path), epoch=epoch, step=step)
-    assert lines(tmp_path) == LOG[:kept]
+    assert entries_of(tmp_path) == LOG[:kept]
 
 
 def test_a_whole_last_line_without_a_line_break_is_kept_apart_from_the_next_one(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 2}')
     log_file.cut(str(tmp_path), epoch=0, step=2)
     log_file.append(str(tmp_path), {"step": 4})
-    assert lines(tmp_path) == [{"step": 2}, {"step": 4}]
+    assert entries_of(tmp_path) == [{"step": 2}, {"step": 4}]
 
 
 def test_a_run_without_a_log_has_nothing_to_cut(tmp_path):
@@ -83,3 +85,88 @@ def test_a_missing_log_is_refused_with_what_to_give(tmp_path):
     with pytest.raises(Unreadable, match=r"log\.jsonl: no such file") as refused:
         log_file.read(tmp_path)
     assert "folder of a run" in refused.value.hint
+
+
+# ---- whole runs on several ranks -----------------------------------------------------------------------
+
+EPOCHS, STEPS, SAMPLES = 2, 5, 55
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Dropout(0.2), nn.Linear(30, 10))
+
+
+def run(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> str:
+    """Train with a checkpoint of each step; return what was printed."""
+    usual = {"epochs": EPOCHS, "batch_size": 12, "lr": 0.05, "out": folder, "log_every": 4, **runs.OFTEN}
+    data, made = trainings.tensors((10,), SAMPLES), trainings.seeded(model)
+    return runs.outcome(rank, world_size, data, made, {**usual, **settings})
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda size: f"{size}-ranks")
+def whole(request: Any, run_ranks: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+    """The log of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_ranks(request.param, run, str(folder), {})
+    return entries_of(folder)
+
+
+def order_of(entries: list[dict[str, Any]]) -> list[tuple[int | None, ...]]:
+    return [(entry.get("step"), entry.get("epoch"), entry.get("steps")) for entry in entries]
+
+
+ORDER = [(4, None, 4), (None, 1, None), (8, None, 4), (10, None, 2), (None, 2, None)]
+
+
+def test_a_log_is_in_the_order_of_the_training(whole):
+    assert order_of(whole) == ORDER
+
+
+def test_every_line_has_its_fields(whole):
+    for entry in whole:
+        if "epoch" in entry:
+            wanted = {"loss", "accuracy", "correct", "samples", "seconds", "train_loss", "train_accuracy"}
+            assert wanted | {"train_samples", "test_samples", "lr"} <= set(entry)
+            assert (entry["train_samples"], entry["test_samples"], entry["samples"]) == (SAMPLES, 10, 10)
+        else:
+            wanted = {"epochs", "steps", "loss", "lr", "grad_norm", "samples_per_second", "seconds"}
+            assert wanted | {f"{phase}_seconds" for phase in PHASES} <= set(entry)
+            assert entry["epochs"] == entry["step"] / STEPS and entry["grad_norm"] > 0
+            assert 0 < sum(entry[f"{phase}_seconds"] for phase in PHASES) <= entry["seconds"] * 1.001
+
+
+def test_the_losses_of_steps_add_up_to_those_of_epochs(whole):
+    """Of the whole training: intervals and epochs end at different steps, but both cover each step once."""
+    samples = {4: 48, 8: SAMPLES + 36 - 48, 10: 2 * SAMPLES - SAMPLES - 36}
+    by_step = math.fsum(e["loss"] * samples[e["step"]] for e in whole if "step" in e)
+    by_epoch = math.fsum(e["train_loss"] * e["train_samples"] for e in whole if "epoch" in e)
+    assert by_step == pytest.approx(by_epoch, rel=1e-12)
+
+
+def test_training_longer_goes_on_with_the_log(run_ranks, tmp_path):
+    run_ranks(2, run, str(tmp_path), {"scheduler": "none"})
+    run_ranks(2, run, str(tmp_path), {"scheduler": "none", "resume": "auto", "epochs": 3})
+    assert order_of(entries_of(tmp_path)) == [*ORDER, (12, None, 2), (15, None, 3), (None, 3, None)]
+
+
+def test_on_another_number_of_ranks_an_interval_goes_on_with_the_same_sums(run_ranks, tmp_path):
+    """The weights of the saved step are the same, so with a rate of almost nothing the losses are too."""
+    settings = {"lr": 1e-9, "batch_size": 5, "log_every": 10}
+    run_ranks(2, run, str(tmp_path / "two"), settings)
+    saved = str(tmp_path / "two" / "step-000006.pt")
+    run_ranks(1, run, str(tmp_path / "one"), {**settings, "resume": saved})
+    two, one = (next(e for e in entries_of(tmp_path / name) if "steps" in e) for name in ("two", "one"))
+    assert (two["step"], two["steps"]) == (one["step"], one["steps"]) == (10, 10)
+    assert one["loss"] == pytest.approx(two["loss"], rel=0.05)  # dropout is drawn anew
+
+
+def test_how_often_and_where_to_it_is_logged_changes_no_bit_of_the_weights(run_ranks, tmp_path):
+    """Forced over the old run, TensorBoard shows only the new one."""
+    pytest.importorskip("tensorboard")
+    events = {"log_every": 1, "tensorboard": True}
+    ends = []
+    for name, settings in (("a", events), ("b", {"log_every": 999}), ("a", {**events, "force": True})):
+        run_ranks(2, run, str(tmp_path / name), settings)
+        ends.append(runs.contents(tmp_path / name / "last.pt", "model"))
+    assert ends == [ends[0]] * 3
+    assert len(list((tmp_path / "a" / "tensorboard").iterdir())) == 1

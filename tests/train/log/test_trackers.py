@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import json
 import random
 import resource
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 from ckpttool.errors import CkptToolError, UsageFault
-from tests.ranks.programs import TINY, start, without
+from tests.ranks.programs import TINY
+from train import main
 from train.config.training import TrainConfig
 from train.log import trackers
 
@@ -25,24 +27,22 @@ STEP |= {"samples_per_second": 99.5, "seconds": 3.0, "data_seconds": 0.25}
 EPOCH = {"epoch": 1, "loss": 1.25, "accuracy": 0.5, "samples": 10, "train_loss": float("nan"), "seconds": 7.0}
 EVALUATION = {"step": 3, "epochs": 0.75, "test_loss": 1.0, "test_samples": 9}
 EVALUATION |= {"test_metrics": {"mae": 0.5, "all": [1]}}
-AT_3 = {"test/loss": 1.0, "test/samples": 9, "test/mae": 0.5}
+CHARTS: dict[int, dict[str, float]] = {
+    2: {"train/loss": 1.5, "train/lr": 0.1, "train/samples_per_second": 99.5}
+    | {"time/seconds": 3.0, "time/data": 0.25},
+    3: {"test/loss": 1.0, "test/samples": 9, "test/mae": 0.5},
+    4: {"test/loss": 1.25, "test/accuracy": 0.5, "test/samples": 10.0, "time/epoch": 7.0},
+}
 
-AT_2 = {"train/loss": 1.5, "train/lr": 0.1, "train/samples_per_second": 99.5}
-AT_2 |= {"time/seconds": 3.0, "time/data": 0.25}
-AT_4 = {"test/loss": 1.25, "test/accuracy": 0.5, "test/samples": 10.0, "time/epoch": 7.0}
 
-
-def write(folder: Path, config: TrainConfig, step: int = 0) -> None:
-    with trackers.opened(config, str(folder), step) as sinks:
-        for sink in sinks:
-            for entry, at in ((STEP, 2), (EVALUATION, 3), (EPOCH, 4)):
-                sink.write(entry, at)
+def write(folder: Path, config: TrainConfig) -> None:
+    with trackers.opened(config, str(folder), 0) as sinks:
+        for sink, (entry, at) in itertools.product(sinks, ((STEP, 2), (EVALUATION, 3), (EPOCH, 4))):
+            sink.write(entry, at)
 
 
 def test_numbers_get_the_groups_of_charts_of_trackers():
-    assert trackers.tagged(STEP) == AT_2
-    assert trackers.tagged(EPOCH) == AT_4
-    assert trackers.tagged(EVALUATION) == AT_3
+    assert [trackers.tagged(entry) for entry in (STEP, EVALUATION, EPOCH)] == list(CHARTS.values())
     found = trackers.tagged({"epoch": 1, "train_loss": 2.0, "lr": 0.1})
     assert found == {"epoch/train_loss": 2.0, "epoch/lr": 0.1}
 
@@ -63,33 +63,16 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
     return {(tag, one.step): one.value for tag in events.Tags()["scalars"] for one in events.Scalars(tag)}
 
 
-def test_tensorboard_reads_every_finite_number_at_its_step(tmp_path):
+def test_tensorboard_has_every_finite_number_at_its_step_before_the_run_ends_and_when_it_continues(tmp_path):
     pytest.importorskip("tensorboard")
-    write(tmp_path, TrainConfig(tensorboard=True))
-    assert scalars(tmp_path) == pytest.approx(
-        {(tag, 2): value for tag, value in AT_2.items()}
-        | {(tag, 4): value for tag, value in AT_4.items()}
-        | {(tag, 3): value for tag, value in AT_3.items()}
-    )
-
-
-def test_tensorboard_forgets_what_a_run_that_continues_writes_again(tmp_path):
-    pytest.importorskip("tensorboard")
-    write(tmp_path, TrainConfig(tensorboard=True))
-    with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), 2) as sinks:
-        for sink in sinks:
-            sink.write({"step": 3, "loss": 9.0}, 3)
-    found = scalars(tmp_path)
-    assert found[("train/loss", 2)] == 1.5 and found[("train/loss", 3)] == 9.0
-    assert max(step for _, step in found) == 3
-
-
-def test_tensorboard_has_an_entry_before_the_run_ends(tmp_path):
-    pytest.importorskip("tensorboard")
-    with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), 0) as sinks:
-        for sink in sinks:
-            sink.write(STEP, 2)
-        assert ("train/loss", 2) in scalars(tmp_path)
+    before = [(STEP, 2), ({"step": 3, "loss": 9.0}, 3)]  # a run that continues after step 2 forgets the last
+    for step, entries in ((0, before), (2, [(EVALUATION, 3), (EPOCH, 4)])):
+        with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), step) as sinks:
+            for sink, (entry, at) in itertools.product(sinks, entries):
+                sink.write(entry, at)
+            assert (entries == before) == (("train/loss", 3) in scalars(tmp_path))
+    expected = {(tag, step): value for step, chart in CHARTS.items() for tag, value in chart.items()}
+    assert scalars(tmp_path) == pytest.approx(expected)
 
 
 def test_tensorboard_gets_later_what_a_full_disk_refused(tmp_path, capsys):
@@ -154,32 +137,18 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_wandb_writes_every_finite_number_at_its_step_without_a_network(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    write(tmp_path, TrainConfig(wandb=True))
-    found = {row["_step"]: {k: v for k, v in row.items() if not k.startswith("_")} for row in rows(tmp_path)}
-    assert found == {2: AT_2, 3: AT_3, 4: AT_4}
-
-
-def test_trackers_draw_no_random_numbers_of_the_training(tmp_path):
+    """And trackers draw no random numbers of the training."""
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     before = random.getstate(), torch.get_rng_state()
     write(tmp_path, TrainConfig(tensorboard=True, wandb=True))
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    found = {row["_step"]: {k: v for k, v in row.items() if not k.startswith("_")} for row in rows(tmp_path)}
+    assert found == CHARTS
 
 
 # ---- missing packages ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_is_refused_with_its_extra(name, monkeypatch):
-    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda *_, **__: None)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(UsageFault, match=f"--{name}: the package {name} is not installed") as refused:
-        trackers.check(TrainConfig(**{name: True}))
-    assert refused.value.hint == f"in a clone of ckpttool: pip install -e '.[{name}]'"
 
 
 def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
@@ -197,10 +166,11 @@ def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(tmp_path, name):
-    folder = tmp_path / "run"
-    done = start([*without(name, "main.py"), f"--{name}", *TINY, "--out", str(folder)])
+def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(
+    tmp_path, monkeypatch, capsys, name
+):
+    monkeypatch.setitem(sys.modules, name, None)
+    assert main.main([f"--{name}", *TINY, "--out", str(tmp_path / "run")]) == 2
     hint = f"in a clone of ckpttool: pip install -e '.[{name}]'"
-    said = f"error: --{name}: the package {name} is not installed ({hint})\n"
-    assert (done.returncode, done.stderr) == (2, said)
-    assert not folder.exists()
+    assert capsys.readouterr().err == f"error: --{name}: the package {name} is not installed ({hint})\n"
+    assert not (tmp_path / "run").exists()

@@ -8,10 +8,11 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,19 +33,23 @@ from train.run import report
 from train.run.run import Job
 from train.trainer.trainer import Trainer
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="this is known of processes on Linux")
 
-def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path):
-    done = start([*TORCHRUN, "2", "train/main.py", "--data", "fake:0", "--out", str(tmp_path / "x")])
+
+@pytest.mark.parametrize(
+    ("command", "said", "code"),
+    [
+        (["train/main.py", "--data", "fake:0", "--out", "{}/x"], "error: --data fake:0", 2),
+        (["train/evaluate.py", "/nowhere.pt", "--model", "simple-cnn"], "nowhere.pt: no such file", 3),
+    ],
+    ids=["refused flags", "missing checkpoint"],
+)
+def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path, command, said, code):
+    done = start([*TORCHRUN, "2", *(word.format(tmp_path) for word in command)])
     assert done.returncode == 1  # torchrun's own
-    assert done.stderr.count("error: --data fake:0") == 1
-    assert "exitcode  : 2" in done.stderr
+    assert done.stderr.count(said) == done.stderr.count("error: ") == 1
+    assert f"exitcode  : {code}" in done.stderr
     assert not (tmp_path / "x").exists()
-
-
-def test_a_missing_checkpoint_is_one_line_from_rank_0():
-    done = start([*TORCHRUN, "2", "train/evaluate.py", "/nowhere.pt", "--model", "simple-cnn"])
-    assert done.stderr.count("nowhere.pt: no such file") == done.stderr.count("error: ") == 1
-    assert "exitcode  : 3" in done.stderr
 
 
 def test_spawn_returns_the_ranks_exit_code_and_their_one_line(tmp_path):
@@ -87,57 +92,46 @@ def training(arguments, line, folder):
             os.killpg(run.pid, signal.SIGKILL)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's way to tell of a parent's end is Linux's")
+@LINUX
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
-    given = ["--epochs", "9999", "--lr", "0.01", "--out", str(tmp_path / "x")]
+    given = [*TINY, "--epochs", "9999", "--lr", "0.01", "--out", str(tmp_path / "x")]
     with training([*given, "--spawn", "2"], " 1/9999", tmp_path) as run:
         run.kill()
         run.communicate(timeout=30)  # reads on until no rank has stdout open any more
 
 
-def alive(pid: str) -> bool:
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="children are listed in /proc")
+@LINUX
 def test_ranks_do_not_outlive_a_launcher_that_was_killed_as_soon_as_it_had_started_them(tmp_path):
     command = [sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path / "x")]
-    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
-    children, end = Path(f"/proc/{run.pid}/task/{run.pid}/children"), time.monotonic() + 30
-    ranks: list[str] = []
-    while len(ranks) < 2 and time.monotonic() < end:
-        ranks = children.read_text().split()
+    run = Program(command, ROOT, environment())
+    children, end = Path(f"/proc/{run.pid}/task/{run.pid}/children"), time.monotonic() + 60
+    while len(children.read_text().split()) < 2:
+        assert time.monotonic() < end
     run.kill()
-    run.wait()
-    while (left := [pid for pid in ranks if alive(pid)]) and time.monotonic() < end:
-        time.sleep(0.1)
-    for pid in left:
-        os.kill(int(pid), signal.SIGKILL)
-    assert len(ranks) == 2
-    assert left == []
+    assert "saved" not in run.communicate(timeout=30)[0]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
 @pytest.mark.parametrize("flags", [TINY, ["--help"]], ids=["training", "help"])
 def test_a_full_stdout_is_reported_in_one_line(tmp_path, flags):
-    command = [sys.executable, "train/main.py", *flags, "--out", str(tmp_path / "x")]
     with open("/dev/full", "w") as full:
-        run = Program(command, ROOT, environment(), stdout=full.fileno())
-        _, errors = run.communicate(timeout=60)
-    assert (run.returncode, errors) == (1, "error: standard output: no space left on device\n")
+        ended = with_stdout(full.fileno(), *flags, "--out", str(tmp_path / "x"))
+    assert ended == (1, "error: standard output: no space left on device\n")
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["--preview", *TINY]], ids=["help", "preview"])
 def test_what_nobody_reads_to_its_end_ends_quietly(flags):
     reader, writer = os.pipe()
     os.close(reader)
-    run = Program([sys.executable, "train/main.py", *flags], ROOT, environment(), stdout=writer)
+    assert with_stdout(writer, *flags) == (141, "")
     os.close(writer)
+
+
+def with_stdout(fd: int, *flags: str) -> tuple[int | None, str]:
+    """Run the program with a descriptor as its stdout; return its exit code and stderr."""
+    run = Program([sys.executable, "train/main.py", *flags], ROOT, environment(), stdout=fd)
     _, errors = run.communicate(timeout=60)
-    assert (run.returncode, errors) == (141, "")
+    return run.returncode, errors
 
 
 def test_training_goes_on_after_the_readers_of_both_streams_have_gone(tmp_path):
@@ -154,7 +148,7 @@ def test_training_goes_on_after_the_readers_of_both_streams_have_gone(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []
-    given = ["--epochs", "999", "--lr", "0.01", "--batch-size", "256", "--out", "my run"]
+    given = ["--data", "fake:40", "--epochs", "999", "--lr", "0.01", "--batch-size", "8", "--out", "my run"]
     with training([*given, *spawn], " 2/999", tmp_path) as run:
         os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all that it has in front
         said, errors = run.communicate(timeout=60)
@@ -168,14 +162,16 @@ def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
     assert command_line.parse(shlex.split(arguments)) == expected
 
 
-def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    (tmp_path / "last.pt").touch()
+def test_how_to_go_on_depends_on_what_is_saved_and_on_the_launcher(tmp_path, monkeypatch):
     data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
     with process_group(trainings.place(0, 1), timeout=5):
         trainer = trainings.trainer(0, 1, data, model)
+        reporter = report.Report(trainer, str(tmp_path))
+        assert "nothing was saved yet" in reporter.how_to_go_on()
+        (tmp_path / "last.pt").touch()
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         trainer.place = trainings.place(0, 2)
-        said = report.Report(trainer, str(tmp_path)).how_to_go_on()
+        said = reporter.how_to_go_on()
     assert said.startswith("to continue:\n  torchrun --nproc-per-node 2 train/main.py ")
     assert "--spawn" not in said
 
@@ -194,21 +190,11 @@ def test_stop_at_a_step_that_is_done_takes_none_and_is_not_proposed_again(tmp_pa
 
 
 def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp_path, monkeypatch):
-    for folder, path in (
-        (ROOT, "train/main.py"),
-        (ROOT / "train", "main.py"),
-        (ROOT / "docs", f"{ROOT}/train/main.py"),
-        (tmp_path, f"{ROOT}/train/main.py"),
-    ):
+    elsewhere = f"{ROOT}/train/main.py"
+    paths = {ROOT: "train/main.py", ROOT / "train": "main.py", ROOT / "docs": elsewhere, tmp_path: elsewhere}
+    for folder, path in paths.items():
         monkeypatch.chdir(folder)
         assert command_line.program("main") == path
-
-
-def test_ctrl_c_before_the_first_save_says_so(tmp_path):
-    data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
-    with process_group(trainings.place(0, 1), timeout=5):
-        before = report.Report(trainings.trainer(0, 1, data, model), str(tmp_path))
-        assert "nothing was saved yet" in before.how_to_go_on()
 
 
 ENDS = {
@@ -221,25 +207,25 @@ ENDS = {
 }
 
 
-def gloo_threads() -> list[str]:
-    """Threads of process groups in this process. One that outlives its group can end it by SIGABRT."""
-    names = []
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            names.append(path.read_text().strip())
-    return [name for name in names if "gloo" in name]
+def gloo_threads(seconds: float = 0.0) -> list[str]:
+    """Threads of process groups in this process, which one that outlives its group can end by SIGABRT.
 
-
-def gloo_threads_after(seconds: float) -> list[str]:
-    """Those that stay. The system lists a thread a moment longer than a join of it takes: 3 of 200,000 on
-    a machine with twice as many busy processes as cores."""
-    end = time.monotonic() + seconds
-    while gloo_threads() and time.monotonic() < end:
+    Those that stay: the system lists a thread a moment longer than a join of it takes, 3 of 200,000 on a
+    machine with twice as many busy processes as cores.
+    """
+    end, found = time.monotonic() + seconds, ["gloo"]
+    while found:
+        found = []
+        for path in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                found += [name for name in (path.read_text().strip(),) if "gloo" in name]
+        if time.monotonic() >= end:
+            break
         time.sleep(0.01)
-    return gloo_threads()
+    return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@LINUX
 @pytest.mark.parametrize("end", ENDS)
 def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkeypatch, end, tmp_path, capsys):
     error, code = ENDS[end]
@@ -257,16 +243,20 @@ def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkey
     assert main.main([*TINY, "--out", str(tmp_path)]) == code
     assert seen == [True]
     assert not dist.is_initialized()
-    assert gloo_threads_after(seconds=2) == []
+    assert gloo_threads(seconds=2) == []
     said = capsys.readouterr().err
     assert len(said.split("\n")) == {"well": 1, "interrupted": 3}.get(end, 2)
 
 
-def test_a_bug_is_not_hidden_and_the_process_group_is_destroyed(monkeypatch, tmp_path):
-    def train(job: Job) -> None:
-        raise ZeroDivisionError
+def raising(error: BaseException) -> Callable[[Any], None]:
+    def work(_: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(main, "train", train)
+    return work
+
+
+def test_a_bug_is_not_hidden_and_the_process_group_is_destroyed(monkeypatch, tmp_path):
+    monkeypatch.setattr(main, "train", raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         main.main([*TINY, "--out", str(tmp_path)])
     assert not dist.is_initialized()
@@ -285,11 +275,7 @@ def test_a_rank_that_repeats_an_error_waits_for_the_rank_that_had_it(monkeypatch
     slept: list[float] = []
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(launch.time, "sleep", slept.append)
-
-    def work(_: None) -> None:
-        raise error
-
-    launch.run_program(lambda: None, work)
+    launch.run_program(lambda: None, raising(error))
     assert bool(slept) == waits
 
 
@@ -299,11 +285,7 @@ def test_a_rank_that_repeats_an_error_waits_for_the_rank_that_had_it(monkeypatch
 def test_lost_and_late_ranks_are_reported_as_json_too(monkeypatch, capsys, end, said):
     error, code = ENDS[end]
     monkeypatch.setattr(launch, "PATIENCE", 0)
-
-    def work(_: None) -> None:
-        raise error
-
-    assert launch.run_program(lambda: None, work, as_json=True) == code
+    assert launch.run_program(lambda: None, raising(error), as_json=True) == code
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
@@ -314,5 +296,4 @@ def test_a_rank_that_cant_join_the_group_says_so(monkeypatch, tmp_path, capsys):
     assert main.main([*TINY, "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: rank 0 could not join the others: ")
-    assert "MASTER_PORT" in said
-    assert said.count("\n") == 1
+    assert "MASTER_PORT" in said and said.count("\n") == 1

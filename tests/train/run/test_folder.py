@@ -173,33 +173,30 @@ def refused(folder: Path, config: TrainConfig = CONFIG) -> str:
         return error.message
 
 
-def test_the_third_failure_of_a_step_in_a_row_is_the_last(tmp_path):
-    for _ in range(3):
-        attempt(tmp_path, 7, 8, 9)
-    said = "step 9 has failed 3 times in a row, and is not tried again"
-    assert [refused(tmp_path), refused(tmp_path)] == [said, said]
-    (tmp_path / FILE).unlink()
-    assert refused(tmp_path) == ""
+STARTS: dict[str, tuple[list[tuple[int, ...]], int]] = {
+    "three in a row": ([(7, 8, 9)] * 3, 9),
+    "twice": ([(9,)] * 2, 0),
+    "twice, then further": ([(9,), (9,), (12,)], 0),
+    "further in between": ([(9,), (12,), (9,)], 0),
+    "twice, then at its start, then further": ([(9,), (9,), (), (12,)], 0),
+    "at others": ([(3,), (9,), (15,)], 0),
+    "before the first step": ([()] * 4, 0),
+    "once before the first step": ([(9,), (9,), (), (9,)], 9),
+    "rank 0 a step behind the rank that fails": ([(9,), (8,), (9,)], 9),
+}
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [(9, 9), (9, 9, 12), (9, 12, 9), (9, 9, 0, 12), (3, 9, 15)],
-    ids=["twice", "then further", "then before", "then at its start, then further", "at others"],
-)
-def test_failures_of_other_steps_do_not_count_together(tmp_path, ends):
-    for step in ends:
-        attempt(tmp_path, *[step] * (step > 0))
-    assert refused(tmp_path) == ""
-
-
-def test_a_start_that_ends_before_its_first_step_is_not_counted(tmp_path):
-    for _ in range(4):
-        attempt(tmp_path)
-    assert refused(tmp_path) == ""
-    for steps in ([9], [9], [], [9]):
+@pytest.mark.parametrize("what", STARTS)
+def test_the_third_failure_of_a_step_in_a_row_is_the_last(tmp_path, what):
+    starts, failed = STARTS[what]
+    for steps in starts:
         attempt(tmp_path, *steps)
-    assert refused(tmp_path).startswith("step 9")
+    said = f"step {failed} has failed 3 times in a row, and is not tried again" if failed else ""
+    assert refused(tmp_path) == said
+    if failed:
+        assert refused(tmp_path) == said
+    (tmp_path / FILE).unlink(missing_ok=True)
+    assert refused(tmp_path) == ""
 
 
 def test_a_step_that_is_taken_back_is_not_counted(tmp_path):
@@ -210,12 +207,6 @@ def test_a_step_that_is_taken_back_is_not_counted(tmp_path):
             raise ZeroDivisionError
         begin(0)  # what ended the run is known only afterwards
     assert refused(tmp_path) == ""
-
-
-def test_rank_0_may_be_a_step_behind_the_rank_that_fails(tmp_path):
-    for step in (9, 8, 9):
-        attempt(tmp_path, step)
-    assert refused(tmp_path).startswith("step 9")
 
 
 def test_a_run_that_ends_well_or_is_interrupted_leaves_no_count(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +18,9 @@ from train.trainer.progress import Progress
 STEPS = 4
 
 
-class Clock:
-    """A clock that goes on by one second whenever it is read."""
-
-    def __init__(self, speed: float = 1.0) -> None:
-        self.now, self.speed = 0.0, speed
-
-    def __call__(self) -> float:
-        self.now += self.speed
-        return self.now
+def clock(speed: float = 1.0) -> Callable[[], float]:
+    """Return a clock that goes on by some seconds whenever it is read."""
+    return itertools.count(speed, speed).__next__
 
 
 def position(global_step: int) -> Progress:
@@ -33,50 +29,31 @@ def position(global_step: int) -> Progress:
     return Progress(epoch=epoch, step=global_step - epoch * STEPS, global_step=global_step)
 
 
-def course(steps: int, clock: Any = None, **settings: Any) -> dict[int, Due]:
-    """Return what is due after each of the first steps."""
-    limits = Limits(TrainConfig(**settings), STEPS, clock or Clock())
-    return {step: limits.due(position(step)) for step in range(1, steps + 1)}
+FAR = {"epochs": 9}
+COURSES: dict[str, tuple[dict[str, Any], float, list[int], list[int], str]] = {
+    "each epoch, and the last one ends it": ({"epochs": 3}, 1, [4, 8, 12], [4, 8, 12], "--epochs"),
+    "counted from the beginning of the training": (
+        {**FAR, "eval_every": Every(3, "steps"), "save_every": Every(2, "epochs")}, 1, [3, 6, 9, 12], [8], ""
+    ),
+    "the end is evaluated and saved whatever the intervals": (
+        {"epochs": 2, "eval_every": Every(5, "epochs"), "save_every": Every(1, "h")}, 1, [8], [8], "--epochs"
+    ),
+    "--max-steps in the middle of an epoch": ({**FAR, "max_steps": 6}, 1, [4, 6], [4, 6], "--max-steps"),
+    "--max-time saves and does not evaluate": ({**FAR, "max_time": 4.5}, 1, [4], [4, 5], "--max-time"),
+    "a time since the last save": ({**FAR, "save_every": Every(3, "s")}, 1, [4, 8, 12], [3, 6, 9, 12], ""),
+    "a time in minutes": ({**FAR, "save_every": Every(1, "min")}, 40, [4, 8], [2, 4, 6, 8], ""),
+}  # fmt: skip
 
 
-def steps_with(name: str, found: dict[int, Due]) -> list[int]:
-    return [step for step, due in found.items() if getattr(due, name)]
-
-
-def test_by_default_each_epoch_is_evaluated_and_saved_and_the_last_one_ends_the_run():
-    found = course(12, epochs=3)
-    assert steps_with("evaluate", found) == steps_with("save", found) == [4, 8, 12]
-    assert {step: due.end for step, due in found.items() if due.end} == {12: "--epochs"}
-
-
-def test_steps_and_epochs_count_from_the_beginning_of_the_training():
-    found = course(12, epochs=9, eval_every=Every(3, "steps"), save_every=Every(2, "epochs"))
-    assert steps_with("evaluate", found) == [3, 6, 9, 12]
-    assert steps_with("save", found) == [8]
-
-
-def test_max_steps_ends_in_the_middle_of_an_epoch_with_a_score_and_a_checkpoint():
-    found = course(6, epochs=9, max_steps=6)
-    assert found[6] == Due(evaluate=True, save=True, end="--max-steps")
-    assert not any(found[step].end for step in range(1, 6))
-
-
-def test_the_end_is_evaluated_and_saved_whatever_the_intervals():
-    found = course(8, epochs=2, eval_every=Every(5, "epochs"), save_every=Every(1, "h"))
-    assert steps_with("evaluate", found) == steps_with("save", found) == [8]
-
-
-def test_max_time_saves_and_does_not_evaluate():
-    found = course(5, epochs=9, max_time=4.5)
-    assert found[5] == Due(evaluate=False, save=True, end="--max-time")
-    assert found[3] == Due()
-
-
-def test_a_time_between_checkpoints_counts_from_the_last_one():
-    found = course(12, epochs=9, save_every=Every(3, "s"))
-    assert steps_with("save", found) == [3, 6, 9, 12]
-    found = course(12, Clock(speed=40.0), epochs=9, save_every=Every(1, "min"))
-    assert steps_with("save", found) == [2, 4, 6, 8, 10, 12]
+@pytest.mark.parametrize("course", COURSES)
+def test_what_is_due_after_each_step(course):
+    settings, speed, evaluated, saved, end = COURSES[course]
+    limits = Limits(TrainConfig(**settings), STEPS, clock(speed))
+    last = max(evaluated + saved)
+    found = {step: limits.due(position(step)) for step in range(1, last + 1)}
+    assert [step for step, due in found.items() if due.evaluate] == evaluated
+    assert [step for step, due in found.items() if due.save] == saved
+    assert {step: due.end for step, due in found.items() if due.end} == ({last: end} if end else {})
 
 
 def test_a_training_that_has_all_its_steps_is_over_before_it_begins():
@@ -102,9 +79,8 @@ def test_the_schedule_is_as_long_as_the_training():
 
 
 def on_rank(rank: int, world_size: int) -> list[Due]:
-    limits = Limits(
-        TrainConfig(epochs=99, max_time=9.5, save_every=Every(4, "s")), STEPS, Clock(speed=1.0 + 50 * rank)
-    )
+    config = TrainConfig(epochs=99, max_time=9.5, save_every=Every(4, "s"))
+    limits = Limits(config, STEPS, clock(1.0 + 50 * rank))
     return [limits.due(position(step)) for step in range(1, 12)]
 
 
