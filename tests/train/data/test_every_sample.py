@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
-from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
 from train.data import data_set, fingerprint
 
@@ -60,23 +59,20 @@ def made(kind: str, differs: int | None) -> Any:
     inputs = torch.arange(2.0 * SAMPLES)[:, None].repeat(1, 8)
     if differs is not None:
         inputs[differs, 3] += 0.5
-    tensors = TensorDataset(inputs, torch.arange(2 * SAMPLES) % 10)
-    return Subset(tensors, range(SAMPLES))
+    return Subset(TensorDataset(inputs, torch.arange(2 * SAMPLES) % 10), range(SAMPLES))
 
 
 def compared(
     rank: int, size: int, kind: str, part: str, differs: int | None, on: int, seconds: float, workers: int = 0
 ) -> str:
-    fingerprint.SECONDS = seconds
     data = trainings.tensors((8,), SAMPLES, tests=SAMPLES)
     samples = made(kind, differs if rank == on else None)
     contents: dict[str, Any] = fingerprint.Part(part, samples, "own.py:data").describe()
     data = replace(data, contents=contents, **{"train" if part == "training" else "test": samples})
-    try:
-        data_set.compare(data, "before training", workers=workers)
-    except CkptToolError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint, "SECONDS", seconds)
+        error = trainings.error_of(lambda: data_set.compare(data, "before training", workers=workers))
+    return ": ".join(error or ())
 
 
 @pytest.mark.parametrize("on", [0, 1, 2])
