@@ -62,6 +62,7 @@ class Length(Made):
     def __len__(self):
         return -1
 
+stream = lambda: (Stream(), Stream())
 negative = lambda: (Length(None), Length(None))
 poisoned = pair(lambda index: (torch.full((3,), float("nan") if index == 20 else 1.0), index % 2))
 numbers = lambda: (Made(lambda index: (torch.rand(3), torch.rand(2))),) * 2
@@ -71,37 +72,23 @@ class Stream(IterableDataset):
     def __iter__(self):
         yield torch.rand(3), 0
 
-def stream():
-    return Stream(), Stream()
-
-class Sometimes(nn.Module):
+class Sometimes(nn.Linear):
     def __init__(self):
-        super().__init__()
-        self.always, self.extra = nn.Linear(3, 2), nn.Linear(3, 2)
-        self.passes = 0
+        super().__init__(3, 2)
+        self.extra, self.passes = nn.Linear(3, 2), 0
 
     def forward(self, x):
         self.passes += 1
-        return self.always(x) + (self.extra(x) if self.passes < 4 or len(x) == 1 else 0)
-
-def net(num_classes):
-    return nn.Linear(3, num_classes)
-
-def sometimes(num_classes=2):
-    return Sometimes()
+        return super().forward(x) + (self.extra(x) if self.passes < 4 or len(x) == 1 else 0)
 
 class OnRank1(Sometimes):
     def forward(self, x):
         return super().forward(x) + (0 if os.environ.get("RANK") == "1" else self.extra(x))
 
+net = lambda num_classes: nn.Linear(3, num_classes)
+sometimes = lambda: Sometimes()
 forgetful = lambda: OnRank1()
 """
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> str:
-    (tmp_path / "own.py").write_text(OWN)
-    return f"{tmp_path}/own.py"
 
 
 @pytest.fixture
@@ -244,20 +231,17 @@ net = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
 """
 
 
+RAISED = {
+    "open('/nowhere/7.png')": "/nowhere/7.png: no such file or directory: training sample 7 of --data ",
+    "raise OSError('truncated')": "own.py:pair: training sample 7 can't be read: truncated",
+}
+
+
 @pytest.mark.parametrize("workers", ["0", "1"])
-@pytest.mark.parametrize(
-    ("raises", "said"),
-    [
-        ("open('/nowhere/7.png')", "/nowhere/7.png: no such file or directory: training sample 7 of --data "),
-        ("raise OSError('truncated')", "own.py:pair: training sample 7 can't be read: truncated"),
-    ],
-    ids=["missing", "damaged"],
-)
-def test_a_file_that_a_user_s_data_set_can_t_read_is_named_with_its_sample(
-    tmp_path, fails, workers, raises, said
-):
-    (tmp_path / "own.py").write_text(UNREADABLE.format(fails=raises))
-    assert said in fails(3, f"{tmp_path}/own.py:pair", "--workers", workers)
+@pytest.mark.parametrize("code", RAISED)
+def test_a_file_that_a_user_s_data_set_can_t_read_is_named_with_its_sample(tmp_path, fails, workers, code):
+    (tmp_path / "own.py").write_text(UNREADABLE.format(fails=code))
+    assert RAISED[code] in fails(3, f"{tmp_path}/own.py:pair", "--workers", workers)
 
 
 @pytest.mark.parametrize(("code", "also"), [("0", ""), ("'no licence'", ": no licence")])

@@ -42,24 +42,19 @@ class Listed(Dataset[Any]):
         return sample, index % 10
 
 
+DRAWS = {"keyed": "torch", "own": "own", "seldom": "seldom"}
+
+
 def made(kind: str, differs: int | None) -> Any:
-    if kind == "listed":
-        return Listed(differs)
-    if kind == "keyed":
-        return Keyed(Listed(differs, "torch"), 0)
-    if kind in ("own", "seldom"):
-        return Keyed(Listed(differs, kind), 0)
-    if kind == "slow on rank 1":
-        slow = Listed(differs)
-        slow.pause = 0.05 * collectives.rank()
-        return slow
-    if kind == "broken":
-        Listed.broken = (200, 201)
-        return Listed(differs)
-    inputs = torch.arange(2.0 * SAMPLES)[:, None].repeat(1, 8)
-    if differs is not None:
-        inputs[differs, 3] += 0.5
-    return Subset(TensorDataset(inputs, torch.arange(2 * SAMPLES) % 10), range(SAMPLES))
+    if kind == "tensors":
+        inputs = torch.arange(2.0 * SAMPLES)[:, None].repeat(1, 8)
+        if differs is not None:
+            inputs[differs, 3] += 0.5
+        return Subset(TensorDataset(inputs, torch.arange(2 * SAMPLES) % 10), range(SAMPLES))
+    listed = Listed(differs, DRAWS.get(kind, ""))
+    listed.broken = (200, 201) if kind == "broken" else ()
+    listed.pause = 0.05 * collectives.rank() if kind == "slow on rank 1" else 0.0
+    return Keyed(listed, 0) if kind in DRAWS else listed
 
 
 def compared(

@@ -92,12 +92,6 @@ def apart():
 """
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> str:
-    (tmp_path / "own.py").write_text(OWN)
-    return f"{tmp_path}/own.py"
-
-
 def indices(samples: Any) -> list[int]:
     return [int(index) for index in samples.samples.indices]
 
@@ -125,11 +119,8 @@ def _model(own: str) -> str:
 
 
 def test_the_seed_of_the_data_does_not_change_the_weights(own):
-    weights = [
-        main.prepare(TrainConfig(data=f"{own}:{factory}", model=_model(own))).model.weight
-        for factory in ("halves", "flipped")
-    ]
-    assert torch.equal(*weights)
+    configs = [TrainConfig(data=f"{own}:{factory}", model=_model(own)) for factory in ("halves", "flipped")]
+    assert torch.equal(*(main.prepare(config).model.weight for config in configs))
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------

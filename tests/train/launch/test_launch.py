@@ -26,11 +26,10 @@ WAYS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Any]:
     """The same tiny training started in each way."""
-    made = {}
+    made: dict[str, Any] = {}
     for name, (command, ranks) in WAYS.items():
         folder = tmp_path_factory.mktemp("run")
-        done = start([*command, *TINY, "--out", str(folder)], anew=name == "python")
-        made[name] = (done, folder, ranks)
+        made[name] = start([*command, *TINY, "--out", str(folder)], anew=name == "python"), folder, ranks
     return made
 
 
@@ -108,28 +107,28 @@ def model(num_classes):
 
 
 @pytest.mark.parametrize(
-    ("where", "spec", "ranks"),
+    ("where", "named", "ranks"),
     [
-        (".", "{folder}/own.py", []),
-        (".", "own", []),
+        ("next to own.py", "file", []),
+        ("next to own.py", "module", []),
         # as the library `evaluate` may be
-        pytest.param("installed", "{folder}/own.py", ["--spawn", "2"], marks=pytest.mark.long),
+        pytest.param("installed", "file", ["--spawn", "2"], marks=pytest.mark.long),
     ],
-    ids=["next to a file", "next to a module", "installed"],
 )
-def test_a_user_s_modules_are_found_before_the_trainer_s(tmp_path, where, spec, ranks):
+def test_a_user_s_modules_are_found_before_the_trainer_s(tmp_path, where, named, ranks):
     assert {"data", "config", "model", "tasks", "log", "run", "main", "evaluate", "plot"} <= set(NAMES)
     (tmp_path / "own.py").write_text(OWN.format(names=NAMES))
-    (tmp_path / where).mkdir(exist_ok=True)
-    for path in (tmp_path / "later.py", *(tmp_path / where / f"{name}.py" for name in NAMES)):
+    folder = tmp_path / "installed" if where == "installed" else tmp_path
+    folder.mkdir(exist_ok=True)
+    for path in (tmp_path / "later.py", *(folder / f"{name}.py" for name in NAMES)):
         path.write_text('WHOSE = "the user\'s"\n')
-    spec = spec.format(folder=tmp_path)
+    spec = f"{tmp_path}/own.py" if named == "file" else "own"
     own_code = ["--data", f"{spec}:data", "--model", f"{spec}:model", "--workers", "1", *ranks]
     flags = ["--batch-size", "4", "--epochs", "1", "--out", "run"]
     for program in (["main.py", *flags], ["evaluate.py", "run/last.pt"]):
         command = [sys.executable, str(ROOT / "train" / program[0]), *program[1:], *own_code]
         # A rank that is a fork of its launcher would take the trainer's folder off the path no second time.
-        done = start(command, tmp_path, anew=bool(ranks), PYTHONPATH=str(tmp_path / where))
+        done = start(command, tmp_path, anew=bool(ranks), PYTHONPATH=str(folder))
         assert done.returncode == 0, done.stderr
 
 

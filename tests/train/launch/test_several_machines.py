@@ -61,9 +61,7 @@ def networks() -> Iterator[list[str]]:
 class TwoMachines:
     """A run on two machines, of which only the first has its folder."""
 
-    def __init__(
-        self, networks: list[str], folder: Path, pauses: list[dict[str, Any]], timeout: float
-    ) -> None:
+    def __init__(self, networks: list[str], folder: Path, pauses: list[Any], timeout: float) -> None:
         self.networks, self.folder, self.timeout = networks, folder, timeout
         self.agents: list[Agent] = []
         (folder / "run").mkdir(parents=True)
@@ -85,16 +83,13 @@ class TwoMachines:
             assert time.monotonic() < end and any(agent.code is None for agent in self.agents), self.said()
             time.sleep(0.02)
 
-    def go(self, number: int) -> None:
-        """Let the rank that pauses go on."""
-        (self.folder / f"go-{number}").touch()
-
-    def lose_second(self) -> None:
-        """Kill everything on the second machine."""
-        agents.kill_all(self.folder / "none", self.agents[1:])
-
-    def link(self, state: str) -> None:
-        ip("-n", self.networks[1], "link", "set", "wire", state)
+    def cut_link(self, seconds: float) -> None:
+        """Cut the link where the first rank pauses, which then goes on."""
+        self.wait_for("kill-0")
+        ip("-n", self.networks[1], "link", "set", "wire", "down")
+        (self.folder / "go-0").touch()
+        time.sleep(seconds)
+        ip("-n", self.networks[1], "link", "set", "wire", "up")
 
     def ends(self, seconds: float = 90) -> list[int | None]:
         """Return the exit codes of the agents, once they have ended."""
@@ -124,9 +119,9 @@ def two_machines(networks: list[str], tmp_path: Path) -> Iterator[Any]:
         agents.kill_all(run.folder, run.agents)
 
 
-def pause(step: int, rank: int = 1) -> dict[str, Any]:
+def pause(step: int) -> dict[str, Any]:
     """Return the plan of a rank that waits in a step until the test has done what it has in mind."""
-    return {"at": "step", "whom": "worker", "signal": "none", "rank": rank, "step": step}
+    return {"at": "step", "whom": "worker", "signal": "none", "rank": 1, "step": step}
 
 
 def assert_undisturbed(folder: Path, tmp_path: Path) -> None:
@@ -149,29 +144,19 @@ def assert_undisturbed(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_machine_that_is_lost_and_comes_back_and_a_link_that_is_cut_change_no_bit(two_machines, tmp_path):
     run = two_machines([pause(3), pause(6)])
-    run.wait_for("kill-0")
-    run.link("down")  # not for long: the run goes on as if nothing had been
-    run.go(0)
-    time.sleep(2)
-    run.link("up")
+    run.cut_link(2)  # not for long: the run goes on as if nothing had been
     run.wait_for("run/last.pt")
     run.wait_for("kill-1")
-    run.lose_second()
+    agents.kill_all(run.folder / "none", run.agents[1:])
     run.start(1)
     assert run.ends() == [0, -9, 0], run.said()
     assert_undisturbed(run.folder / "run", tmp_path)
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_for_long_ends_the_step_and_the_run_goes_on_when_it_is_back(
-    two_machines, tmp_path
-):
+def test_a_link_that_is_cut_for_long_ends_a_step_and_the_run_goes_on_when_it_is_back(two_machines, tmp_path):
     run = two_machines([pause(3)], timeout=6)
-    run.wait_for("kill-0")
-    run.link("down")
-    run.go(0)
-    time.sleep(12)
-    run.link("up")
+    run.cut_link(12)
     assert run.ends() == [0, 0], run.said()
     assert run.said().count("error: rank 1: no answer from another rank within --timeout") == 1
     assert_undisturbed(run.folder / "run", tmp_path)
@@ -184,11 +169,8 @@ def manifest(kind: str) -> dict[str, Any]:
     """Return the one manifest of a kind on the page."""
     yaml = pytest.importorskip("yaml")
     page = (ROOT / "docs" / "several-machines.md").read_text()
-    (found,) = [
-        read
-        for block in re.findall(r"```yaml\n(.*?)```", page, re.S)
-        if (read := yaml.safe_load(block))["kind"] == kind
-    ]
+    read = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", page, re.S))
+    (found,) = [manifest for manifest in read if manifest["kind"] == kind]
     return found
 
 
@@ -214,9 +196,7 @@ def test_the_pytorchjob_has_no_field_that_the_operator_does_not_know():
 
 
 def test_the_trainjob_has_no_field_that_the_operator_does_not_know():
-    operator = pytest.importorskip(
-        "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
-    )
+    operator = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
 
     def models(annotation: Any) -> Iterator[Any]:
         if hasattr(annotation, "model_fields") and "actual_instance" not in annotation.model_fields:

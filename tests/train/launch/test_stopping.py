@@ -85,11 +85,8 @@ def undisturbed(run_ranks, tmp_path_factory) -> Callable[[int, dict[str, Any]], 
     return whole
 
 
-Stopped = Callable[[int, list[int], tuple[str, int], dict[str, Any]], dict[str, Any]]
-
-
 @pytest.fixture
-def stopped(run_ranks, undisturbed, tmp_path) -> Stopped:
+def stopped(run_ranks, undisturbed, tmp_path) -> Callable[..., dict[str, Any]]:
     """`stopped(size, on, how, settings)`: what a run saves that is told to end, as `told` is given it.
 
     Checks that the run, resumed, ends as one that is not told anything.
@@ -147,11 +144,7 @@ def test_the_log_says_which_signal_came_and_how_much_of_the_grace_was_left(run_r
 
 # ---- in processes of their own -------------------------------------------------------------------------
 
-SLOW = """
-time.sleep({seconds})
-with open(marks / "pids", "a") as file:
-    print(os.getpid(), rank, file=file)
-"""
+SLOW = 'time.sleep({seconds})\n(marks / ("pid-" + rank + "-" + str(os.getpid()))).touch()'
 
 FLAGS = ["--data", "fake:400", "--batch-size", "4", "--model", "own.py:model"]
 FLAGS += ["--out", "run", "--log-every", "1"]
@@ -160,7 +153,7 @@ FLAGS += ["--out", "run", "--log-every", "1"]
 @contextlib.contextmanager
 def running(folder: Path, command: list[str], seconds: float | str = 0.05) -> Iterator[Program]:
     """Start a program, and wait until each rank has taken some steps; kill what is left."""
-    own_model(folder, SLOW.strip().format(seconds=seconds), "self.training and torch.is_grad_enabled()")
+    own_model(folder, SLOW.format(seconds=seconds), "self.training and torch.is_grad_enabled()")
     run = Program(command, folder, environment(PYTHONPATH=str(ROOT)))
     try:
         end = time.monotonic() + 90
@@ -179,14 +172,10 @@ def steps_logged(folder: Path) -> int:
     return 0
 
 
-def ranks_of(folder: Path) -> dict[int, list[int]]:
-    """Return the process id of each rank, once for each pass that it has made."""
-    found: dict[int, list[int]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in (folder / "pids").read_text().splitlines():
-            pid, rank = line.split()
-            found.setdefault(int(rank), []).append(int(pid))
-    return found
+def pid_of(folder: Path, rank: int) -> int:
+    """Return the process id of a rank that has made a pass."""
+    (mark,) = folder.glob(f"pid-{rank}-*")
+    return int(mark.name.split("-")[-1])
 
 
 def program(*flags: str) -> list[str]:
@@ -215,7 +204,7 @@ def test_a_signal_to_any_process_of_a_run_ends_and_saves_it(tmp_path, whom):
         if who == "all":
             os.killpg(run.pid, number)
         else:
-            os.kill(run.pid if who == "launcher" else ranks_of(tmp_path)[int(who)][0], number)
+            os.kill(run.pid if who == "launcher" else pid_of(tmp_path, int(who)), number)
         said, errors = run.communicate(timeout=60)
     assert f"ended   by {signal.Signals(number).name} after step" in said, errors
     assert step_of(tmp_path) >= 2
@@ -260,7 +249,7 @@ def test_the_grace_of_another_rank_is_no_failure_of_the_step(tmp_path):
     only_there = "3.0 * (rank == '1')"
     with running(tmp_path, program("--grace", "1", "--spawn", "2"), seconds=only_there) as run:
         time.sleep(0.5)
-        os.kill(ranks_of(tmp_path)[1][0], signal.SIGTERM)
+        os.kill(pid_of(tmp_path, 1), signal.SIGTERM)
         _, errors = run.communicate(timeout=60)
     assert (run.returncode, failed_at(tmp_path)) == (1, 0)
     assert re.match(r"error: rank 0: rank 1 was ended by SIGTERM in 'forward' of step \d", errors)

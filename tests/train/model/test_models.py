@@ -8,6 +8,24 @@ import torch
 from ckpttool.errors import UsageFault
 from train.model import builtin as models
 
+OWN = """
+from torch import nn
+
+sized = lambda num_classes: nn.Linear(4, num_classes)
+fixed = lambda: nn.Linear(4, 3)
+other = lambda: 5
+
+class Freezes(nn.Sequential):
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+half = lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout().eval())
+whole = lambda: half().eval()
+method = lambda: Freezes(nn.Linear(3, 2), nn.Dropout())
+"""
+
 
 def test_resnet20_has_the_names_and_shapes_of_the_published_weights(resnet20):
     published = torch.load(resnet20, map_location="cpu", weights_only=True)["state_dict"]
@@ -33,9 +51,7 @@ def test_option_a_shortcuts_take_every_second_pixel_and_pad_channels_with_zeros(
     assert models.Block(16, 16, stride=1).shortcut(x) is x
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 1, 1), (2, 5, 40), (3, 96, 64)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 1, 1), (2, 5, 40), (3, 96, 64)])
 def test_simple_cnn_adapts_to_the_images_and_classes(shape):
     model = models.build("simple-cnn", shape=shape, classes=7)
     assert model(torch.rand(2, *shape)).shape == (2, 7)
@@ -48,18 +64,13 @@ def test_simple_cnn_has_no_batchnorm_and_fits_the_digits_without_arguments():
     assert model(torch.rand(1, 1, 8, 8)).shape == (1, 10)
 
 
-def test_torchvisions_models_get_the_number_of_classes():
+def test_torchvisions_models_and_a_users_factory_that_takes_it_get_the_number_of_classes(own):
     assert models.build("torchvision:resnet18", shape=(3, 32, 32), classes=7).fc.out_features == 7
-
-
-def test_a_users_factory_gets_the_number_of_classes_if_it_takes_it(tmp_path):
-    code = "from torch import nn\nsized = lambda num_classes: nn.Linear(4, num_classes)\n"
-    (tmp_path / "own.py").write_text(code + "fixed = lambda: nn.Linear(4, 3)\nother = lambda: 5\n")
     for factory, outputs in (("sized", 7), ("sized(num_classes=2)", 2), ("fixed", 3)):
-        made = models.build(f"{tmp_path}/own.py:{factory}", shape=(4,), classes=7)
+        made = models.build(f"{own}:{factory}", shape=(4,), classes=7)
         assert made.out_features == outputs
     with pytest.raises(UsageFault, match=r"returned int, not a torch\.nn\.Module"):
-        models.build(f"{tmp_path}/own.py:other", shape=(4,), classes=7)
+        models.build(f"{own}:other", shape=(4,), classes=7)
 
 
 def test_an_unknown_model_and_one_of_images_for_other_samples_are_refused():
@@ -70,24 +81,8 @@ def test_an_unknown_model_and_one_of_images_for_other_samples_are_refused():
         models.build("simple-cnn", shape=(5,), classes=10)
 
 
-OWN = """
-from torch import nn
-
-class Freezes(nn.Sequential):
-    def train(self, mode=True):
-        super().train(mode)
-        self[1].eval()
-        return self
-
-half = lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout().eval())
-whole = lambda: half().eval()
-method = lambda: Freezes(nn.Linear(3, 2), nn.Dropout())
-"""
-
-
 # A model that is wholly in eval mode is one as from_pretrained returns it, and is to be trained.
 @pytest.mark.parametrize(("factory", "dropout"), [("half", False), ("whole", True), ("method", False)])
-def test_a_model_is_trained_in_the_modes_that_its_factory_gave(tmp_path, factory, dropout):
-    (tmp_path / "own.py").write_text(OWN)
-    made = models.build(f"{tmp_path / 'own.py'}:{factory}", shape=(3,), classes=2)
+def test_a_model_is_trained_in_the_modes_that_its_factory_gave(own, factory, dropout):
+    made = models.build(f"{own}:{factory}", shape=(3,), classes=2)
     assert [module.training for module in made.modules()] == [True, True, dropout]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from typing import Any
 
 import pytest
@@ -106,9 +107,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_can_not_be_used_is_refused_by_name(what):
     settings, said = REFUSED[what]
-    with pytest.raises(UsageFault) as caught:
+    with pytest.raises(UsageFault, match=re.escape(said)) as caught:
         optimizers.check(config(**settings), Net())
-    assert said in str(caught.value)
     assert caught.value.exit_code == 2
 
 

@@ -99,8 +99,8 @@ def test_outputs_and_targets_of_other_shapes_are_not_broadcast():
 
 
 def test_regression_asks_for_as_many_outputs_as_a_target_has_numbers():
-    for target, outputs in ((torch.zeros(6, 3), 3), (torch.zeros(6), 1), (torch.zeros(6, 2, 2), 4)):
-        data = numbers(target)
+    for shape, outputs in (((6, 3), 3), ((6,), 1), ((6, 2, 2), 4)):
+        data = numbers(torch.zeros(shape))
         assert built("regression", data).outputs(data) == outputs
 
 
@@ -143,22 +143,19 @@ class Output:
 
 MEAN = torch.tensor(2.5, requires_grad=True)
 BOTH = torch.zeros(4, 2), torch.zeros(4)
-OF_BATCH = [MEAN, MEAN.reshape(1), {"loss": MEAN}, Output(MEAN), types.SimpleNamespace(loss=MEAN)]
-OF_BATCH += [(torch.zeros(4, 3), MEAN), (torch.zeros(1, 1), MEAN)]
+MEANS = [MEAN, MEAN.reshape(1), {"loss": MEAN}, Output(MEAN), types.SimpleNamespace(loss=MEAN)]
+MEANS += [(torch.zeros(4, 3), MEAN), (torch.zeros(1, 1), MEAN)]
+COUNTED = [*((one, 4) for one in MEANS), ({"loss": MEAN, "count": 9}, 9), (Output(MEAN, 7), 7)]
+NO_LOSSES = [torch.zeros(4), {"scores": MEAN}, (MEAN, MEAN), None, Output(torch.ones(2))]
 
 
-@pytest.mark.parametrize(
-    ("returned", "count"),
-    [*((one, 4) for one in OF_BATCH), ({"loss": MEAN, "count": 9}, 9), (Output(MEAN, 7), 7)],
-)
+@pytest.mark.parametrize(("returned", "count"), COUNTED)
 def test_a_models_own_mean_loss_is_found_and_becomes_a_sum(returned, count):
     loss, found = built("model-loss").loss(returned, BOTH)
     assert (loss.item(), found, loss.dim()) == (2.5 * count, count, 0)
 
 
-@pytest.mark.parametrize(
-    "returned", [torch.zeros(4), {"scores": MEAN}, (MEAN, MEAN), None, Output(torch.ones(2))]
-)
+@pytest.mark.parametrize("returned", NO_LOSSES)
 def test_a_model_that_returns_no_loss_is_refused(returned):
     with pytest.raises(TypeError, match="no loss, a tensor of one number"):
         built("model-loss").loss(returned, BOTH)
@@ -275,9 +272,10 @@ def test_a_loss_that_is_no_sum_and_count_says_what_to_return(returned, said):
     assert fault.value.hint.startswith("return (sum, count)")
 
 
-@pytest.mark.parametrize(
-    "count", [0, torch.tensor(0), torch.tensor([4]), 4, 0.0, 2.5, torch.tensor(0.1), numpy.float32(0.1)]
-)
+COUNTS = [0, torch.tensor(0), torch.tensor([4]), 4, 0.0, 2.5, torch.tensor(0.1), numpy.float32(0.1)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_honest_counts_are_taken(count):
     made = types.SimpleNamespace(loss=lambda outputs, batch: (ONE * 0, count))
     assert float(tasks.adapt(made, "own").loss(None, None)[1]) == float(count)
@@ -292,17 +290,14 @@ def test_weighted_classes_give_the_loss_that_torch_gives():
     assert not found.counts_samples
 
 
-@pytest.mark.parametrize(
-    ("weights", "said"),
-    [
-        ((1, 2), "2 numbers for 10 classes"),
-        ((1,) * 9 + (-2,), "-2 is not a weight"),
-        ((0,) * 10, "all are 0"),
-    ],
-)
+UNWEIGHTED = [((1.0, 2.0), "2 numbers for 10 classes"), ((0.0,) * 10, "all are 0")]
+UNWEIGHTED += [((1.0,) * 9 + (-2.0,), "-2 is not a weight")]
+
+
+@pytest.mark.parametrize(("weights", "said"), UNWEIGHTED)
 def test_weights_that_do_not_fit_are_refused(weights, said):
     with pytest.raises(UsageFault, match=f"--class-weights: {said}"):
-        built("classification", class_weights=tuple(map(float, weights)))
+        built("classification", class_weights=weights)
 
 
 # ---- through the programs ------------------------------------------------------------------------------
@@ -395,18 +390,12 @@ def raising():
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
-    (tmp_path / "own.py").write_text(OWN)
-    return f"{tmp_path}/own.py"
-
-
-@pytest.fixture
 def run(tmp_path: Path, own: str, capsys: Any) -> Callable[..., tuple[int, str, str]]:
     """`run(task, *flags)`: the exit code, the output and the errors of a short training."""
 
     def start(name: str, *flags: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        usual = ["--data", f"{own}:data", "--model", f"{own}:net", "--epochs", "2", "--batch-size", "8"]
+        usual = ["--data", f"{own}:data", "--model", f"{own}:net", "--epochs", "1", "--batch-size", "8"]
         name = f"{own}:{name}" if name not in tasks.TASKS else name
         code = main.main([*usual, "--task", name, "--out", str(tmp_path / "run"), "--force", *flags])
         said = capsys.readouterr()
