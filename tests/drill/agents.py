@@ -126,6 +126,7 @@ def _rank(arguments: list[str]) -> None:
     from train.launch import program as launch
 
     torch.set_num_threads(1)  # as OMP_NUM_THREADS says, which was read when torch was imported
+    launch.threads = lambda: None  # a fork's /proc does not show that its agent was given it
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # an agent's handlers are not the ranks'
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -62,6 +62,7 @@ class Length(Made):
     def __len__(self):
         return -1
 
+stream = lambda: (Stream(), Stream())
 negative = lambda: (Length(None), Length(None))
 poisoned = pair(lambda index: (torch.full((3,), float("nan") if index == 20 else 1.0), index % 2))
 numbers = lambda: (Made(lambda index: (torch.rand(3), torch.rand(2))),) * 2
@@ -71,47 +72,35 @@ class Stream(IterableDataset):
     def __iter__(self):
         yield torch.rand(3), 0
 
-def stream():
-    return Stream(), Stream()
-
-class Sometimes(nn.Module):
+class Sometimes(nn.Linear):
     def __init__(self):
-        super().__init__()
-        self.always, self.extra = nn.Linear(3, 2), nn.Linear(3, 2)
-        self.passes = 0
+        super().__init__(3, 2)
+        self.extra, self.passes = nn.Linear(3, 2), 0
 
     def forward(self, x):
         self.passes += 1
-        return self.always(x) + (self.extra(x) if self.passes < 4 or len(x) == 1 else 0)
-
-def net(num_classes):
-    return nn.Linear(3, num_classes)
-
-def sometimes(num_classes=2):
-    return Sometimes()
+        return super().forward(x) + (self.extra(x) if self.passes < 4 or len(x) == 1 else 0)
 
 class OnRank1(Sometimes):
     def forward(self, x):
         return super().forward(x) + (0 if os.environ.get("RANK") == "1" else self.extra(x))
 
+net = lambda num_classes: nn.Linear(3, num_classes)
+sometimes = lambda: Sometimes()
 forgetful = lambda: OnRank1()
 """
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
-    (tmp_path / "own.py").write_text(OWN)
-    return f"{tmp_path}/own.py"
-
-
-@pytest.fixture
 def fails(tmp_path: Path, capsys: Any) -> Fails:
-    """`fails(code, *flags)`: the one line in which a training with these flags ends."""
+    """`fails(code, data, *flags)`: the one line in which a training ends."""
 
-    def run(code: int, *flags: str) -> str:
+    def run(code: int, data: str, *flags: str) -> str:
         capsys.readouterr()
         before = {*multiprocessing.active_children()}
-        found = main.main([*flags, "--epochs", "1", "--batch-size", "8", "--out", str(tmp_path / "run")])
+        own = [] if data.startswith("folder:") else ["--model", f"{data.partition(':')[0]}:net"]
+        usual = ["--data", data, *own, "--epochs", "1", "--batch-size", "8", "--out", str(tmp_path / "run")]
+        found = main.main([*usual, *flags])
         said = capsys.readouterr().err
         assert (found, said.count("\n")) == (code, 1), said
         assert said.startswith("error: ")
@@ -123,35 +112,43 @@ def fails(tmp_path: Path, capsys: Any) -> Fails:
 
 # ---- samples -------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("factory", "said"),
-    [
-        (
-            "sequence",
-            "training sample 0 has a tensor of int64 with the shape [3] as its label, not a class number",
-        ),
-        ("listed", "training sample 0 has a list of 2 as its label, not a class number"),
-        (
-            "many",
-            "training sample 0 has a tensor of float32 with the shape [2] as its label, not a class number",
-        ),
-        ("real", "training sample 0 has a float as its label, not a class number"),
-        ("text", "training sample 0 has a str as its label, not a class number"),
-        ("mapping", "training sample 0 is a dict, not (tensor, label)"),
-        ("stream", "Stream has no samples by index"),
-        ("negative", "--data: Length: __len__() should return >= 0"),
-        ("growing", "has the shape 42, and sample 0 has 3"),
-    ],
-)
-def test_samples_that_are_no_tensor_with_a_class_are_refused(own, fails, factory, said):
-    assert said in fails(2, "--data", f"{own}:{factory}", "--model", f"{own}:net")
+LABEL = "as its label, not a class number"
+SAMPLES = {
+    "sequence": f"training sample 0 has a tensor of int64 with the shape [3] {LABEL}",
+    "listed": f"training sample 0 has a list of 2 {LABEL}",
+    "many": f"training sample 0 has a tensor of float32 with the shape [2] {LABEL}",
+    "real": f"training sample 0 has a float {LABEL}",
+    "text": f"training sample 0 has a str {LABEL}",
+    "mapping": "training sample 0 is a dict, not (tensor, label)",
+    "stream": "Stream has no samples by index",
+    "negative": "--data: Length: __len__() should return >= 0",
+    "growing": "has the shape 42, and sample 0 has 3",
+}
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_labels_beyond_the_classes_name_the_sample(own, fails, workers):
-    said = fails(1, "--data", f"{own}:beyond", "--model", f"{own}:net", "--workers", workers)
-    assert "which is not one of the 2 classes" in said
+@pytest.mark.parametrize("factory", SAMPLES)
+def test_samples_that_are_no_tensor_with_a_class_are_refused(own, fails, factory):
+    assert SAMPLES[factory] in fails(2, f"{own}:{factory}")
+
+
+UNUSED = "parameter extra.weight did not affect the output in step 2"
+DURING = {
+    "a label beyond the classes": ("beyond", "", "which is not one of the 2 classes"),
+    "one of a loading process": ("beyond", "--workers 2", "which is not one of the 2 classes"),
+    "a loading process that dies": (
+        "dying",
+        "--workers 2",
+        "rank 0: a process that loads data (is killed by signal: Killed|exited unexpectedly)",
+    ),
+    "a loss of nan": ("poisoned", "--log-every 1", r"the loss is NaN by step [1-5]: training has diverged"),
+    "a parameter that is not always used": ("plain", "--model {own}:sometimes", UNUSED),
+}
+
+
+@pytest.mark.parametrize("what", DURING)
+def test_what_goes_wrong_during_the_training_is_named(own, fails, what):
+    factory, flags, said = DURING[what]
+    assert re.search(said, fails(1, f"{own}:{factory}", *flags.format(own=own).split()))
 
 
 def test_labels_may_be_integers_of_any_size(own, tmp_path):
@@ -159,29 +156,12 @@ def test_labels_may_be_integers_of_any_size(own, tmp_path):
     assert main.main([*flags, "--out", str(tmp_path / "run")]) == 0
 
 
-def test_a_loading_process_that_dies_is_named(own, fails):
-    said = fails(1, "--data", f"{own}:dying", "--model", f"{own}:net", "--workers", "2")
-    assert re.search(
-        "rank 0: a process that loads data (is killed by signal: Killed|exited unexpectedly)", said
-    )
-
-
-def test_a_loss_of_nan_ends_the_run_where_it_is_logged(own, fails):
-    said = fails(1, "--data", f"{own}:poisoned", "--model", f"{own}:net", "--log-every", "1")
-    assert re.search(r"the loss is NaN by step [1-5]: training has diverged", said)
-
-
-def test_a_parameter_that_is_not_always_used_is_named(own, fails):
-    said = fails(1, "--data", f"{own}:plain", "--model", f"{own}:sometimes")
-    assert "parameter extra.weight did not affect the output in step 2" in said
-
-
 def test_a_parameter_that_one_rank_does_not_use_is_named_and_all_ranks_end(own, tmp_path):
     flags = ["--data", f"{own}:numbers", "--model", f"{own}:forgetful", "--task", "regression"]
     command = [sys.executable, "train/main.py", "--spawn", "2", *flags, "--out", str(tmp_path / "run")]
     ended = start(command)
     assert ended.returncode == 1, ended.stderr
-    assert "parameter extra.weight did not affect the output in step 2" in ended.stderr
+    assert UNUSED in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -200,11 +180,8 @@ def images(tmp_path: Path) -> Path:
 def bomb(path: Path) -> None:
     """Write the header of a PNG of 100,000 by 100,000 pixels."""
     header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
-    packed = [
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks
-    ]
+    chunks = [b"IHDR" + header, b"IDAT" + zlib.compress(b""), b"IEND"]
+    packed = [struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in chunks]
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
 
 
@@ -213,28 +190,25 @@ def bomb(path: Path) -> None:
 def test_an_image_that_cant_be_decoded_is_named(images, fails, workers, place):
     whole = (images / "dog" / f"{place}.png").read_bytes()
     (images / "dog" / f"{place}.png").write_bytes(whole[: whole.index(b"IDAT") + 6])
-    said = fails(3, "--data", f"folder:{images}", "--workers", workers)
+    said = fails(3, f"folder:{images}", "--workers", workers)
     assert said == f"error: {images}/dog/{place}.png: is not a readable image\n"
 
 
+NO_IMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (lambda path: path.write_text("not at all"), "is not a readable image"),
+    "decompression bomb": (bomb, "is an image of more pixels than Pillow decodes"),
+    "named pipe": (os.mkfifo, "is not a regular file"),
+    "link to nothing": (lambda path: path.symlink_to("nowhere.png"), "no such file"),
+}
+
+
+@pytest.mark.timeout(30)  # a pipe is not waited for
 @pytest.mark.parametrize("flags", [[], ["--resize", "8"]], ids=["", "resized"])
-def test_a_decompression_bomb_is_refused(images, fails, flags):
-    bomb(images / "dog" / "5.png")
-    said = fails(3, "--data", f"folder:{images}", *flags)
-    assert said.startswith(f"error: {images}/dog/5.png: is an image of more pixels than Pillow decodes")
-
-
-@pytest.mark.timeout(30)
-def test_a_named_pipe_among_the_images_is_refused_and_not_waited_for(images, fails):
-    os.mkfifo(images / "dog" / "pipe.png")
-    said = fails(3, "--data", f"folder:{images}")
-    assert said == f"error: {images}/dog/pipe.png: is not a regular file\n"
-
-
-def test_a_link_to_nothing_among_the_images_is_named(images, fails):
-    (images / "dog" / "gone.png").symlink_to("nowhere.png")
-    said = fails(3, "--data", f"folder:{images}")
-    assert said == f"error: {images}/dog/gone.png: no such file\n"
+@pytest.mark.parametrize("what", NO_IMAGES)
+def test_what_is_no_image_among_the_images_is_refused_by_name(images, fails, what, flags):
+    make, said = NO_IMAGES[what]
+    make(images / "dog" / "x.png")
+    assert fails(3, f"folder:{images}", *flags).startswith(f"error: {images}/dog/x.png: {said}")
 
 
 # ---- a user's data set that can't read a file --------------------------------------------------------------
@@ -252,29 +226,22 @@ class Files(Dataset):
             {fails}
         return torch.rand(1, 8, 8), index % 2
 
-def pair():
-    return Files(), Files()
+pair = lambda: (Files(), Files())
+net = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
 """
 
 
+RAISED = {
+    "open('/nowhere/7.png')": "/nowhere/7.png: no such file or directory: training sample 7 of --data ",
+    "raise OSError('truncated')": "own.py:pair: training sample 7 can't be read: truncated",
+}
+
+
 @pytest.mark.parametrize("workers", ["0", "1"])
-@pytest.mark.parametrize(
-    ("fails", "said"),
-    [
-        ("open('/nowhere/7.png')", "/nowhere/7.png: no such file or directory: training sample 7 of --data "),
-        ("raise OSError('truncated')", "own.py:pair: training sample 7 can't be read: truncated"),
-    ],
-    ids=["missing", "damaged"],
-)
-def test_a_file_that_a_user_s_data_set_can_t_read_is_named_with_its_sample(
-    tmp_path, capsys, workers, fails, said
-):
-    (tmp_path / "own.py").write_text(UNREADABLE.format(fails=fails))
-    data = f"{tmp_path}/own.py:pair"
-    assert main.main(["--data", data, "--out", str(tmp_path / "run"), "--workers", workers]) == 3
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+@pytest.mark.parametrize("code", RAISED)
+def test_a_file_that_a_user_s_data_set_can_t_read_is_named_with_its_sample(tmp_path, fails, workers, code):
+    (tmp_path / "own.py").write_text(UNREADABLE.format(fails=code))
+    assert RAISED[code] in fails(3, f"{tmp_path}/own.py:pair", "--workers", workers)
 
 
 @pytest.mark.parametrize(("code", "also"), [("0", ""), ("'no licence'", ": no licence")])

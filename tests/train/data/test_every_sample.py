@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
-from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
 from train.data import data_set, fingerprint
 
@@ -43,40 +42,32 @@ class Listed(Dataset[Any]):
         return sample, index % 10
 
 
+DRAWS = {"keyed": "torch", "own": "own", "seldom": "seldom"}
+
+
 def made(kind: str, differs: int | None) -> Any:
-    if kind == "listed":
-        return Listed(differs)
-    if kind == "keyed":
-        return Keyed(Listed(differs, "torch"), 0)
-    if kind in ("own", "seldom"):
-        return Keyed(Listed(differs, kind), 0)
-    if kind == "slow on rank 1":
-        slow = Listed(differs)
-        slow.pause = 0.05 * collectives.rank()
-        return slow
-    if kind == "broken":
-        Listed.broken = (200, 201)
-        return Listed(differs)
-    inputs = torch.arange(2.0 * SAMPLES)[:, None].repeat(1, 8)
-    if differs is not None:
-        inputs[differs, 3] += 0.5
-    tensors = TensorDataset(inputs, torch.arange(2 * SAMPLES) % 10)
-    return Subset(tensors, range(SAMPLES))
+    if kind == "tensors":
+        inputs = torch.arange(2.0 * SAMPLES)[:, None].repeat(1, 8)
+        if differs is not None:
+            inputs[differs, 3] += 0.5
+        return Subset(TensorDataset(inputs, torch.arange(2 * SAMPLES) % 10), range(SAMPLES))
+    listed = Listed(differs, DRAWS.get(kind, ""))
+    listed.broken = (200, 201) if kind == "broken" else ()
+    listed.pause = 0.05 * collectives.rank() if kind == "slow on rank 1" else 0.0
+    return Keyed(listed, 0) if kind in DRAWS else listed
 
 
 def compared(
     rank: int, size: int, kind: str, part: str, differs: int | None, on: int, seconds: float, workers: int = 0
 ) -> str:
-    fingerprint.SECONDS = seconds
     data = trainings.tensors((8,), SAMPLES, tests=SAMPLES)
     samples = made(kind, differs if rank == on else None)
     contents: dict[str, Any] = fingerprint.Part(part, samples, "own.py:data").describe()
     data = replace(data, contents=contents, **{"train" if part == "training" else "test": samples})
-    try:
-        data_set.compare(data, "before training", workers=workers)
-    except CkptToolError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint, "SECONDS", seconds)
+        error = trainings.error_of(lambda: data_set.compare(data, "before training", workers=workers))
+    return ": ".join(error or ())
 
 
 @pytest.mark.parametrize("on", [0, 1, 2])

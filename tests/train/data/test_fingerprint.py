@@ -34,13 +34,11 @@ def named(parts):
 
 halves = lambda: named(tuple(random_split(whole(), [80, 20])))
 
-def halves_by_numpy():
-    order = numpy.random.permutation(100).tolist()
+def divided(order):
     return named((Subset(whole(), order[:80]), Subset(whole(), order[80:])))
 
-def halves_by_python():
-    order = random.sample(range(100), 100)
-    return named((Subset(whole(), order[:80]), Subset(whole(), order[80:])))
+halves_by_numpy = lambda: divided(numpy.random.permutation(100).tolist())
+halves_by_python = lambda: divided(random.sample(range(100), 100))
 
 def differing():
     return int(os.environ.get("DIFFERING", os.environ.get("RANK", "0")))
@@ -94,12 +92,6 @@ def apart():
 """
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> str:
-    (tmp_path / "own.py").write_text(OWN)
-    return f"{tmp_path}/own.py"
-
-
 def indices(samples: Any) -> list[int]:
     return [int(index) for index in samples.samples.indices]
 
@@ -110,14 +102,12 @@ def indices(samples: Any) -> list[int]:
 @pytest.mark.parametrize("factory", ["halves", "halves_by_numpy", "halves_by_python"])
 def test_a_factory_that_draws_its_split_draws_the_same_one_each_time(own, factory):
     """With any --seed, in a training and in an evaluation: no test sample is trained on."""
-    splits = []
-    for number, seed in enumerate((0, 0, 7)):
+    given, splits = {"data": f"{own}:{factory}", "model": _model(own)}, []
+    trainings = [TrainConfig(**given, seed=seed) for seed in (0, 0, 7)]
+    for number, config in enumerate([*trainings, evaluate.EvaluateConfig(**given)]):
         random.seed(number), numpy.random.seed(number), torch.manual_seed(number)
-        job = main.prepare(TrainConfig(data=f"{own}:{factory}", seed=seed, model=_model(own)))
+        job = (main if isinstance(config, TrainConfig) else evaluate).prepare(config)
         splits.append((indices(job.data.train), indices(job.data.test)))
-    torch.manual_seed(9)
-    scored = evaluate.prepare(evaluate.EvaluateConfig(data=f"{own}:{factory}", model=_model(own)))
-    splits.append((indices(scored.data.train), indices(scored.data.test)))
     assert splits == [splits[0]] * 4
     assert sorted(splits[0][0] + splits[0][1]) == list(range(100))
 
@@ -129,14 +119,18 @@ def _model(own: str) -> str:
 
 
 def test_the_seed_of_the_data_does_not_change_the_weights(own):
-    weights = [
-        main.prepare(TrainConfig(data=f"{own}:{factory}", model=_model(own))).model.weight
-        for factory in ("halves", "flipped")
-    ]
-    assert torch.equal(*weights)
+    configs = [TrainConfig(data=f"{own}:{factory}", model=_model(own)) for factory in ("halves", "flipped")]
+    assert torch.equal(*(main.prepare(config).model.weight for config in configs))
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------
+
+
+DIFFERING = {
+    "halves_of_other_seeds": "test sample 0",
+    "other_labels": "labels of training samples 28 to 34",
+    "flipped_differently": "labels of training samples 0 to 2",
+}
 
 
 def compare_on_ranks(rank: int, world_size: int, name: str) -> Any:
@@ -149,18 +143,11 @@ def compare_on_ranks(rank: int, world_size: int, name: str) -> Any:
     return None
 
 
-@pytest.mark.parametrize(
-    ("factory", "name"),
-    [
-        ("halves_of_other_seeds", "test sample 0"),
-        ("other_labels", "labels of training samples 28 to 34"),
-        ("flipped_differently", "labels of training samples 0 to 2"),
-    ],
-)
-def test_ranks_whose_samples_or_labels_differ_are_refused_with_the_first(run_ranks, own, factory, name):
+@pytest.mark.parametrize("factory", DIFFERING)
+def test_ranks_whose_samples_or_labels_differ_are_refused_with_the_first(run_ranks, own, factory):
     for said, hint, code in run_ranks(2, compare_on_ranks, f"{own}:{factory}"):
-        assert said.startswith(f"rank 1 has a different {name} than rank 0, before training")
-        assert "must seed its own generators" in hint
+        assert said.startswith(f"rank 1 has a different {DIFFERING[factory]} than rank 0, before training")
+        assert hint.startswith("the files of --data must be") and "must seed its own generators" in hint
         assert code == 1
 
 
@@ -178,43 +165,32 @@ def train(own: str, factory: str, folder: Path, *more: str) -> int:
     return main.main(["--data", f"{own}:{factory}", "--model", _model(own), *settings])
 
 
-@pytest.mark.parametrize(
-    ("factory", "name"),
-    [("halves_of_other_seeds", "test sample 0"), ("other_labels", "labels of training samples 28 to 34")],
-)
-def test_a_resume_with_other_samples_is_refused_with_the_first(
-    own, tmp_path, monkeypatch, capsys, factory, name
-):
-    assert train(own, factory, tmp_path / "run", "--epochs", "1") == 0
+@pytest.mark.parametrize("factory", ["halves_of_other_seeds", "other_labels"])
+def test_a_resume_with_other_samples_is_refused_with_the_first(own, tmp_path, monkeypatch, capsys, factory):
+    last = tmp_path / "run" / "last.pt"
+    assert train(own, factory, last.parent, "--epochs", "1", "--stop-at", "1") == 0
     monkeypatch.setenv("DIFFERING", "1")
-    before = (tmp_path / "run" / "last.pt").read_bytes()
+    before = last.read_bytes()
     capsys.readouterr()
-    assert train(own, factory, tmp_path / "run", "--epochs", "2", "--resume") == 2
+    assert train(own, factory, last.parent, "--epochs", "1", "--resume") == 2
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"error: {tmp_path}/run/last.pt: belongs to a training on other samples: {name} of "
-    )
+    assert said.startswith(f"error: {last}: belongs to a training on other samples: {DIFFERING[factory]} of ")
     assert said.count("\n") == 1
-    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+    assert last.read_bytes() == before
 
 
-@pytest.mark.parametrize("factory", ["halves", "flipped", "apart"])
-def test_a_resume_with_the_same_random_or_declared_data_continues(own, tmp_path, factory):
-    assert train(own, factory, tmp_path / "run", "--epochs", "1") == 0
-    assert train(own, factory, tmp_path / "run", "--epochs", "2", "--resume") == 0
+DRAWS_ITSELF = {"halves": False, "flipped": True, "counted": True, "keyed": False, "apart": False}
 
 
-@pytest.mark.parametrize(
-    ("factory", "is_told"), [("flipped", True), ("counted", True), ("keyed", False), ("apart", False)]
-)
-def test_a_resume_says_that_the_data_draws_from_generators_of_its_own(
-    own, tmp_path, capsys, factory, is_told
+@pytest.mark.parametrize("factory", DRAWS_ITSELF)
+def test_a_resume_continues_and_says_if_the_data_draws_from_generators_of_its_own(
+    own, tmp_path, capsys, factory
 ):
     """Those of numpy, Python and torch are seeded for each sample; one that the data set made is not."""
     assert train(own, factory, tmp_path / "run", "--epochs", "1", "--stop-at", "1") == 0
     assert train(own, factory, tmp_path / "run", "--epochs", "1", "--resume") == 0
     said = "draws from random generators of its own, so this run differs from one that never stopped"
-    assert (said in capsys.readouterr().out) is is_told
+    assert (said in capsys.readouterr().out) is DRAWS_ITSELF[factory]
 
 
 # ---- what it costs -------------------------------------------------------------------------------------
@@ -248,10 +224,8 @@ def test_labels_are_listed_without_reading_samples():
         slow.targets = labels
         assert contents.listed_labels(slow).tolist() == [1, 2, 3, 4]
         picked = torch.utils.data.Subset(slow, [3, 0])
-        assert contents.listed_labels(torch.utils.data.ConcatDataset([slow, picked])).tolist() == [
-            *(1, 2, 3, 4),
-            *(4, 1),
-        ]
+        both = torch.utils.data.ConcatDataset([slow, picked])
+        assert contents.listed_labels(both).tolist() == [1, 2, 3, 4, 4, 1]
     for labels in (["cat"] * 4, [[1, 2], [3]], [1, 2], [0.5] * 4, None, {1: 2}):
         slow.targets = labels
         assert contents.listed_labels(slow) is None

@@ -1,4 +1,4 @@
-"""The ways to start a run, in real processes."""
+"""The ways to start a run, in processes of their own; and whose modules they find."""
 
 from __future__ import annotations
 
@@ -26,19 +26,17 @@ WAYS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Any]:
     """The same tiny training started in each way."""
-    made = {}
+    made: dict[str, Any] = {}
     for name, (command, ranks) in WAYS.items():
         folder = tmp_path_factory.mktemp("run")
-        done = start([*command, *TINY, "--out", str(folder)], anew=name == "torchrun by path")
-        made[name] = (done, folder, ranks)
+        made[name] = start([*command, *TINY, "--out", str(folder)], anew=name == "python"), folder, ranks
     return made
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_to_start_succeeds_with_an_empty_stderr(runs, way):
     done, folder, ranks = runs[way]
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(" 1/1 ") == 1  # rank 0 alone speaks
     assert f"ranks   {ranks} on cpu (gloo)" in done.stdout
     assert sorted(os.listdir(folder)) == ["best.pt", "last.pt", "log.jsonl"]
@@ -47,14 +45,12 @@ def test_each_way_to_start_succeeds_with_an_empty_stderr(runs, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_all_ways_to_start_give_the_same_training(runs, way):
-    _, folder, _ = runs[way]
-    _, reference, _ = runs["torchrun by path"]
-    state, expected = (torch.load(f / "last.pt", weights_only=True) for f in (folder, reference))
-    assert list(state["model"]) == list(expected["model"])
-    assert all(name.startswith("module.") for name in state["model"])
-    for name, value in expected["model"].items():
-        assert torch.allclose(state["model"][name], value, atol=1e-6)
-    (entry,), (wanted,) = (epochs_of(one) for one in (folder, reference))
+    folders = [runs[name][1] for name in (way, "torchrun by path")]
+    model, expected = (torch.load(folder / "last.pt", weights_only=True)["model"] for folder in folders)
+    assert list(model) == list(expected)
+    assert all(name.startswith("module.") for name in model)
+    assert all(torch.allclose(model[name], value, atol=1e-6) for name, value in expected.items())
+    (entry,), (wanted,) = map(epochs_of, folders)
     assert set(entry) >= {"epoch", "loss", "accuracy", "correct", "samples", "seconds"}
     assert entry["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
     assert (entry["epoch"], entry["samples"]) == (1, 2)
@@ -65,14 +61,75 @@ def test_the_commands_proposed_by_a_run_work_when_pasted(runs, tmp_path):
     proposed = done.stdout.split("next:\n")[1].replace("\\\n", "").splitlines()
     assert len(proposed) == 2
     for line in proposed:
-        program, *rest = line.split()
-        if program == "ckpttool":
-            command = [sys.executable, "-m", "ckpttool", *rest]
-        else:
-            command = [sys.executable, str(ROOT / rest[0]), *rest[1:]]
-        pasted = start(command, cwd=tmp_path)
+        name, *rest = line.split()
+        program = ["-m", name, *rest] if name == "ckpttool" else [str(ROOT / rest[0]), *rest[1:]]
+        pasted = start([sys.executable, *program], cwd=tmp_path)
         assert pasted.returncode == 0, pasted.stderr
     assert "of 2 correct" in pasted.stdout
+
+
+# ---- a user's own modules, whatever their names --------------------------------------------------------
+
+NAMES = sorted(
+    path.stem
+    for path in (ROOT / "train").iterdir()
+    if (path.suffix == ".py" or any(path.glob("*.py"))) and path.stem != "__init__"
+)
+OWN = """
+import importlib, torch
+from torch.utils.data import Dataset
+
+NAMES = {names!r}
+
+def checked():
+    for name in NAMES:
+        assert importlib.import_module(name).WHOSE == "the user's", name
+
+class Samples(Dataset):
+    classes = ["a", "b"]
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info():
+            import later  # for the first time, in a process that loads data
+            assert later.WHOSE == "the user's"
+            checked()
+        return torch.full((3,), float(index)), index % 2
+
+def data():
+    checked()
+    return Samples(), Samples()
+
+def model(num_classes):
+    checked()
+    return torch.nn.Linear(3, num_classes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "named", "ranks"),
+    [
+        ("next to own.py", "file", []),
+        ("next to own.py", "module", []),
+        # as the library `evaluate` may be
+        pytest.param("installed", "file", ["--spawn", "2"], marks=pytest.mark.long),
+    ],
+)
+def test_a_user_s_modules_are_found_before_the_trainer_s(tmp_path, where, named, ranks):
+    assert {"data", "config", "model", "tasks", "log", "run", "main", "evaluate", "plot"} <= set(NAMES)
+    (tmp_path / "own.py").write_text(OWN.format(names=NAMES))
+    folder = tmp_path / "installed" if where == "installed" else tmp_path
+    folder.mkdir(exist_ok=True)
+    for path in (tmp_path / "later.py", *(folder / f"{name}.py" for name in NAMES)):
+        path.write_text('WHOSE = "the user\'s"\n')
+    spec = f"{tmp_path}/own.py" if named == "file" else "own"
+    own_code = ["--data", f"{spec}:data", "--model", f"{spec}:model", "--workers", "1", *ranks]
+    flags = ["--batch-size", "4", "--epochs", "1", "--out", "run"]
+    for program in (["main.py", *flags], ["evaluate.py", "run/last.pt"]):
+        command = [sys.executable, str(ROOT / "train" / program[0]), *program[1:], *own_code]
+        # A rank that is a fork of its launcher would take the trainer's folder off the path no second time.
+        done = start(command, tmp_path, anew=bool(ranks), PYTHONPATH=str(folder))
+        assert done.returncode == 0, done.stderr
 
 
 # ---- what must not matter ------------------------------------------------------------------------------
@@ -104,21 +161,21 @@ def test_deterministic_makes_the_settings_that_torch_requires(monkeypatch, tmp_p
 # ---- places --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("backend", "gpus", "local", "expected"),
-    [
-        ("auto", 0, ("0", "1"), ("gloo", "cpu")),
-        ("auto", 2, ("1", "2"), ("nccl", "cuda:1")),
-        ("auto", 1, ("1", "2"), ("gloo", "cpu")),
-        ("gloo", 4, ("1", "2"), ("gloo", "cpu")),
-        ("nccl", 4, ("3", "4"), ("nccl", "cuda:3")),
-    ],
-)
+PLACES = [
+    ("auto", 0, "0 of 1", ("gloo", "cpu")),
+    ("auto", 2, "1 of 2", ("nccl", "cuda:1")),
+    ("auto", 1, "1 of 2", ("gloo", "cpu")),
+    ("gloo", 4, "1 of 2", ("gloo", "cpu")),
+    ("nccl", 4, "3 of 4", ("nccl", "cuda:3")),
+]
+
+
+@pytest.mark.parametrize(("backend", "gpus", "local", "expected"), PLACES)
 def test_backend_and_device_depend_on_the_gpus(monkeypatch, backend, gpus, local, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setenv("LOCAL_RANK", local[0])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local[1])
+    for name, value in zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local.split(" of "), strict=True):
+        monkeypatch.setenv(name, value)
     place = find_place(backend)
     assert (place.backend, str(place.device)) == expected
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import contextlib
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpttool.errors import CkptToolError
-from tests.ranks.forked import Program
-from tests.ranks.programs import ROOT, environment
+from train import main
+from train.config import command_line
 from train.config.shared import Every
 from train.config.training import TrainConfig
 from train.evaluate import EvaluateConfig
@@ -62,9 +63,10 @@ def test_a_setting_that_differs_is_named_with_values_and_ranks(run_ranks, name):
         assert of_rank.startswith("RanksDiffer: ") and text in of_rank
 
 
-def test_all_settings_that_differ_are_named_in_one_error(run_ranks):
-    said = run_ranks(2, compared, [TrainConfig(), TrainConfig(seed=1, lr=0.2)])
-    assert "--seed 1 on rank 1" in said[0] and "--lr 0.2 on rank 1" in said[0]
+def test_all_settings_that_differ_are_named_in_one_error_as_is_another_factory_of_a_file(run_ranks):
+    said = run_ranks(2, compared, [TrainConfig(model="a.py:one"), TrainConfig(model="b/a.py:two", seed=1)])
+    assert "--model b/a.py:two on rank 1, and --model a.py:one on rank 0" in said[0]
+    assert "--seed 1 on rank 1" in said[0]
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -75,51 +77,54 @@ def test_what_is_a_nodes_own_may_differ(run_ranks, name):
 
 
 def test_ranks_of_an_evaluation_are_compared_too(run_ranks):
-    configs: list[Any] = [EvaluateConfig(checkpoint="a.pt"), EvaluateConfig(checkpoint="/b/a.pt", resize=8)]
-    said = run_ranks(2, compared, configs)
+    one: Any = EvaluateConfig(checkpoint="a.pt")
+    said = run_ranks(2, compared, [one, EvaluateConfig(checkpoint="/b/a.pt", resize=8)])
     assert "--resize 8 on rank 1, and no --resize on rank 0 (give the same on every node; only" in said[0]
-    assert run_ranks(2, compared, [configs[0], configs[0]]) == ["", ""]
+    assert run_ranks(2, compared, [one, one]) == ["", ""]
 
 
-def test_another_factory_of_a_file_is_another_setting(run_ranks):
-    said = run_ranks(2, compared, [TrainConfig(model="a.py:one"), TrainConfig(model="b/a.py:two")])
-    assert "--model b/a.py:two on rank 1, and --model a.py:one on rank 0" in said[0]
+OLDER = "torch is 2.13.0 on rank 1, and 2.14.1 on rank 0"
+VERSIONS = [
+    ("2.14.1", False, ""),
+    ("2.14.0+cu130", False, "torch is 2.14.0+cu130 on rank 1, and 2.14.1 on rank 0"),
+    ("2.13.0", False, f"RanksDiffer: {OLDER}"),
+    ("2.13.0", True, OLDER),
+]
 
 
-@pytest.mark.parametrize(
-    ("versions", "flags", "outcome"),
-    [
-        (["2.14.1", "2.14.1"], {}, ""),
-        (["2.14.1", "2.14.0+cu130"], {}, "torch is 2.14.0+cu130 on rank 1, and 2.14.1 on rank 0"),
-        (["2.14.1", "2.13.0"], {}, "RanksDiffer: torch is 2.13.0 on rank 1, and 2.14.1 on rank 0"),
-        (["2.14.1", "2.13.0"], {"mixed_torch": True}, "torch is 2.13.0 on rank 1"),
-    ],
-)
-def test_versions_of_torch(run_ranks, versions, flags, outcome):
-    said = run_ranks(2, compared, [TrainConfig(**flags)] * 2, versions)
+@pytest.mark.parametrize(("other", "mixed", "outcome"), VERSIONS)
+def test_versions_of_torch(run_ranks, other, mixed, outcome):
+    said = run_ranks(2, compared, [TrainConfig(mixed_torch=mixed)] * 2, ["2.14.1", other])
     assert said[1].startswith(outcome) and bool(said[1]) == bool(outcome)
     assert ("--mixed-torch" in said[1]) == outcome.startswith("RanksDiffer")
 
 
-@pytest.mark.parametrize("changed", ["own.py", "beside.py"])
-def test_code_that_differs_is_a_warning_also_where_a_file_imports_it(tmp_path, changed):
-    texts = {
-        "own.py": "from beside import width\nfrom torch import nn\n\ndef model(num_classes):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(64 * width, num_classes))\n",
-        "beside.py": "width = 1\n",
-    }
-    ranks = []
-    for rank in range(2):
-        folder = tmp_path / f"node{rank}"
-        folder.mkdir()
-        for name, text in texts.items():
-            (folder / name).write_text(text + "\n# another line\n" * (rank == 1 and name == changed))
-        flags = ["--model", f"{folder}/own.py:model", "--epochs", "1", "--out", str(tmp_path / "run")]
-        env = environment() | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
-        command = [sys.executable, str(ROOT / "train/main.py"), *flags]
-        ranks.append(Program(command, tmp_path, env))
-    said = [process.communicate(timeout=100)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], said
-    assert said[0].startswith("warning: ") and f"{changed} of rank 1 is not that of rank 0" in said[0]
-    assert said[1] == ""
+CODE = {
+    "own.py": "from beside import width\nfrom torch import nn\n\ndef model(num_classes):\n"
+    "    return nn.Sequential(nn.Flatten(), nn.Linear(3072 * width, num_classes))\n",
+    "beside.py": "width = 1\n",
+}
+
+
+def warned(rank: int, size: int, folder: Path) -> str:
+    """Train with the code of this rank's own node; return what is said on stderr."""
+    flags = (
+        f"--model {folder}/node{rank}/own.py:model --data fake:8 --batch-size 8 --epochs 1 --out {folder}/run"
+    )
+    job = main.prepare(command_line.parse(flags.split()))
+    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()) as errors:
+        assert main.train(job) == 0
+    return errors.getvalue()
+
+
+@pytest.mark.parametrize("changed", CODE)
+def test_code_that_differs_is_a_warning_also_where_a_file_imports_it(fresh_ranks, tmp_path, changed):
+    for node in (0, 1):
+        (tmp_path / f"node{node}").mkdir()
+        for name, text in CODE.items():
+            (tmp_path / f"node{node}" / name).write_text(
+                text + "\n# more\n" * (node == 1 and name == changed)
+            )
+    first, second = fresh_ranks(2, warned, tmp_path)
+    assert first.startswith("warning: ") and f"{changed} of rank 1 is not that of rank 0" in first
+    assert second == ""

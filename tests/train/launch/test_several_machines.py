@@ -1,15 +1,19 @@
 """Training on two machines, each with one rank: a machine is lost, the link between them is cut.
 
-Network namespaces stand in for the machines. Only the first one has the run's folder.
+Network namespaces stand in for the machines. Only the first one has the run's folder. The manifests of
+docs/several-machines.md have no field that the operators' own models of their API lack:
+pip install kubeflow-training kubeflow-trainer-api
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,9 +61,7 @@ def networks() -> Iterator[list[str]]:
 class TwoMachines:
     """A run on two machines, of which only the first has its folder."""
 
-    def __init__(
-        self, networks: list[str], folder: Path, pauses: list[dict[str, Any]], timeout: float
-    ) -> None:
+    def __init__(self, networks: list[str], folder: Path, pauses: list[Any], timeout: float) -> None:
         self.networks, self.folder, self.timeout = networks, folder, timeout
         self.agents: list[Agent] = []
         (folder / "run").mkdir(parents=True)
@@ -81,16 +83,13 @@ class TwoMachines:
             assert time.monotonic() < end and any(agent.code is None for agent in self.agents), self.said()
             time.sleep(0.02)
 
-    def go(self, number: int) -> None:
-        """Let the rank that pauses go on."""
-        (self.folder / f"go-{number}").touch()
-
-    def lose_second(self) -> None:
-        """Kill everything on the second machine."""
-        agents.kill_all(self.folder / "none", self.agents[1:])
-
-    def link(self, state: str) -> None:
-        ip("-n", self.networks[1], "link", "set", "wire", state)
+    def cut_link(self, seconds: float) -> None:
+        """Cut the link where the first rank pauses, which then goes on."""
+        self.wait_for("kill-0")
+        ip("-n", self.networks[1], "link", "set", "wire", "down")
+        (self.folder / "go-0").touch()
+        time.sleep(seconds)
+        ip("-n", self.networks[1], "link", "set", "wire", "up")
 
     def ends(self, seconds: float = 90) -> list[int | None]:
         """Return the exit codes of the agents, once they have ended."""
@@ -120,9 +119,9 @@ def two_machines(networks: list[str], tmp_path: Path) -> Iterator[Any]:
         agents.kill_all(run.folder, run.agents)
 
 
-def pause(step: int, rank: int = 1) -> dict[str, Any]:
+def pause(step: int) -> dict[str, Any]:
     """Return the plan of a rank that waits in a step until the test has done what it has in mind."""
-    return {"at": "step", "whom": "worker", "signal": "none", "rank": rank, "step": step}
+    return {"at": "step", "whom": "worker", "signal": "none", "rank": 1, "step": step}
 
 
 def assert_undisturbed(folder: Path, tmp_path: Path) -> None:
@@ -145,29 +144,73 @@ def assert_undisturbed(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_machine_that_is_lost_and_comes_back_and_a_link_that_is_cut_change_no_bit(two_machines, tmp_path):
     run = two_machines([pause(3), pause(6)])
-    run.wait_for("kill-0")
-    run.link("down")  # not for long: the run goes on as if nothing had been
-    run.go(0)
-    time.sleep(2)
-    run.link("up")
+    run.cut_link(2)  # not for long: the run goes on as if nothing had been
     run.wait_for("run/last.pt")
     run.wait_for("kill-1")
-    run.lose_second()
+    agents.kill_all(run.folder / "none", run.agents[1:])
     run.start(1)
     assert run.ends() == [0, -9, 0], run.said()
     assert_undisturbed(run.folder / "run", tmp_path)
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_for_long_ends_the_step_and_the_run_goes_on_when_it_is_back(
-    two_machines, tmp_path
-):
+def test_a_link_that_is_cut_for_long_ends_a_step_and_the_run_goes_on_when_it_is_back(two_machines, tmp_path):
     run = two_machines([pause(3)], timeout=6)
-    run.wait_for("kill-0")
-    run.link("down")
-    run.go(0)
-    time.sleep(12)
-    run.link("up")
+    run.cut_link(12)
     assert run.ends() == [0, 0], run.said()
     assert run.said().count("error: rank 1: no answer from another rank within --timeout") == 1
     assert_undisturbed(run.folder / "run", tmp_path)
+
+
+# ---- manifests for Kubernetes ------------------------------------------------------------------------
+
+
+def manifest(kind: str) -> dict[str, Any]:
+    """Return the one manifest of a kind on the page."""
+    yaml = pytest.importorskip("yaml")
+    page = (ROOT / "docs" / "several-machines.md").read_text()
+    read = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", page, re.S))
+    (found,) = [manifest for manifest in read if manifest["kind"] == kind]
+    return found
+
+
+def test_the_pytorchjob_has_no_field_that_the_operator_does_not_know():
+    operator = pytest.importorskip("kubeflow.training.models", reason="kubeflow-training is not installed")
+    kubernetes = pytest.importorskip("kubernetes.client.models")
+
+    def check(value: Any, kind: str, path: str) -> None:
+        outer, _, inner = kind.rstrip(")]").replace("(", "[").partition("[")
+        if outer in ("list", "dict"):
+            for key, each in value.items() if outer == "dict" else enumerate(value):
+                check(each, inner.removeprefix("str, "), f"{path}.{key}")
+        elif model := getattr(operator, kind, None) or getattr(kubernetes, kind, None):
+            names = {given: name for name, given in model.attribute_map.items()}
+            for key, each in value.items():
+                assert key in names, f"{path}.{key}"
+                check(each, model.openapi_types[names[key]], f"{path}.{key}")
+        else:
+            types = {"int": int, "str": (str, int)}  # a quantity may be a number
+            assert isinstance(value, types[kind]), f"{path} is no {kind}"
+
+    check(manifest("PyTorchJob"), "KubeflowOrgV1PyTorchJob", "PyTorchJob")
+
+
+def test_the_trainjob_has_no_field_that_the_operator_does_not_know():
+    operator = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
+
+    def models(annotation: Any) -> Iterator[Any]:
+        if hasattr(annotation, "model_fields") and "actual_instance" not in annotation.model_fields:
+            yield annotation
+        for part in typing.get_args(annotation):
+            yield from models(part)
+
+    def check(value: Any, model: Any, path: str) -> None:
+        fields = {field.alias or name: field for name, field in model.model_fields.items()}
+        for key, each in value.items():
+            assert key in fields, f"{path}.{key}"
+            for inner in models(fields[key].annotation):
+                for one in each if isinstance(each, list) else [each]:
+                    check(one, inner, f"{path}.{key}")
+
+    check(manifest("TrainJob"), operator.TrainerV1alpha1TrainJob, "TrainJob")
+    assert operator.TrainerV1alpha1TrainJob.from_dict(manifest("TrainJob"))

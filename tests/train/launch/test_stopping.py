@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -45,21 +46,16 @@ def told(
     usual = {"epochs": 2, "batch_size": runs.BATCH, "lr": 0.05, "timeout": 20.0, "eval_batch": 2, **SELDOM}
     config = TrainConfig(**{"out": folder, **usual, **settings})
     data, model = trainings.tensors(runs.SHAPE, runs.SAMPLES), trainings.seeded(runs.restless)
-    (where, when), seen = how, 0
-
-    def strike() -> None:
-        nonlocal seen
-        seen += 1
-        if rank in on and seen == when + 1:
-            os.kill(os.getpid(), number)
-            time.sleep(0.1)  # a thread takes it
+    (where, when), calls = how, itertools.count()
 
     with pytest.MonkeyPatch.context() as patch:
         owner, name = (Trainer, "update") if where == "update" else (Scorer, "_check")
         usual_way = getattr(owner, name)
 
         def struck(*given: Any) -> Any:
-            strike()
+            if next(calls) == when and rank in on:
+                os.kill(os.getpid(), number)
+                time.sleep(0.1)  # a thread takes it
             return usual_way(*given)
 
         patch.setattr(owner, name, struck)
@@ -89,11 +85,8 @@ def undisturbed(run_ranks, tmp_path_factory) -> Callable[[int, dict[str, Any]], 
     return whole
 
 
-Stopped = Callable[[int, list[int], tuple[str, int], dict[str, Any]], dict[str, Any]]
-
-
 @pytest.fixture
-def stopped(run_ranks, undisturbed, tmp_path) -> Stopped:
+def stopped(run_ranks, undisturbed, tmp_path) -> Callable[..., dict[str, Any]]:
     """`stopped(size, on, how, settings)`: what a run saves that is told to end, as `told` is given it.
 
     Checks that the run, resumed, ends as one that is not told anything.
@@ -124,16 +117,11 @@ def test_a_long_step_is_the_last_if_a_signal_comes_in_it(stopped):
     assert saved["progress"]["global_step"] == 2
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"virtual_ranks": 6},
-        {"zero": True, "ema": 0.9},
-        {"batchnorm": "pooled", "save": "sync"},
-        {"eval_every": runs.Every(1, "steps")},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
+HELD: list[dict[str, Any]] = [{"virtual_ranks": 6}, {"zero": True, "ema": 0.9}]
+HELD += [{"batchnorm": "pooled", "save": "sync"}, {"eval_every": runs.Every(1, "steps")}]
+
+
+@pytest.mark.parametrize("settings", HELD, ids=lambda settings: next(iter(settings)))
 def test_whatever_a_run_holds_is_saved_at_a_signal(stopped, settings):
     stopped(2, [1], ("update", 1), settings)
 
@@ -156,11 +144,7 @@ def test_the_log_says_which_signal_came_and_how_much_of_the_grace_was_left(run_r
 
 # ---- in processes of their own -------------------------------------------------------------------------
 
-SLOW = """
-time.sleep({seconds})
-with open(marks / "pids", "a") as file:
-    print(os.getpid(), rank, file=file)
-"""
+SLOW = 'time.sleep({seconds})\n(marks / ("pid-" + rank + "-" + str(os.getpid()))).touch()'
 
 FLAGS = ["--data", "fake:400", "--batch-size", "4", "--model", "own.py:model"]
 FLAGS += ["--out", "run", "--log-every", "1"]
@@ -169,7 +153,7 @@ FLAGS += ["--out", "run", "--log-every", "1"]
 @contextlib.contextmanager
 def running(folder: Path, command: list[str], seconds: float | str = 0.05) -> Iterator[Program]:
     """Start a program, and wait until each rank has taken some steps; kill what is left."""
-    own_model(folder, SLOW.strip().format(seconds=seconds), "self.training and torch.is_grad_enabled()")
+    own_model(folder, SLOW.format(seconds=seconds), "self.training and torch.is_grad_enabled()")
     run = Program(command, folder, environment(PYTHONPATH=str(ROOT)))
     try:
         end = time.monotonic() + 90
@@ -188,14 +172,10 @@ def steps_logged(folder: Path) -> int:
     return 0
 
 
-def ranks_of(folder: Path) -> dict[int, list[int]]:
-    """Return the process id of each rank, once for each pass that it has made."""
-    found: dict[int, list[int]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in (folder / "pids").read_text().splitlines():
-            pid, rank = line.split()
-            found.setdefault(int(rank), []).append(int(pid))
-    return found
+def pid_of(folder: Path, rank: int) -> int:
+    """Return the process id of a rank that has made a pass."""
+    (mark,) = folder.glob(f"pid-{rank}-*")
+    return int(mark.name.split("-")[-1])
 
 
 def program(*flags: str) -> list[str]:
@@ -206,40 +186,36 @@ def step_of(folder: Path) -> int:
     return int(torch.load(folder / "run" / "last.pt", weights_only=True)["progress"]["global_step"])
 
 
-def test_processes_that_load_data_outlive_a_signal_to_the_whole_group(tmp_path):
-    with running(tmp_path, program("--workers", "2", "--spawn", "2")) as run:
-        os.killpg(run.pid, signal.SIGTERM)
+SPAWN = program("--spawn", "2")
+TOLD: dict[str, tuple[list[str], str | int, int]] = {
+    "all processes of spawn": (program("--workers", "2", "--spawn", "2"), "all", signal.SIGTERM),
+    "spawn": (SPAWN, "launcher", signal.SIGUSR1),
+    "rank 0 of spawn": (SPAWN, 0, signal.SIGUSR1),
+    "rank 1 of spawn": (SPAWN, 1, signal.SIGUSR1),
+    "torchrun": ([*TORCHRUN, "2", *program()[1:]], "launcher", signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("whom", TOLD)
+def test_a_signal_to_any_process_of_a_run_ends_and_saves_it(tmp_path, whom):
+    """Processes that load data outlive one to all, until their rank ends."""
+    command, who, number = TOLD[whom]
+    with running(tmp_path, command) as run:
+        if who == "all":
+            os.killpg(run.pid, number)
+        else:
+            os.kill(run.pid if who == "launcher" else pid_of(tmp_path, int(who)), number)
         said, errors = run.communicate(timeout=60)
-    assert run.returncode == 143, errors
-    assert "ended   by SIGTERM after step" in said and "\nto continue:\n  python" in said
-    assert errors == ""
+    assert f"ended   by {signal.Signals(number).name} after step" in said, errors
     assert step_of(tmp_path) >= 2
+    if whom != "torchrun":
+        assert (run.returncode, errors) == (128 + number, "")
+        assert "\nto continue:\n  python" in said
 
 
-def test_torchrun_passes_a_signal_on_and_the_ranks_save(tmp_path):
-    with running(tmp_path, [*TORCHRUN, "2", *program()[1:]]) as run:
-        run.terminate()
-        said, errors = run.communicate(timeout=60)
-    assert "ended   by SIGTERM after step" in said, errors
-    assert step_of(tmp_path) >= 2
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_ends_all_under_spawn(tmp_path, rank):
-    with running(tmp_path, program("--spawn", "2")) as run:
-        os.kill(ranks_of(tmp_path)[rank][0], signal.SIGUSR1)
-        said, errors = run.communicate(timeout=60)
-    assert run.returncode == 128 + signal.SIGUSR1, errors
-    assert "ended   by SIGUSR1 after step" in said
-    assert os.listdir(tmp_path / "run") == sorted(["last.pt", "log.jsonl"]) or step_of(tmp_path) >= 2
-
-
-def test_the_launcher_of_spawn_passes_every_signal_on(tmp_path):
-    with running(tmp_path, program("--spawn", "2")) as run:
-        run.send_signal(signal.SIGUSR1)
-        said, errors = run.communicate(timeout=60)
-    assert run.returncode == 128 + signal.SIGUSR1, errors
-    assert "ended   by SIGUSR1 after step" in said
+def failed_at(folder: Path) -> int:
+    """Return the step that is noted as the one that has failed; 0 if none has."""
+    return int(json.loads((folder / "run" / "attempts.json").read_text())["step"])
 
 
 @pytest.mark.long
@@ -254,8 +230,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_the_old_file(tmp_path):
         _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
     assert errors.startswith("\ninterrupted; to continue:\n  python ")
-    assert step_of(tmp_path) == before
-    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0  # none has failed
+    assert (step_of(tmp_path), failed_at(tmp_path)) == (before, 0)
 
 
 @pytest.mark.long
@@ -264,10 +239,9 @@ def test_a_step_that_takes_longer_than_the_grace_is_said(tmp_path):
         time.sleep(1.0)
         run.terminate()
         _, errors = run.communicate(timeout=60)
-    assert run.returncode == 1
+    assert (run.returncode, failed_at(tmp_path)) == (1, 0)
     assert errors.startswith("error: --grace 0.5: SIGTERM came ")
     assert errors.endswith("nothing was saved yet (--save-every N[steps|epochs])\n")
-    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
 
 
 @pytest.mark.long
@@ -275,11 +249,10 @@ def test_the_grace_of_another_rank_is_no_failure_of_the_step(tmp_path):
     only_there = "3.0 * (rank == '1')"
     with running(tmp_path, program("--grace", "1", "--spawn", "2"), seconds=only_there) as run:
         time.sleep(0.5)
-        os.kill(ranks_of(tmp_path)[1][0], signal.SIGTERM)
+        os.kill(pid_of(tmp_path, 1), signal.SIGTERM)
         _, errors = run.communicate(timeout=60)
-    assert run.returncode == 1
+    assert (run.returncode, failed_at(tmp_path)) == (1, 0)
     assert re.match(r"error: rank 0: rank 1 was ended by SIGTERM in 'forward' of step \d", errors)
-    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
 
 
 def test_ctrl_c_before_there_are_ranks_is_one_line(tmp_path):

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from ckpttool.errors import UsageFault
 from train.model import builtin as models
+
+OWN = """
+from torch import nn
+
+sized = lambda num_classes: nn.Linear(4, num_classes)
+fixed = lambda: nn.Linear(4, 3)
+other = lambda: 5
+
+class Freezes(nn.Sequential):
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+half = lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout().eval())
+whole = lambda: half().eval()
+method = lambda: Freezes(nn.Linear(3, 2), nn.Dropout())
+"""
 
 
 def test_resnet20_has_the_names_and_shapes_of_the_published_weights(resnet20):
@@ -34,9 +51,7 @@ def test_option_a_shortcuts_take_every_second_pixel_and_pad_channels_with_zeros(
     assert models.Block(16, 16, stride=1).shortcut(x) is x
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 1, 1), (2, 5, 40), (3, 96, 64)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 1, 1), (2, 5, 40), (3, 96, 64)])
 def test_simple_cnn_adapts_to_the_images_and_classes(shape):
     model = models.build("simple-cnn", shape=shape, classes=7)
     assert model(torch.rand(2, *shape)).shape == (2, 7)
@@ -49,64 +64,25 @@ def test_simple_cnn_has_no_batchnorm_and_fits_the_digits_without_arguments():
     assert model(torch.rand(1, 1, 8, 8)).shape == (1, 10)
 
 
-def test_torchvisions_models_get_the_number_of_classes():
+def test_torchvisions_models_and_a_users_factory_that_takes_it_get_the_number_of_classes(own):
     assert models.build("torchvision:resnet18", shape=(3, 32, 32), classes=7).fc.out_features == 7
-
-
-def test_a_users_factory_gets_the_number_of_classes_if_it_takes_it(tmp_path):
-    (tmp_path / "own.py").write_text(
-        "from torch import nn\n"
-        "def sized(num_classes):\n    return nn.Linear(4, num_classes)\n"
-        "def fixed():\n    return nn.Linear(4, 3)\n"
-        "def other():\n    return 5\n"
-    )
-    assert models.build(f"{tmp_path}/own.py:sized", shape=(4,), classes=7).out_features == 7
-    assert models.build(f"{tmp_path}/own.py:sized(num_classes=2)", shape=(4,), classes=7).out_features == 2
-    assert isinstance(models.build(f"{tmp_path}/own.py:fixed", shape=(4,), classes=7), nn.Linear)
+    for factory, outputs in (("sized", 7), ("sized(num_classes=2)", 2), ("fixed", 3)):
+        made = models.build(f"{own}:{factory}", shape=(4,), classes=7)
+        assert made.out_features == outputs
     with pytest.raises(UsageFault, match=r"returned int, not a torch\.nn\.Module"):
-        models.build(f"{tmp_path}/own.py:other", shape=(4,), classes=7)
+        models.build(f"{own}:other", shape=(4,), classes=7)
 
 
-def test_an_unknown_model_is_refused_with_the_known_names():
+def test_an_unknown_model_and_one_of_images_for_other_samples_are_refused():
     with pytest.raises(UsageFault, match="no such model") as fault:
         models.build("resnet99", shape=(3, 8, 8), classes=10)
     assert "simple-cnn" in fault.value.hint
-
-
-def test_models_for_images_refuse_other_samples():
     with pytest.raises(UsageFault, match="takes images"):
         models.build("simple-cnn", shape=(5,), classes=10)
 
 
-MODES = """
-from torch import nn
-
-def half():
-    return nn.Sequential(nn.Linear(3, 2), nn.Dropout().eval())
-
-def whole():
-    return half().eval()
-
-class Freezes(nn.Sequential):
-    def train(self, mode=True):
-        super().train(mode)
-        self[1].eval()
-        return self
-
-def method():
-    return Freezes(nn.Linear(3, 2), nn.Dropout())
-"""
-
-
-@pytest.mark.parametrize(
-    ("factory", "modes"),
-    [
-        ("half", [True, True, False]),
-        ("whole", [True, True, True]),  # as from_pretrained returns a model that is to be trained
-        ("method", [True, True, False]),
-    ],
-)
-def test_a_model_is_trained_in_the_modes_that_its_factory_gave(tmp_path, factory, modes):
-    (tmp_path / "own.py").write_text(MODES)
-    made = models.build(f"{tmp_path / 'own.py'}:{factory}", shape=(3,), classes=2)
-    assert [module.training for module in made.modules()] == modes
+# A model that is wholly in eval mode is one as from_pretrained returns it, and is to be trained.
+@pytest.mark.parametrize(("factory", "dropout"), [("half", False), ("whole", True), ("method", False)])
+def test_a_model_is_trained_in_the_modes_that_its_factory_gave(own, factory, dropout):
+    made = models.build(f"{own}:{factory}", shape=(3,), classes=2)
+    assert [module.training for module in made.modules()] == [True, True, dropout]

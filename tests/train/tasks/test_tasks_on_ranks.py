@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import math
 import types
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,35 +62,17 @@ class Named(Dataset[Any]):
         return {"both": (inputs, [mask]), "wanted": {"all": targets.sum().expand(6), "name": str(index)}}
 
 
-class OfTokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedded = nn.Embedding(7, 5, dtype=torch.float64)
-        self.scores = nn.Linear(5, 7, dtype=torch.float64)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.scores(self.embedded(tokens).tanh())
-
-
-class OwnLoss(nn.Module):
+class OwnLoss(nn.Linear):
     """Returns the mean loss of its batch, as many models do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 2, dtype=torch.float64)
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = self.linear(inputs)
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:  # type: ignore[override]
+        outputs = super().forward(inputs)
         return outputs, F.mse_loss(outputs, targets)
 
 
-class OfNames(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6, dtype=torch.float64)
-
-    def forward(self, both: Any, wanted: Any) -> dict[str, torch.Tensor]:
-        return {"outputs": self.linear(both[0])}
+class OfNames(nn.Linear):
+    def forward(self, both: Any, wanted: Any) -> Any:  # type: ignore[override]
+        return {"outputs": super().forward(both[0])}
 
 
 def of_names() -> Any:
@@ -101,18 +87,32 @@ def of_names() -> Any:
 
 
 def linear() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(6, 4, dtype=torch.float64), nn.Tanh(), nn.Linear(4, 2, dtype=torch.float64)
-    )
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
 
 
+def of_tokens() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 5), nn.Tanh(), nn.Linear(5, 7)).double()
+
+
+def own_loss() -> nn.Module:
+    return OwnLoss(6, 2).double()
+
+
+def by_names() -> nn.Module:
+    return OfNames(6, 6).double()
+
+
 def masked(model: nn.Module, batch: Any) -> torch.Tensor:
     total, count = of_names().loss(model(batch["both"], batch["wanted"]), batch)
     return total / count
+
+
+def of_all_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 WEIGHTS = (0.3, 1.0, 0.0, 2.7, 0.1)
@@ -144,13 +144,9 @@ def weighing() -> Any:
 # name: samples, model, and its mean loss over a whole batch, in plain PyTorch.
 KINDS: dict[str, Any] = {
     "regression": (numbers, linear, lambda model, batch: F.mse_loss(model(batch[0]), batch[1])),
-    "language-model": (
-        lines,
-        OfTokens,
-        lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
-    ),
-    "model-loss": (numbers, OwnLoss, lambda model, batch: model(*batch)[1]),
-    "own": (Named, OfNames, masked),
+    "language-model": (lines, of_tokens, of_all_tokens),
+    "model-loss": (numbers, own_loss, lambda model, batch: model(*batch)[1]),
+    "own": (Named, by_names, masked),
     "classification": (labelled, classes, weighted_mean),
     "weighted": (labelled, classes, weighted_mean),
 }
@@ -167,16 +163,24 @@ def task_of(kind: str, config: TrainConfig, data: Data) -> Task:
     return tasks.adapt(OWN[kind](), "own.py:make") if kind in OWN else tasks.build(config, data)
 
 
-def expected(kind: str, make: Any) -> list[torch.Tensor]:
-    """Return the parameters after plain training on whole batches: one process, no DDP."""
-    samples, _, loss = KINDS[kind]
-    model, whole = trainings.seeded(make), samples()
+@functools.cache
+def expected(
+    kind: str, make: Any, epochs: int = EPOCHS, left_out: tuple[int, ...] = ()
+) -> list[torch.Tensor]:
+    """Return the parameters after plain training on whole batches: one process, no DDP.
+
+    Args:
+        left_out: steps of an epoch in which nothing counts.
+    """
+    loss, model = KINDS[kind][2], trainings.seeded(make)
+    whole = ignoring(left_out) if left_out else KINDS[kind][0]()
     optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-    for epoch in range(EPOCHS):
-        for batch in torch.tensor(Plan(SAMPLES, BATCH).order(epoch)).split(BATCH):
-            optimizer.zero_grad()
-            loss(model, torch.utils.data.default_collate([whole[int(index)] for index in batch])).backward()
-            optimizer.step()
+    for epoch in range(epochs):
+        for step, batch in enumerate(torch.tensor(Plan(SAMPLES, BATCH).order(epoch)).split(BATCH)):
+            if step not in left_out:
+                optimizer.zero_grad()
+                loss(model, torch.utils.data.default_collate([whole[int(one)] for one in batch])).backward()
+                optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -229,7 +233,7 @@ def test_unequal_shares_and_clipping_are_those_of_one_process(run_ranks, kind):
 # ---- nothing to count ----------------------------------------------------------------------------------
 
 
-def ignoring(steps: list[int]) -> TensorDataset:
+def ignoring(steps: tuple[int, ...]) -> TensorDataset:
     """Return sequences of which those of some steps of the first epoch have no target that counts."""
     samples = lines()
     batches = torch.tensor(Plan(SAMPLES, BATCH).order(0)).split(BATCH)
@@ -238,94 +242,91 @@ def ignoring(steps: list[int]) -> TensorDataset:
     return samples
 
 
-class OfTokensAndLoss(OfTokens):
+class WithLoss(nn.Sequential):
     """Returns its own mean loss, NaN where nothing counts, and of how many tokens it is the mean."""
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:  # type: ignore[override]
         loss = F.cross_entropy(super().forward(tokens).flatten(0, 1), targets.flatten())
         return {"loss": loss, "count": (targets != tasks.IGNORED).sum()}
 
 
 def train_on_nothing(
-    rank: int, world_size: int, steps: list[int], settings: dict[str, Any], model: Any = OfTokens
+    rank: int, world_size: int, steps: tuple[int, ...], settings: dict[str, Any], task: str
 ) -> tuple[list[torch.Tensor], float, int, int]:
-    task = "language-model" if model is OfTokens else "model-loss"
     data = replace(data_of("language-model"), train=ignoring(steps), task=task)
-    usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "task": task, "epochs": 1}
-    config = TrainConfig(**usual, **SETTINGS, **settings)
-    place = trainings.place(rank, world_size)
-    trainer = Trainer(config, data, trainings.seeded(model), place, tasks.build(config, data))
-    trained = trainings.finish_epoch(trainer)
-    progress = trainer.progress
+    settings = {**SETTINGS, "batch_size": BATCH, "task": task, "epochs": 1, **settings}
+    model = trainings.seeded(of_tokens)
+    model = WithLoss(*model) if task == "model-loss" else model
+    trainer = trainings.trainer(rank, world_size, data, model, **settings)
+    loss, progress = trainings.finish_epoch(trainer).loss, trainer.progress
     parameters = [parameter.detach() for parameter in trainer.ddp.parameters()]
-    return parameters, trained.loss, progress.uncounted, progress.global_step
+    return parameters, loss, progress.uncounted, progress.global_step
 
 
-def without(steps: list[int]) -> list[torch.Tensor]:
-    """Return the parameters after an epoch in which some steps are left out, in plain PyTorch."""
-    model, samples = trainings.seeded(OfTokens), ignoring(steps)
-    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-    for number, batch in enumerate(torch.tensor(Plan(SAMPLES, BATCH).order(0)).split(BATCH)):
-        inputs, targets = samples[batch]
-        if number not in steps:
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-            optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+WHERE: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (3, {}), (4, {})]
+WHERE += [(2, {"accumulate": 2}), (2, {"virtual_ranks": 4})]
 
 
-@pytest.mark.parametrize("model", [OfTokens, OfTokensAndLoss])
-@pytest.mark.parametrize("steps", [[0], [1], [2], [0, 1], [0, 1, 2]])
-def test_a_step_in_which_nothing_counts_is_left_out_on_all_ranks(run_ranks, steps, model):
-    on_two: list[dict[str, Any]] = [{}, {"accumulate": 2}, {"virtual_ranks": 4}]
-    for size, settings in ((1, {}), *((2, given) for given in on_two), (3, {}), (4, {})):
-        for ours, loss, uncounted, done in run_ranks(size, train_on_nothing, steps, settings, model):
-            assert trainings.farthest(ours, without(steps)) <= BOUND
+@pytest.mark.parametrize("task", ["language-model", "model-loss"])
+@pytest.mark.parametrize("steps", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+def test_a_step_in_which_nothing_counts_is_left_out_on_all_ranks(run_ranks, steps, task):
+    for size, settings in WHERE:
+        for ours, loss, uncounted, done in run_ranks(size, train_on_nothing, steps, settings, task):
+            assert trainings.farthest(ours, expected("language-model", of_tokens, 1, steps)) <= BOUND
             assert (uncounted, done) == (len(steps), 3)
-            assert (loss != loss) == (len(steps) == 3)  # NaN
-
-
-def run_on_nothing(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> str:
-    data = replace(data_of("language-model"), train=ignoring([1]), test=lines())
-    usual = {"task": "language-model", "out": folder, "epochs": 2, "batch_size": BATCH, **runs.OFTEN}
-    usual |= {"ema": 0.9, "clip_norm": 1.0, "log_every": 1}
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
-        said = runs.outcome(rank, world_size, data, trainings.seeded(OfTokens), {**usual, **settings})
-    return errors.getvalue() + said
-
-
-@pytest.mark.parametrize("stopped_at", [1, 2, 3])
-def test_a_step_that_is_left_out_is_said_logged_and_kept_over_a_resume(run_ranks, tmp_path, stopped_at):
-    said = run_ranks(2, run_on_nothing, str(tmp_path / "whole"), {})
-    assert said[0].count("warning: nothing counted in step 2") == 1 and said[1] == ""
-    assert "skipped 1 step in which nothing counted" in said[0]
-    events = [line for line in (tmp_path / "whole/log.jsonl").read_text().splitlines() if "event" in line]
-    assert len(events) == 1 and '"step": 2' in events[0] and "nothing counted" in events[0]
-    saved = tmp_path / f"whole/step-{stopped_at:06d}.pt"
-    run_ranks(2, run_on_nothing, str(tmp_path / "resumed"), {"resume": str(saved)})
-    ends = [torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "resumed")]
-    assert ends[0]["progress"] == ends[1]["progress"] and ends[0]["progress"]["uncounted"] == 1
-    assert ends[0]["digests"]["model"] == ends[1]["digests"]["model"]
+            assert math.isnan(loss) == (len(steps) == 3)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------------
 
 
-def run(rank: int, world_size: int, kind: str, folder: str, settings: dict[str, Any]) -> None:
-    settings = {"task": kind, "out": folder, "epochs": 3, "batch_size": BATCH, "lr": 0.05, **settings}
-    data, config = data_of(kind), TrainConfig(**settings, **runs.OFTEN)
-    task = task_of(kind, config, data)
-    runs.outcome(rank, world_size, data, trainings.seeded(KINDS[kind][1]), {**settings, **runs.OFTEN}, task)
+def run(rank: int, world_size: int, kind: str, folder: str, settings: dict[str, Any]) -> str:
+    """Train three epochs; of the kind `left out`, in the first nothing counts in step 2."""
+    usual = {"out": folder, "epochs": 3, "batch_size": BATCH, "lr": 0.05, **runs.OFTEN, "log_every": 1}
+    name = "language-model" if kind == "left out" else kind
+    data = data_of(name)
+    if kind == "left out":
+        data = replace(data, train=ignoring((1,)), test=lines())
+        usual |= {"ema": 0.9, "clip_norm": 1.0}
+    settings = {"task": name, **usual, **settings}
+    task, model = task_of(name, TrainConfig(**settings), data), trainings.seeded(KINDS[name][1])
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        said = runs.outcome(rank, world_size, data, model, settings, task)
+    return errors.getvalue() + said
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stopped_at", [2, 6])
-def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(run_ranks, tmp_path, kind, stopped_at):
-    """In the middle of an epoch and at the end of one."""
-    run_ranks(2, run, kind, str(tmp_path / "whole"), {})
-    (saved,) = tmp_path.glob(f"whole/step-*{stopped_at}.pt")
-    run_ranks(2, run, kind, str(tmp_path / "resumed"), {"resume": str(saved)})
-    ends = [torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "resumed")]
-    assert ends[0]["progress"] == ends[1]["progress"]
+@pytest.fixture(scope="module")
+def straight(run_ranks, tmp_path_factory) -> Callable[[str], tuple[Path, list[str]]]:
+    """`straight(kind)`: the folder of a run that never stops, and what its ranks say; each is run once."""
+
+    @functools.cache
+    def whole(kind: str) -> tuple[Path, list[str]]:
+        folder = tmp_path_factory.mktemp("straight")
+        return folder, run_ranks(2, run, kind, str(folder), {})
+
+    return whole
+
+
+def test_a_step_that_is_left_out_is_said_and_logged(straight):
+    folder, said = straight("left out")
+    assert said[0].count("warning: nothing counted in step 2") == 1 and said[1] == ""
+    assert "skipped 1 step in which nothing counted" in said[0]
+    events = [line for line in (folder / "log.jsonl").read_text().splitlines() if "event" in line]
+    assert len(events) == 1 and '"step": 2' in events[0] and "nothing counted" in events[0]
+    assert runs.read(folder / "last.pt")["progress"]["uncounted"] == 1
+
+
+STOPS = [(kind, stop) for kind in KINDS for stop in (2, 6)] + [("left out", stop) for stop in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("kind", "stop"), STOPS)
+def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
+    run_ranks, straight, tmp_path, kind, stop
+):
+    """In the middle of an epoch and at the end of one; before, at and after a step that is left out."""
+    whole, _ = straight(kind)
+    run_ranks(2, run, kind, str(tmp_path), {"resume": str(whole / f"step-{stop:06d}.pt")})
+    one, other = (runs.read(folder / "last.pt") for folder in (whole, tmp_path))
+    assert one["progress"] == other["progress"]
     for part in ("model", "optimizer"):
-        assert ends[0]["digests"][part] == ends[1]["digests"][part]
+        assert one["digests"][part] == other["digests"][part]

@@ -26,17 +26,10 @@ SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 SHAPE = (1, 6, 6)
 
 
-def make_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3),
-        nn.BatchNorm2d(4, momentum=None),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(16, 10),
-    ).double()
+def make_net() -> nn.Sequential:
+    first = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
+    second = [nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.ReLU()]
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(16, 10)).double()
 
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -49,9 +42,9 @@ def reference(samples: int, batch_size: int, epochs: int) -> dict[str, torch.Ten
     return state(trainings.alone(make_net, data, batch_size, epochs, **SETTINGS))
 
 
-def make_trainer(rank: int, world_size: int, samples: int, **settings: Any) -> Any:
+def make_trainer(rank: int, world_size: int, samples: int, make: Any = make_net, **settings: Any) -> Any:
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
-    model = trainings.seeded(make_net)
+    model = trainings.seeded(make)
     return trainings.trainer(rank, world_size, data, model, **{**SETTINGS, **settings})
 
 
@@ -60,6 +53,10 @@ def train(rank: int, world_size: int, samples: int, epochs: int, settings: dict[
     for _ in range(epochs):
         trainings.finish_epoch(trainer)
     return state(trainer.ddp.module), trainer.progress.global_step, trainer.evaluate()
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 # ---- sync -------------------------------------------------------------------------------------------------
@@ -76,30 +73,27 @@ def test_sync_follows_the_one_process_run_for_20_steps(run_ranks, size, samples)
             assert torch.allclose(ours[name], tensor, rtol=0, atol=1e-6), name
 
 
-def train_as_torch_converted_it(rank: int, world_size: int) -> Any:
-    data = trainings.tensors(SHAPE, 60, dtype=torch.float64)
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(trainings.seeded(make_net))
-    trainer = trainings.trainer(rank, world_size, data, model, **SETTINGS, batchnorm="sync", batch_size=12)
-    trainings.finish_epoch(trainer)
-    return state(trainer.ddp.module)
+def of_torch() -> nn.Sequential:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
 
 
 def test_a_model_that_torch_has_converted_trains_on_a_cpu(run_ranks):
     expected = reference(60, 12, epochs=1)
-    for ours in run_ranks(2, train_as_torch_converted_it):
+    settings = {"make": of_torch, "batchnorm": "sync", "batch_size": 12}
+    for ours, *_ in run_ranks(2, train, 60, 1, settings):
         assert all(torch.allclose(ours[name], tensor, atol=1e-9) for name, tensor in expected.items())
 
 
 def test_plain_does_not_follow_the_one_process_run(run_ranks):
     expected = reference(60, 12, epochs=4)
-    ours, _, _ = run_ranks(2, train, 60, 4, {"batch_size": 12})[0]
+    ours, *_ = run_ranks(2, train, 60, 4, {"batch_size": 12})[0]
     assert not torch.allclose(ours["0.weight"], expected["0.weight"], rtol=0, atol=1e-3)
 
 
 def test_ranks_with_fewer_passes_of_an_accumulated_batch_stay_equal(run_ranks):
     settings = {"batchnorm": "sync", "batch_size": 5, "accumulate": 3}
-    (one, _, _), (other, _, _) = run_ranks(2, train, 10, 2, settings)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    (one, *_), (other, *_) = run_ranks(2, train, 10, 2, settings)
+    assert equal(one, other)
 
 
 # ---- pooled -----------------------------------------------------------------------------------------------
@@ -136,16 +130,17 @@ def train_branches(rank: int, world_size: int, dtype: torch.dtype, settings: dic
     return state(trainer.ddp.module), {name.removeprefix("module."): value for name, value in saved.items()}
 
 
-TOLERANCES = [(torch.float32, 1e-6), (torch.float64, 1e-12)]
+TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 4, 7], ids="{} ranks".format)
-def test_pooled_statistics_are_those_of_one_process_with_the_whole_batch(run_ranks, size, dtype, tolerance):
-    """Batches of 8, 8 and 6 samples: with four ranks two samples a rank, with seven one or none."""
-    data = trainings.tensors(SHAPE, 22, dtype=dtype)
-    expected = state(trainings.alone(lambda: Branches().to(dtype), data, 8, 2, lr=0.01))
-    for own, saved in run_ranks(size, train_branches, dtype, {}):
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4], ids="{} ranks".format)
+@pytest.mark.parametrize("batch_size", [8, 5])
+def test_pooled_statistics_are_those_of_one_process_with_the_whole_batch(run_ranks, size, dtype, batch_size):
+    """Batches of 8 and 6 samples are two samples on each of four ranks, those of 5 and 2 are one or none."""
+    data, tolerance = trainings.tensors(SHAPE, 22, dtype=dtype), TOLERANCES[dtype]
+    expected = state(trainings.alone(lambda: Branches().to(dtype), data, batch_size, 2, lr=0.01))
+    for own, saved in run_ranks(size, train_branches, dtype, {"batch_size": batch_size}):
         for name, tensor in expected.items():
             if "running" in name:
                 for found in (own[name], saved[name]):
@@ -157,15 +152,13 @@ def test_pooled_statistics_are_those_of_one_process_with_the_whole_batch(run_ran
 
 def record_passes(rank: int, world_size: int) -> Any:
     """Train on a batch of 10 in three passes, of which rank 1 has fewer samples in the last ones."""
-    data = trainings.tensors(SHAPE, 10, dtype=torch.float64)
-    model, inputs = trainings.seeded(Branches).double(), []
-    model.usual.register_forward_pre_hook(lambda layer, given: inputs.append(given[0].detach().clone()))
     settings = {"batch_size": 5, "accumulate": 3, "batchnorm": "pooled"}
-    trainer = trainings.trainer(rank, world_size, data, model, **settings)
-    inputs.clear()
-    passes = []
+    trainer = make_trainer(rank, world_size, 10, lambda: Branches().double(), **settings)
+    passes, inputs = [], []
+    usual = trainer.ddp.module.usual
+    usual.register_forward_pre_hook(lambda layer, given: inputs.append(given[0].detach().clone()))
     for _ in steps_of_epoch(trainer):
-        passes.append(inputs[: len(inputs)])
+        passes.append([*inputs])
         inputs.clear()
     return passes, state(trainer.ddp.module)
 
@@ -203,16 +196,12 @@ def test_a_resumed_pooled_run_equals_one_that_never_stopped(run_ranks):
     assert run_ranks(2, go_on, None) == run_ranks(2, go_on, 2)
 
 
-def weights_after(rank: int, world_size: int, kind: str) -> Any:
-    trainer = make_trainer(rank, world_size, 30, batchnorm=kind, batch_size=10)
-    trainings.finish_epoch(trainer)
-    return state(trainer.ddp.module)
-
-
-def test_pooled_changes_no_weight_and_ranks_agree_to_the_bit(run_ranks):
-    plain, _ = run_ranks(2, weights_after, "plain")
-    pooled, other = run_ranks(2, weights_after, "pooled")
-    assert all(torch.equal(pooled[name], other[name]) for name in pooled)
+def test_pooled_changes_no_weight_and_ranks_agree_to_the_bit_and_evaluate_the_same_model(run_ranks):
+    kinds = [{"batchnorm": kind, "batch_size": 10} for kind in ("plain", "pooled")]
+    ((plain, *_), *_), ((pooled, *ends), *others) = (run_ranks(3, train, 30, 1, kind) for kind in kinds)
+    for other, *others_ends in others:
+        assert equal(pooled, other)
+        assert others_ends == ends
     for name, tensor in plain.items():
         assert torch.equal(pooled[name], tensor) == ("running" not in name), name
 
@@ -220,7 +209,7 @@ def test_pooled_changes_no_weight_and_ranks_agree_to_the_bit(run_ranks):
 def train_compiled(rank: int, world_size: int) -> Any:
     torch._dynamo.reset()
     data = trainings.tensors(SHAPE, 30, dtype=torch.float64)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
+    net = flat()
     model = torch.compile(net, backend="eager")
     copy.deepcopy(model).train()(torch.rand(6, *SHAPE).double())  # as a model is tried before it is trained
     trainer = trainings.trainer(rank, world_size, data, model, batchnorm="pooled", batch_size=12, epochs=2)
@@ -236,19 +225,6 @@ def test_a_compiled_model_is_pooled_without_being_compiled_anew(run_ranks):
     assert batches == 6
 
 
-def evaluate_pooled(rank: int, world_size: int) -> Any:
-    trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
-    trainings.finish_epoch(trainer)
-    trainer.share_buffers()
-    digest = collectives.digest_all(trainer.ddp.module.state_dict())
-    return digest, trainer.evaluate()
-
-
-def test_every_rank_evaluates_the_same_model(run_ranks):
-    first, *others = run_ranks(3, evaluate_pooled)
-    assert others == [first, first]
-
-
 # ---- what is refused before training ---------------------------------------------------------------------
 
 
@@ -256,100 +232,100 @@ class Mine(nn.BatchNorm2d):
     pass
 
 
-def check(
-    model: nn.Module, world_size: int = 2, *, samples: int = 12, device: str = "cpu", **settings: Any
-) -> None:
-    """Run the preflight check for a device; the check itself runs the model on the CPU."""
-    data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
-    place = Place(0, world_size, "gloo", torch.device(device))
-    config = TrainConfig(scheduler="none", **settings)
-    preflight.check(config, data, model, place, tasks.build(config, data))
-
-
-@pytest.mark.parametrize("kind", ["sync", "pooled"])
-def test_a_model_without_batchnorm_is_refused(kind):
-    model = models.simple_cnn(channels=1, height=6, width=6).double()
-    with pytest.raises(UsageFault, match=f"--batchnorm {kind}: .* has no BatchNorm"):
-        check(model, batchnorm=kind, batch_size=4)
-
-
-def test_a_layer_that_can_not_be_synchronised_is_refused_by_name():
-    net = make_net()
-    net[1] = Mine(4).double()
-    with pytest.raises(UsageFault, match=r"--batchnorm sync: simple-cnn: '1' is a .*Mine"):
-        check(net, batchnorm="sync", batch_size=4)
-    check(net, batchnorm="pooled", batch_size=4)
-
-
-def test_torchs_layers_that_need_a_gpu_are_refused_on_a_cpu_with_a_hint():
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
-    with pytest.raises(UsageFault, match="works only on GPUs") as fault:
-        check(net, batchnorm="plain", batch_size=4)
-    assert "--batchnorm sync" in str(fault.value.hint)
-    check(net, batchnorm="sync", batch_size=4)
-
-
 class Torchs(nn.SyncBatchNorm):
     pass
 
 
-def test_a_class_derived_from_torchs_syncbatchnorm_is_refused_on_a_cpu():
-    net = make_net()
-    net[1] = Torchs(4).double()
-    with pytest.raises(UsageFault, match="works only on GPUs") as fault:
-        check(net, batchnorm="sync", batch_size=4)
-    assert fault.value.hint is None
+def changed(net: nn.Sequential, place: int, layer: nn.Module) -> nn.Module:
+    net[place] = layer.double()
+    return net
 
 
-@pytest.mark.parametrize("convert", [lambda net: net, nn.SyncBatchNorm.convert_sync_batchnorm])
-def test_a_last_batch_that_leaves_a_rank_idle_is_refused_under_sync_on_gpus_alone(convert):
-    """13 samples in batches of 4 on 2 ranks: the last is one sample."""
-    fitting = {"samples": 13, "batch_size": 4, "batchnorm": "sync"}
-    check(convert(make_net()), **fitting)
-    with pytest.raises(UsageFault, match="leaves one of 2 ranks without a sample"):
-        check(convert(make_net()), **fitting, device="cuda")
-    check(convert(make_net()), **fitting, device="cuda", drop_last=True)
+def another() -> nn.Module:
+    return changed(make_net(), 1, Mine(4))
 
 
-def test_torchs_own_layers_need_every_rank_on_gpus_whatever_the_flag():
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
-    with pytest.raises(UsageFault, match="leaves one of 2 ranks without a sample"):
-        check(net, samples=13, batch_size=4, device="cuda")
+def of_torchs_class() -> nn.Module:
+    return changed(make_net(), 1, Torchs(4))
 
 
-def test_ranks_that_pass_through_torchs_layers_less_often_than_others_are_refused_on_gpus():
-    """A batch of 5 on 2 ranks in 3 passes: 3 samples in 3, and 2 in 2."""
-    fitting = {"batchnorm": "sync", "samples": 10, "batch_size": 5}
-    check(make_net(), **fitting, accumulate=3)
-    check(make_net(), **fitting, accumulate=2, device="cuda")
-    with pytest.raises(UsageFault, match="a batch of 5 gives one of 2 ranks fewer passes") as fault:
-        check(make_net(), **fitting, accumulate=3, device="cuda")
-    assert fault.value.hint == "give another --batch-size or --accumulate"
+def wide_head() -> nn.Module:
+    return changed(of_torch(), 7, nn.Linear(17, 10))
 
 
-def test_a_model_that_torch_has_converted_is_tried_before_training():
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
-    net[7] = nn.Linear(17, 10).double()
-    with pytest.raises(UsageFault, match="does not take the 1×6×6 samples"):
-        check(net, batchnorm="sync", batch_size=4)
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
 
 
-def test_a_model_compiled_as_one_graph_is_refused_under_pooled():
+def one_graph() -> nn.Module:
     torch._dynamo.reset()
-    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
-    compiled = torch.compile(net, backend="eager", fullgraph=True)
-    check(compiled, batchnorm="plain", batch_size=4)
-    with pytest.raises(UsageFault, match=r"--batchnorm pooled: .* is compiled with fullgraph=True") as fault:
-        check(compiled, batchnorm="pooled", batch_size=4)
-    assert "plain or sync" in str(fault.value.hint)
-    check(torch.compile(net, backend="eager"), batchnorm="pooled", batch_size=4)
+    return torch.compile(flat(), backend="eager", fullgraph=True)
 
 
-def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain():
-    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
-    check(net, batchnorm="sync", batch_size=2)
-    with pytest.raises(UsageFault, match="single sample"):
-        check(net, batchnorm="plain", batch_size=2)
+def without() -> nn.Module:
+    return models.simple_cnn(channels=1, height=6, width=6).double()
+
+
+def check(
+    model: nn.Module, batchnorm: str = "plain", *, samples: int = 12, device: str = "cpu", **settings: Any
+) -> None:
+    """Run the preflight check of two ranks on a device; the check itself runs the model on the CPU."""
+    data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
+    config = TrainConfig(**{"scheduler": "none", "batchnorm": batchnorm, "batch_size": 4, **settings})
+    preflight.check(config, data, model, Place(0, 2, "gloo", torch.device(device)), tasks.build(config, data))
+
+
+GPUS, IDLE = "works only on GPUs", "leaves one of 2 ranks without a sample"
+CUDA = {"device": "cuda"}
+ODD = {"samples": 13}  # in batches of 4 on 2 ranks, the last is one sample
+FIVE = {"samples": 10, "batch_size": 5}  # in 3 passes on 2 ranks: 3 samples in 3, and 2 in 2
+REFUSED: dict[str, tuple[Any, str, dict[str, Any], str]] = {
+    "no layer, sync": (without, "sync", {}, "--batchnorm sync: .* has no BatchNorm"),
+    "no layer, pooled": (without, "pooled", {}, "--batchnorm pooled: .* has no BatchNorm"),
+    "another class": (another, "sync", {}, "--batchnorm sync: simple-cnn: '1' is a .*Mine"),
+    "torch's": (of_torch, "plain", {}, GPUS),
+    "a class of torch's": (of_torchs_class, "sync", {}, GPUS),
+    "an idle rank": (make_net, "sync", ODD | CUDA, IDLE),
+    "an idle rank, converted": (of_torch, "sync", ODD | CUDA, IDLE),
+    "an idle rank, no flag": (of_torch, "plain", ODD | CUDA, IDLE),
+    "passes": (make_net, "sync", {**FIVE, "accumulate": 3} | CUDA, "a batch of 5 gives one of 2 ranks fewer"),
+    "unfit": (wide_head, "sync", {}, "does not take the 1×6×6 samples"),
+    "one graph": (one_graph, "pooled", {}, "--batchnorm pooled: .* is compiled with fullgraph=True"),
+    "one sample": (flat, "plain", {"batch_size": 2}, "single sample"),
+}
+HINTS = {
+    "torch's": "give --batchnorm sync, which works on a CPU too",
+    "a class of torch's": None,
+    "passes": "give another --batch-size or --accumulate",
+    "one graph": "leave out fullgraph, or give --batchnorm plain or sync",
+}
+TAKEN: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "another class": (another, "pooled", {}),
+    "torch's, converted": (of_torch, "sync", {}),
+    "an idle rank on a CPU": (make_net, "sync", ODD),
+    "an idle rank on a CPU, converted": (of_torch, "sync", ODD),
+    "no last batch": (make_net, "sync", {**ODD, "drop_last": True} | CUDA),
+    "no last batch, converted": (of_torch, "sync", {**ODD, "drop_last": True} | CUDA),
+    "fewer passes on a CPU": (make_net, "sync", {**FIVE, "accumulate": 3}),
+    "as many passes": (make_net, "sync", {**FIVE, "accumulate": 2} | CUDA),
+    "one graph": (one_graph, "plain", {}),
+    "compiled": (lambda: torch.compile(flat(), backend="eager"), "pooled", {}),
+    "one sample a rank": (flat, "sync", {"batch_size": 2}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_can_not_be_trained_so_is_refused_by_its_reason(what):
+    make, kind, settings, said = REFUSED[what]
+    with pytest.raises(UsageFault, match=said) as fault:
+        check(make(), kind, **settings)
+    assert fault.value.hint == HINTS.get(what, fault.value.hint)
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_what_can_be_trained_so_is_not_refused(what):
+    make, kind, settings = TAKEN[what]
+    check(make(), kind, **settings)
 
 
 def test_the_flag_is_read_and_plain_is_the_default():
@@ -364,15 +340,8 @@ def test_the_flag_is_read_and_plain_is_the_default():
 
 def half_frozen() -> nn.Module:
     """A net whose first BatchNorm and Dropout are frozen, as for fine-tuning."""
-    net = nn.Sequential(
-        nn.Conv2d(SHAPE[0], 4, 3, dtype=torch.float64),
-        nn.BatchNorm2d(4, dtype=torch.float64),
-        nn.Dropout(0.5),
-        nn.BatchNorm2d(4, dtype=torch.float64),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4, 10, dtype=torch.float64),
-    )
+    layers = [nn.Conv2d(SHAPE[0], 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.BatchNorm2d(4)]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)).double()
     net[1].running_mean.fill_(0.25)
     net[1].eval()
     net[2].eval()
@@ -380,9 +349,7 @@ def half_frozen() -> nn.Module:
 
 
 def modes_and_statistics(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
-    data = trainings.tensors(SHAPE, 24, dtype=torch.float64)
-    trainer = trainings.trainer(rank, world_size, data, trainings.seeded(half_frozen), **SETTINGS, **settings)
-    modes = []
+    trainer, modes = make_trainer(rank, world_size, 24, half_frozen, **settings), []
     for _ in range(2):
         for _ in steps_of_epoch(trainer):
             modes.append([module.training for module in trainer.ddp.module.modules()])
@@ -413,9 +380,8 @@ def test_init_leaves_what_the_user_froze_frozen(tmp_path, missing):
 
 
 def test_a_frozen_layer_takes_a_batch_of_one():
-    config = TrainConfig(batch_size=1)
-    data = trainings.tensors((3,), 4)
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 10))
-    preflight.check(config, data, net, trainings.place(0, 1), tasks.build(config, data))
+    net = flat()
+    net[2].eval()
+    check(net, batch_size=2)  # one sample a rank
     with pytest.raises(UsageFault, match="single sample"):
-        preflight.check(config, data, net.train(), trainings.place(0, 1), tasks.build(config, data))
+        check(net.train(), batch_size=2)

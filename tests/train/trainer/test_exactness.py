@@ -212,34 +212,29 @@ def test_the_plain_training_is_the_same_on_other_ranks_and_after_a_resume(run_ra
     assert max(found.differences.values()) <= FLOAT32
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_every_run_resumes_bit_for_bit_on_every_number_of_ranks(measured):
-    for row, result in zip(ROWS, measured[0], strict=True):
-        assert len(result.resumed) == len(row.sizes)
-        assert not any(result.resumed.values()), (row.name, result.resumed)
+def long(test: Any) -> Any:
+    return pytest.mark.long(pytest.mark.timeout(300)(test))
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_ranks_give_what_one_rank_gives_within_the_promised_bounds(measured):
+@long
+def test_every_run_resumes_bit_for_bit_and_gives_what_one_rank_gives_within_the_promised_bounds(measured):
     found, on_others = measured
     for row, result in zip(ROWS, found, strict=True):
+        assert len(result.resumed) == len(row.sizes)
+        assert not any(result.resumed.values()), (row.name, result.resumed)
         if row.bound is not None:
             assert max(result.differences.values()) <= row.bound, (row.name, result.differences)
     assert max(on_others.values()) <= FLOAT32
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
+@long
 def test_what_saves_memory_and_equal_shares_give_the_bits_of_the_plain_run(measured):
     by_name = {row.name: result.digests for row, result in zip(ROWS, measured[0], strict=True)}
     assert by_name["`--grad-checkpoint`"] == by_name["`--zero`"] == by_name["plain"]
     assert by_name["`--rank-share 1,1`"][2] == by_name["plain"][2]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
+@long
 def test_the_page_says_what_was_measured(measured):
     assert relations(PAGE.read_text()) == relations(page(*measured)), (
         "run python -m tests.train.trainer.test_exactness"

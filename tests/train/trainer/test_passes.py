@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +47,22 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 def run(rank: int, size: int, make: Any, folder: str, settings: dict[str, Any]) -> str:
-    return runs.run(rank, size, make, folder, {**runs.OFTEN, **settings})
+    return runs.run(rank, size, make, folder, {"keep": 99, "save_every": runs.Every(2, "steps"), **settings})
+
+
+@pytest.fixture(scope="module")
+def straight(run_ranks, tmp_path_factory) -> Callable[[str], Path]:
+    """`straight(name)`: the folder of a whole run of a model on two ranks; each is run once."""
+
+    @functools.cache
+    def whole(name: str) -> Path:
+        make, settings, _ = MODELS[name]
+        folder = tmp_path_factory.mktemp("straight")
+        said, _ = run_ranks(2, run, make, str(folder), settings)
+        assert "note " not in said
+        return folder
+
+    return whole
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -56,60 +74,48 @@ def test_before_training_it_is_said_why_accumulate_is_another_training(run_ranks
     assert other == ""
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_resume_changes_the_passes_only_where_that_is_the_same_training(run_ranks, tmp_path, name):
-    make, settings, why = MODELS[name]
-    said, _ = run_ranks(2, run, make, str(tmp_path / "a"), settings)
-    assert "note " not in said
-    stopped = {**settings, "accumulate": 3, "resume": str(tmp_path / "a/step-000002.pt")}
-    said, other = run_ranks(2, run, make, str(tmp_path / "b"), stopped)
-    if not why:
-        assert "continues from" in said
-        ends = [runs.read(tmp_path / folder / "last.pt") for folder in "ab"]
-        assert runs.largest_difference(*ends) < 1e-5
-        return
-    assert said.startswith("UsageFault") and f"belongs to a training with --accumulate 1, and {why}" in said
-    assert "--change accumulate" in said and "rank 0 failed" in other
-    said, _ = run_ranks(2, run, make, str(tmp_path / "b"), {**stopped, "change": ("accumulate",)})
-    assert "accumulate 1 -> 3" in said
+CHANGES = {"accumulate": 3, "rank_batch": (3, 9), "rank_share": (1, 3)}
+CASES = [(name, "accumulate") for name in MODELS]
+CASES += [(name, one) for name in [*MODELS][:6] for one in ("rank_batch", "rank_share")]
 
 
-@pytest.mark.parametrize("other", [{"rank_batch": (3, 9)}, {"rank_share": (1, 3)}], ids=["batch", "share"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("both", "virtual ranks")])
-def test_a_resume_on_as_many_ranks_keeps_the_shares_that_the_training_depends_on(
-    run_ranks, tmp_path, name, other
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_a_resume_on_as_many_ranks_changes_passes_and_shares_only_where_that_is_the_same_training(
+    run_ranks, straight, tmp_path, name, setting
 ):
     make, settings, why = MODELS[name]
-    why = "" if name == "sync" else why  # it normalises by the samples of all ranks
-    run_ranks(2, run, make, str(tmp_path / "a"), settings)
-    saved = {**settings, "resume": str(tmp_path / "a/step-000002.pt")}
-    said, _ = run_ranks(2, run, make, str(tmp_path / "b"), {**saved, **other})
+    if name == "sync" and setting != "accumulate":
+        why = ""  # it normalises by the samples of all ranks
+    flag, whole = setting.replace("_", "-"), straight(name)
+    given = "--accumulate 1" if setting == "accumulate" else f"no --{flag}"
+    changed = {**settings, setting: CHANGES[setting], "resume": str(whole / "step-000002.pt")}
+    said, other = run_ranks(2, run, make, str(tmp_path), changed)
     if not why:
         assert "continues from" in said
-        ends = [runs.read(tmp_path / folder / "last.pt") for folder in "ab"]
-        assert runs.largest_difference(*ends) < 1e-5
+        assert (
+            runs.largest_difference(*(runs.read(folder / "last.pt") for folder in (whole, tmp_path))) < 1e-5
+        )
         return
-    flag = next(iter(other)).replace("_", "-")
-    assert said.startswith("UsageFault") and f"belongs to a training with no --{flag}, and {why}" in said
-    assert f"--change {flag}" in said
-    said, _ = run_ranks(2, run, make, str(tmp_path / "b"), {**saved, **other, "change": (flag,)})
-    assert f"{flag} None -> {next(iter(other.values()))}" in said
+    assert said.startswith("UsageFault") and f"belongs to a training with {given}, and {why}" in said
+    assert f"--change {flag}" in said and "rank 0 failed" in other
+    said, _ = run_ranks(2, run, make, str(tmp_path), {**changed, "change": (flag,), "stop_at": 3})
+    before = 1 if setting == "accumulate" else None
+    assert f"{flag} {before} -> {CHANGES[setting]}" in said
 
 
-def test_a_resume_on_other_ranks_may_deal_batches_as_it_likes(run_ranks, tmp_path):
-    run_ranks(2, run, runs.restless, str(tmp_path / "a"), {})
-    settings = {"rank_share": (1, 2, 3), "resume": str(tmp_path / "a/step-000002.pt")}
-    said, *_ = run_ranks(3, run, runs.restless, str(tmp_path / "b"), settings)
+def test_a_resume_on_other_ranks_may_deal_batches_as_it_likes(run_ranks, straight, tmp_path):
+    settings = {"rank_share": (1, 2, 3), "resume": str(straight("both") / "step-000002.pt"), "stop_at": 3}
+    said, *_ = run_ranks(3, run, runs.restless, str(tmp_path), settings)
     assert "saved by 2 ranks, now 3" in said
 
 
 def test_asking_leaves_no_trace(run_ranks, tmp_path):
+    def last_of(size: int, folder: str, accumulate: int) -> dict[str, Any]:
+        settings = {"accumulate": accumulate, "stop_at": 1}
+        run_ranks(size, run, runs.restless, str(tmp_path / folder), settings)
+        return runs.read(tmp_path / folder / "last.pt")
+
     for size in (1, 2):
-        for folder, accumulate in (("a", 1), ("b", 2)):
-            settings = {"accumulate": accumulate, "stop_at": 1}
-            run_ranks(size, run, runs.restless, str(tmp_path / f"{size}{folder}"), settings)
-        first, second = (runs.read(tmp_path / f"{size}{folder}/last.pt") for folder in "ab")
-        assert first["rng"][0]["python"] == second["rng"][0]["python"]
-    again = {"accumulate": 2, "stop_at": 1}
-    run_ranks(2, run, runs.restless, str(tmp_path / "c"), again)
-    assert runs.different(runs.read(tmp_path / "2b/last.pt"), runs.read(tmp_path / "c/last.pt")) == []
+        one, other = (last_of(size, f"{size}-{accumulate}", accumulate) for accumulate in (1, 2))
+        assert one["rng"][0]["python"] == other["rng"][0]["python"]
+    assert runs.different(other, last_of(2, "again", 2)) == []

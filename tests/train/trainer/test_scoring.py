@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.ranks.programs import BROKEN_DATA, ROOT, TORCHRUN, start
 from tests.support.run_log import epochs_of
 from train import evaluate, main
 from train.config import command_line
-from train.data import data_set as data
 from train.data.data_set import Data
 from train.model import builtin as models
 from train.tasks.builtin import Classification
@@ -29,12 +27,22 @@ from train.trainer.progress import Scorer
 
 SAME = ("correct", "samples", "accuracy", "loss", "threads", "batch_size")
 
-MODEL = """
+OWN = """
+import torch
 from torch import nn
+from torch.utils.data import TensorDataset
+
+def made(samples, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.rand(samples, 1, 8, 8, generator=generator), torch.arange(samples) % 10)
+
+def data():
+    return made(100, 1), made(300, 2)
 
 def net():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
 """
+"""300 test samples are three batches of an evaluation."""
 
 
 def train_on_ranks(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str] | None:
@@ -51,18 +59,18 @@ def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> dict[str
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("batchnorm", ["plain", "sync", "pooled"])
 def test_the_log_and_the_evaluation_of_the_checkpoint_agree_to_the_last_digit(
-    run_ranks, tmp_path, size, batchnorm
+    run_ranks, own, tmp_path, size, batchnorm
 ):
-    (tmp_path / "own.py").write_text(MODEL)
-    model = ["--model", f"{tmp_path}/own.py:net", "--data", "digits"]
+    model = ["--model", f"{own}:net", "--data", f"{own}:data"]
     saving = ["--out", str(tmp_path / "run"), "--keep", "9"]
     training = [*model, *saving, "--epochs", "2", "--batchnorm", batchnorm]
-    assert run_ranks(size, train_on_ranks, training, timeout=200) == [None] * size
+    assert run_ranks(size, train_on_ranks, training) == [None] * size
     logged = epochs_of(tmp_path / "run")
-    for entry, checkpoint in zip(logged, sorted((tmp_path / "run").glob("step-*.pt")), strict=True):
-        for other in {1, 5 - size}:
-            for found in run_ranks(other, score_on_ranks, [str(checkpoint), *model], timeout=200):
-                assert [found[name] for name in SAME] == [entry[name] for name in SAME]
+    assert logged[0]["loss"] != logged[1]["loss"]
+    checkpoints = sorted((tmp_path / "run").glob("step-*.pt"))
+    for entry, checkpoint, other in zip(logged, checkpoints, (1, 5 - size), strict=True):
+        for found in run_ranks(other, score_on_ranks, [str(checkpoint), *model]):
+            assert [found[name] for name in SAME] == [entry[name] for name in SAME]
 
 
 def test_a_rank_that_fails_during_an_evaluation_ends_all_at_once_with_its_error(run_ranks, tmp_path):
@@ -84,22 +92,21 @@ def evaluate_some(rank: int, world_size: int, samples: int, last_label: int | No
     rows = TensorDataset(inputs, labels)
     whole = Data("some", rows, rows, tuple("0123456789"), (10,), "some")
     scorer = Scorer(whole, Classification(whole), trainings.place(rank, world_size), batch_size=BATCH)
-    try:
-        found = scorer.classes(trainings.seeded(lambda: nn.Linear(10, 10)))
-    except Exception as error:
-        return type(error).__name__, getattr(error, "message", str(error))
+    model = trainings.seeded(lambda: nn.Linear(10, 10))
+    if last_label is not None:
+        return trainings.error_of(lambda: scorer.classes(model))
+    found = scorer.classes(model)
     return found.certificate.rank_samples, len(found.own), found.certificate.score() | {"ranks": 0}
 
 
-@pytest.mark.parametrize(
-    ("samples", "dealt"),
-    [(0, [0, 0, 0]), (1, [1, 0, 0]), (BATCH + 1, [BATCH, 1, 0]), (3 * BATCH, [BATCH] * 3)],
-)
-def test_ranks_with_few_or_no_samples_take_part(run_ranks, samples, dealt):
-    (alone,) = run_ranks(1, evaluate_some, samples)
-    assert alone[2]["samples"] == samples
-    for own, answer in zip(dealt, run_ranks(3, evaluate_some, samples), strict=True):
-        assert answer == (tuple(dealt), own, alone[2])
+DEALT = [(0, 0, 0), (1, 0, 0), (BATCH, 1, 0), (BATCH, BATCH, BATCH)]
+
+
+@pytest.mark.parametrize("dealt", DEALT)
+def test_ranks_with_few_or_no_samples_take_part(run_ranks, dealt):
+    (alone,) = run_ranks(1, evaluate_some, sum(dealt))
+    assert alone[2]["samples"] == sum(dealt)
+    assert run_ranks(3, evaluate_some, sum(dealt)) == [(dealt, own, alone[2]) for own in dealt]
 
 
 @pytest.mark.parametrize("label", [10, -1, -100])
@@ -124,24 +131,13 @@ class Loader(Dataset[Any]):
         return torch.tensor([float(os.getpid())]), 0
 
 
-class Watching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[int] = set()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.seen |= set(map(int, inputs.flatten().tolist()))
-        return inputs
-
-
 def test_loading_processes_live_as_long_as_the_scorer():
     whole = Data("loader", Loader(), Loader(), ("one",), (1,), "loader")
     scorer = Scorer(whole, Classification(whole), trainings.place(0, 1), batch_size=BATCH, workers=2)
-    seen = []
-    for _ in range(2):
-        watching = Watching()
-        scorer.score(watching)
-        seen.append(watching.seen)
+    model, seen = nn.Identity(), [set(), set()]
+    for pids in seen:
+        with model.register_forward_pre_hook(lambda _, given, pids=pids: pids.update(map(int, given[0]))):
+            scorer.score(model)
     assert seen[0] == seen[1]
     assert len(seen[0]) == 2
     assert os.getpid() not in seen[0]
@@ -153,45 +149,35 @@ def test_loading_processes_live_as_long_as_the_scorer():
 # ---- as users start it ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[str, Any]]:
-    """`train/evaluate.py` on the digits, under torchrun for several ranks: its JSON, and eval.json."""
-    folder = tmp_path_factory.mktemp("started")
-    model = trainings.seeded(lambda: models.build("simple-cnn", shape=(1, 8, 8), classes=10))
-    torch.save(model.state_dict(), folder / "cnn.pt")
-
-    def run(ranks: int) -> tuple[str, Any]:
-        out = folder / f"on-{ranks}"
-        program = [str(ROOT / "train" / "evaluate.py"), "cnn.pt", "--model", "simple-cnn", "--json"]
-        launcher = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]
-        done = start([*launcher, *program, "--out", str(out)], folder)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, json.loads((out / "eval.json").read_text())
-
-    return run
+def said_by(folder: Path, *command: str, launcher: tuple[str, ...] = (sys.executable,), **more: str) -> str:
+    done = start([*launcher, *command], folder, **more)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_torchrun_with_3_ranks_prints_the_json_of_one_process_except_for_their_number(started):
-    (one, statement), (three, of_three) = started(1), started(3)
-    assert one.count('"ranks": 1') == 1
-    assert one.replace('"ranks": 1', '"ranks": 3') == three
-    assert json.loads(one)["samples"] == len(data.load(command_line.parse([])).test)  # type: ignore[arg-type]
-    apart = {"ranks", "rank_samples"}
-    assert {name for name in statement if statement[name] != of_three[name]} == apart
-    assert sum(of_three["rank_samples"]) == statement["samples"]
+def test_torchrun_with_3_ranks_prints_the_json_of_one_process_except_for_their_number(tmp_path):
+    model = trainings.seeded(lambda: models.build("simple-cnn", shape=(3, 32, 32), classes=10))
+    torch.save(model.state_dict(), tmp_path / "cnn.pt")
+    program = [str(ROOT / "train/evaluate.py"), "cnn.pt", "--model", "simple-cnn", "--json"]
+    program += ["--data", "fake:50", "--eval-batch", "4"]  # three batches
+    said, statements = [], []
+    for launcher in ((sys.executable,), (*TORCHRUN, "3")):
+        out = tmp_path / str(len(said))
+        said.append(said_by(tmp_path, *program, "--out", str(out), launcher=launcher))
+        statements.append(json.loads((out / "eval.json").read_text()))
+    one, three = statements
+    assert said[0].count('"ranks": 1') == 1
+    assert said[0].replace('"ranks": 1', '"ranks": 3') == said[1]
+    assert json.loads(said[0])["samples"] == one["samples"] == sum(three["rank_samples"]) == 10
+    assert {name for name in one if one[name] != three[name]} == {"ranks", "rank_samples"}
 
 
-def test_the_proposed_evaluation_gives_the_logged_numbers_on_as_many_threads(tmp_path):
-    def said_by(*command: str) -> str:
-        done = start([sys.executable, *command], tmp_path, OMP_NUM_THREADS="2")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    tiny = ["--data", "digits", "--epochs", "1", "--batch-size", "256", "--out", "run"]
-    said = said_by(str(ROOT / "train/main.py"), *tiny)
+def test_the_proposed_evaluation_gives_the_logged_numbers_on_as_many_threads(tmp_path, cli):
+    tiny = ["--data", "fake:50", "--epochs", "1", "--batch-size", "25", "--out", "run"]
+    said = said_by(tmp_path, str(ROOT / "train/main.py"), *tiny, OMP_NUM_THREADS="2")
     program, *arguments = said.replace("\\\n", "").rpartition("  python ")[2].split()
     assert arguments[-2:] == ["--threads", "2"]
-    said_by("-m", "ckpttool", "strip-prefix", "run/best.pt", "run/model.safetensors")
-    found = json.loads(said_by(str(ROOT / program), *arguments, "--json"))
+    assert cli("strip-prefix", tmp_path / "run/best.pt", tmp_path / "run/model.safetensors").code == 0
+    found = json.loads(said_by(tmp_path, str(ROOT / program), *arguments, "--json", OMP_NUM_THREADS="2"))
     (logged,) = epochs_of(tmp_path / "run")
     assert [found[name] for name in SAME] == [logged[name] for name in SAME]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -71,9 +72,8 @@ def test_training_in_unequal_shares_is_that_of_one_process(run_ranks, make, size
 
 def test_ranks_with_other_numbers_of_passes_agree_under_sync_batchnorm(run_ranks):
     settings = {"rank_batch": (2, 10), "batch_size": 12, "accumulate": 4, "drop_last": True}
-    settings |= {"batchnorm": "sync"}
-    one, other = run_ranks(2, train_in_shares, normalised, settings)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    one, other = run_ranks(2, train_in_shares, normalised, {**settings, "batchnorm": "sync"})
+    assert all(map(torch.equal, one, other))
 
 
 def train_as_torch_deals(rank: int, world_size: int) -> Any:
@@ -158,44 +158,40 @@ class Slow(nn.Module):
 
 
 def train_by_speed(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> str:
-    torch.manual_seed(3)
-    settings = {"out": folder, "batch_size": 36, "rank_share": "auto", **runs.OFTEN, **settings}
-    return runs.outcome(rank, world_size, trainings.tensors((10,), 144), Slow(rank), settings)
+    settings = {"out": folder, "batch_size": 36, "rank_share": "auto", "epochs": 2, **runs.OFTEN, **settings}
+    model = trainings.seeded(lambda: Slow(rank))
+    return runs.outcome(rank, world_size, trainings.tensors((10,), 144), model, settings)
 
 
 def test_a_rank_of_half_the_speed_gets_half_the_samples_and_a_resume_follows(run_ranks, tmp_path):
-    whole = run_ranks(2, train_by_speed, str(tmp_path / "a"), {"epochs": 2}, timeout=60)[0]
-    plan = runs.read(tmp_path / "a" / "last.pt")["plan"]
-    fast = plan["rank_share"][0] * 36 / sum(plan["rank_share"])
-    assert 20 <= fast <= 28, plan["rank_share"]
-    given = ",".join(map(str, plan["rank_share"]))
+    whole = run_ranks(2, train_by_speed, str(tmp_path / "a"), {}, timeout=60)[0]
+    share = runs.read(tmp_path / "a" / "last.pt")["plan"]["rank_share"]
+    assert 20 <= share[0] * 36 / sum(share) <= 28, share
+    given = ",".join(map(str, share))
     assert f"shares  --rank-share {given}, by measured speed" in whole
-    middle = str(tmp_path / "a" / "step-000003.pt")
-    again = run_ranks(2, train_by_speed, str(tmp_path / "b"), {"epochs": 2, "resume": middle}, timeout=60)[0]
+    resumed = {"resume": str(tmp_path / "a" / "step-000003.pt")}
+    again = run_ranks(2, train_by_speed, str(tmp_path / "b"), resumed, timeout=60)[0]
     assert f"shares  --rank-share {given}, as measured when the run began" in again
-    one, other = (runs.read(tmp_path / folder / "last.pt") for folder in "ab")
-    assert one["digests"]["model"] == other["digests"]["model"]
-    assert one["digests"]["optimizer"] == other["digests"]["optimizer"]
+    ends = (runs.contents(tmp_path / folder / "last.pt", "model", "optimizer") for folder in "ab")
+    assert next(ends) == next(ends)
 
 
-def measure_and_compare(rank: int, world_size: int) -> Any:
-    torch.manual_seed(3)
-    model = Slow(rank)
-    trainer = trainings.trainer(rank, world_size, trainings.tensors((10,), 64), model, rank_share="auto")
-    before = {name: value.clone() for name, value in trainer.ddp.state_dict().items()}
-    drawn = torch.get_rng_state()
-    speed = shares.measure(trainer)
-    after = trainer.ddp.state_dict()
-    same = all(torch.equal(before[name], after[name]) for name in before)
-    return same, torch.equal(drawn, torch.get_rng_state()), speed, [p.grad for p in trainer.ddp.parameters()]
+def measure(rank: int, world_size: int) -> Any:
+    """Return the measured speed, and what a training goes on from, before and after."""
+    data, model = trainings.tensors((10,), 64), trainings.seeded(lambda: Slow(rank))
+    trainer = trainings.trainer(rank, world_size, data, model, rank_share="auto")
+    traces = []
+    for _ in range(2):
+        traces.append({**copy.deepcopy(model.state_dict()), "drawn": torch.get_rng_state()})
+        speed = shares.measure(trainer)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return speed, *traces
 
 
 def test_measuring_leaves_no_trace(run_ranks):
-    for same, same_random_state, speed, gradients in run_ranks(2, measure_and_compare):
-        assert same
-        assert same_random_state
+    for speed, before, after in run_ranks(2, measure):
         assert speed.per_sample > 0
-        assert gradients == [None] * len(gradients)
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def train_with_shares(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> None:
@@ -206,12 +202,12 @@ def train_with_shares(rank: int, world_size: int, folder: str, settings: dict[st
 
 def test_a_run_continues_with_other_shares_on_other_ranks(run_ranks, tmp_path):
     run_ranks(1, train_with_shares, str(tmp_path / "one"), {})
-    run_ranks(2, train_with_shares, str(tmp_path / "two"), {"rank_share": (1, 3)})
+    run_ranks(2, train_with_shares, str(tmp_path / "two"), {"rank_share": (1, 3), "stop_at": 2})
     resumed = {"rank_share": (1, 1, 1, 5), "resume": str(tmp_path / "two" / "step-000002.pt")}
     run_ranks(4, train_with_shares, str(tmp_path / "four"), resumed)
-    one, four = (runs.read(tmp_path / name / "last.pt")["model"] for name in ("one", "four"))
-    for name in one:
-        assert (one[name] - four[name]).abs().max() < 1e-12
+    assert (
+        runs.largest_difference(*(runs.read(tmp_path / one / "last.pt") for one in ("one", "four"))) < 1e-12
+    )
 
 
 def shares_of_one_sample(rank: int, world_size: int) -> Any:

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ckpttool.errors import CheckFailed
 from tests.ranks import trainings
-from train.main import steps_of_epoch
 from train.model import builtin as models
 
 SETTINGS: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
@@ -64,18 +62,13 @@ def test_one_step_on_many_ranks_is_the_step_of_one_process(run_ranks, kind, size
         assert trainings.farthest(ours, expected) <= KINDS[kind][3]
 
 
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("accumulate", [2, 3, 7])
-def test_accumulating_changes_nothing_but_memory(run_ranks, size, accumulate):
-    expected = reference("linear", 23, 10, epochs=2)
-    for ours in run_ranks(size, parameters_after_epochs, "linear", 23, 10, accumulate, 2):
-        assert trainings.farthest(ours, expected) <= 1e-12
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_epochs_with_a_short_last_batch_are_those_of_one_process(run_ranks, size):
-    expected = reference("linear", 21, 10, epochs=3)  # the last batch has one sample
-    for ours in run_ranks(size, parameters_after_epochs, "linear", 21, 10, 1, 3):
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 7])
+@pytest.mark.parametrize("samples", [21, 23])
+def test_epochs_with_a_short_last_batch_are_those_of_one_process(run_ranks, size, samples, accumulate):
+    """The last batch has one sample, or three; accumulating changes nothing but memory."""
+    expected = reference("linear", samples, 10, epochs=3)
+    for ours in run_ranks(size, parameters_after_epochs, "linear", samples, 10, accumulate, 3):
         assert trainings.farthest(ours, expected) <= 1e-12
 
 
@@ -92,68 +85,43 @@ def take_a_step_with_idle_ranks(rank: int, world_size: int) -> Any:
     changed = [name for name, buffer in buffers.items() if not torch.equal(buffer, before[name])]
     finite = all(torch.isfinite(t).all() for t in [*buffers.values(), *model.parameters()])
     modes = {module.training for module in model.modules()}
-    return finite, len(changed), model.linear.weight.detach(), score.samples, modes
+    return model.linear.weight.detach(), len(changed), (finite, score.samples, modes)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_without_samples_leaves_batchnorm_alone_and_gets_the_same_weights(run_ranks, size):
-    (busy, *idle) = run_ranks(size, take_a_step_with_idle_ranks)
-    assert busy[0]
+    busy, *idle = run_ranks(size, take_a_step_with_idle_ranks)
     assert busy[1] > 0
-    for finite, changed, weight, samples, modes in idle:
-        assert finite
+    for weight, changed, found in idle:
+        assert torch.equal(weight, busy[0])
         assert changed == 0
-        assert torch.equal(weight, busy[2])
-        assert samples == 1
-        assert modes == {True}
+        assert found == busy[2] == (True, 1, {True})
 
 
-class Delicate(nn.Module):
-    """Fails on an empty batch, as `view(0, -1)` does, and makes NaN of zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(10, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.view(x.size(0), -1)
-        return self.linear(x / x.norm(dim=1, keepdim=True))
-
-
-def train_delicate(rank: int, world_size: int) -> Any:
-    data = trainings.tensors((2, 5), 5)
-    trainer = trainings.trainer(rank, world_size, data, trainings.seeded(Delicate), batch_size=4)
-    trainings.finish_epoch(trainer)
-    return bool(torch.isfinite(trainer.ddp.module.linear.weight).all())
-
-
-def test_a_model_that_cant_take_empty_batches_or_zeros_trains_with_idle_ranks(run_ranks):
-    assert run_ranks(4, train_delicate) == [True] * 4
-
-
-class Counting(nn.Module):
-    """Counts its samples in a buffer, as layers with statistics do."""
+class Delicate(nn.Linear):
+    """Counts its samples in a buffer, as layers with statistics do, fails on an empty batch, as `view(0, -1)`
+    does, and makes NaN of zeros."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(10, 10)
+        super().__init__(10, 10)
         self.register_buffer("met", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.met += len(x)
-        return self.linear(x)
+        x = x.view(x.size(0), -1)
+        return super().forward(x / x.norm(dim=1, keepdim=True))
 
 
-def count_samples_met(rank: int, world_size: int) -> Any:
-    data, model = trainings.tensors((10,), 6), trainings.seeded(Counting)
+def train_delicate(rank: int, world_size: int) -> Any:
+    data, model = trainings.tensors((2, 5), 6), trainings.seeded(Delicate)
     trainings.finish_epoch(trainings.trainer(rank, world_size, data, model, batch_size=4))
-    return model.met.item()
+    return bool(torch.isfinite(model.weight).all()), model.met.item()
 
 
-def test_passes_without_samples_change_no_buffer(run_ranks):
+def test_passes_without_samples_change_no_buffer_and_need_no_model_that_takes_them(run_ranks):
     # Two steps on each of the first two ranks; the others met rank 0's count before the second, and had no
     # sample in it.
-    assert run_ranks(4, count_samples_met) == [2, 2, 1, 1]
+    assert run_ranks(4, train_delicate) == [(True, met) for met in (2, 2, 1, 1)]
 
 
 # ---- what is counted -----------------------------------------------------------------------------------
@@ -168,14 +136,11 @@ def score_of_epoch_without_learning(rank: int, world_size: int) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_an_epochs_loss_is_the_mean_over_samples_not_over_ranks_or_steps(run_ranks, size):
-    data, model = trainings.tensors((10,), 7), trainings.seeded(lambda: nn.Linear(10, 10))
-    inputs, labels = data.train.tensors
-    scores = model(inputs)
-    expected = F.cross_entropy(scores, labels).item()
-    for loss, correct, samples, consumed in run_ranks(size, score_of_epoch_without_learning):
-        assert loss == pytest.approx(expected, abs=1e-6)
-        assert correct == (scores.argmax(1) == labels).sum()
-        assert samples == consumed == 7
+    inputs, labels = trainings.tensors((10,), 7).train.tensors  # type: ignore[attr-defined]
+    scores = trainings.seeded(lambda: nn.Linear(10, 10))(inputs)
+    expected = pytest.approx(F.cross_entropy(scores, labels).item(), abs=1e-6)
+    for found in run_ranks(size, score_of_epoch_without_learning):
+        assert found == (expected, (scores.argmax(1) == labels).sum(), 7, 7)
 
 
 def evaluate_on_ranks(rank: int, world_size: int, tests: int) -> Any:
@@ -203,83 +168,51 @@ def test_evaluation_counts_each_sample_once_and_gives_the_same_bits_on_any_numbe
 def evaluate_after_steps(rank: int, world_size: int) -> Any:
     data, model = trainings.tensors((3, 8, 8), 16), trainings.seeded(small_resnet)
     trainer = trainings.trainer(rank, world_size, data, model, batch_size=8, lr=0.1)
-    for _ in steps_of_epoch(trainer):
-        pass
-    apart = model.bn1.running_mean.clone()
+    trainings.finish_epoch(trainer)
+    before = model.bn1.running_mean.clone()
     score = trainer.evaluate()
-    return apart, model.bn1.running_mean.clone(), score, model.training
+    return before, model.bn1.running_mean.clone(), (score, model.training)
 
 
 def test_ranks_evaluate_with_rank_0s_batchnorm_statistics(run_ranks):
-    first, second = run_ranks(2, evaluate_after_steps)
-    assert not torch.equal(first[0], second[0])  # each has met other samples
-    assert torch.equal(first[1], first[0])
-    assert torch.equal(second[1], first[0])
-    assert first[2] == second[2]
-    assert second[3]
+    (before, after, found), (others_before, others_after, others) = run_ranks(2, evaluate_after_steps)
+    assert not torch.equal(before, others_before)  # each has met other samples
+    assert torch.equal(after, before) and torch.equal(others_after, before)
+    assert found == others and found[1]
 
 
-def train_with_a_label(rank: int, world_size: int, label: int) -> str:
+def train_with_a_label(rank: int, world_size: int, label: int) -> Any:
     data = trainings.tensors((10,), 8)
     data.train.tensors[1][5] = label  # type: ignore[attr-defined]
     trainer = trainings.trainer(rank, world_size, data, nn.Linear(10, 10), batch_size=8)
-    with pytest.raises(CheckFailed) as fault:
-        trainings.finish_epoch(trainer)
-    return fault.value.message
+    return trainings.error_of(lambda: trainings.finish_epoch(trainer))
 
 
 @pytest.mark.parametrize("label", [10, -1, -100])
 def test_a_training_label_without_a_class_names_its_sample(run_ranks, label):
     """-100 is the label that torch's loss skips, so the mean would be over fewer samples than reported."""
     said = f"training sample 5 has the label {label}, which is not one of the 10 classes (0 to 9)"
-    assert run_ranks(1, train_with_a_label, label) == [said]
+    assert run_ranks(1, train_with_a_label, label) == [("CheckFailed", said)]
 
 
-def train_without_randomness(rank: int, world_size: int) -> Any:
-    from ckpttool.distributed import randomness
-
-    trainer = trainings.trainer(rank, world_size, trainings.tensors((10,), 30), nn.Linear(10, 10))
-    before = randomness.take()
-    trainings.finish_epoch(trainer)
-    trainer.evaluate()
-    return torch.equal(before["torch"], randomness.take()["torch"])
-
-
-def test_loading_data_draws_nothing_from_the_global_random_state(run_ranks):
-    assert run_ranks(1, train_without_randomness) == [True]
-
-
-class Recorder(torch.utils.data.TensorDataset):
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        super().__init__(*tensors)
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-
-def epochs_told_to_the_data(rank: int, world_size: int) -> Any:
-    from dataclasses import replace
-
-    data = trainings.tensors((10,), 6)
-    recorder = Recorder(*data.train.tensors)
-    trainer = trainings.trainer(rank, world_size, replace(data, train=recorder), nn.Linear(10, 10))
+def epochs_and_draws(rank: int, world_size: int) -> Any:
+    """Train; return the epochs that the data is told, and the random state before and after."""
+    data, epochs = trainings.tensors((10,), 6), []
+    data.train.set_epoch = epochs.append  # type: ignore[attr-defined]
+    trainer = trainings.trainer(rank, world_size, data, nn.Linear(10, 10))
+    before = torch.get_rng_state()
     for _ in range(3):
         trainings.finish_epoch(trainer)
-    return recorder.epochs
+    trainer.evaluate()
+    return epochs, before, torch.get_rng_state()
 
 
-def test_set_epoch_of_the_data_is_called(run_ranks):
-    assert run_ranks(1, epochs_told_to_the_data) == [[0, 1, 2]]
-
-
-def draw_dropout(rank: int, world_size: int) -> Any:
-    trainings.trainer(rank, world_size, trainings.tensors((10,), 30), nn.Linear(10, 10))
-    return torch.rand(1).item()
-
-
-def test_each_rank_draws_its_own_random_numbers(run_ranks):
-    assert len(set(run_ranks(4, draw_dropout))) == 4
+def test_data_is_told_the_epoch_and_draws_nothing_from_random_states_which_are_each_ranks_own(run_ranks):
+    answers = run_ranks(4, epochs_and_draws)
+    for epochs, before, after in answers:
+        assert epochs == [0, 1, 2]
+        assert torch.equal(before, after)
+    assert len({bytes(before.tolist()) for _, before, _ in answers}) == 4
 
 
 # ---- complex parameters --------------------------------------------------------------------------------

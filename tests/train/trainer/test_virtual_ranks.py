@@ -94,7 +94,7 @@ def test_a_run_stopped_on_four_ranks_goes_on_with_the_same_bits_on_others(run_ra
 
 def test_more_ranks_without_virtual_ranks_give_other_bits(run_ranks, tmp_path):
     for size in (1, 2):
-        run_ranks(size, runs.run, runs.steady, str(tmp_path / str(size)), {})
+        run_ranks(size, runs.run, runs.steady, str(tmp_path / str(size)), {"max_steps": 2})
     assert digests(tmp_path / "1" / "last.pt") != digests(tmp_path / "2" / "last.pt")
 
 
@@ -138,7 +138,7 @@ def test_gradients_of_any_dtype_and_size_are_added_in_one_order(run_ranks):
 
 
 def test_the_program_gives_the_same_bits_with_and_without_a_launcher_that_sets_threads(tmp_path):
-    training = "--virtual-ranks 2 --model resnet20 --data fake:24 --batch-size 10 --max-steps 2 --out"
+    training = "--virtual-ranks 2 --model resnet20 --data fake:12 --batch-size 10 --max-steps 2 --out"
     for out, more, threads in (("one", [], "2"), ("two", ["--spawn", "2"], "1")):
         command = [sys.executable, str(ROOT / "train" / "main.py"), *training.split(), out, *more]
         assert start(command, tmp_path, OMP_NUM_THREADS=threads).returncode == 0
@@ -176,40 +176,37 @@ class Sparse(nn.Module):
         return self.head(self.table(x.flatten(1).long()).mean(dim=1))
 
 
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 10), nn.BatchNorm1d(10))
+
+
 @pytest.mark.parametrize(("make", "said"), [
     (lambda: batchnorm.to_sync(runs.with_batchnorm()), "synchronised over ranks"),
     (lambda: nn.SyncBatchNorm.convert_sync_batchnorm(runs.with_batchnorm()), "synchronised over ranks"),
     (Sparse, "'table' of simple-cnn has sparse gradients"),
-], ids=["ours", "torch's", "sparse"])  # fmt: skip
+    (normalised, "a single sample, and BatchNorm"),
+], ids=["ours", "torch's", "sparse", "a single sample"])  # fmt: skip
 def test_a_model_whose_gradients_can_not_be_computed_apart_is_refused(make, said):
-    config, data = TrainConfig(virtual_ranks=2), trainings.tensors(runs.SHAPE, runs.SAMPLES)
+    config, data = TrainConfig(virtual_ranks=8, batch_size=12), trainings.tensors(runs.SHAPE, runs.SAMPLES)
     with pytest.raises(UsageFault, match=said):
         preflight.check(config, data, make(), trainings.place(0, 1), tasks.build(config, data))
-
-
-def test_a_virtual_rank_with_a_single_sample_is_refused_with_batchnorm():
-    config, data = TrainConfig(virtual_ranks=8, batch_size=12), trainings.tensors(runs.SHAPE, runs.SAMPLES)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
-    with pytest.raises(UsageFault, match="a single sample, and BatchNorm"):
-        preflight.check(config, data, model, trainings.place(0, 1), tasks.build(config, data))
 
 
 # ---- what it costs -------------------------------------------------------------------------------------
 
 
-def seconds_per_step(rank: int, world_size: int, settings: dict[str, Any]) -> float:
-    """Return the time of a step of a network of half a million parameters, on average over 20."""
+def seconds_of_an_epoch(rank: int, world_size: int, settings: dict[str, Any]) -> float:
+    """Return the CPU time of five steps of a network of half a million parameters, after as many others."""
     wide = trainings.seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 2500), nn.Linear(2500, 10)))
-    data = trainings.tensors(runs.SHAPE, 64 * 20)
+    data = trainings.tensors(runs.SHAPE, 64 * 5)
     trainer = trainings.trainer(rank, world_size, data, wide, batch_size=64, log_every=99, **settings)
     trainings.finish_epoch(trainer)
-    began = time.perf_counter()
+    began = time.process_time()
     trainings.finish_epoch(trainer)
-    return (time.perf_counter() - began) / 20
+    return time.process_time() - began
 
 
-def test_the_cost_is_printed(run_ranks):
+def test_the_cost_is_bounded(run_ranks):
     for size in (1, 2):
-        usual, virtual = [max(run_ranks(size, seconds_per_step, one)) for one in ({}, FOUR)]
-        print(f"\n{size} ranks: {usual * 1e3:.1f} ms, with --virtual-ranks 4 {virtual * 1e3:.1f} ms per step")
+        usual, virtual = [max(run_ranks(size, seconds_of_an_epoch, one)) for one in ({}, FOUR)]
         assert virtual < 50 * usual

@@ -1,0 +1,14 @@
+"""Fixtures for tests of the trainer: a user's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def own(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """The path of a user's file, `own.py`, with the code OWN of the test's module."""
+    (tmp_path / "own.py").write_text(request.module.OWN)
+    return f"{tmp_path}/own.py"
