@@ -14,7 +14,7 @@ import torch
 
 from ckpttool.cli import group
 from ckpttool.metrics import predictions
-from tests.support.warm_python import WarmPython
+from tests.ranks.forked import WarmPython
 
 ARGUMENTS = {
     "inspect": "last.pt",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.warm_python import WarmPython
+from tests.ranks.forked import WarmPython
 
 SOURCE = """
 import atexit, os, pathlib, subprocess

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.models.diagnosis.report import refused_by_torch
+from tests.ranks.forked import WarmPython
 from tests.support import architectures
 from tests.support.running import Ran
 from tests.support.trees import TREES
-from tests.support.warm_python import WarmPython
 
 Cli = Callable[..., Ran]
 Run = Callable[[str], None]
