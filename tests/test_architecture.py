@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.architecture_page import BEGIN, END, FOLDERS, PAGE, ROOMS, files, tables, write
-from tests.support.generated_page import generated
+from tests.support.generated_page import generated, regenerate
 from tests.support.imports import (
     FILES,
     PACKAGE,
@@ -20,12 +20,33 @@ from tests.support.imports import (
     first_line,
     imports_of,
     levels,
+    name_of,
     own_imports,
     tree_of,
 )
 from tests.support.running import ROOT
 
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGE = ROOT / "docs" / "architecture.md"
+MARKS = "<!-- tables -->\n", "<!-- /tables -->"
+
+FOLDERS = [
+    "tensors",
+    "distributed",
+    "files",
+    "inert_pickle",
+    "checkpoint",
+    "formats",
+    "transforms",
+    "analysis",
+]
+FOLDERS += ["proving", "batchnorm", "metrics", "models", "cli"]
+"""The folders of the package, from the ground up: each imports only from those before it."""
+
+ROOMS = ["config", "data", "tasks", "model", "log", "launch", "trainer", "checkpoint", "run"]
+"""The folders of the trainer, likewise."""
+
+LIBRARIES = {"torch", "numpy", "io", "pickle", "select", "copy", "json"}
 
 
 def folder_of(path: Path) -> str:
@@ -34,13 +55,18 @@ def folder_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
+def tops(path: Path, *, at_once: bool = False) -> set[str]:
+    """Return the packages that a file imports; with `at_once` those that importing it imports."""
+    return {each.top for each in imports_of(path) if not (at_once and each.later)}
+
+
 def shown(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
 def test_the_folders_are_those_of_the_plan() -> None:
-    found = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert found == set(FOLDERS)
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(FOLDERS)
+    assert {path.parent.name for path in TRAINER_FILES} == {*ROOMS, "train"}
 
 
 def test_a_folder_imports_only_from_those_before_it() -> None:
@@ -58,7 +84,6 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
 def test_a_room_of_the_trainer_imports_only_from_those_before_it() -> None:
     """What lies next to the rooms is a program, which no room imports, or what all of them print with."""
     order = {name: number for number, name in enumerate(ROOMS)}
-    assert {path.parent.name for path in TRAINER_FILES} == {*ROOMS, "train"}
     offenders = [
         f"{path.relative_to(TRAINER)} imports {module}"
         for path in TRAINER_FILES
@@ -70,123 +95,69 @@ def test_a_room_of_the_trainer_imports_only_from_those_before_it() -> None:
     assert offenders == []
 
 
-def test_no_imports_form_a_circle() -> None:
-    levels()
+def is_neither_empty_nor_lazy(path: Path) -> bool:
+    at_once = {each.module for each in imports_of(path) if not each.later}
+    return bool(at_once - {"__future__", "typing", "ckpttool.lazy"})
 
 
-def test_a_folder_init_is_empty_or_lazy() -> None:
-    offenders = [
-        path
-        for path in PACKAGE.rglob("__init__.py")
-        if {each.module for each in imports_of(path) if not each.later}
-        - {"__future__", "typing", "ckpttool.lazy"}
-        and path.parent.name != "cli"
-    ]
-    assert shown(offenders) == []
+def knows_the_trainer_or_the_command_line(path: Path) -> bool:
+    modules = [each.module for each in imports_of(path) if path.name != "__main__.py"]
+    of_cli = folder_of(path) != "cli" and any(module.startswith("ckpttool.cli") for module in modules)
+    return of_cli or any(module.partition(".")[0] == "train" for module in modules)
 
 
-def test_only_the_command_line_imports_click_and_tqdm() -> None:
-    offenders = [
-        path
-        for path in FILES
-        if folder_of(path) != "cli" and {each.top for each in imports_of(path)} & {"click", "tqdm"}
-    ]
-    assert shown(offenders) == []
+def prints(path: Path) -> bool:
+    names = {call.func.id for call in calls(path) if isinstance(call.func, ast.Name)}
+    return bool(names & {"print", "input"})
 
 
-def test_torch_is_imported_in_functions_or_by_a_file_whose_first_line_says_so() -> None:
-    offenders = [
-        path
-        for path in FILES
-        if {each.top for each in imports_of(path) if not each.later} & {"torch", "torchvision"}
-        and "torch" not in first_line(path).lower()
-    ]
-    assert shown(offenders) == []
+BREAKS: dict[str, Callable[[Path], object]] = {
+    "a folder's init is empty or lazy": lambda path: (
+        path.name == "__init__.py" and path.parent.name != "cli" and is_neither_empty_nor_lazy(path)
+    ),
+    "only the command line imports click and tqdm": lambda path: (
+        folder_of(path) != "cli" and tops(path) & {"click", "tqdm"}
+    ),
+    "torch is imported in functions or by a file whose first line says so": lambda path: (
+        tops(path, at_once=True) & {"torch", "torchvision"} and "torch" not in first_line(path).lower()
+    ),
+    "numpy and safetensors are imported in functions": lambda path: (
+        tops(path, at_once=True) & {"numpy", "safetensors"}
+    ),
+    "the library knows neither the trainer nor the command line": knows_the_trainer_or_the_command_line,
+    "the library returns values and never prints": prints,
+    "no file bears the name of a library": lambda path: path.stem in LIBRARIES,
+    "every module says in its first line what it is for": lambda path: (
+        not first_line(path) and path.name != "__main__.py"
+    ),
+}
+"""By rule, what breaks it."""
 
 
-def test_numpy_and_safetensors_are_imported_in_functions() -> None:
-    libraries = {"numpy", "safetensors"}
-    offenders = [
-        path for path in FILES if {each.top for each in imports_of(path) if not each.later} & libraries
-    ]
-    assert shown(offenders) == []
+@pytest.mark.parametrize("rule", BREAKS)
+def test_every_file_of_the_package_keeps_the_rule(rule: str) -> None:
+    assert shown([path for path in FILES if BREAKS[rule](path)]) == []
 
 
-def test_the_library_knows_neither_the_trainer_nor_the_command_line() -> None:
-    offenders = [
-        path
-        for path in FILES
-        if path.name != "__main__.py"
-        and any(
-            each.top == "train" or (each.module.startswith("ckpttool.cli") and folder_of(path) != "cli")
-            for each in imports_of(path)
-        )
-    ]
-    assert shown(offenders) == []
+def test_no_program_of_the_trainer_bears_the_name_of_a_standard_module() -> None:
+    """`torchrun train/main.py` puts train/ first on the path: there none may be hidden."""
+    assert shown([path for path in TRAINER.glob("*.py") if path.stem in sys.stdlib_module_names]) == []
 
 
-def test_the_library_returns_values_and_never_prints() -> None:
-    offenders = [
-        path
-        for path in FILES
-        if {call.func.id for call in calls(path) if isinstance(call.func, ast.Name)} & {"print", "input"}
-    ]
-    assert shown(offenders) == []
-
-
-def test_no_file_bears_the_name_of_a_library_that_it_stands_beside() -> None:
-    """`torchrun train/main.py` puts train/ first on the path: there no standard module may be hidden."""
-    in_train = [path for path in (ROOT / "train").glob("*.py") if path.stem in sys.stdlib_module_names]
-    in_package = [
-        path for path in FILES if path.stem in {"torch", "numpy", "io", "pickle", "select", "copy", "json"}
-    ]
-    assert shown(in_train + in_package) == []
-
-
-def test_the_docs_name_no_file_that_is_not_there() -> None:
-    """A path with a folder is looked for from the root; examples of users' files have no such folder."""
-    named = re.compile(
-        r"(?<![\w/.-])((?:ckpttool|train|tests|benchmarks|docs|examples)/[\w/.-]*\w\.(?:py|md))"
-    )
-    offenders = [
-        f"{page.name}: {name}"
-        for page in TEXTS
-        for name in named.findall(page.read_text(encoding="utf-8"))
-        if not (ROOT / name).exists()
-    ]
-    assert offenders == []
-
-
-def test_the_tables_of_the_page_are_those_of_the_modules() -> None:
-    made = generated(PAGE, BEGIN, END)
-    assert made == tables(), "docs/architecture.md is stale: run `make docs` and commit it"
-
-
-def test_the_map_shows_every_file_of_the_package() -> None:
-    shown_files = [line.partition(":")[0] for line in files()]
-    assert sorted(shown_files) == shown([path for path in FILES if not path.name.startswith("__")])
-
-
-def test_the_page_names_every_room_of_the_trainer() -> None:
-    rooms = {path.parent.name for path in (ROOT / "train").glob("*/*.py")}
-    named = re.findall(
-        r"^\| `(\w+)/` \|", PAGE.read_text(encoding="utf-8").partition("## The trainer")[2], re.M
-    )
-    assert set(named) == rooms
-
-
-def test_every_module_says_in_its_first_line_what_it_is_for() -> None:
-    offenders = [path for path in FILES if not first_line(path) and path.name != "__main__.py"]
-    assert shown(offenders) == []
+def test_no_imports_form_a_circle_and_one_would_be_found() -> None:
+    heights = levels()
+    of_package = "ckpttool.cli.commands.inspect", "ckpttool.formats.reading", "ckpttool.tensors.ref"
+    for tower in (of_package, ("train.main", "train.run.run", "train.trainer.trainer")):
+        above, middle, below = (heights[name] for name in tower)
+        assert above > middle > below
+    assert heights["ckpttool.errors"] == 0
+    assert isinstance(tree_of(PACKAGE / "errors.py"), ast.Module)
 
 
 def test_no_test_imports_another() -> None:
-    offenders = [
-        path
-        for path in (ROOT / "tests").rglob("*.py")
-        if re.search(r"^\s*(from|import) tests\.(\w+\.)*test_", path.read_text("utf-8"), re.MULTILINE)
-    ]
-    assert shown(offenders) == []
+    import_of_test = re.compile(r"^\s*(from|import) tests\.(\w+\.)*test_", re.MULTILINE)
+    every = (ROOT / "tests").rglob("*.py")
+    assert shown([path for path in every if import_of_test.search(path.read_text("utf-8"))]) == []
 
 
 def test_the_wheel_ships_the_package_alone() -> None:
@@ -198,21 +169,64 @@ def test_the_wheel_ships_the_package_alone() -> None:
     assert build["targets"]["wheel"]["packages"] == ["ckpttool"]
 
 
-def test_a_circle_would_be_found() -> None:
-    """Without this the test of circles could pass because nothing is read."""
+# ---- the pages -----------------------------------------------------------------------------------------
+
+
+def test_the_docs_name_no_file_that_is_not_there() -> None:
+    """A path with a folder is looked for from the root; examples of users' files have no such folder."""
+    folders = "ckpttool|train|tests|benchmarks|docs|examples"
+    named = re.compile(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*\w\.(?:py|md))")
+    offenders = [
+        f"{page.name}: {name}"
+        for page in TEXTS
+        for name in named.findall(page.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    ]
+    assert offenders == []
+
+
+def sentence(path: Path) -> str:
+    return first_line(path).removesuffix(".").replace("|", "\\|")
+
+
+def tables() -> Iterator[str]:
+    """Yield the generated lines of the page: what each folder is for, from the first lines of the modules."""
+    yield from ("", "| folder | purpose |", "|---|---|")
+    yield from (f"| `{name}/` | {sentence(PACKAGE / name / '__init__.py')} |" for name in FOLDERS)
+    yield from ("", "| in `formats/` | purpose |", "|---|---|")
+    for room in sorted((PACKAGE / "formats").glob("*/__init__.py")):
+        yield f"| `{room.parent.name}/` | {sentence(room)} |"
+    yield "\n"
+
+
+def files() -> Iterator[str]:
+    """Yield what each file of the package is for, in each folder from the ground up: `make map`."""
     heights = levels()
-    assert heights["ckpttool.errors"] == 0
-    assert (
-        heights["ckpttool.cli.commands.inspect"]
-        > heights["ckpttool.formats.reading"]
-        > heights["ckpttool.tensors.ref"]
-    )
-    assert heights["train.main"] > heights["train.run.run"] > heights["train.trainer.trainer"]
-    assert isinstance(tree_of(PACKAGE / "errors.py"), ast.Module)
+    for folder in ("", *FOLDERS):
+        paths = (PACKAGE / folder).rglob("*.py") if folder else PACKAGE.glob("*.py")
+        for path in sorted(paths, key=lambda path: (heights[name_of(path)], str(path))):
+            if path.name not in ("__init__.py", "__main__.py"):
+                yield f"{path.relative_to(PACKAGE.parent)}: {sentence(path)}"
+
+
+def test_the_tables_of_the_page_are_those_of_the_modules() -> None:
+    made = generated(PAGE, *MARKS)
+    assert made == "\n".join(tables()), "docs/architecture.md is stale: run `make docs` and commit it"
+
+
+def test_the_map_shows_every_file_of_the_package() -> None:
+    shown_files = [line.partition(":")[0] for line in files()]
+    assert sorted(shown_files) == shown([path for path in FILES if not path.name.startswith("__")])
+
+
+def test_the_page_names_every_room_of_the_trainer() -> None:
+    rooms = {path.parent.name for path in TRAINER.glob("*/*.py")}
+    of_trainer = PAGE.read_text(encoding="utf-8").partition("## The trainer")[2]
+    assert set(re.findall(r"^\| `(\w+)/` \|", of_trainer, re.MULTILINE)) == rooms
 
 
 if __name__ == "__main__":
     if "--map" in sys.argv:
         print(*files(), sep="\n")
     else:
-        write()
+        regenerate(PAGE, *MARKS, "\n".join(tables()))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from ckpttool.errors import CkptToolError
 from tests.drill import agents
 from tests.drill.agents import ROOT, Agent
@@ -60,11 +62,11 @@ class Run:
         self.dead: set[int] = set()
         self.cleared = 0
         alone = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id drill"  # as --standalone
-        self.store, self.options = None, f"--nproc-per-node {trial.ranks} {alone}".split()
-        if trial.kind.agents:
-            self.store, port = agents.store()
+        self.options = f"--nproc-per-node {trial.ranks} {alone}".split()
+        if trial.kind.agents:  # they meet at a store in this process, which no kill concerns
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             fewest = 1 if trial.kind.back == "fewer" else trial.ranks
-            meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id drill"
+            meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{self.store.port} --rdzv-id drill"
             soon = "is_host=0,last_call_timeout=3,keep_alive_interval=1"
             nodes = f"--nnodes {fewest}:{trial.ranks} --nproc-per-node 1 --local-addr 127.0.0.1"
             self.options = f"{nodes} {meeting} --rdzv-conf {soon}".split()
@@ -115,14 +117,11 @@ class Run:
         return [] if ends == wanted else [f"agents ended with {ends}"]
 
     def close(self) -> list[str]:
-        """End the store; return what is left of the run."""
+        """End what is left of the run, and return it."""
         end = time.monotonic() + 10
         while (left := list(agents.processes(self.folder, self.agents))) and time.monotonic() < end:
             time.sleep(0.05)
         agents.kill_all(self.folder, self.agents)
-        if self.store:
-            self.store.kill()
-            self.store.join()
         return [f"left {len(left)} processes"] if left else []
 
 

@@ -70,7 +70,7 @@ class TwoMachines:
         meeting = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {ADDRESSES[0]}:29500"
         conf = f"--rdzv-conf is_host={1 - number},keep_alive_interval=1,read_timeout=20"
         own = f"--nnodes 2 --nproc-per-node 1 --max-restarts 3 --local-addr {ADDRESSES[number]}"
-        machine = Machine(self.networks[number], lacks=self.folder / "run" if number else None)
+        machine = Machine(self.networks[number], lacks=str(self.folder / "run") if number else "")
         arguments = [*SETTINGS, "--out", str(self.folder / "run"), "--timeout", str(self.timeout)]
         options = f"{own} {meeting} {conf}".split()
         self.agents.append(Agent(options, arguments, self.folder, machine=machine))
