@@ -30,17 +30,8 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PAGE = ROOT / "docs" / "architecture.md"
 MARKS = "<!-- tables -->\n", "<!-- /tables -->"
 
-FOLDERS = [
-    "tensors",
-    "distributed",
-    "files",
-    "inert_pickle",
-    "checkpoint",
-    "formats",
-    "transforms",
-    "analysis",
-]
-FOLDERS += ["proving", "batchnorm", "metrics", "models", "cli"]
+FOLDERS = ["tensors", "distributed", "files", "inert_pickle", "checkpoint", "formats", "transforms"]
+FOLDERS += ["analysis", "proving", "batchnorm", "metrics", "models", "cli"]
 """The folders of the package, from the ground up: each imports only from those before it."""
 
 ROOMS = ["config", "data", "tasks", "model", "log", "launch", "trainer", "checkpoint", "run"]
