@@ -37,12 +37,13 @@ class Kind:
 
 
 FIRST_EPOCH = (1, STEPS // 2)
+EVALUATION: dict[str, Any] = {"at": ("evaluation",), "steps": FIRST_EPOCH}
 
 KINDS = [
     Kind("a worker, in a step", ("step",)),
     Kind("a worker, at any moment", ("any",)),
     Kind("a worker, at the start", ("start",)),
-    Kind("a worker, in evaluation", ("evaluation",), steps=FIRST_EPOCH),
+    Kind("a worker, in evaluation", **EVALUATION),
     Kind("rank 0, in the middle of a save", ("save",), rank=0),
     Kind("rank 0, after a save's rename", ("after the rename",), rank=0),
     Kind("rank 0, between last.pt and best.pt", ("one of two names",), rank=0, steps=FIRST_EPOCH),
@@ -52,16 +53,7 @@ KINDS = [
     Kind("the agent, in a step", ("step",), "agent", back="again"),
     Kind("the agent, in the middle of a save", ("save",), "agent", rank=0, back="again"),
     Kind("the agent, by SIGTERM in a step", ("step",), "agent", signal="SIGTERM", back="again"),
-    Kind(
-        "the agent, by SIGTERM in evaluation",
-        ("evaluation",),
-        "agent",
-        None,
-        FIRST_EPOCH,
-        "SIGTERM",
-        0,
-        "again",
-    ),
+    Kind("the agent, by SIGTERM in evaluation", **EVALUATION, whom="agent", signal="SIGTERM", back="again"),
     Kind("the agent, by SIGUSR1 at any moment", ("any",), "agent", signal="SIGUSR1", back="again"),
     Kind("all at once, in a save", ("before the rename",), "all", rank=0, back="again"),
     Kind("all at once, in a step", ("step",), "all", back="again"),
