@@ -28,7 +28,7 @@ from ckpttool.files import threads
 from ckpttool.tensors.dtypes import DTYPES
 from tests.support import comparing
 from tests.support import every_format as table
-from tests.support.compared import compared
+from tests.support.comparing import compared
 
 nan, inf = float("nan"), float("inf")
 

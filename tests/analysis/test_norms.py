@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpttool.analysis.compare_values import Norms
-from tests.support.compared import compared
+from tests.support.comparing import compared
 from tests.support.layouts import LAYOUTS, LAZY
 
 

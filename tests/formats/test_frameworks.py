@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.errors import Damaged, UsageFault
 from tests.support import deepspeed_runs, framework_runs
-from tests.support.refused import refused
 from tests.support.running import Ran
+from tests.support.saved import refused
 
 Cli = Callable[..., Ran]
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.errors import SeveralCheckpoints, Unreadable, Unsupported
-from tests.support.refused import refused
 from tests.support.running import Ran
+from tests.support.saved import refused
 
 Cli = Callable[..., Ran]
 

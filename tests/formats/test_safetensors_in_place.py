@@ -28,8 +28,8 @@ from ckpttool.transforms.keys import add_prefix, rename_keys, strip_prefix
 from ckpttool.transforms.selection import select
 from tests.support.comparing import values
 from tests.support.extents import clone_range
-from tests.support.opening import opened
 from tests.support.running import Ran
+from tests.support.saved import opened
 
 STATE = {f"module.layer{i}.weight": torch.full((5, 3), float(i)) for i in range(4)}
 PLAIN = {name.removeprefix("module."): tensor for name, tensor in STATE.items()}

@@ -12,7 +12,7 @@ import torch
 import ckpttool
 from ckpttool.analysis.compare import diff
 from ckpttool.analysis.verify import verify
-from tests.support.compared import compared
+from tests.support.comparing import compared
 from tests.support.running import Ran
 
 PROTOCOLS = [2, 3, 4, 5]

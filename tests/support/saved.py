@@ -1,15 +1,20 @@
-"""States, files that torch saves, opened by ckpttool, and what torch loads from its output."""
+"""What tests of files do all the time: save by torch, open, convert, load again, and be refused."""
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ckpttool
-from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.errors import CkptToolError, Damaged, FileError, UsageFault
+from ckpttool.formats import Saved
+from tests.support.crafting import safetensors_file
 
 
 def prefixed(state: Any, prefix: str) -> Any:
@@ -21,11 +26,43 @@ def saved(value: Any, path: Path) -> Path:
     return path
 
 
-def opened(value: Any, folder: Path) -> Checkpoint:
+def opened(value: Any, folder: Path) -> ckpttool.Checkpoint:
+    """Save a value with torch as `in.pt`, and open that."""
     return ckpttool.open(saved(value, folder / "in.pt"))
 
 
-def loaded(checkpoint: Checkpoint, folder: Path) -> Any:
+def convert(value: object, out: Path, **given: Any) -> Saved:
+    """Save a value with torch as `in.pt` beside an output, and write that."""
+    return ckpttool.save(opened(value, out.parent), out, **given)
+
+
+def loaded(checkpoint: ckpttool.Checkpoint, folder: Path) -> Any:
     """Return what torch reads from the checkpoint written as a `.pt` file."""
     ckpttool.save(checkpoint, folder / "out.pt", force=True)
     return torch.load(folder / "out.pt", weights_only=False)
+
+
+def refused(
+    path: Path | list[Path],
+    said: str = "",
+    error: type[CkptToolError] | tuple[type[CkptToolError], ...] = Damaged,
+    opened: Callable[..., Any] = ckpttool.open,
+    **given: Any,
+) -> Any:
+    """Open what must be refused, in words that match; return the error."""
+    with pytest.raises(error, match=said or None) as refusal:
+        opened(path, **given)
+    fault = refusal.value.with_traceback(None)  # whose frames would keep files open
+    del refusal
+    assert isinstance(fault, FileError | UsageFault)
+    return fault
+
+
+def shards_of(value: float, folder: Path) -> None:
+    """Write `folder/out`, three shards of one tensor each, all of whose values are `value`."""
+    entry = {"dtype": "F32", "shape": [100]}
+    places = zip("abc", (0, 400, 800), strict=True)
+    header = {name: {**entry, "data_offsets": [at, at + 400]} for name, at in places}
+    made = safetensors_file(folder / "in.safetensors", header, struct.pack("<300f", *[value] * 300))
+    given: dict[str, Any] = {"to": "safetensors-sharded", "shard_size": 400, "force": True}
+    ckpttool.save(ckpttool.open(made), folder / "out", **given)

@@ -33,7 +33,7 @@ from ckpttool.tensors.to_torch import live_tensors
 from ckpttool.tensors.values import stream
 from tests.ranks import shardings
 from tests.support.comparing import assert_same, values
-from tests.support.refused import refused
+from tests.support.saved import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch wonders at a save without a process group
 

@@ -25,8 +25,8 @@ from ckpttool.tensors.to_torch import live_tensors
 from tests.support import deepspeed_runs
 from tests.support.comparing import assert_same, values
 from tests.support.deepspeed_runs import CASES, Case, batch, make_model, make_optimizer
-from tests.support.refused import refused
 from tests.support.running import ROOT
+from tests.support.saved import refused
 
 Run = Callable[..., Path]
 SAVED = [(case, step) for case in CASES for step in case.steps]
@@ -280,7 +280,7 @@ def test_latest_that_names_nothing_is_refused(runs: Path, tmp_path: Path) -> Non
     folder = Path(shutil.copytree(runs / "zero2-fp32", tmp_path / "run"))
     (folder / "latest").unlink()
     os.mkfifo(folder / "latest")
-    refused(folder, kind=Unreadable, opened=opened)
+    refused(folder, error=Unreadable, opened=opened)
     (folder / "latest").unlink()
     (folder / "latest").symlink_to("latest")
     refused(folder, "latest: too many levels of symbolic links", Unreadable, opened)

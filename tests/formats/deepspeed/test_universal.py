@@ -16,8 +16,8 @@ from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import Unsupported
 from ckpttool.files.digest import digest
 from tests.support import deepspeed_runs, universal_runs
-from tests.support.refused import refused
 from tests.support.running import Ran
+from tests.support.saved import refused
 
 Run = Callable[..., Path]
 Cli = Callable[..., Ran]

@@ -11,8 +11,8 @@ import torch
 import ckpttool
 from ckpttool.errors import UsageFault
 from tests.support.crafting import dict_of, storage, tensor, text, torch_zip
-from tests.support.opening import convert
 from tests.support.running import Ran
+from tests.support.saved import convert
 
 Cli = Callable[..., Ran]
 

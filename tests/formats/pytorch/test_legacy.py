@@ -27,7 +27,7 @@ from tests.support.crafting import (
     tuple_of,
 )
 from tests.support.layouts import LAYOUTS, LAZY
-from tests.support.opening import refused
+from tests.support.saved import refused
 from tests.support.tensor_kinds import PLAIN_DTYPES
 from tests.support.trees import TREES, shared
 

@@ -12,8 +12,8 @@ import torch
 import ckpttool
 from ckpttool.errors import Unreadable
 from tests.support.comparing import assert_same
-from tests.support.refused import refused
 from tests.support.running import Ran
+from tests.support.saved import refused
 
 Cli = Callable[..., Ran]
 
@@ -76,13 +76,13 @@ def test_files_of_two_kinds_become_one_dict(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_copy_is_left_alone(trees: list[Any], tmp_path: Path) -> None:
-    refused(save(tmp_path / "run", "rank{}.pt", trees), kind=Unreadable)
+    refused(save(tmp_path / "run", "rank{}.pt", trees), error=Unreadable)
 
 
 def test_a_missing_copy_is_not_made_up(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", "rank{}.pt", [state(), state(), state()])
     (folder / "rank1.pt").unlink()
-    refused(folder, kind=Unreadable)
+    refused(folder, error=Unreadable)
 
 
 def test_a_model_s_own_number_is_no_rank(tmp_path: Path) -> None:

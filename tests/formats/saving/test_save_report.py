@@ -14,7 +14,7 @@ from safetensors import safe_open
 import ckpttool
 from ckpttool.errors import UsageFault
 from tests.support.crafting import dict_of, name, storage, tensor, torch_zip
-from tests.support.opening import opened
+from tests.support.saved import opened
 
 TENSOR, BYTES = tensor(storage(1), (1,)), {"0": bytes(4)}
 
