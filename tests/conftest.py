@@ -76,9 +76,7 @@ def warm_python() -> WarmPython:
     return WarmPython()
 
 
-@pytest.fixture(scope="session")
-def run_ranks() -> Iterator[RunRanks]:
-    """`run_ranks(world_size, case, *arguments, timeout=30)`: what the case returns on each rank."""
+def pools_of_ranks() -> Iterator[RunRanks]:
     pools: dict[int, Pool] = {}
 
     def run(world_size: int, case: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Any]:
@@ -89,18 +87,16 @@ def run_ranks() -> Iterator[RunRanks]:
         pool.close()
 
 
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[RunRanks]:
+    """`run_ranks(world_size, case, *arguments, timeout=30)`: what the case returns on each rank."""
+    yield from pools_of_ranks()
+
+
 @pytest.fixture
 def fresh_ranks() -> Iterator[RunRanks]:
-    """`run_ranks` in processes that have run no case before, and end with the test."""
-    pools: list[Pool] = []
-
-    def run(world_size: int, case: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Any]:
-        pools.append(Pool(world_size))
-        return pools[-1].run(case, *arguments, timeout=timeout)
-
-    yield run
-    for pool in pools:
-        pool.close()
+    """`run_ranks` in processes that have run no case of another test, and end with the test."""
+    yield from pools_of_ranks()
 
 
 @pytest.fixture(scope="module")
