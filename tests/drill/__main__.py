@@ -24,8 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.drill import agents
-from tests.drill.kinds import KINDS, Trial, draw
-from tests.drill.trial import Drill, Result
+from tests.drill.trial import KINDS, Drill, Result, Trial, draw
 
 
 def main() -> int:

@@ -259,13 +259,17 @@ def save_straight(rank: int, world_size: int, folder: str, count: int) -> None:
     save_whole(rank, ended, f"{folder}-ended.pt")
 
 
-def go_on_from_dcp(rank: int, world_size: int, folder: str, count: int) -> None:
-    """Load a DCP folder under FSDP2, train `count` steps and save the whole on rank 0."""
-    model, optimizer = sharded_net()
+def load_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def go_on_from_dcp(rank: int, world_size: int, folder: str, count: int) -> None:
+    """Load a DCP folder under FSDP2, train `count` steps and save the whole on rank 0."""
+    model, optimizer = sharded_net()
+    load_dcp(model, optimizer, folder)
     steps(model, optimizer, count)
     ended = gathered(model, optimizer)
     save_whole(rank, ended, f"{folder}-ended.pt")
@@ -298,13 +302,8 @@ def of_accelerate(rank: int, world_size: int) -> tuple[Any, Any, Any]:
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 
     fsdp_utils.logger = logging.getLogger("accelerate")  # its own asks for a launcher
-    launched = SimpleNamespace(
-        process_index=rank,
-        num_processes=world_size,
-        is_main_process=rank == 0,
-        is_fsdp2=True,
-        wait_for_everyone=dist.barrier,
-    )
+    launched = SimpleNamespace(process_index=rank, num_processes=world_size, is_main_process=rank == 0)
+    launched.is_fsdp2, launched.wait_for_everyone = True, dist.barrier
     return fsdp_utils, FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True), launched
 
 
@@ -325,9 +324,8 @@ def save_as_accelerate(rank: int, world_size: int, folder: str) -> None:
 def save_fsdp1_on_a_mesh(rank: int, world_size: int, folder: str) -> None:
     """Save FSDP1's sharded state dict with a device mesh, which holds DTensors; rank 0 also the whole."""
     mesh = mesh_of(world_size)
-    model = FullyShardedDataParallel(
-        net(), device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True
-    )
+    given = {"device_mesh": mesh, "device_id": torch.device("cpu"), "use_orig_params": True}
+    model = FullyShardedDataParallel(net(), **given)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         save_files(rank, world_size, folder, model=model.state_dict())
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):

@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict as of_torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from tests.ranks.shardings import file_of, mesh_of, of_accelerate, save_files
+from tests.ranks.shardings import file_of, load_dcp, mesh_of, of_accelerate, save_files
 
 
 class Tied(nn.Module):
@@ -65,10 +65,7 @@ def save(rank: int, world_size: int, folder: str, dtype: str = "float32") -> Non
 
 def _from_dcp(folder: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = build()
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    load_dcp(model, optimizer, folder)
     return model, optimizer
 
 
