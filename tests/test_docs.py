@@ -62,14 +62,16 @@ batches: list[tuple[torch.Tensor, torch.Tensor]]
 }
 
 
+ALLOWED = "# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-warn-unreachable"
+
+
+@pytest.mark.timeout(300)  # half a minute alone, where no `make lint` has left its cache
 def test_every_block_of_the_pages_is_typed(tmp_path: Path) -> None:
     for page, blocks in PAGES.items():
         if blocks:
             program = tmp_path / f"{Path(page).stem.replace('-', '_')}.py"
-            program.write_text("\n".join([READERS.get(page, ""), *blocks]), encoding="utf-8")
-    flags = ("--strict", "--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls")
-    cache = f"--cache-dir={ROOT / '.mypy_cache'}"
-    mypy = [sys.executable, "-m", "mypy", *flags, "--config-file=", cache, "--no-error-summary", tmp_path]
+            program.write_text("\n".join([ALLOWED, READERS.get(page, ""), *blocks]), encoding="utf-8")
+    mypy = [sys.executable, "-m", "mypy", "--no-error-summary", tmp_path]
     checked = subprocess.run(mypy, cwd=ROOT, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 

@@ -235,9 +235,8 @@ WORKS: dict[str, Callable[[int, Path], object]] = {
     "sleeps as a whole": sleeps_as_a_whole,
 }
 CASES: dict[str, Callable[[int, Path], object]] = {
-    "of three": On(hang, "data"),
-    **WORKS,
     **{phase: On(hang, phase, step) for phase, step in PLACES.items()},
+    "of three": On(hang, "data"),
     "is stopped": On(partial(send_oneself, signal.SIGSTOP)),
     "is killed": On(partial(send_oneself, signal.SIGKILL)),
     "runs out of memory": On(run_out_of_memory, timeout=3 * TIMEOUT),
@@ -247,6 +246,7 @@ CASES: dict[str, Callable[[int, Path], object]] = {
     "has fewer steps": has_fewer_steps,
     "another order": calls_collectives_in_another_order,
     "holds the interpreter": On(hold_the_interpreter),
+    **WORKS,
 }
 
 
