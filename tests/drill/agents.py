@@ -83,7 +83,8 @@ class Agent:
         with log.open("wb") as file:
             self.process: subprocess.Popen[bytes] | Program
             if fresh:
-                self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
+                given = {"cwd": ROOT, "env": env, "stdout": file, "stderr": file}
+                self.process = subprocess.Popen(command, **given, start_new_session=True)
             else:
                 self.process = Program(command, ROOT, env, stdout=file.fileno(), stderr=file.fileno())
         self.pid = self.process.pid
@@ -124,3 +125,5 @@ def kill_all(folder: Path, agents: list[Agent], seconds: float = 20.0) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+    for agent in agents:
+        agent.process.poll()
