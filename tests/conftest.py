@@ -14,12 +14,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ckpttool import cli as command_line
-from tests.ranks.fixtures import fresh_ranks, run_ranks
+from tests.ranks.forked import WarmPython
+from tests.ranks.pool import Pool
 from tests.support.running import SHARED, Ran
-from tests.support.warm_python import WarmPython
 
-__all__ = ["fresh_ranks", "run_ranks"]
-
+RunRanks = Callable[..., list[Any]]
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and nohup the end of a terminal.
 # Programs started by a test would inherit that.
@@ -72,11 +71,32 @@ def process() -> Callable[..., subprocess.CompletedProcess[bytes]]:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
+def warm_python() -> WarmPython:
     """Run Python programs without the two seconds in which torch is imported."""
-    python = WarmPython()
-    yield python
-    python.close()
+    return WarmPython()
+
+
+def pools_of_ranks() -> Iterator[RunRanks]:
+    pools: dict[int, Pool] = {}
+
+    def run(world_size: int, case: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Any]:
+        return pools.setdefault(world_size, Pool(world_size)).run(case, *arguments, timeout=timeout)
+
+    yield run
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[RunRanks]:
+    """`run_ranks(world_size, case, *arguments, timeout=30)`: what the case returns on each rank."""
+    yield from pools_of_ranks()
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[RunRanks]:
+    """`run_ranks` in processes that have run no case of another test, and end with the test."""
+    yield from pools_of_ranks()
 
 
 @pytest.fixture(scope="module")

@@ -5,27 +5,153 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.architecture_page import BEGIN, END, FOLDERS, PAGE, ROOMS, files, tables, write
-from tests.support.generated_page import generated
-from tests.support.imports import (
-    FILES,
-    PACKAGE,
-    TRAINER,
-    TRAINER_FILES,
-    calls,
-    first_line,
-    imports_of,
-    levels,
-    own_imports,
-    tree_of,
-)
+from tests.support.generated_page import generated, regenerate
 from tests.support.running import ROOT
 
+PACKAGE = ROOT / "ckpttool"
+FILES = sorted(PACKAGE.rglob("*.py"))
+TRAINER = ROOT / "train"
+TRAINER_FILES = sorted(TRAINER.rglob("*.py"))
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGE = ROOT / "docs" / "architecture.md"
+MARKS = "<!-- tables -->\n", "<!-- /tables -->"
+
+FOLDERS = ["tensors", "distributed", "files", "inert_pickle", "checkpoint", "formats", "transforms"]
+FOLDERS += ["analysis", "proving", "batchnorm", "metrics", "models", "cli"]
+"""The folders of the package, from the ground up: each imports only from those before it."""
+
+ROOMS = ["config", "data", "tasks", "model", "log", "launch", "trainer", "checkpoint", "run"]
+"""The folders of the trainer, likewise."""
+
+LIBRARIES = {"torch", "numpy", "io", "pickle", "select", "copy", "json"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: the module's full name, and whether it runs only when a function is called."""
+
+    module: str
+    later: bool
+
+    @property
+    def top(self) -> str:
+        return self.module.partition(".")[0]
+
+
+class _Visitor(ast.NodeVisitor):
+    """Collect imports; what stands under `if TYPE_CHECKING` never runs and is passed over."""
+
+    def __init__(self, package: tuple[str, ...]) -> None:
+        self.package = package
+        self.found: list[Import] = []
+        self.depth = 0
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+
+    def visit_If(self, node: ast.If) -> None:
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found += [Import(alias.name, self.depth > 0) for alias in node.names]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = self.package[: len(self.package) - node.level + 1] if node.level else ()
+        module = ".".join([*base, *([node.module] if node.module else [])])
+        for alias in node.names:
+            whole = f"{module}.{alias.name}"
+            found = whole if whole in modules() else lazy_names(module).get(alias.name, module)
+            self.found.append(Import(found, self.depth > 0))
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return every module of both by its full name; a folder's name stands for its `__init__.py`."""
+    return {name_of(path): path for path in (*FILES, *TRAINER_FILES)}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def lazy_names(package: str) -> dict[str, str]:
+    """Return where each public name of a folder is defined, from its call of `lazy.attributes`."""
+    path = modules().get(package)
+    if path is None or path.name != "__init__.py":
+        return {}
+    for call in calls(path):
+        if isinstance(call.func, ast.Name) and call.func.id == "attributes":
+            table = ast.literal_eval(call.args[1])
+            return {
+                name: f"{package}.{module or name}"
+                for module, names in table.items()
+                for name in names.split()
+            }
+    return {}
+
+
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
+    visitor = _Visitor(path.relative_to(ROOT).parent.parts)
+    visitor.visit(tree_of(path))
+    return tuple(visitor.found)
+
+
+def own_imports(path: Path) -> set[str]:
+    """Return the modules of both that a file imports, also through the lazy names of a folder."""
+    found = {each.module for each in imports_of(path)} & set(modules())
+    found |= {where for each in found if each != "ckpttool" for where in lazy_names(each).values()}
+    return found - {name_of(path), "ckpttool"}
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+
+
+def first_line(path: Path) -> str:
+    """Return the first line of a module's docstring, empty where there is none."""
+    return (ast.get_docstring(tree_of(path)) or "").partition("\n")[0]
+
+
+def levels() -> dict[str, int]:
+    """Return how many imports lie below each module, on the longest way down to one that imports nothing.
+
+    Raises:
+        ValueError: the imports form a circle; names it.
+    """
+    heights: dict[str, int] = {}
+
+    def height(name: str, above: tuple[str, ...]) -> int:
+        if name in above:
+            raise ValueError(f"a circle of imports: {' -> '.join((*above[above.index(name) :], name))}")
+        if name not in heights:
+            below = own_imports(modules()[name])
+            heights[name] = max((1 + height(each, (*above, name)) for each in below), default=0)
+        return heights[name]
+
+    for name in modules():
+        height(name, ())
+    return heights
+
+
+# ---- the rules -----------------------------------------------------------------------------------------
 
 
 def folder_of(path: Path) -> str:
@@ -34,13 +160,18 @@ def folder_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
+def tops(path: Path, *, at_once: bool = False) -> set[str]:
+    """Return the packages that a file imports; with `at_once` those that importing it imports."""
+    return {each.top for each in imports_of(path) if not (at_once and each.later)}
+
+
 def shown(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
 def test_the_folders_are_those_of_the_plan() -> None:
-    found = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert found == set(FOLDERS)
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(FOLDERS)
+    assert {path.parent.name for path in TRAINER_FILES} == {*ROOMS, "train"}
 
 
 def test_a_folder_imports_only_from_those_before_it() -> None:
@@ -58,7 +189,6 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
 def test_a_room_of_the_trainer_imports_only_from_those_before_it() -> None:
     """What lies next to the rooms is a program, which no room imports, or what all of them print with."""
     order = {name: number for number, name in enumerate(ROOMS)}
-    assert {path.parent.name for path in TRAINER_FILES} == {*ROOMS, "train"}
     offenders = [
         f"{path.relative_to(TRAINER)} imports {module}"
         for path in TRAINER_FILES
@@ -70,123 +200,69 @@ def test_a_room_of_the_trainer_imports_only_from_those_before_it() -> None:
     assert offenders == []
 
 
-def test_no_imports_form_a_circle() -> None:
-    levels()
+def is_neither_empty_nor_lazy(path: Path) -> bool:
+    at_once = {each.module for each in imports_of(path) if not each.later}
+    return bool(at_once - {"__future__", "typing", "ckpttool.lazy"})
 
 
-def test_a_folder_init_is_empty_or_lazy() -> None:
-    offenders = [
-        path
-        for path in PACKAGE.rglob("__init__.py")
-        if {each.module for each in imports_of(path) if not each.later}
-        - {"__future__", "typing", "ckpttool.lazy"}
-        and path.parent.name != "cli"
-    ]
-    assert shown(offenders) == []
+def knows_the_trainer_or_the_command_line(path: Path) -> bool:
+    modules = [each.module for each in imports_of(path) if path.name != "__main__.py"]
+    of_cli = folder_of(path) != "cli" and any(module.startswith("ckpttool.cli") for module in modules)
+    return of_cli or any(module.partition(".")[0] == "train" for module in modules)
 
 
-def test_only_the_command_line_imports_click_and_tqdm() -> None:
-    offenders = [
-        path
-        for path in FILES
-        if folder_of(path) != "cli" and {each.top for each in imports_of(path)} & {"click", "tqdm"}
-    ]
-    assert shown(offenders) == []
+def prints(path: Path) -> bool:
+    names = {call.func.id for call in calls(path) if isinstance(call.func, ast.Name)}
+    return bool(names & {"print", "input"})
 
 
-def test_torch_is_imported_in_functions_or_by_a_file_whose_first_line_says_so() -> None:
-    offenders = [
-        path
-        for path in FILES
-        if {each.top for each in imports_of(path) if not each.later} & {"torch", "torchvision"}
-        and "torch" not in first_line(path).lower()
-    ]
-    assert shown(offenders) == []
+BREAKS: dict[str, Callable[[Path], object]] = {
+    "a folder's init is empty or lazy": lambda path: (
+        path.name == "__init__.py" and path.parent.name != "cli" and is_neither_empty_nor_lazy(path)
+    ),
+    "only the command line imports click and tqdm": lambda path: (
+        folder_of(path) != "cli" and tops(path) & {"click", "tqdm"}
+    ),
+    "torch is imported in functions or by a file whose first line says so": lambda path: (
+        tops(path, at_once=True) & {"torch", "torchvision"} and "torch" not in first_line(path).lower()
+    ),
+    "numpy and safetensors are imported in functions": lambda path: (
+        tops(path, at_once=True) & {"numpy", "safetensors"}
+    ),
+    "the library knows neither the trainer nor the command line": knows_the_trainer_or_the_command_line,
+    "the library returns values and never prints": prints,
+    "no file bears the name of a library": lambda path: path.stem in LIBRARIES,
+    "every module says in its first line what it is for": lambda path: (
+        not first_line(path) and path.name != "__main__.py"
+    ),
+}
+"""By rule, what breaks it."""
 
 
-def test_numpy_and_safetensors_are_imported_in_functions() -> None:
-    libraries = {"numpy", "safetensors"}
-    offenders = [
-        path for path in FILES if {each.top for each in imports_of(path) if not each.later} & libraries
-    ]
-    assert shown(offenders) == []
+@pytest.mark.parametrize("rule", BREAKS)
+def test_every_file_of_the_package_keeps_the_rule(rule: str) -> None:
+    assert shown([path for path in FILES if BREAKS[rule](path)]) == []
 
 
-def test_the_library_knows_neither_the_trainer_nor_the_command_line() -> None:
-    offenders = [
-        path
-        for path in FILES
-        if path.name != "__main__.py"
-        and any(
-            each.top == "train" or (each.module.startswith("ckpttool.cli") and folder_of(path) != "cli")
-            for each in imports_of(path)
-        )
-    ]
-    assert shown(offenders) == []
+def test_no_program_of_the_trainer_bears_the_name_of_a_standard_module() -> None:
+    """`torchrun train/main.py` puts train/ first on the path: there none may be hidden."""
+    assert shown([path for path in TRAINER.glob("*.py") if path.stem in sys.stdlib_module_names]) == []
 
 
-def test_the_library_returns_values_and_never_prints() -> None:
-    offenders = [
-        path
-        for path in FILES
-        if {call.func.id for call in calls(path) if isinstance(call.func, ast.Name)} & {"print", "input"}
-    ]
-    assert shown(offenders) == []
-
-
-def test_no_file_bears_the_name_of_a_library_that_it_stands_beside() -> None:
-    """`torchrun train/main.py` puts train/ first on the path: there no standard module may be hidden."""
-    in_train = [path for path in (ROOT / "train").glob("*.py") if path.stem in sys.stdlib_module_names]
-    in_package = [
-        path for path in FILES if path.stem in {"torch", "numpy", "io", "pickle", "select", "copy", "json"}
-    ]
-    assert shown(in_train + in_package) == []
-
-
-def test_the_docs_name_no_file_that_is_not_there() -> None:
-    """A path with a folder is looked for from the root; examples of users' files have no such folder."""
-    named = re.compile(
-        r"(?<![\w/.-])((?:ckpttool|train|tests|benchmarks|docs|examples)/[\w/.-]*\w\.(?:py|md))"
-    )
-    offenders = [
-        f"{page.name}: {name}"
-        for page in TEXTS
-        for name in named.findall(page.read_text(encoding="utf-8"))
-        if not (ROOT / name).exists()
-    ]
-    assert offenders == []
-
-
-def test_the_tables_of_the_page_are_those_of_the_modules() -> None:
-    made = generated(PAGE, BEGIN, END)
-    assert made == tables(), "docs/architecture.md is stale: run `make docs` and commit it"
-
-
-def test_the_map_shows_every_file_of_the_package() -> None:
-    shown_files = [line.partition(":")[0] for line in files()]
-    assert sorted(shown_files) == shown([path for path in FILES if not path.name.startswith("__")])
-
-
-def test_the_page_names_every_room_of_the_trainer() -> None:
-    rooms = {path.parent.name for path in (ROOT / "train").glob("*/*.py")}
-    named = re.findall(
-        r"^\| `(\w+)/` \|", PAGE.read_text(encoding="utf-8").partition("## The trainer")[2], re.M
-    )
-    assert set(named) == rooms
-
-
-def test_every_module_says_in_its_first_line_what_it_is_for() -> None:
-    offenders = [path for path in FILES if not first_line(path) and path.name != "__main__.py"]
-    assert shown(offenders) == []
+def test_no_imports_form_a_circle_and_one_would_be_found() -> None:
+    heights = levels()
+    of_package = "ckpttool.cli.commands.inspect", "ckpttool.formats.reading", "ckpttool.tensors.ref"
+    for tower in (of_package, ("train.main", "train.run.run", "train.trainer.trainer")):
+        above, middle, below = (heights[name] for name in tower)
+        assert above > middle > below
+    assert heights["ckpttool.errors"] == 0
+    assert isinstance(tree_of(PACKAGE / "errors.py"), ast.Module)
 
 
 def test_no_test_imports_another() -> None:
-    offenders = [
-        path
-        for path in (ROOT / "tests").rglob("*.py")
-        if re.search(r"^\s*(from|import) tests\.(\w+\.)*test_", path.read_text("utf-8"), re.MULTILINE)
-    ]
-    assert shown(offenders) == []
+    import_of_test = re.compile(r"^\s*(from|import) tests\.(\w+\.)*test_", re.MULTILINE)
+    every = (ROOT / "tests").rglob("*.py")
+    assert shown([path for path in every if import_of_test.search(path.read_text("utf-8"))]) == []
 
 
 def test_the_wheel_ships_the_package_alone() -> None:
@@ -198,21 +274,64 @@ def test_the_wheel_ships_the_package_alone() -> None:
     assert build["targets"]["wheel"]["packages"] == ["ckpttool"]
 
 
-def test_a_circle_would_be_found() -> None:
-    """Without this the test of circles could pass because nothing is read."""
+# ---- the pages -----------------------------------------------------------------------------------------
+
+
+def test_the_docs_name_no_file_that_is_not_there() -> None:
+    """A path with a folder is looked for from the root; examples of users' files have no such folder."""
+    folders = "ckpttool|train|tests|benchmarks|docs|examples"
+    named = re.compile(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*\w\.(?:py|md))")
+    offenders = [
+        f"{page.name}: {name}"
+        for page in TEXTS
+        for name in named.findall(page.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    ]
+    assert offenders == []
+
+
+def sentence(path: Path) -> str:
+    return first_line(path).removesuffix(".").replace("|", "\\|")
+
+
+def tables() -> Iterator[str]:
+    """Yield the generated lines of the page: what each folder is for, from the first lines of the modules."""
+    yield from ("", "| folder | purpose |", "|---|---|")
+    yield from (f"| `{name}/` | {sentence(PACKAGE / name / '__init__.py')} |" for name in FOLDERS)
+    yield from ("", "| in `formats/` | purpose |", "|---|---|")
+    for room in sorted((PACKAGE / "formats").glob("*/__init__.py")):
+        yield f"| `{room.parent.name}/` | {sentence(room)} |"
+    yield "\n"
+
+
+def files() -> Iterator[str]:
+    """Yield what each file of the package is for, in each folder from the ground up: `make map`."""
     heights = levels()
-    assert heights["ckpttool.errors"] == 0
-    assert (
-        heights["ckpttool.cli.commands.inspect"]
-        > heights["ckpttool.formats.reading"]
-        > heights["ckpttool.tensors.ref"]
-    )
-    assert heights["train.main"] > heights["train.run.run"] > heights["train.trainer.trainer"]
-    assert isinstance(tree_of(PACKAGE / "errors.py"), ast.Module)
+    for folder in ("", *FOLDERS):
+        paths = (PACKAGE / folder).rglob("*.py") if folder else PACKAGE.glob("*.py")
+        for path in sorted(paths, key=lambda path: (heights[name_of(path)], str(path))):
+            if path.name not in ("__init__.py", "__main__.py"):
+                yield f"{path.relative_to(PACKAGE.parent)}: {sentence(path)}"
+
+
+def test_the_tables_of_the_page_are_those_of_the_modules() -> None:
+    made = generated(PAGE, *MARKS)
+    assert made == "\n".join(tables()), "docs/architecture.md is stale: run `make docs` and commit it"
+
+
+def test_the_map_shows_every_file_of_the_package() -> None:
+    shown_files = [line.partition(":")[0] for line in files()]
+    assert sorted(shown_files) == shown([path for path in FILES if not path.name.startswith("__")])
+
+
+def test_the_page_names_every_room_of_the_trainer() -> None:
+    rooms = {path.parent.name for path in TRAINER.glob("*/*.py")}
+    of_trainer = PAGE.read_text(encoding="utf-8").partition("## The trainer")[2]
+    assert set(re.findall(r"^\| `(\w+)/` \|", of_trainer, re.MULTILINE)) == rooms
 
 
 if __name__ == "__main__":
     if "--map" in sys.argv:
         print(*files(), sep="\n")
     else:
-        write()
+        regenerate(PAGE, *MARKS, "\n".join(tables()))

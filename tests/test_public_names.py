@@ -1,13 +1,16 @@
-"""The public names: they exist for use, for the type checker and for `help()`, and cost nothing to import."""
+"""The public names: for use, for the type checker and for `help()`; and errors, whole after a pickle."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import inspect
+import pickle
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +24,7 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool import errors
 from ckpttool.cli import group
+from ckpttool.distributed.collectives import RankFailed
 from tests.support.running import ROOT
 
 LAZY = [
@@ -160,3 +164,60 @@ def test_what_is_no_module_is_refused_with_what_to_pass(tmp_path: Path) -> None:
         ckpttool.reload(tmp_path / "a.pt", {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"not the class Linear: make one"):
         ckpttool.reload(tmp_path / "a.pt", torch.nn.Linear)  # type: ignore[arg-type]
+
+
+# ---- errors --------------------------------------------------------------------------------------------
+
+
+class Odd(errors.FileError):
+    """An error whose `__init__` takes what its base's does not."""
+
+    def __init__(self, path: str, *, lines: list[int]) -> None:
+        super().__init__(path, f"{len(lines)} lines are bad", hint="mend them")
+        self.lines = lines
+
+
+OF_FILES = [errors.Damaged, errors.Unsupported, errors.Refused, errors.NoState]
+EXAMPLES = [
+    *(kind("a.pt", "is not as it should be") for kind in OF_FILES),
+    *(kind("no") for kind in (errors.Collision, errors.NothingToDo, errors.CheckFailed, errors.UsageFault)),
+    errors.CkptToolError("no", hint="do this"),
+    errors.Unreadable("a.pt", "no such file", hint="look elsewhere"),
+    errors.Mismatch("2 missing", missing=("a", "b"), mismatched=(("c", "1", "2"),), hint="see"),
+    errors.OutputExists("b.pt", hint="--force"),
+    errors.RanksDiffer("rank 1"),
+    errors.RanksDiffer("'0.weight' differs", path="ranks", ranks=(0, 1)),
+    RankFailed("rank 0 failed"),
+    Odd("log", lines=[1, 2]),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("send", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+def test_an_error_is_whole_after_a_pickle_and_a_copy(error, send):
+    error.exit_code = 7
+    sent = send(error)
+    assert type(sent) is type(error)
+    assert str(sent) == str(error)
+    assert vars(sent) == vars(error)
+    assert sent.exit_code == 7
+
+
+def test_an_error_in_text_says_what_to_do_next() -> None:
+    error = errors.Refused("a.pt", "would be lost", hint="name another output")
+    assert str(error) == "a.pt: would be lost\n  hint: name another output"
+    assert traceback.format_exception_only(error) == [f"ckpttool.errors.Refused: {error}\n"]
+    assert error.message == "a.pt: would be lost"
+    assert str(errors.Refused("a.pt", "would be lost")) == "a.pt: would be lost"
+
+
+def test_nothing_is_to_be_installed_from_a_registry_that_does_not_have_it() -> None:
+    """One function says how; pages say it in a clone."""
+    folders = ("ckpttool", "train", "docs", "benchmarks", "examples")
+    texts = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".md")]
+    wanted = re.compile(r"pip install (-U |--upgrade )?['\"]?ckpttool|ckpttool\[")
+    found = [str(path) for path in [*texts, *ROOT.glob("*.md")] if wanted.search(path.read_text("utf-8"))]
+    assert found == []
+    assert errors.install("torch") == "in a clone of ckpttool: pip install -e '.[torch]'"
+    assert str(errors.NeedsTorch("this")) and errors.NeedsTorch("this").hint == errors.install("torch")
+    assert errors.install() == "in a clone of ckpttool: pip install --force-reinstall ."

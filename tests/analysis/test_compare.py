@@ -15,7 +15,7 @@ import ckpttool
 from ckpttool.analysis.compare import Change, diff
 from ckpttool.analysis.verify import verify
 from tests.support import every_format as table
-from tests.support.compared import compared
+from tests.support.comparing import compared
 from tests.support.saved import saved
 
 

@@ -25,7 +25,7 @@ from ckpttool.analysis.equality import Tolerance
 from ckpttool.files import threads
 from ckpttool.tensors.dtypes import DTYPES
 from tests.support import comparing
-from tests.support.compared import compared
+from tests.support.comparing import compared
 from tests.support.layouts import LAYOUTS, LAZY
 from tests.support.saved import opened
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,17 @@ from ckpttool.errors import NothingToDo, Refused, UsageFault
 
 def ranks_of(batch: torch.Tensor, sizes: tuple[int, ...], **settings: Any) -> list[nn.BatchNorm1d]:
     """Return a layer per rank, after its part of the batch; an empty part leaves the layer as it is."""
-    layers = []
-    for part in batch.split(sizes):
-        layer = nn.BatchNorm1d(batch.shape[1], **settings).double()
+    layers = [nn.BatchNorm1d(batch.shape[1], **settings).double() for _ in sizes]
+    train(nn.Identity(), layers, batch, sizes)
+    return layers
+
+
+def train(whole: nn.Module, ranks: list[nn.BatchNorm1d], batch: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    """Pass a batch through one layer, and its parts through those of the ranks that have a part."""
+    whole(batch)
+    for layer, part in zip(ranks, batch.split(sizes), strict=True):
         if len(part):
             layer(part)
-        layers.append(layer)
-    return layers
 
 
 def statistics(layers: list[nn.BatchNorm1d]) -> tuple[list[Any], list[Any]]:
@@ -86,20 +91,15 @@ def test_averages_over_all_batches_weight_a_rank_by_its_batches() -> None:
 def test_with_the_momentum_the_variance_is_that_of_one_process_on_average(
     sizes: tuple[int, ...], momentum: float | None, apart: float
 ) -> None:
-    """Over 4,000 channels; each rank's samples may have a mean of their own."""
+    """Over 2,000 channels; each rank's samples may have a mean of their own."""
     torch.manual_seed(0)
     rank_of = torch.tensor([rank for rank, size in enumerate(sizes) for _ in range(size)])
-    whole = nn.BatchNorm1d(4000, momentum=momentum).double()
-    ranks = [nn.BatchNorm1d(4000, momentum=momentum).double() for _ in sizes]
+    whole, *ranks = (nn.BatchNorm1d(2000, momentum=momentum).double() for _ in ("whole", *sizes))
     for layer in (whole, *ranks):
         layer.running_var.zero_()  # so that no channel has a past
-    for _ in range(60):
-        batch = torch.randn(sum(sizes), 4000, dtype=torch.float64) + apart * rank_of[:, None]
-        whole(batch)
-        for layer, part in zip(ranks, batch.split(sizes), strict=True):
-            if len(part):
-                layer(part)
-    batches = [60.0 if size else 0.0 for size in sizes] if momentum is None else None
+    for _ in range(40):
+        train(whole, ranks, torch.randn(sum(sizes), 2000).double() + apart * rank_of[:, None], sizes)
+    batches = [40.0 if size else 0.0 for size in sizes] if momentum is None else None
     given = 0.1 if momentum is None else momentum
     pooled = pool(*statistics(ranks), sizes, batches=batches, momentum=given)
     without = pool(*statistics(ranks), sizes, batches=batches)
@@ -113,22 +113,27 @@ def test_with_the_momentum_the_variance_is_that_of_one_process_on_average(
         assert without.variance.mean() < 0.95 * whole.running_var.mean()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 1.5, -0.1, float("nan")])
-def test_a_momentum_out_of_range_or_without_counts_is_refused(momentum: float) -> None:
-    with pytest.raises(ValueError, match="momentum"):
-        pool([0.0, 0.0], [1.0, 1.0], [2, 2], momentum=momentum)
-    with pytest.raises(ValueError, match="needs counts"):
-        pool([0.0, 0.0], [1.0, 1.0], momentum=0.1)
+@pytest.mark.parametrize(
+    ("counts", "given", "said"),
+    [
+        *(([2, 2], {"momentum": momentum}, "momentum") for momentum in (0.0, 1.5, -0.1, float("nan"))),
+        (None, {"momentum": 0.1}, "needs counts"),
+        *((counts, {}, "count|two values") for counts in ([0, 0], [1, 0], [-1, 5], [3])),
+    ],
+    ids=str,
+)
+def test_counts_without_a_variance_and_a_momentum_out_of_range_are_refused(
+    counts: Any, given: Any, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        pool([0.0, 0.0], [1.0, 1.0], counts, **given)
 
 
 def test_running_averages_have_the_mean_of_one_process_and_a_variance_no_larger() -> None:
     torch.manual_seed(0)
     whole, ranks = nn.BatchNorm1d(3).double(), [nn.BatchNorm1d(3).double() for _ in range(2)]
     for _ in range(20):
-        batch = torch.randn(12, 3, dtype=torch.float64)
-        whole(batch)
-        for layer, part in zip(ranks, batch.split((4, 8)), strict=True):
-            layer(part)
+        train(whole, ranks, torch.randn(12, 3, dtype=torch.float64), (4, 8))
     pooled = pool(*statistics(ranks), (4, 8))
     assert torch.allclose(pooled.mean, whole.running_mean, rtol=1e-12)
     assert (pooled.variance <= whole.running_var * (1 + 1e-2)).all()
@@ -140,17 +145,8 @@ def test_without_counts_ranks_weigh_the_same_and_factors_are_kept() -> None:
 
 
 def test_the_statistics_of_a_rank_without_samples_do_not_matter() -> None:
-    assert pool([1.0, float("nan")], [2.0, float("inf")], [5, 0]).variance == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("counts", [[0, 0], [1, 0], [-1, 5], [3]], ids=str)
-def test_counts_without_a_variance_are_refused(counts: list[int]) -> None:
-    with pytest.raises(ValueError):
-        pool([0.0, 0.0], [1.0, 1.0], counts)
-
-
-def test_pool_is_public() -> None:
     assert batchnorm.pool is pool
+    assert pool([1.0, float("nan")], [2.0, float("inf")], [5, 0]).variance == pytest.approx(2.0)
 
 
 # ---- over a process group ---------------------------------------------------------------------------------
@@ -196,14 +192,31 @@ def make_net() -> nn.Module:
 def save_ranks(folder: Path, sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Path]:
     """Save one file per rank, and whole.pt of one process with all samples. The first layer sees the same."""
     net, batch = make_net().double(), torch.randn(sum(sizes), 1, 8, 8, dtype=torch.float64)
-    paths = []
-    for name, part in [("whole", batch), *((f"rank{r}", p) for r, p in enumerate(batch.split(sizes)))]:
-        own = copy.deepcopy(net)
-        if len(part):
-            own(part)
-        paths.append(folder / f"{name}.pt")
-        torch.save({"model": own.to(dtype).state_dict(), "epoch": 1}, paths[-1])
+    return save_parts(folder, batch, sizes, lambda part: passed(copy.deepcopy(net), [part]).to(dtype))
+
+
+def save_parts(folder: Path, data: torch.Tensor, sizes: tuple[int, ...], use: Any) -> list[Path]:
+    """Save what a model is after each part of the data as rank0.pt, …, and after all as whole.pt."""
+    paths = [folder / f"{name}.pt" for name in ("whole", *(f"rank{rank}" for rank in range(len(sizes))))]
+    for path, part in zip(paths, (data, *data.split(sizes)), strict=True):
+        torch.save({"model": use(part).state_dict(), "epoch": 1}, path)
     return paths[1:]
+
+
+def passed(model: nn.Module, batches: Iterable[torch.Tensor]) -> nn.Module:
+    for batch in batches:
+        if len(batch):
+            model(batch)
+    return model
+
+
+def change(path: Path, name: str, value: Any = ...) -> None:
+    """Put another value into a saved state, or take one out."""
+    saved = torch.load(path)
+    saved["model"][name] = value
+    if value is ...:
+        del saved["model"][name]
+    torch.save(saved, path)
 
 
 def pool_files(paths: list[Path], *arguments: Any, **options: Any) -> tuple[Any, PoolReport]:
@@ -234,9 +247,8 @@ def test_values_are_computed_in_float64_and_rounded_once(dtype: torch.dtype, tmp
     paths = save_ranks(tmp_path, (2, 3), dtype)
     after, _ = pool_files(paths, {"*": [72, 108]})
     states = [torch.load(path)["model"] for path in paths]
-    expected = pool(
-        [state["1.running_mean"] for state in states], [state["1.running_var"] for state in states], [72, 108]
-    )
+    both = ([state[f"1.running_{which}"] for state in states] for which in ("mean", "var"))
+    expected = pool(*both, [72, 108])
     assert after["model"]["1.running_mean"].dtype == dtype
     # Torch rounds to the narrow types through float32; these few values have no double rounding.
     assert torch.equal(after["model"]["1.running_mean"], expected.mean.to(dtype))
@@ -272,14 +284,11 @@ def save_averages(folder: Path, batches: tuple[int, ...]) -> list[Path]:
     torch.manual_seed(0)
     data = torch.randn(sum(batches), 8, 2, dtype=torch.float64)
     data -= data.mean(1, keepdim=True)  # so that the variance is exact too
-    paths = []
-    for name, part in [("whole", data), *((f"rank{r}", p) for r, p in enumerate(data.split(batches)))]:
-        layer = nn.BatchNorm1d(2, momentum=None).double()
-        for batch in part:
-            layer(batch)
-        paths.append(folder / f"{name}.pt")
-        torch.save({"model": nn.Sequential(layer).state_dict()}, paths[-1])
-    return paths[1:]
+
+    def averaged(part: torch.Tensor) -> nn.Module:
+        return passed(nn.Sequential(nn.BatchNorm1d(2, momentum=None)).double(), part)
+
+    return save_parts(folder, data, batches, averaged)
 
 
 @pytest.mark.parametrize("batches", [(3, 2), (1, 0, 6)], ids=str)
@@ -300,9 +309,7 @@ def test_cumulative_averages_weight_a_rank_by_its_counter(batches: tuple[int, ..
 def test_a_cumulative_layer_without_a_counter_is_refused(tmp_path: Path) -> None:
     paths = save_averages(tmp_path, (3, 2))
     for path in paths:
-        saved = torch.load(path)
-        del saved["model"]["0.num_batches_tracked"]
-        torch.save(saved, path)
+        change(path, "0.num_batches_tracked")
     with pytest.raises(Refused, match=r"'0\.num_batches_tracked' is not there"):
         pool_files(paths, cumulative=["*"])
 
@@ -311,24 +318,6 @@ def test_ranks_that_together_have_one_value_are_refused(tmp_path: Path) -> None:
     paths = save_averages(tmp_path, (3, 0))
     with pytest.raises(Refused, match="'0' can't be pooled: a variance needs at least two values"):
         pool_files(paths, {"*": [0, 8]}, cumulative=["*"])
-
-
-@pytest.mark.parametrize("given", [{"counts": {"typo*": [8, 8], "*": [8, 8]}}, {"cumulative": ["typo*"]}])
-def test_a_pattern_that_matches_no_layer_is_a_usage_error(given: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageFault, match=r"no BatchNorm layer matches 'typo\*'"):
-        pool_files(save_ranks(tmp_path, (2, 3)), **given)
-
-
-def test_equal_statistics_in_all_files_leave_nothing_to_do(tmp_path: Path) -> None:
-    paths = save_ranks(tmp_path, (2, 3))
-    with pytest.raises(NothingToDo, match="the same statistics"):
-        pool_files([paths[0], paths[0]])
-
-
-def change(path: Path, name: str, value: Any) -> None:
-    saved = torch.load(path)
-    saved["model"][name] = value
-    torch.save(saved, path)
 
 
 @pytest.mark.parametrize(
@@ -353,34 +342,35 @@ def test_layers_of_different_lengths_are_refused(tmp_path: Path) -> None:
         pool_files(paths)
 
 
-@pytest.mark.parametrize(
-    "counts, said",
-    [
-        ({"*": [1, 2, 3]}, "2 files, 3 counts"),
-        ({"*": [0, 1]}, "at least two values"),
-        ({"*": [1, 64]}, "at least two values"),  # BatchNorm itself refuses such a batch
-        ({"*": [0, 0]}, "at least two values"),
-        ({"*": [-4, 8]}, "at least two values"),
-        ({"1": [4, 4]}, "none matches the layer '2.1'"),
-    ],
-)
-def test_counts_that_do_not_fit_the_files_are_a_usage_error(counts: Any, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "said"), [
+    ({"counts": {"*": [1, 2, 3]}}, "2 files, 3 counts"),
+    ({"counts": {"*": [0, 1]}}, "at least two values"),
+    ({"counts": {"*": [1, 64]}}, "at least two values"),  # BatchNorm itself refuses such a batch
+    ({"counts": {"*": [0, 0]}}, "at least two values"),
+    ({"counts": {"*": [-4, 8]}}, "at least two values"),
+    ({"counts": {"1": [4, 4]}}, "none matches the layer '2.1'"),
+    ({"counts": {"typo*": [8, 8], "*": [8, 8]}}, r"no BatchNorm layer matches 'typo\*'"),
+    ({"cumulative": ["typo*"]}, r"no BatchNorm layer matches 'typo\*'"),
+])  # fmt: skip
+def test_counts_and_patterns_that_do_not_fit_the_files_are_a_usage_error(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageFault, match=said):
-        pool_files(save_ranks(tmp_path, (2, 3)), counts)
+        pool_files(save_ranks(tmp_path, (2, 3)), **given)
 
 
-def test_a_single_file_is_refused(tmp_path: Path) -> None:
+def test_a_single_file_is_refused_and_equal_ones_leave_nothing_to_do(tmp_path: Path) -> None:
+    path, _ = save_ranks(tmp_path, (2, 3))
     with pytest.raises(UsageFault, match="two ranks"):
-        pool_files(save_ranks(tmp_path, (2, 3))[:1])
+        pool_files([path])
+    with pytest.raises(NothingToDo, match="the same statistics"):
+        pool_files([path, path])
 
 
 def test_statistics_larger_than_their_type_holds_are_refused_by_name(tmp_path: Path) -> None:
-    states = [
-        {"bn.running_mean": torch.full((2,), mean).half(), "bn.running_var": torch.full((2,), 6e4).half()}
-        for mean in (-200.0, 200.0)
-    ]
     files = [tmp_path / f"{rank}.pt" for rank in range(2)]
-    for file, state in zip(files, states, strict=True):
-        torch.save(state, file)
+    for file, mean in zip(files, (-200.0, 200.0), strict=True):
+        bn = {"bn.running_mean": torch.full((2,), mean), "bn.running_var": torch.full((2,), 6e4)}
+        torch.save({name: value.half() for name, value in bn.items()}, file)
     with pytest.raises(Refused, match=r"'bn.running_var' of all ranks is larger than float16 holds"):
-        pool_states([ckpttool.open(file) for file in files], {"*": [8, 8]})
+        pool_files(files, {"*": [8, 8]})

@@ -49,10 +49,8 @@ class Outcome(NamedTuple):
 def make_layer(setting: Setting) -> nn.Module:
     plain, shape = KINDS[setting.kind]
     torch.manual_seed(1)
-    layer = plain(
-        shape[0], momentum=setting.momentum, affine=setting.affine, track_running_stats=setting.tracked
-    )
-    layer = layer.to(torch.float32 if setting.mixed else setting.dtype)
+    given = {"momentum": setting.momentum, "affine": setting.affine, "track_running_stats": setting.tracked}
+    layer = plain(shape[0], **given).to(torch.float32 if setting.mixed else setting.dtype)
     if setting.affine:
         nn.init.uniform_(layer.weight, -2, 2)
         nn.init.uniform_(layer.bias, -2, 2)
@@ -125,20 +123,18 @@ def test_ranks_with_a_divided_batch_equal_one_process_with_the_whole(run_ranks, 
     check(run_ranks, Setting(kind, shares))
 
 
-@pytest.mark.parametrize("shares", [(0, 5), (4, 0, 3), (0, 2, 0, 1)], ids=str)
-def test_ranks_without_samples_take_part(run_ranks, shares):
-    check(run_ranks, Setting(shares=shares))
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "ranks without samples take part": [{"shares": shares} for shares in ((0, 5), (4, 0, 3), (0, 2, 0, 1))],
+    "one sample on each rank is a batch": [{"kind": "1d, features", "shares": (1, 1)}],
+    "momentum keeps its meaning": [{"momentum": None}, {"momentum": 1.0}],
+    "affine and tracked keep their meaning": [{"affine": False}, {"tracked": False}],
+}
 
 
-@pytest.mark.parametrize(
-    "change", [{"momentum": None}, {"momentum": 1.0}, {"affine": False}, {"tracked": False}]
-)
-def test_every_setting_of_the_layer_keeps_its_meaning(run_ranks, change):
-    check(run_ranks, Setting(**change))
-
-
-def test_a_batch_of_one_sample_on_each_rank_is_a_batch(run_ranks):
-    check(run_ranks, Setting("1d, features", (1, 1)))
+@pytest.mark.parametrize("what", SETTINGS)
+def test_in_every_setting_ranks_equal_one_process(run_ranks, what):
+    for change in SETTINGS[what]:
+        check(run_ranks, Setting(**change))
 
 
 def test_a_channels_last_input_gives_channels_last_outputs_and_gradients(run_ranks):
@@ -249,12 +245,12 @@ def run_compiled(rank: int, world_size: int, setting: Setting, when: str) -> Out
     )
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_compiled_layer_trains_over_all_ranks(fresh_ranks, when):
+def test_a_compiled_layer_trains_over_all_ranks(fresh_ranks):
     """In ranks of its own: the first torch.compile of a process imports torch's compilers, which takes half a
     minute on a busy machine. In ranks that had run hundreds of cases, with gloo's threads of each, it was
     seen to end in SIGSEGV once in four sessions; in 150 cases in fresh ranks it was not."""
-    check(partial(fresh_ranks, timeout=100.0), Setting(), case=run_compiled, arguments=(when,))
+    for when in ("before", "after"):
+        check(partial(fresh_ranks, timeout=100.0), Setting(), case=run_compiled, arguments=(when,))
 
 
 def run_beside(rank: int, world_size: int, setting: Setting, theirs: Any, device: str) -> list[Outcome]:
@@ -272,16 +268,13 @@ def on_the_cpu(outcome: Outcome) -> Outcome:
     return Outcome(*moved, {name: buffer.cpu() for name, buffer in buffers.items()})
 
 
+NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TORCHS = nn.SyncBatchNorm.convert_sync_batchnorm
+
+
 @pytest.mark.parametrize(
-    "theirs, device",
-    [
-        (batchnorm.to_sync, "cpu"),  # shows that this test works where the other is skipped
-        pytest.param(
-            nn.SyncBatchNorm.convert_sync_batchnorm,
-            "cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-        ),
-    ],
+    "theirs, device",  # ours shows that this test works where the other is skipped
+    [(batchnorm.to_sync, "cpu"), pytest.param(TORCHS, "cuda", marks=NEEDS_A_GPU)],
     ids=["ours", "torch's"],
 )
 @pytest.mark.parametrize(
@@ -311,16 +304,19 @@ def synchronised(rank: int, channels: int, dtype: torch.dtype = torch.float64) -
         if not rank:
             return output
         # Pass gradcheck here too: a rank that stopped early would leave rank 0 waiting.
-        return 0 * output + nn.functional.batch_norm(x, None, None, w, b, training=True)
+        return 0 * output + plain(x, w, b)
 
     return normalise
 
 
+def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return nn.functional.batch_norm(x, None, None, w, b, training=True, eps=1e-5)
+
+
 def check_gradient(rank: int, world_size: int) -> bool:
     torch.manual_seed(3)
-    tensors = [
-        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(4, 3, 2, 1), (3,), (3,)]
-    ]
+    shapes = (4, 3, 2, 1), (3,), (3,)
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     return torch.autograd.gradcheck(synchronised(rank, 3), tensors, raise_exception=False)
 
 
@@ -341,15 +337,11 @@ def normalise_strided(
 ) -> list[list[torch.Tensor]]:
     """Return output and gradients of our layer and of plain BatchNorm."""
     torch.manual_seed(6)
-    input, gradient = (
-        STRIDES[name](torch.randn(3, 4, 5, 6, dtype=dtype)) for name in (of_input, of_gradient)
-    )
+    both = of_input, of_gradient
+    input, gradient = (STRIDES[name](torch.randn(3, 4, 5, 6, dtype=dtype)) for name in both)
     weight, bias = torch.randn(2, 4, dtype=dtype).unbind()
     answers = []
-    for normalise in (
-        synchronised(rank, 4, dtype),
-        lambda x, w, b: nn.functional.batch_norm(x, None, None, w, b, training=True, eps=1e-5),
-    ):
+    for normalise in (synchronised(rank, 4, dtype), plain):
         leaves = [tensor.detach().requires_grad_() for tensor in (input, weight, bias)]
         output = normalise(*leaves)
         output.backward(gradient)

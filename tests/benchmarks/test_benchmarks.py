@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -24,16 +23,8 @@ from tests.support.running import ROOT
 pytestmark = pytest.mark.timeout(300)  # half a minute alone, minutes where others work too
 
 BENCH = [sys.executable, "-m", "benchmarks"]
-ROWS = [
-    "cp",
-    "ckpttool strip-prefix",
-    "torch.load(mmap=True) + save_file",
-    "torch.load + save_file",
-    "python -c pass",
-    "ckpttool --help",
-    "ckpttool strip-prefix, 1 MB",
-    "python -c 'import torch'",
-]
+ROWS = ["cp", "ckpttool strip-prefix", "torch.load(mmap=True) + save_file", "torch.load + save_file"]
+ROWS += ["python -c pass", "ckpttool --help", "ckpttool strip-prefix, 1 MB", "python -c 'import torch'"]
 TARGETS = [
     "ckpttool strip-prefix / cp",
     "torch.load + save_file / ckpttool strip-prefix",
@@ -43,55 +34,24 @@ TARGETS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, Path]:
-    """One small run: the lines it printed, the folder of its files, the folder with the pages it filled."""
-    folder, pages = tmp_path_factory.mktemp("bench"), tmp_path_factory.mktemp("pages")
-    (pages / "docs").mkdir()
-    (pages / "docs" / "benchmarks.md").write_text(
-        "before\n<!-- benchmarks -->old<!-- /benchmarks -->\nafter\n"
-    )
-    # The other benchmarks consist of the same parts; a hundred thousand tensors would take a while.
-    chosen = ["strip-prefix", "in-place", "start-up"]
-    options = ["--size", "8MB", "--rounds", "1", "--folder", folder, "--markdown", pages]
-    options += [word for name in chosen for word in ("--only", name)]
+@pytest.mark.long
+def test_a_small_run_prints_every_row_puts_them_on_the_page_and_leaves_nothing(tmp_path):
+    """A missed target is no failure. The other benchmarks consist of the same parts."""
+    folder, page = tmp_path / "run", tmp_path / "docs" / "benchmarks.md"
+    folder.mkdir()
+    page.parent.mkdir()
+    page.write_text("before\n<!-- benchmarks -->old<!-- /benchmarks -->\nafter\n")
+    options = ["--size", "8MB", "--rounds", "1", "--folder", folder, "--markdown", tmp_path]
+    options += [word for name in ("strip-prefix", "in-place", "start-up") for word in ("--only", name)]
     done = subprocess.run([*BENCH, *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), folder, pages
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("row", ROWS + TARGETS)
-def test_every_row_is_printed_and_on_the_page(bench, row):
-    lines, _, pages = bench
-    page = (pages / "docs" / "benchmarks.md").read_text().splitlines()
-    assert any(line.startswith(row + "  ") for line in lines)
-    assert row in TARGETS or any(line.startswith(row + "  ") for line in page)
-
-
-@pytest.mark.long
-def test_the_text_tables_fit_80_columns(bench):
-    lines, _, _ = bench
+    lines, text = done.stdout.splitlines(), page.read_text()
+    assert [row for row in ROWS + TARGETS if not any(line.startswith(row + "  ") for line in lines)] == []
+    assert [row for row in ROWS if f"\n{row}  " not in text] == []
     assert [line for line in lines if len(line) > 80] == []
-
-
-@pytest.mark.long
-def test_a_missed_target_is_no_failure(bench):
-    lines, _, _ = bench
     verdicts = [line.split()[-1] for line in lines if line.startswith(tuple(t + "  " for t in TARGETS))]
     assert set(verdicts[-5:]) <= {"met", "MISSED"}
-
-
-@pytest.mark.long
-def test_nothing_is_left_in_the_folder(bench):
-    _, folder, _ = bench
     assert list(folder.iterdir()) == []
-
-
-@pytest.mark.long
-def test_all_tables_go_between_the_marks_of_the_page_about_speed(bench):
-    _, _, pages = bench
-    text = (pages / "docs" / "benchmarks.md").read_text()
     assert text.startswith("before\n<!-- benchmarks -->\n```text\nstrip-prefix, 8 MB")
     assert text.endswith("\n<!-- /benchmarks -->\nafter\n")
     assert "old" not in text
@@ -115,12 +75,9 @@ def test_the_page_of_this_repository_has_the_marks():
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_ends_its_processes_and_leaves_no_file(tmp_path, number, code):
-    process = subprocess.Popen(
-        [*BENCH, "--only", "strip-prefix", "--size", "8MB", "--rounds", "1000", "--folder", tmp_path],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    options = ["--only", "strip-prefix", "--size", "8MB", "--rounds", "1000", "--folder", tmp_path]
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen([*BENCH, *options], cwd=ROOT, stdout=nothing, stderr=nothing)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("*/plain.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -130,9 +87,8 @@ def test_an_interrupted_run_ends_its_processes_and_leaves_no_file(tmp_path, numb
 
 
 def test_a_size_that_does_not_fit_is_left_out_with_a_remark():
-    done = subprocess.run(
-        [*BENCH, "--only", "strip-prefix", "--size", "900TB"], cwd=ROOT, capture_output=True, text=True
-    )
+    options = ["--only", "strip-prefix", "--size", "900TB"]
+    done = subprocess.run([*BENCH, *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
     assert "strip-prefix, 900 TB: left out, it needs" in done.stdout
 
@@ -199,19 +155,12 @@ def test_a_table_without_targets_is_one_table():
     assert as_text(case, in_turns(case, 1)).count("---\n") == 1
 
 
-@pytest.mark.parametrize("text, size", [("2GB", 2_000_000_000), ("1.5 MB", 1_500_000), ("8kB", 8000)])
-def test_sizes_are_read_as_people_write_them(text, size):
-    assert parse_size(text) == size
+def test_sizes_are_read_as_people_write_them_and_other_text_is_refused():
+    assert [parse_size(text) for text in ("2GB", "1.5 MB", "8kB")] == [2_000_000_000, 1_500_000, 8000]
+    for text in ("", "2", "GB", "2GiB", "-1GB", "1e3MB"):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_size(text)
 
 
-@pytest.mark.parametrize("text", ["", "2", "GB", "2GiB", "-1GB", "1e3MB"])
-def test_text_that_is_not_a_size_is_refused(text):
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize(
-    "size, text", [(2e9, "2 GB"), (24_123_000, "24.1 MB"), (999_600, "1 MB"), (0, "0 kB")]
-)
-def test_sizes_are_shown_with_three_digits(size, text):
-    assert show_size(size) == text
+def test_sizes_are_shown_with_three_digits():
+    assert [show_size(size) for size in (2e9, 24_123_000, 999_600, 0)] == ["2 GB", "24.1 MB", "1 MB", "0 kB"]

@@ -18,8 +18,8 @@ import torch
 from ckpttool import cli as command_line
 from ckpttool.cli import console, group
 from ckpttool.cli.console import MAX_INDENTED, to_json
+from tests.ranks.forked import WarmPython
 from tests.support.saved import prefixed, saved_predictions
-from tests.support.warm_python import WarmPython
 
 ARGUMENTS = {
     "inspect": "last.pt",

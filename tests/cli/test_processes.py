@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.warm_python import WarmPython
+from tests.ranks.forked import WarmPython
 
 # Signals.
 

@@ -46,36 +46,43 @@ def test_decide_calls_rank_0_only_and_gives_its_value_to_all_ranks(run_ranks, si
     assert [calls for _, calls in answers] == [[0]] + [[]] * (size - 1)
 
 
-FAILING: dict[str, Callable[[int], object]] = {
-    "decide to refuse": lambda rank: collectives.from_rank_zero(refuse),
-    "decide on a function": lambda rank: collectives.from_rank_zero(lambda: lambda: None),
-    "broadcast a failure": lambda rank: collectives.broadcast(refuse),
-    "broadcast sparse": lambda rank: collectives.broadcast(lambda: [torch.ones(2), torch.eye(2).to_sparse()]),
-    "broadcast meta": lambda rank: collectives.broadcast(
-        lambda: [torch.ones(2), torch.empty(2, device="meta")]
-    ),
-    "broadcast function": lambda rank: collectives.broadcast(lambda: [torch.ones(2), lambda: None]),
-    "gather a function": lambda rank: collectives.gather((lambda: None) if rank else "text"),
-    "compare sparse": lambda rank: collectives.compare(
-        {"a": torch.eye(2).to_sparse() if rank else torch.eye(2)}
-    ),
+REFUSED = ("UsageFault", "--data: not there", "give --data-root", 2)
+FAILED = ("RankFailed", "rank 0 failed: --data: not there", "give --data-root", 2)
+SPARSE, META = torch.eye(2).to_sparse(), torch.empty(2, device="meta")
+ON_ONE = [{"a": torch.eye(2)}, {"a": SPARSE}]
+
+FAILING: dict[str, tuple[Callable[[int], object], int, str, str]] = {
+    "decide to refuse": (lambda rank: collectives.from_rank_zero(refuse), 0, "UsageFault", "--data"),
+    "decide on a function": (lambda rank: collectives.from_rank_zero(lambda: lambda: None), 0, "", ""),
+    "broadcast a failure": (lambda rank: collectives.broadcast(refuse), 0, "UsageFault", "--data"),
+    "broadcast sparse": (lambda rank: broadcast_beside(SPARSE), 0, "", "a torch.sparse_coo tensor"),
+    "broadcast meta": (lambda rank: broadcast_beside(META), 0, "", "a meta tensor"),
+    "broadcast a function": (lambda rank: broadcast_beside(lambda: None), 0, "", ""),
+    "gather a function": (lambda rank: collectives.gather((lambda: None) if rank else ""), 1, "", ""),
+    "compare sparse": (lambda rank: collectives.compare(ON_ONE[rank]), 1, "TypeError", ""),
 }
+"""By call: what each rank does, which one fails, in what, and in what words."""
+
+
+def broadcast_beside(value: object) -> object:
+    return collectives.broadcast(lambda: [torch.ones(2), value])
 
 
 def fail_in(rank: int, world_size: int, call: str) -> Any:
-    return caught(lambda: FAILING[call](rank))
+    return caught(lambda: FAILING[call][0](rank)), collectives.gather(rank)  # the ranks are still in step
+
+
+@pytest.mark.parametrize("call", FAILING)
+def test_a_call_that_fails_on_one_rank_fails_on_all_and_leaves_none_waiting(run_ranks, call):
+    _, rank, kind, said = FAILING[call]
+    answers = [error for error, _ in run_ranks(2, fail_in, call)]
+    own, other = answers[rank], answers[1 - rank]
+    assert own[0] == kind or (not kind and own[0] != "RankFailed")
+    assert other[0] == "RankFailed" and said in other[1] and f"rank {rank} failed" in other[1]
 
 
 def test_a_failure_of_rank_0_is_raised_on_every_rank_with_its_hint_and_exit_code(run_ranks):
-    first, *others = run_ranks(4, fail_in, "decide to refuse")
-    assert first == ("UsageFault", "--data: not there", "give --data-root", 2)
-    assert others == [("RankFailed", "rank 0 failed: --data: not there", "give --data-root", 2)] * 3
-
-
-def test_a_decision_that_can_not_be_pickled_fails_on_every_rank(run_ranks):
-    names = [name for name, *_ in run_ranks(2, fail_in, "decide on a function")]
-    assert names[1] == "RankFailed"
-    assert names[0] != "RankFailed"
+    assert [error for error, _ in run_ranks(4, fail_in, "decide to refuse")] == [REFUSED] + [FAILED] * 3
 
 
 # ---- broadcast -----------------------------------------------------------------------------------------
@@ -120,19 +127,6 @@ def test_broadcast_carries_every_dtype_and_structure_bit_for_bit(run_ranks, size
         assert answer["ordered"] == ("OrderedDict", ["b", "a"])
 
 
-def test_a_read_that_fails_on_rank_0_fails_on_all(run_ranks):
-    assert [name for name, *_ in run_ranks(2, fail_in, "broadcast a failure")] == ["UsageFault", "RankFailed"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"), [("sparse", "a torch.sparse_coo tensor"), ("meta", "a meta tensor"), ("function", "")]
-)
-def test_a_value_that_can_not_be_sent_fails_on_all_ranks_and_leaves_none_waiting(run_ranks, kind, said):
-    first, other = run_ranks(2, fail_in, f"broadcast {kind}")
-    assert first[0] != "RankFailed"
-    assert other[0] == "RankFailed" and said in other[1]
-
-
 def broadcast_in_place(rank: int, world_size: int) -> Any:
     strided = torch.full((2, 3), float(rank)).t()
     complex_ = torch.full((2,), complex(rank, 1), dtype=torch.complex64)
@@ -172,13 +166,6 @@ def gather_sizes(rank: int, world_size: int) -> Any:
 
 def test_gather_gives_every_value_in_rank_order_to_all_whatever_its_size(run_ranks):
     assert run_ranks(4, gather_sizes) == [[(rank, bytes(rank * 1000)) for rank in range(4)]] * 4
-
-
-def test_a_gathered_value_that_can_not_be_pickled_on_one_rank_fails_on_all(run_ranks):
-    first, other = run_ranks(2, fail_in, "gather a function")
-    assert first[0] == "RankFailed"
-    assert "rank 1 failed" in first[1]
-    assert other[0] != "RankFailed"
 
 
 # ---- compare -------------------------------------------------------------------------------------------
@@ -243,19 +230,13 @@ def test_states_with_equal_bytes_differ_by_dtype_shape_names_or_order(run_ranks,
         assert "different a than" in message or how == "order"
 
 
-def test_a_tensor_that_can_not_be_compared_on_one_rank_fails_on_all(run_ranks):
-    first, other = run_ranks(2, fail_in, "compare sparse")
-    assert (first[0], other[0]) == ("RankFailed", "TypeError")
-
-
 def test_a_digest_depends_on_values_not_on_memory_layout():
     tensor = torch.arange(6.0).reshape(2, 3)
     assert collectives.digest(tensor.t().contiguous().t()) == collectives.digest(tensor)
     assert collectives.digest(torch.arange(8.0)[2:].reshape(2, 3) - 2) == collectives.digest(tensor)
     assert collectives.digest(torch.tensor(0.0)) != collectives.digest(torch.tensor(-0.0))
-    assert collectives.digest(torch.tensor([1j]).conj()) == collectives.digest(
-        torch.tensor([complex(0.0, -1.0)])
-    )
+    plain = torch.tensor([complex(0.0, -1.0)])
+    assert collectives.digest(torch.tensor([1j]).conj()) == collectives.digest(plain)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -289,9 +270,9 @@ def test_ranks_that_do_not_agree_all_fail_and_say_why(run_ranks):
     said = "rank 2 has a different piece than rank 0, in gather"
     for error, found in run_ranks(4, agree_on, "differs"):
         assert (error, found) == (("RanksDiffer", said, "look there", 1), [])
-    failed = [error[:2] for error, _ in run_ranks(4, agree_on, "fails")]
-    assert failed.pop(1) == ("UsageFault", "--data: not there")
-    assert failed == [("RankFailed", "rank 1 failed: --data: not there")] * 3
+    failed = [error for error, _ in run_ranks(4, agree_on, "fails")]
+    assert failed.pop(1) == REFUSED
+    assert [error[:2] for error in failed] == [("RankFailed", "rank 1 failed: --data: not there")] * 3
 
 
 def find_the_same_fault(rank: int, world_size: int) -> Any:
@@ -299,9 +280,7 @@ def find_the_same_fault(rank: int, world_size: int) -> Any:
 
 
 def test_a_fault_that_every_rank_finds_is_reported_by_rank_0(run_ranks):
-    first, *others = [error for error, five in run_ranks(4, find_the_same_fault) if five == 5]
-    assert first == ("UsageFault", "--data: not there", "give --data-root", 2)
-    assert others == [("RankFailed", "rank 0 failed: --data: not there", "give --data-root", 2)] * 3
+    assert run_ranks(4, find_the_same_fault) == [(REFUSED, 5)] + [(FAILED, 5)] * 3
 
 
 # ---- failing together ----------------------------------------------------------------------------------
@@ -318,37 +297,14 @@ def fail_on(rank: int, world_size: int, failing: list[int]) -> Any:
 
 @pytest.mark.parametrize("failing", [[0], [2], [1, 3]])
 def test_a_block_that_fails_on_some_ranks_fails_on_all_with_the_first_ones_message(run_ranks, failing):
-    answers = run_ranks(4, fail_on, failing)
-    first = failing[0]
-    assert answers[first][:2] == ("OSError", f"[Errno 28] disk of rank {first} is full")
+    first, answers = failing[0], run_ranks(4, fail_on, failing)
+    assert answers.pop(first)[:2] == ("OSError", f"[Errno 28] disk of rank {first} is full")
     said = f"rank {first} failed: OSError: [Errno 28] disk of rank {first} is full"
-    others = [answer for rank, answer in enumerate(answers) if rank != first]
-    assert [answer[:2] for answer in others] == [("RankFailed", said)] * 3
+    assert [answer[:2] for answer in answers] == [("RankFailed", said)] * 3
 
 
 def test_a_block_that_fails_nowhere_continues(run_ranks):
     assert run_ranks(2, fail_on, []) == [None, None]
-
-
-def write_on_rank_0(rank: int, world_size: int, how: str) -> Any:
-    def write() -> None:
-        raise OSError(28, "No space left on device", "last.pt")
-
-    def block() -> None:
-        with collectives.fail_together():
-            if rank == 0:
-                write()
-
-    error = caught(block if how == "together" else lambda: collectives.from_rank_zero(write))
-    return error, collectives.gather(rank)  # the ranks are still in step
-
-
-@pytest.mark.parametrize("how", ["together", "decide"])
-def test_work_of_rank_0_that_fails_fails_on_all_and_leaves_none_waiting(run_ranks, how):
-    answers = run_ranks(4, write_on_rank_0, how)
-    assert [error[0] for error, _ in answers] == ["OSError"] + ["RankFailed"] * 3
-    assert all("No space left on device" in error[1] for error, _ in answers)
-    assert [ranks for _, ranks in answers] == [[0, 1, 2, 3]] * 4
 
 
 def fail_twice(rank: int, world_size: int) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import hashlib
+import struct
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.children.gather_rows import RANKS, work_in_group
 from ckpttool.distributed import gather_rows, transport
 from ckpttool.distributed.exactly_once import faults, index_digest
-from tests.support.running import ROOT, error_of
+from tests.support.running import error_of
 
 SAMPLES = 23
 DTYPES = [
@@ -81,62 +81,52 @@ def test_no_samples_at_all_can_be_gathered(run_ranks):
     assert run_ranks(2, gather_nothing, timeout=200) == [[], []]
 
 
+BAD: dict[str, Callable[[int], dict[str, Any]]] = {
+    "twice": lambda rank: {"index": torch.arange(rank * 4, rank * 4 + 6), "x": torch.zeros(6)},
+    "gap": lambda rank: {"samples": 12},
+    "far beyond": lambda rank: {} if rank else {"index": torch.tensor([0, 10**12, 4, 6, 8])},
+    "none of many": lambda rank: {"samples": 10**15},
+    "beyond": lambda rank: {"samples": 9},
+    "dtype": lambda rank: {"x": torch.zeros(5, dtype=torch.float64 if rank else torch.float32)},
+    "name": lambda rank: {"called": "y" if rank else "x"},
+    "called number of samples": lambda rank: {"called": "number of samples", "x": torch.zeros(5, rank)},
+    "called size of a piece": lambda rank: {"called": "size of a piece", "x": torch.zeros(5, rank)},
+    "samples": lambda rank: {"samples": 10 - rank},
+    "rows": lambda rank: {"x": torch.zeros(7 if rank else 5)},
+    "float index": lambda rank: {} if rank else {"index": torch.arange(0.0, 10, 2)},
+    "array": lambda rank: {"x": np.zeros(5)} if rank else {},
+    "sparse": lambda rank: {"x": torch.eye(5).to_sparse()} if rank else {},
+}
+"""What is given otherwise on a rank: the index, the number of samples, or the column and its name."""
+
+
 def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
-    index = torch.arange(rank, 10, world_size)
-    samples, columns = 10, {"x": torch.zeros(len(index))}
-    if kind == "twice":
-        index = torch.arange(10)[rank * 4 : rank * 4 + 6]
-        columns = {"x": torch.zeros(len(index))}
-    elif kind == "gap":
-        samples = 12
-    elif kind == "far beyond" and not rank:
-        index[1] = 10**12
-    elif kind == "none of many":
-        samples = 10**15
-    elif kind == "beyond":
-        samples = 9
-    elif kind == "dtype" and rank:
-        columns = {"x": torch.zeros(len(index), dtype=torch.float64)}
-    elif kind == "name" and rank:
-        columns = {"y": torch.zeros(len(index))}
-    elif kind.startswith("called "):
-        columns = {kind.removeprefix("called "): torch.zeros(len(index), rank)}
-    elif kind == "samples" and rank:
-        samples = 9
-    elif kind == "rows" and rank:
-        columns = {"x": torch.zeros(7)}
-    elif kind == "float index" and not rank:
-        index = index.float()
-    elif kind == "array" and rank:
-        columns = {"x": np.zeros(len(index))}  # type: ignore[dict-item]
-    elif kind == "sparse" and rank:
-        columns = {"x": torch.eye(len(index)).to_sparse()}
-    return error_of(lambda: gather_rows.gather(index, columns, samples=samples))
+    given = {"index": torch.arange(rank, 10, world_size), "x": torch.zeros(5), "samples": 10, "called": "x"}
+    given |= BAD[kind](rank)
+    columns = {given["called"]: given["x"]}
+    return error_of(lambda: gather_rows.gather(given["index"], columns, samples=given["samples"]))
 
 
 DIFFER = ["RanksDiffer", "RanksDiffer"]
 CHECK = ["CheckFailed", "RankFailed"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "names", "said"),
-    [
-        ("twice", CHECK, "samples 4–5 appear more than once: in rank 0, rank 1"),
-        ("gap", CHECK, "samples 10–11 of 12 are missing"),
-        ("far beyond", CHECK, "sample 1000000000000 in rank 0 is not among the 10"),
-        ("none of many", CHECK, "samples 10–999999999999999 of 1000000000000000 are"),
-        ("beyond", CHECK, "sample 9 in rank 1 is not among the 9"),
-        ("dtype", DIFFER, "rank 1 has a different kind of column 'x' than rank 0, in gather"),
-        ("name", DIFFER, "different kind of column 'x' than rank 0, in gather"),
-        ("called number of samples", DIFFER, "different kind of column 'number of samples'"),
-        ("called size of a piece", DIFFER, "different kind of column 'size of a piece'"),
-        ("samples", DIFFER, "rank 1 has a different number of samples than rank 0"),
-        ("rows", ["RankFailed", "ValueError"], "'x' is [7], and index has 5 rows"),
-        ("float index", ["TypeError", "RankFailed"], "index is int64 [n], not torch.float32"),
-        ("array", ["RankFailed", "TypeError"], "'x' is a ndarray, not a tensor"),
-        ("sparse", ["RankFailed", "TypeError"], "a torch.sparse_coo tensor can't be sent"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "names", "said"), [
+    ("twice", CHECK, "samples 4–5 appear more than once: in rank 0, rank 1"),
+    ("gap", CHECK, "samples 10–11 of 12 are missing"),
+    ("far beyond", CHECK, "sample 1000000000000 in rank 0 is not among the 10"),
+    ("none of many", CHECK, "samples 10–999999999999999 of 1000000000000000 are"),
+    ("beyond", CHECK, "sample 9 in rank 1 is not among the 9"),
+    ("dtype", DIFFER, "rank 1 has a different kind of column 'x' than rank 0, in gather"),
+    ("name", DIFFER, "different kind of column 'x' than rank 0, in gather"),
+    ("called number of samples", DIFFER, "different kind of column 'number of samples'"),
+    ("called size of a piece", DIFFER, "different kind of column 'size of a piece'"),
+    ("samples", DIFFER, "rank 1 has a different number of samples than rank 0"),
+    ("rows", ["RankFailed", "ValueError"], "'x' is [7], and index has 5 rows"),
+    ("float index", ["TypeError", "RankFailed"], "index is int64 [n], not torch.float32"),
+    ("array", ["RankFailed", "TypeError"], "'x' is a ndarray, not a tensor"),
+    ("sparse", ["RankFailed", "TypeError"], "a torch.sparse_coo tensor can't be sent"),
+])  # fmt: skip
 def test_rows_that_can_not_be_joined_fail_on_every_rank_and_say_why(run_ranks, kind, names, said):
     answers = run_ranks(2, gather_badly, kind, timeout=200)
     assert [name for name, _ in answers] == names
@@ -158,10 +148,8 @@ def gather_without_memory(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_a_rank_without_memory_for_all_rows_fails_all_ranks(run_ranks):
     first, second = run_ranks(2, gather_without_memory)
-    assert (first, second) == (
-        ("RankFailed", "rank 1 failed: MemoryError: too little"),
-        ("MemoryError", "too little"),
-    )
+    assert first == ("RankFailed", "rank 1 failed: MemoryError: too little")
+    assert second == ("MemoryError", "too little")
 
 
 def messages_sent(rank: int, world_size: int, sizes: list[int], piece: int) -> list[int]:
@@ -228,23 +216,14 @@ def test_over_nccl_rows_stay_on_the_gpu(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["rows", "tuples", "tensors", "epoch"])
-def test_each_way_of_the_benchmark_runs(run_ranks, kind):
-    """It checks its own result."""
-    run_ranks(RANKS, work_in_group, kind, 130, 2)
-
-
-def test_the_program_of_the_benchmark_runs():
-    command = [sys.executable, "benchmarks/children/gather_rows.py", "rows", "130", "2"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
 # ---- every sample once ---------------------------------------------------------------------------------
 
 
 def parts(*shares: list[int]) -> dict[str, np.ndarray]:
     return {f"p{number}": np.array(share, dtype=np.int64) for number, share in enumerate(shares)}
+
+
+TWICE, BEYOND = "sample 0 appears more than once: in p0", "sample 5 in p0 is not among the 3"
 
 
 @pytest.mark.parametrize(
@@ -253,22 +232,14 @@ def parts(*shares: list[int]) -> dict[str, np.ndarray]:
         (([2, 0], [1]), 3, []),
         (([], []), 0, []),
         (([0, 1], [1, 2]), 3, ["sample 1 appears more than once: in p0, p1"]),
-        (([0, 0], [2]), 3, ["sample 0 appears more than once: in p0", "sample 1 of 3 is missing"]),
-        (([0, 0], [1]), 2, ["sample 0 appears more than once: in p0"]),
+        (([0, 0], [2]), 3, [TWICE, "sample 1 of 3 is missing"]),
+        (([0, 0], [1]), 2, [TWICE]),
         (([0], [3]), 6, ["samples 1–2, 4–5 of 6 are missing"]),
         (([0],), 2, ["sample 1 of 2 is missing"]),
         (([-1, 0], [9]), 1, ["samples -1, 9 in p0, p1 are not among the 1"]),
         ((list(range(0, 40, 2)),), 40, ["samples 1, 3, 5, 7, 9, 11 and 14 more of 40 are missing"]),
         (([],), 10**15, ["samples 0–999999999999999 of 1000000000000000 are missing"]),
-        (
-            ([0, 0, 5],),
-            3,
-            [
-                "sample 5 in p0 is not among the 3",
-                "sample 0 appears more than once: in p0",
-                "samples 1–2 of 3 are missing",
-            ],
-        ),
+        (([0, 0, 5],), 3, [BEYOND, TWICE, "samples 1–2 of 3 are missing"]),
     ],
     ids=str,
 )
@@ -287,8 +258,5 @@ def test_there_are_no_faults_exactly_if_every_sample_appears_once(samples, data,
 
 
 def test_the_digest_of_the_index_set_follows_its_definition():
-    import hashlib
-    import struct
-
     expected = hashlib.sha256(b"ckpttool index set 1\n" + struct.pack("<3q", 0, 1, 2)).hexdigest()
     assert index_digest(3) == expected

@@ -46,6 +46,11 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def summed(model: nn.Module, batch: Pair) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
@@ -54,27 +59,25 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): value.clone() for name, value in model.state_dict().items()}
 
 
-def alone(kind: str = "plain", ranks: int = 3) -> dict[str, torch.Tensor]:
+def alone(kind: str = "plain") -> dict[str, torch.Tensor]:
     """Return the state after the same steps in one process."""
     model = network(kind)
     optimizer = sgd(model)
-    for number in range(max(map(len, SIZES[:ranks]))):
-        parts = [batches_of(rank)[number] for rank in range(ranks) if number < len(SIZES[rank])]
+    for number in range(max(map(len, SIZES))):
+        parts = [batches_of(rank)[number] for rank, sizes in enumerate(SIZES) if number < len(sizes)]
         inputs, target = (torch.cat(part) for part in zip(*parts, strict=True))
         F.cross_entropy(model(inputs), target).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return state(model)
 
 
-def trained(rank: int, world_size: int, kind: str, epochs: int = 1) -> dict[str, torch.Tensor]:
+def trained(rank: int, world_size: int, kind: str) -> dict[str, torch.Tensor]:
     model = DistributedDataParallel(batchnorm.to_sync(network(kind)))
     optimizer = sgd(model)
     with Uneven(model, batches_of(rank)) as uneven:
-        for batch in (batch for _ in range(epochs) for batch in uneven):
+        for batch in uneven:
             uneven.global_mean(summed(model, batch)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer)
     assert all(module.training for module in model.modules())
     return state(model)
 
@@ -88,8 +91,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.parametrize("kind", ["plain", "batchnorm"])
 def test_the_weights_are_those_of_one_process(run_ranks: Any, kind: str) -> None:
     """With batchnorm the layers are synchronised, and their statistics are compared too."""
-    of_ranks = run_ranks(3, trained, kind)
-    for found in of_ranks:
+    for found in run_ranks(3, trained, kind):
         assert_same(found, alone(kind))
 
 
@@ -102,8 +104,7 @@ def tokens(rank: int, world_size: int) -> float:
     with Uneven(model, batches, count=lambda batch: batch["tokens"]) as uneven:
         for batch in uneven:
             uneven.global_mean(model(batch["x"])[: batch["tokens"]].sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer)
     return model.module.weight.item()
 
 
@@ -115,18 +116,13 @@ def test_a_count_of_tokens_is_the_users(run_ranks: Any) -> None:
 def accumulated(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     model = DistributedDataParallel(network())
     optimizer = sgd(model)
-    steps = [
-        [(part, target[:2]), (inputs[2:], target[2:])]
-        for inputs, target in batches_of(rank)
-        if len(part := inputs[:2])
-    ]
+    steps = [[(inputs[:2], target[:2]), (inputs[2:], target[2:])] for inputs, target in batches_of(rank)]
     with Uneven(model, steps, count=lambda step: sum(len(target) for _, target in step)) as uneven:
         for first, last in uneven:
             with model.no_sync():
                 uneven.global_mean(summed(model, first)).backward()
             uneven.global_mean(summed(model, last)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer)
     return state(model)
 
 
@@ -146,9 +142,8 @@ def test_ranks_without_any_batch_take_no_step(run_ranks: Any) -> None:
 
 def empty_ones(rank: int, world_size: int) -> list[bool]:
     model = DistributedDataParallel(network())
-    sizes = [(0, 2), (3, 0)][rank]
     found = []
-    with Uneven(model, [samples_of(rank, 0, size) for size in sizes]) as uneven:
+    with Uneven(model, [samples_of(rank, 0, size) for size in [(0, 2), (3, 0)][rank]]) as uneven:
         for batch in uneven:
             uneven.global_mean(summed(model, batch)).backward()
             found.append(uneven.is_dummy)
@@ -176,10 +171,18 @@ def failing_loader(rank: int) -> Iterator[Pair]:
     yield samples_of(rank, 1, 2)
 
 
-def caught(rank: int, world_size: int, make: Callable[[int], Any]) -> tuple[str, str, int]:
+LOADERS: dict[str, Callable[[int], Any]] = {
+    "failing": failing_loader,
+    "nested": lambda rank: [[samples_of(rank, 0, 2), samples_of(rank, 1, 2)]],
+    "without samples": lambda rank: [samples_of(rank, 0, 0)],
+}
+
+
+def caught(rank: int, world_size: int, loader: str) -> tuple[str, str, int]:
+    """Return the error that ends the loop, and after how many steps."""
     model, steps = DistributedDataParallel(network()), 0
     try:
-        with Uneven(model, make(rank)) as uneven:
+        with Uneven(model, LOADERS[loader](rank)) as uneven:
             for batch in uneven:
                 uneven.global_mean(summed(model, batch)).backward()
                 steps += 1
@@ -189,36 +192,26 @@ def caught(rank: int, world_size: int, make: Callable[[int], Any]) -> tuple[str,
 
 
 def test_a_batch_that_cant_be_loaded_ends_all_ranks_at_that_step(run_ranks: Any) -> None:
-    one, other = run_ranks(2, caught, failing_loader)
+    one, other = run_ranks(2, caught, "failing")
     assert one == ("RankFailed", "rank 1 failed: OSError: picture 17 is damaged", 1)
     assert other == ("OSError", "picture 17 is damaged", 1)
 
 
-def nested(rank: int) -> Any:
-    return [[samples_of(rank, 0, 2), samples_of(rank, 1, 2)]]
-
-
 def test_a_batch_whose_samples_cant_be_counted_is_refused(run_ranks: Any) -> None:
-    one, _ = run_ranks(2, caught, nested)
+    one, _ = run_ranks(2, caught, "nested")
     assert one[0] == "UsageFault"
     assert "count" not in one[1] and "number of samples in a batch can't be told" in one[1]
 
 
 @pytest.mark.parametrize("count", [2.5, -1])
 def test_a_count_that_no_batch_can_have_is_refused(count: float) -> None:
-    with (
-        Uneven(network(), [samples_of(0, 0, 2)], count=lambda batch: count) as uneven,
-        pytest.raises(UsageFault, match=f"a batch has a count of {count}"),
-    ):
+    uneven = Uneven(network(), [samples_of(0, 0, 2)], count=lambda batch: count)
+    with uneven, pytest.raises(UsageFault, match=f"a batch has a count of {count}"):
         next(iter(uneven))
 
 
-def nothing_in_them(rank: int) -> Any:
-    return [samples_of(rank, 0, 0)]
-
-
 def test_a_step_without_a_sample_on_any_rank_is_refused(run_ranks: Any) -> None:
-    assert [one[0] for one in run_ranks(2, caught, nothing_in_them)] == ["CheckFailed"] * 2
+    assert [one[0] for one in run_ranks(2, caught, "without samples")] == ["CheckFailed"] * 2
 
 
 OWN_LOOP = """
@@ -249,21 +242,23 @@ except ZeroDivisionError:
 """
 
 
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "own_loop.py").write_text(OWN_LOOP)
+    return f"{tmp_path}/own_loop.py"
+
+
 @pytest.mark.long
-def test_a_body_that_fails_on_a_rank_ends_the_others_which_name_it(tmp_path: Path) -> None:
+def test_a_body_that_fails_on_a_rank_ends_the_others_which_name_it(script: str) -> None:
     """The group's timeout is 100 s, more than a test program may take with its start."""
-    script = tmp_path / "own_loop.py"
-    script.write_text(OWN_LOOP)
-    done = start([*TORCHRUN, "2", str(script)])
+    done = start([*TORCHRUN, "2", script])
     assert done.returncode == 1
     assert "on rank 0: rank 1 failed: ZeroDivisionError: in step 2" in done.stdout
     assert done.stderr.count("ZeroDivisionError: in step 2") == 1
 
 
-def test_the_same_script_runs_without_a_launcher(tmp_path: Path) -> None:
-    script = tmp_path / "own_loop.py"
-    script.write_text(OWN_LOOP)
-    done = start([sys.executable, str(script)])
+def test_the_same_script_runs_without_a_launcher(script: str) -> None:
+    done = start([sys.executable, script])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -13,6 +13,7 @@ checkpoint can be read; no other file and no process is left. Exit code 1 if a r
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import sys
@@ -23,8 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.drill import agents
-from tests.drill.kinds import KINDS, Trial, draw
-from tests.drill.trial import Drill, Result
+from tests.drill.trial import KINDS, Drill, Result, Trial, draw
 
 
 def main() -> int:
@@ -38,6 +38,7 @@ def main() -> int:
     kinds = [kind for kind in KINDS if any(name in kind.name for name in given.only or [""])]
     if not kinds:
         parser.error(f"--only: no such kind; one of: {'; '.join(kind.name for kind in KINDS)}")
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the server too: the trainer looks at what its launcher was given
     chance = random.Random(given.seed)
     trials = [draw(kinds[number % len(kinds)], chance) for number in range(given.kills)]
     folder, began = Path(tempfile.mkdtemp(prefix="drill-")), time.monotonic()

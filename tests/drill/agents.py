@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,25 +18,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ranks.forked import Program
+
 ROOT = Path(__file__).parents[2]
-OF_TRAINER = {
-    "checkpoint": ("resume", "init_from"),
-    "data": ("data_set",),
-    "log": ("trackers",),
-    "model": ("wrapping",),
-    "run": ("report",),
-    "trainer": ("trainer", "preflight", "virtual_ranks"),
-}
-PRELOADED = [
-    *("torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data", "train.main", "train.evaluate"),
-    *(f"train.{room}.{name}" for room, names in OF_TRAINER.items() for name in names),
-    __name__,
-]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 """From linux/sched.h."""
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(PRELOADED)
+ON_A_MACHINE = """
+import sys
+from torch.distributed.run import main
+from tests.drill.agents import Machine
+
+network, lacks, *arguments = sys.argv[1:]
+Machine(network, lacks).enter()
+main(arguments)
+"""
 
 
 @dataclass(frozen=True)
@@ -46,11 +42,11 @@ class Machine:
 
     Attributes:
         network: its name. The device that leads to other machines is called `wire`.
-        lacks: a folder of other machines, which is empty and read-only here; None lacks none.
+        lacks: a folder of other machines, which is empty and read-only here; empty lacks none.
     """
 
     network: str
-    lacks: Path | None = None
+    lacks: str = ""
 
     def enter(self) -> None:
         """Move this process to the machine."""
@@ -60,7 +56,7 @@ class Machine:
             if libc.setns(file.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWNS):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         if self.lacks:
-            for mount in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "ro", "none", str(self.lacks)]):
+            for mount in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "ro", "none", self.lacks]):
                 subprocess.run(["mount", *mount], check=True)
 
 
@@ -77,97 +73,32 @@ class Agent:
         machine: Machine | None = None,
     ) -> None:
         log = self.log = folder / f"agent-{time.monotonic_ns()}.log"
-        settings = {"DRILL": str(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        env = {**os.environ, "DRILL": str(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         if "--nnodes" in options:
-            settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self.popen: subprocess.Popen[bytes] | None = None
-        if fresh:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "train/main.py", *arguments]
-            with log.open("wb") as file:
-                self.popen = subprocess.Popen(
-                    torchrun, cwd=ROOT, env={**os.environ, **settings}, stdout=file, stderr=file
-                )
-            self.pid = self.popen.pid
-        else:
-            self.process = CONTEXT.Process(
-                target=_agent, args=(options, arguments, settings, str(log), machine)
-            )
-            self.process.start()
-            self.pid = self.process.pid or 0
+            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        torchrun = TORCHRUN
+        if machine:
+            torchrun = [sys.executable, "-c", ON_A_MACHINE, machine.network, machine.lacks]
+        command = [*torchrun, *options, "train/main.py", *arguments]
+        with log.open("wb") as file:
+            self.process: subprocess.Popen[bytes] | Program
+            if fresh:
+                given = {"cwd": ROOT, "env": env, "stdout": file, "stderr": file}
+                self.process = subprocess.Popen(command, **given, start_new_session=True)
+            else:
+                self.process = Program(command, ROOT, env, stdout=file.fileno(), stderr=file.fileno())
+        self.pid = self.process.pid
 
     @property
     def code(self) -> int | None:
         """The exit code, or minus the signal that ended it; None as long as it runs."""
-        return self.popen.poll() if self.popen else self.process.exitcode
+        return self.process.poll()
 
 
-def _agent(
-    options: list[str], arguments: list[str], settings: dict[str, str], log: str, machine: Machine | None
-) -> None:
-    """Run an agent as torchrun does, but for its ranks, which are forks."""
-    from torch.distributed import run
-    from torch.distributed.launcher.api import elastic_launch
-
-    os.setsid()
-    os.environ.update(settings)
-    _write_to(log)
-    if machine:
-        machine.enter()
-    config, _, _ = run.config_from_args(run.parse_args([*options, "train/main.py"]))
-    config.start_method = "fork"
-    elastic_launch(config, _rank)(arguments)
-
-
-def _rank(arguments: list[str]) -> None:
-    """Run the trainer as a program that has just started."""
-    import torch
-
-    from train import main
-    from train.launch import program as launch
-
-    torch.set_num_threads(1)  # as OMP_NUM_THREADS says, which was read when torch was imported
-    launch.threads = lambda: None  # a fork's /proc does not show that its agent was given it
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # an agent's handlers are not the ranks'
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    launch.STARTED = time.monotonic()
-    if code := main.main(arguments):
-        launch.leave(code)
-
-
-def store() -> tuple[multiprocessing.process.BaseProcess, int]:
-    """Start the store at which several agents meet, in a process that no kill concerns; return its port."""
-    ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_store, args=(theirs,), daemon=True)
-    process.start()
-    return process, ours.recv()
-
-
-def _store(pipe: multiprocessing.connection.Connection) -> None:
-    from torch.distributed import TCPStore
-
-    held = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipe.send(held.port)
-    signal.pause()
-
-
-def spin() -> multiprocessing.process.BaseProcess:
+def spin() -> subprocess.Popen[bytes]:
     """Start a process that keeps a core busy."""
-    process = CONTEXT.Process(target=_spin, daemon=True)
-    process.start()
-    return process
-
-
-def _spin() -> None:
-    while True:
-        pass
-
-
-def _write_to(log: str) -> None:
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for stream in (1, 2):
-        os.dup2(fd, stream)
-    os.close(fd)
+    code = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    return subprocess.Popen([sys.executable, "-c", code])
 
 
 def processes(folder: Path, agents: list[Agent]) -> Iterator[int]:
@@ -194,3 +125,5 @@ def kill_all(folder: Path, agents: list[Agent], seconds: float = 20.0) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+    for agent in agents:
+        agent.process.poll()

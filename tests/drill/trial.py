@@ -1,8 +1,9 @@
-"""One trial of the drill: a run that is killed and comes back, compared with one that nothing disturbed."""
+"""The drill: kinds of kills, and a run that is killed and comes back, compared with one undisturbed."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import time
@@ -10,14 +11,110 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from ckpttool.errors import CkptToolError
 from tests.drill import agents
 from tests.drill.agents import ROOT, Agent
-from tests.drill.kinds import Kind, Trial
 from tests.ranks.runs import different
 from train.checkpoint import format as checkpoints
 from train.checkpoint.files import BEST, LAST
 from train.run import folder as run_folder
+
+STEPS = 10
+"""Optimizer steps of a run, five in each of two epochs."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of kill, and what brings the run back.
+
+    Attributes:
+        name: for the table.
+        at: where the rank is when it is killed, once for each kill: a place that the saboteur is told of.
+        whom: `worker`, its `agent`, or `all` processes of the run.
+        rank: which rank; None for any.
+        steps: the first and the last step at which the rank is killed; some training is left after it.
+        signal: what it is killed by. An agent hands SIGTERM and SIGUSR1 on to its ranks.
+        agents: of torchrun, with one rank each; 0 for one agent with all ranks.
+        back: `restart` by torchrun, `again` by the same command, a `new agent` in place of the dead one, or
+            `fewer`, by the agents that are left.
+    """
+
+    name: str
+    at: tuple[str, ...]
+    whom: str = "worker"
+    rank: int | None = None
+    steps: tuple[int, int] = (1, STEPS - 2)
+    signal: str = "SIGKILL"
+    agents: int = 0
+    back: str = "restart"
+
+
+FIRST_EPOCH = (1, STEPS // 2)
+EVALUATION: dict[str, Any] = {"at": ("evaluation",), "steps": FIRST_EPOCH}
+
+KINDS = [
+    Kind("a worker, in a step", ("step",)),
+    Kind("a worker, at any moment", ("any",)),
+    Kind("a worker, at the start", ("start",)),
+    Kind("a worker, in evaluation", **EVALUATION),
+    Kind("rank 0, in the middle of a save", ("save",), rank=0),
+    Kind("rank 0, after a save's rename", ("after the rename",), rank=0),
+    Kind("rank 0, between last.pt and best.pt", ("one of two names",), rank=0, steps=FIRST_EPOCH),
+    Kind("a worker, and again at the restart", ("step", "start")),
+    Kind("a worker, and again at any moment", ("evaluation", "any"), steps=FIRST_EPOCH),
+    Kind("a worker, stopped by SIGSTOP", ("step",), signal="SIGSTOP"),
+    Kind("the agent, in a step", ("step",), "agent", back="again"),
+    Kind("the agent, in the middle of a save", ("save",), "agent", rank=0, back="again"),
+    Kind("the agent, by SIGTERM in a step", ("step",), "agent", signal="SIGTERM", back="again"),
+    Kind("the agent, by SIGTERM in evaluation", **EVALUATION, whom="agent", signal="SIGTERM", back="again"),
+    Kind("the agent, by SIGUSR1 at any moment", ("any",), "agent", signal="SIGUSR1", back="again"),
+    Kind("all at once, in a save", ("before the rename",), "all", rank=0, back="again"),
+    Kind("all at once, in a step", ("step",), "all", back="again"),
+    Kind("an agent of several, and a new one", ("step",), "agent", agents=3, back="new agent"),
+    Kind("rank 0's agent, and a new one", ("step",), "agent", rank=0, agents=2, back="new agent"),
+    Kind("an agent of several, at the start", ("start",), "agent", agents=2, back="new agent"),
+    Kind("an agent of several, and none", ("step",), "agent", agents=4, back="fewer"),
+    Kind("a worker of several agents", ("step",), agents=3),
+]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One kind with all that chance decides.
+
+    Attributes:
+        kind: of the kills.
+        ranks: of the run, at its start.
+        save: `sync` or `async`.
+        kills: in order, as the saboteur reads them.
+    """
+
+    kind: Kind
+    ranks: int
+    save: str
+    kills: tuple[dict[str, Any], ...]
+
+
+def draw(kind: Kind, chance: random.Random) -> Trial:
+    """Return a trial of a kind."""
+    ranks = kind.agents or chance.randint(2, 4)
+    kills = [
+        {
+            "at": at,
+            "whom": kind.whom,
+            "signal": kind.signal,
+            "rank": chance.randrange(ranks) if kind.rank is None else kind.rank,
+            "step": 0 if at in ("start", "any") else chance.randint(*kind.steps),
+            "after": chance.uniform(0, 2),
+        }
+        for at in kind.at
+    ]
+    return Trial(kind, ranks, chance.choice(("sync", "async")), tuple(kills))
+
+
+# ---- the trial -----------------------------------------------------------------------------------------
 
 VIRTUAL = 12
 """Virtual ranks where the number of ranks changes: divisible by 1, 2, 3 and 4."""
@@ -60,11 +157,11 @@ class Run:
         self.dead: set[int] = set()
         self.cleared = 0
         alone = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id drill"  # as --standalone
-        self.store, self.options = None, f"--nproc-per-node {trial.ranks} {alone}".split()
-        if trial.kind.agents:
-            self.store, port = agents.store()
+        self.options = f"--nproc-per-node {trial.ranks} {alone}".split()
+        if trial.kind.agents:  # they meet at a store in this process, which no kill concerns
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             fewest = 1 if trial.kind.back == "fewer" else trial.ranks
-            meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id drill"
+            meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{self.store.port} --rdzv-id drill"
             soon = "is_host=0,last_call_timeout=3,keep_alive_interval=1"
             nodes = f"--nnodes {fewest}:{trial.ranks} --nproc-per-node 1 --local-addr 127.0.0.1"
             self.options = f"{nodes} {meeting} --rdzv-conf {soon}".split()
@@ -115,14 +212,11 @@ class Run:
         return [] if ends == wanted else [f"agents ended with {ends}"]
 
     def close(self) -> list[str]:
-        """End the store; return what is left of the run."""
+        """End what is left of the run, and return it."""
         end = time.monotonic() + 10
         while (left := list(agents.processes(self.folder, self.agents))) and time.monotonic() < end:
             time.sleep(0.05)
         agents.kill_all(self.folder, self.agents)
-        if self.store:
-            self.store.kill()
-            self.store.join()
         return [f"left {len(left)} processes"] if left else []
 
 

@@ -86,12 +86,7 @@ def swallow_errors() -> None:
 HOLES: dict[str, Callable[[], None]] = {
     hole.__name__.replace("_", "-"): hole
     for hole in (
-        remove_fsync,
-        flush_after_the_rename,
-        follow_links,
-        trust_short_writes,
-        leave_temporaries,
-        write_in_place,
-        swallow_errors,
+        *(remove_fsync, flush_after_the_rename, follow_links, trust_short_writes, leave_temporaries),
+        *(write_in_place, swallow_errors),
     )
 }

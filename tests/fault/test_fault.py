@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -32,8 +34,6 @@ OVER = named("strip-prefix, .pt over .safetensors")
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of all inputs; skips where the kernel lets nobody hold system calls."""
-    import tempfile
-
     with tempfile.TemporaryDirectory(dir=place_for_runs()) as folder:
         try:
             run(lambda: 0, Path(folder))
@@ -45,16 +45,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield made
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        OVER.name,
-        "strip-prefix, .safetensors in place",
-        "rename-keys, shards in place",
-        "gather-metrics, two ranks to JSON",
-        "the trainer's save, last, best and numbered",
-    ],
-)
+SOME = [OVER.name, "strip-prefix, .safetensors in place", "rename-keys, shards in place"]
+SOME += ["gather-metrics, two ranks to JSON", "the trainer's save, last, best and numbered"]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_every_output_is_old_or_new_whatever_fails(name: str, given: Path) -> None:
     """Some faults of some commands, drawn; `make fault` tries them all."""
     place = given.parent / name.replace("/", " ")
@@ -65,52 +60,32 @@ def test_every_output_is_old_or_new_whatever_fails(name: str, given: Path) -> No
         inputs.check(place / "done" / named(name).targets[0], named(name).wanted or "")
 
 
-def wrong_with(hole: str, given: Path, calls: Collection[str] = (), *ways: str) -> str:
-    """Return what the machine finds with something broken on purpose."""
+UNFLUSHED = "gets its name before it is flushed"
+FOUND: dict[str, tuple[Collection[str], Collection[str], tuple[str, ...]]] = {
+    "remove-fsync": ((), (), (f"model {UNFLUSHED}", "the new name model is not flushed at the end")),
+    "flush-after-the-rename": ((), (), (UNFLUSHED,)),
+    "follow-links": ((), (), ("outside/theirs.txt is gone",)),
+    # By the judge, or by the command itself where the header is cut: which write is first is up to threads.
+    "trust-short-writes": (WRITES, [SHORT], ("the output is not that of one|exit code 3, not 0",)),
+    "leave-temporaries": (WRITES, ["ENOSPC"], (r"leaves out/\.model\.safetensors\.",)),
+    "write-in-place": (WRITES, [KILL], ("model is written where it lies", "model is neither old nor new")),
+    "swallow-errors": (FLUSHES, ["EIO"], (UNFLUSHED,)),
+    "": ({*WRITES, *FLUSHES, *RENAMES}, (SHORT, "ENOSPC", "EIO", KILL, TERM), ()),
+}
+"""By hole: the calls that fail, and how, and what is found; nothing without a hole."""
+
+
+@pytest.mark.parametrize("hole", [*HOLES, ""], ids=lambda hole: hole or "none")
+def test_a_hole_is_found_and_nothing_without_one(hole: str, given: Path) -> None:
+    calls, ways, wanted = FOUND[hole]
     bench = Bench(OVER, given, given.parent / f"{hole or 'whole'}", HOLES.get(hole))
     counts = Counter(seen.call.name for seen in bench.dry.seen)
     made = [(name, nth) for name in calls for nth in {1, counts[name]} if counts[name]]
     faults = [Fault(*each, how) for each in made for how in ways]
-    return "\n".join([*bench.wrong, *(wrong for fault in faults for wrong in bench.try_fault(fault).wrong)])
-
-
-def test_a_removed_fsync_is_found(given: Path) -> None:
-    found = wrong_with("remove-fsync", given)
-    assert "out/model.safetensors gets its name before it is flushed" in found
-    assert "the new name out/model.safetensors is not flushed at the end" in found
-
-
-def test_a_flush_after_the_rename_is_found(given: Path) -> None:
-    assert "gets its name before it is flushed" in wrong_with("flush-after-the-rename", given)
-
-
-def test_a_link_that_is_followed_is_found(given: Path) -> None:
-    assert "outside/theirs.txt is gone" in wrong_with("follow-links", given)
-
-
-def test_a_short_write_that_is_taken_for_complete_is_found(given: Path) -> None:
-    # By the judge, or by the command itself where the header is cut: which write is first is up to threads.
-    found = wrong_with("trust-short-writes", given, WRITES, SHORT)
-    assert "the output is not that of one" in found or "exit code 3, not 0" in found
-
-
-def test_a_temporary_that_stays_after_an_error_is_found(given: Path) -> None:
-    assert "leaves out/.model.safetensors." in wrong_with("leave-temporaries", given, WRITES, "ENOSPC")
-
-
-def test_a_file_that_is_written_where_it_lies_is_found(given: Path) -> None:
-    found = wrong_with("write-in-place", given, WRITES, KILL)
-    assert "out/model.safetensors is written where it lies" in found
-    assert "out/model.safetensors is neither old nor new" in found
-
-
-def test_an_error_of_a_flush_that_is_swallowed_is_found(given: Path) -> None:
-    found = wrong_with("swallow-errors", given, FLUSHES, "EIO")
-    assert "gets its name before it is flushed" in found
-
-
-def test_without_a_hole_the_same_faults_find_nothing(given: Path) -> None:
-    assert wrong_with("", given, {*WRITES, *FLUSHES, *RENAMES}, SHORT, "ENOSPC", "EIO", KILL, TERM) == ""
+    found = [*bench.wrong, *(wrong for fault in faults for wrong in bench.try_fault(fault).wrong)]
+    said = "\n".join(found).replace("out/model.safetensors", "model")
+    assert [words for words in wanted if not re.search(words, said)] == [], said
+    assert bool(found) == bool(hole)
 
 
 def test_a_call_is_answered_as_asked_in_any_thread(given: Path) -> None:
@@ -157,11 +132,10 @@ def test_a_shortened_call_moves_half_of_the_bytes(given: Path) -> None:
         print(done, bytes(buffers[0] + buffers[1]), os.pread(target, 100, 0))
         return 0
 
-    whole = run(program, folder).out
-    assert whole.startswith(b"[10, 10, 30, 10, 10, 8, 8, 6]")
-    for at, name in enumerate(
-        ("read", "pread64", "preadv", "write", "pwrite64", "writev", "copy_file_range", "sendfile")
-    ):
+    full = [10, 10, 30, 10, 10, 8, 8, 6]
+    assert run(program, folder).out.startswith(f"{full}".encode())
+    names = ("read", "pread64", "preadv", "write", "pwrite64", "writev", "copy_file_range", "sendfile")
+    for at, name in enumerate(names):
         (folder / "out").unlink()
         ran = run(program, folder, Fault(name, 1, SHORT))
         if not ran.is_reached and name == "preadv":
@@ -169,7 +143,6 @@ def test_a_shortened_call_moves_half_of_the_bytes(given: Path) -> None:
             ran = run(program, folder, Fault("preadv2", 1, SHORT))
         assert ran.is_reached, name
         done = [int(number) for number in ran.out[1 : ran.out.index(b"]")].split(b",")]
-        full = [10, 10, 30, 10, 10, 8, 8, 6]
         assert done == [size // 2 if index == at else size for index, size in enumerate(full)], name
 
 

@@ -30,7 +30,7 @@ from ckpttool.files.commit_folder import NO_EXCHANGE, replacing_folder
 from ckpttool.files.threads import ENDING
 from ckpttool.formats import shards as sharded
 from tests.support.running import ROOT
-from tests.support.shards import shards_of
+from tests.support.saved import shards_of
 
 
 def values_in(folder: Path) -> set[float]:
@@ -384,7 +384,7 @@ REPLACED = """
     import sys, time
     from pathlib import Path
     sys.path.insert(0, "tests")
-    from tests.support.shards import shards_of
+    from tests.support.saved import shards_of
     folder = Path(sys.argv[1])
     for number in range(int(sys.argv[2])):
         shards_of(number, folder)
@@ -456,7 +456,7 @@ def test_a_kill_between_the_two_steps_leaves_the_old_folder_and_a_word_where_it_
     script = f"""
         import ctypes, os
         from pathlib import Path
-        from tests.support.shards import shards_of
+        from tests.support.saved import shards_of
         ctypes.CDLL, rename = None, os.rename
         def end_before_the_second(source, target):
             if source.endswith(".tmp") and target.endswith("out"):

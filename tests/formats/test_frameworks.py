@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.errors import Damaged, UsageFault
 from tests.support import framework_runs
-from tests.support.opening import convert
-from tests.support.refused import refused
 from tests.support.running import Cli, assert_says
+from tests.support.saved import convert, refused
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.errors import SeveralCheckpoints, Unreadable, Unsupported
-from tests.support.opening import opened
-from tests.support.refused import refused
 from tests.support.running import Cli, assert_says
+from tests.support.saved import opened, refused
 
 STATE = {"w": torch.arange(6.0).reshape(3, 2), "b": torch.zeros(2)}
 

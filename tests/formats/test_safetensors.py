@@ -25,7 +25,7 @@ from ckpttool.tensors import values as tensor_values
 from ckpttool.tensors.dtypes import DTYPES
 from tests.support.comparing import values
 from tests.support.crafting import safetensors_file
-from tests.support.opening import convert, opened, refused
+from tests.support.saved import convert, opened, refused
 
 F = torch.float32
 

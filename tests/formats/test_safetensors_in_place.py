@@ -29,8 +29,8 @@ from ckpttool.files.copying import Output
 from ckpttool.formats import Saved, safetensors
 from tests.support.comparing import values
 from tests.support.extents import clone_range
-from tests.support.opening import opened
 from tests.support.running import Cli
+from tests.support.saved import opened
 
 STATE = {f"module.layer{i}.weight": torch.full((5, 3), float(i)) for i in range(4)}
 PLAIN = {name.removeprefix("module."): tensor for name, tensor in STATE.items()}

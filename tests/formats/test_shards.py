@@ -23,8 +23,8 @@ from ckpttool.errors import CkptToolError, Damaged, FileError, Unreadable, Unsup
 from ckpttool.formats.saving.destination import parse_size
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
-from tests.support.opening import convert
 from tests.support.running import ROOT, Cli
+from tests.support.saved import convert
 
 State = dict[str, torch.Tensor]
 

@@ -7,15 +7,51 @@ What it finds wrong is made small and stays in tests/corpus/, which the tests ex
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
+import platform
 import sys
 import time
+from collections.abc import Mapping
 
+import safetensors
 import torch
 
-from tests.fuzz.campaign import fuzz_in_processes, keep
+from tests.fuzz.campaign import Tally, fuzz_in_processes, keep
 from tests.fuzz.seeds import SEEDS
-from tests.fuzz.table import put_into_docs, table
+from tests.support.generated_page import regenerate
+from tests.support.running import ROOT
+
+PAGE = ROOT / "docs" / "security.md"
+BEGIN, END = "<!-- fuzz -->\n", "<!-- /fuzz -->"
+
+
+def table(tallies: Mapping[str, Tally], seed: int, seconds: float) -> str:
+    """Return the table in Markdown, with the date and the totals below it."""
+    lines = [
+        "| format | tried | refused | read | wrong | most memory, CPU time |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for kind, tally in tallies.items():
+        tried, read = tally.counts["tried"], tally.counts["read"]
+        cost = f"{max(tally.memory) / 1e6:.0f} MB, {max(tally.seconds):.2f} s"
+        lines.append(
+            f"| {kind} | {tried:,} | {tried - read:,} | {read:,} | {len(tally.found) or 'none'} | {cost} |"
+        )
+    total = sum(tally.counts["tried"] for tally in tallies.values())
+    wrong = sum(len(tally.found) for tally in tallies.values())
+    also = ", ".join(
+        f"{sum(tally.counts[name] for tally in tallies.values()):,} by {name}"
+        for name in ("torch", "safetensors", "zipfile")
+    )
+    lines += [
+        "",
+        f"{total:,} files, {wrong or 'no'} disagreements or failures. Of those read, also read: {also}. "
+        f"{datetime.date.today()}, seed {seed}, {seconds:.0f} s, Python {platform.python_version()}, "
+        f"torch {torch.__version__.split('+')[0]}, safetensors {safetensors.__version__}.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -35,12 +71,10 @@ def main() -> int:
     print(made)
     found = [each for tally in tallies.values() for each in tally.found.values()]
     for each in found:
-        print(
-            f"{each.kind}, number {each.number}: {each.wrong}\n{each.details}\n-> {keep(each)}",
-            file=sys.stderr,
-        )
+        said = f"{each.kind}, number {each.number}: {each.wrong}\n{each.details}\n-> {keep(each)}"
+        print(said, file=sys.stderr)
     if given.write:
-        put_into_docs(made)
+        regenerate(PAGE, BEGIN, END, made)
     return 1 if found else 0
 
 

@@ -21,6 +21,7 @@ from random import Random
 from typing import Any
 
 from tests.fuzz.seeds import ODD, Files, Odd
+from tests.support.crafting import text
 
 Change = Callable[[bytes, Random], bytes]
 
@@ -98,18 +99,7 @@ def any_bytes(raw: bytes, random: Random) -> bytes:
 # Pickles.
 
 WORDS = (
-    "",
-    "a",
-    "__class__",
-    "__reduce__",
-    "..",
-    "a.b",
-    "module.",
-    "0",
-    "é",
-    "\ud800",
-    "data/0",
-    "state_dict",
+    *("", "a", "__class__", "__reduce__", "..", "a.b", "module.", "0", "é", "\ud800", "data/0", "state_dict"),
     "a" * 40 + "!",
 )
 NAMES = (
@@ -117,39 +107,7 @@ NAMES = (
     *("ccollections\nOrderedDict\n", "ctorch._utils\n_rebuild_tensor_v2\n", "ctorch\nSize\n"),
     *("ctorch._utils\n_rebuild_parameter\n", "c_codecs\nencode\n", "ctorch\ndevice\n", "cnumpy\ndtype\n"),
 )
-OPCODES = (
-    b"(",
-    b")",
-    b"]",
-    b"}",
-    b"0",
-    b"1",
-    b"2",
-    b"N",
-    b"\x85",
-    b"\x86",
-    b"\x87",
-    b"a",
-    b"b",
-    b"e",
-    b"l",
-    b"s",
-)
-MORE_OPCODES = (
-    b"t",
-    b"u",
-    b"R",
-    b"Q",
-    b"\x81",
-    b"\x88",
-    b"\x89",
-    b"\x8f",
-    b"\x90",
-    b"\x91",
-    b"\x94",
-    b"\x93",
-    b".",
-)
+OPCODES = [bytes([code]) for code in b"()]}012N\x85\x86\x87abelstuRQ\x81\x88\x89\x8f\x90\x91\x94\x93."]
 
 
 def opcodes_of(raw: bytes) -> list[bytes]:
@@ -177,25 +135,17 @@ def _integer(value: int) -> bytes:
     return pickle.dumps(value, 2)[2:-1]
 
 
-def _text(value: str) -> bytes:
-    raw = value.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(raw)) + raw
-
-
 def _opcode(random: Random) -> bytes:
     """Return an opcode with an argument at which programs err."""
-    what = random.randrange(6)
-    if what == 0:
-        return _integer(number(random))
-    if what == 1:
-        return _text(random.choice(WORDS))
-    if what == 2:
-        return random.choice(NAMES).encode()
-    if what == 3:
-        return random.choice((b"h", b"q")) + bytes([random.randrange(256)])
-    if what == 4:
-        return random.choice((b"j", b"r")) + struct.pack("<I", number(random) & 0xFFFFFFFF)
-    return random.choice(OPCODES + MORE_OPCODES)
+    makers: tuple[Callable[[], bytes], ...] = (
+        lambda: _integer(number(random)),
+        lambda: text(random.choice(WORDS)),
+        lambda: random.choice(NAMES).encode(),
+        lambda: random.choice((b"h", b"q")) + bytes([random.randrange(256)]),
+        lambda: random.choice((b"j", b"r")) + struct.pack("<I", number(random) & 0xFFFFFFFF),
+        lambda: random.choice(OPCODES),
+    )
+    return makers[random.randrange(6)]()
 
 
 def multiply_pickle(ops: list[bytes], random: Random) -> bytes:
@@ -238,7 +188,7 @@ def change_pickle(raw: bytes, random: Random) -> bytes:
         ops[random.choice(similar)] = _integer(number(random))
     else:
         similar = [place for place, op in enumerate(ops) if op[:1] in b"XU\x8c"] or [at]
-        other = ops[random.choice(similar)] if random.random() < 0.5 else _text(random.choice(WORDS))
+        other = ops[random.choice(similar)] if random.random() < 0.5 else text(random.choice(WORDS))
         ops[random.choice(similar)] = other
     return b"".join(ops)
 
@@ -278,9 +228,9 @@ def change_json(raw: bytes, random: Random) -> bytes:
         holder[key] = change_json(value.encode("utf-8", "surrogatepass"), random).decode("utf-8", "replace")
     elif what == 5:
         depth = int(1000 ** random.random())
-        text = "[" * depth + json.dumps(value) + "]" * depth
+        deep = "[" * depth + json.dumps(value) + "]" * depth
         holder[key] = "@"
-        return json.dumps(tree).replace('"@"', text, 1).encode("utf-8", "surrogatepass")
+        return json.dumps(tree).replace('"@"', deep, 1).encode("utf-8", "surrogatepass")
     else:
         choices = (number(random), float(number(random)), None, True, "", [], {}, random.choice(WORDS), 0.5)
         holder[key] = random.choice((*choices, "F32", "I64", "BOOL", "F8_E4M3", [number(random)]))
@@ -335,6 +285,9 @@ ZIP_FIELDS = {  # signature: (offset, size) of the fields
 }
 
 
+TAR_FIELDS = (0, 100), (100, 8), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155)  # offset, size
+
+
 def change_zip_field(raw: bytes, random: Random) -> bytes:
     """Put another number into a field of one of a zip's headers."""
     signature, fields = random.choice([*ZIP_FIELDS.items()])
@@ -366,9 +319,8 @@ def change_zip(raw: bytes, random: Random) -> bytes:
     elif what == 3:
         records.insert(random.randrange(len(records)), [*record])
     elif what == 4:
-        record[0] = random.choice(
-            (record[0] + "x", record[0].upper(), f"../{record[0]}", f"{record[0]}/", "x")
-        )
+        old = record[0]
+        record[0] = random.choice((f"{old}x", old.upper(), f"../{old}", f"{old}/", "x"))
     elif what == 5:
         record[2] = zipfile.ZIP_DEFLATED
     elif what == 6:
@@ -428,9 +380,7 @@ def change_tar(raw: bytes, random: Random) -> bytes:
     if what == 1:
         at = 512 * random.randrange(max(1, len(raw) // 512))
         header = bytearray(raw[at : at + 512])
-        begin, size = random.choice(
-            ((0, 100), (100, 8), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155))
-        )
+        begin, size = random.choice(TAR_FIELDS)
         value = random.choice((b"0" * size, b"7" * size, b"\x80" + b"\xff" * size, b"L" * size, b"\0" * size))
         header[begin : begin + size] = value[:size]
         if len(header) == 512:
@@ -458,21 +408,19 @@ def change_tar(raw: bytes, random: Random) -> bytes:
     return out.getvalue()
 
 
+KINDS: tuple[tuple[int, bytes, Change], ...] = (
+    (0, b"PK", change_zip),
+    (0, b"\x80", change_pickle),
+    (0, b"{", change_json),
+    (257, b"ustar", change_tar),
+    (8, b"{", change_safetensors),
+)
+
+
 def change(raw: bytes, random: Random) -> bytes:
     """Change a file by what its first bytes say that it is."""
-    if random.random() < 0.15:
-        return any_bytes(raw, random)
-    if raw[:2] == b"PK":
-        return change_zip(raw, random)
-    if raw[:1] == b"\x80":
-        return change_pickle(raw, random)
-    if raw[:1] == b"{":
-        return change_json(raw, random)
-    if raw[257:262] == b"ustar":
-        return change_tar(raw, random)
-    if raw[8:9] == b"{":
-        return change_safetensors(raw, random)
-    return any_bytes(raw, random)
+    fitting = next((change for at, magic, change in KINDS if raw.startswith(magic, at)), any_bytes)
+    return any_bytes(raw, random) if random.random() < 0.15 else fitting(raw, random)
 
 
 def change_one(files: Files, random: Random) -> Files:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.inert_pickle.values import Global, Record, rebuild
 from ckpttool.metrics import predictions
-from tests.support.every_format import as_dcp, as_script, as_tar, converted, with_objects
+from tests.support.every_format import apart, as_dcp, as_script, as_tar, converted, with_objects
 from tests.support.run_log import BEGIN, STEP, record
 
 # The files of a checkpoint by name; that of a single file is empty
@@ -28,17 +28,9 @@ Files = dict[str, bytes]
 def state() -> OrderedDict[str, torch.Tensor]:
     """Return a small state with a tie, a view, other dtypes and an empty tensor."""
     rows = torch.arange(12.0).reshape(3, 4)
-    return OrderedDict(
-        {
-            "module.a": rows,
-            "module.tied": rows,
-            "module.view": rows.t()[1:],
-            "module.half": torch.ones(3).half(),
-            "module.count": torch.tensor(7),
-            "module.empty": torch.zeros(0, 2),
-            "module.flag": torch.tensor([True, False]),
-        }
-    )
+    named = {"a": rows, "tied": rows, "view": rows.t()[1:], "half": torch.ones(3).half()}
+    named |= {"count": torch.tensor(7), "empty": torch.zeros(0, 2), "flag": torch.tensor([True, False])}
+    return OrderedDict((f"module.{name}", value) for name, value in named.items())
 
 
 def training() -> dict[str, Any]:
@@ -64,9 +56,7 @@ def _trainers(path: Path) -> None:
 
 
 def _safetensors(path: Path) -> None:
-    save_file(
-        {name: value.contiguous().clone() for name, value in state().items()}, path, metadata={"who": "me"}
-    )
+    save_file(apart(state()), path, metadata={"who": "me"})
 
 
 def _ranks(path: Path, rows: int = 4) -> None:
@@ -89,14 +79,9 @@ def _adapter(path: Path) -> None:
         factors[f"base_model.model.layers.{i}.proj.lora_A.weight"] = torch.ones(2, 6)
         factors[f"base_model.model.layers.{i}.proj.lora_B.weight"] = torch.ones(4, 2)
     save_file(factors, path / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": 2,
-        "lora_alpha": 4,
-        "target_modules": ["proj"],
-        "fan_in_fan_out": False,
-    }
-    config |= {"rank_pattern": {"layers.0.proj": 2, r"layers\.[12]\.proj": 2}, "alpha_pattern": {"proj": 4}}
+    config: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["proj"]}
+    ranks = {"layers.0.proj": 2, r"layers\.[12]\.proj": 2}
+    config |= {"fan_in_fan_out": False, "rank_pattern": ranks, "alpha_pattern": {"proj": 4}}
     (path / "adapter_config.json").write_text(json.dumps(config))
 
 
@@ -127,9 +112,8 @@ def _run(path: Path) -> None:
     path.mkdir()
     failures = {"flags": "0" * 16, "step": 3, "failed": [2, 3]}
     (path / "attempts.json").write_text(json.dumps(failures))
-    log: list[dict[str, Any]] = [
-        {"step": step, "epochs": step / 4, "loss": 3.0 / step, "lr": 0.2} for step in (2, 4)
-    ]
+    steps = ({"step": step, "epochs": step / 4, "loss": 3.0 / step, "lr": 0.2} for step in (2, 4))
+    log: list[dict[str, Any]] = [*steps]
     log.append({"epoch": 1, "loss": 2.0, "train_loss": 1.5, "accuracy": 0.5, "metrics": {"mae": 0.5}})
     (path / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
     record(path, BEGIN, STEP)
@@ -180,9 +164,6 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "predictions": (_predictions, _rows),
     "folder of a run": (_run,),
 }
-
-
-FOLDERS = ("shards, safetensors", "shards, torch", "DCP")
 
 
 @functools.cache

@@ -26,7 +26,10 @@ HANGS = 20.0
 OTHERS_HANG = 4.0
 
 # Seconds of sleep without any work after which it hangs too: it waits for a pipe that nobody writes to
-WAITS = 15
+WAITS = 15.0
+
+# Seconds between two looks at it
+LOOKS = 1.0
 
 # Bytes of address space beyond those of the start: other libraries allocate what a file claims
 ROOM = 4 << 30
@@ -67,12 +70,12 @@ class Worker:
 
     def _answer(self, seconds: float) -> Outcome | None:
         """Wait for the worker; return None when it has died, or has worked for longer than `seconds`."""
-        started = last = self._cpu()
-        idle = 0
+        started = last = self._state()[1]
+        idle = 0.0
         with contextlib.suppress(EOFError, ConnectionError):
-            while not self.pipe.poll(1.0):
-                now, sleeps = self._cpu(), self._sleeps()
-                idle = idle + 1 if sleeps and now == last else 0
+            while not self.pipe.poll(LOOKS):
+                state, now = self._state()
+                idle = idle + LOOKS if state == "S" and now == last else 0.0
                 if now - started > seconds or idle >= WAITS or not self.process.is_alive():
                     return None
                 last = now
@@ -80,20 +83,13 @@ class Worker:
             return found
         return None
 
-    def _cpu(self) -> float:
+    def _state(self) -> tuple[str, float]:
+        """Return the letter of the process's state, and its CPU time."""
         try:
-            with open(f"/proc/{self.process.pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def _sleeps(self) -> bool:
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] == "S"
-        except OSError:
-            return False
+            return "", 0.0
+        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _died(self, whose: str) -> Outcome:
         is_alive = self.process.is_alive()

@@ -17,7 +17,7 @@ from ckpttool.analysis.compare import diff
 from ckpttool.analysis.verify import verify
 from ckpttool.inert_pickle.reader import read_pickle
 from ckpttool.inert_pickle.values import Global, OrderedDict_, Record
-from tests.support.compared import compared
+from tests.support.comparing import compared
 from tests.support.crafting import call, list_of, name, number, program, text, tuple_of
 from tests.support.running import Cli
 from tests.support.saved import opened

@@ -19,6 +19,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -31,6 +32,41 @@ from typing import IO, Any, NoReturn
 from tests.ranks.pool import PRELOADED
 
 _path: list[str] = []
+
+
+class WarmPython:
+    """Runs programs one after another, each to its end."""
+
+    def run(
+        self,
+        *arguments: object,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        input: bytes = b"",
+        stdout: int | None = None,
+        timeout: float = 60.0,
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run `python -m MODULE …` or `python -c CODE …`; captures stderr, and stdout unless it is given.
+
+        Args:
+            arguments: those of Python.
+            env: variables beside those of this process.
+            stdout: a descriptor.
+        """
+        command, environment = [sys.executable, *map(str, arguments)], {**os.environ, **(env or {})}
+        with contextlib.ExitStack() as files:
+            given, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            given.write(input)
+            given.seek(0)
+            to = {"stdout": out.fileno() if stdout is None else stdout, "stderr": err.fileno()}
+            program = Program(command, cwd or Path.cwd(), environment, stdin=given.fileno(), **to)
+            try:
+                code = program.wait(timeout)
+            finally:
+                program.kill()
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
 class Program:
@@ -81,7 +117,7 @@ class Program:
         """Return `returncode`."""
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int | None:
+    def wait(self, timeout: float | None = None) -> int:
         """Wait for its end; raise `subprocess.TimeoutExpired`."""
         self._process.join(timeout)
         if self.returncode is None:

@@ -6,10 +6,8 @@ process, as torchrun's is in its agent.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,12 +88,3 @@ def note_now(folder: Path, name: str = "when") -> None:
 
 def noted(folder: Path, name: str = "when") -> float:
     return float((folder / name).read_text())
-
-
-def stop_oneself() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def kill_oneself() -> None:
-    with contextlib.suppress(OSError):
-        os.kill(os.getpid(), signal.SIGKILL)

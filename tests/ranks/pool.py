@@ -25,8 +25,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"]
-PRELOADED += ["torch.distributed.run", "torch.utils.data", "numpy"]
-"""What the server imports: torch, and what the first DDP or DTensor would import, in the time of a case."""
+PRELOADED += ["torch.distributed.run", "torch.utils.data", "numpy", "safetensors.torch", "ckpttool.cli"]
+"""What the server imports: torch, what the first DDP or DTensor would import in the time of a case, and what
+the command line does."""
 
 START_TIMEOUT = 90.0
 SHOWN = 4000

@@ -106,12 +106,5 @@ def start(
         program = Program(command, cwd, environment(**more))
         out, err = program.communicate(patience)
         return subprocess.CompletedProcess(command, program.returncode or 0, out, err)
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=patience,
-        check=False,
-    )
+    env = environment(**more)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=patience)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict as of_torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from tests.ranks.shardings import file_of, load_dcp, mesh_of, of_accelerate, save_files
 
 
 class Tied(nn.Module):
@@ -28,12 +33,10 @@ class Tied(nn.Module):
 
 def build(dtype: torch.dtype = torch.float32, mesh: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model under `fully_shard` with its optimizer."""
-    from torch.distributed.fsdp import fully_shard
-
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model = Tied().to(dtype)
-    fully_shard(model, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.1)
 
 
@@ -47,50 +50,37 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
         optimizer.zero_grad()
 
 
+def load(folder: str, kind: str, rank: int, world_size: int, *, safely: bool = True) -> Any:
+    return torch.load(f"{folder}/{file_of(kind, rank, world_size)}", weights_only=safely)
+
+
 def save(rank: int, world_size: int, folder: str, dtype: str = "float32") -> None:
     """Train three steps; save each rank's files, and a DCP folder beside them."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     model, optimizer = build(getattr(torch, dtype))
     train(model, optimizer, 3, 1)
-    end = f"world_size_{world_size}_rank_{rank}.pt"
-    torch.save(model.state_dict(), f"{folder}/model_{end}")
-    torch.save(optimizer.state_dict(), f"{folder}/optim_{end}")
+    save_files(rank, world_size, folder, model=model.state_dict(), optim=optimizer.state_dict())
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}-dcp")
 
 
 def _from_dcp(folder: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, optimizer = build()
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    load_dcp(model, optimizer, folder)
     return model, optimizer
 
 
 def _from_files(folder: str, rank: int, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    import torch.distributed.tensor
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
-
     model, optimizer = build()
-    end = f"world_size_{world_size}_rank_{rank}.pt"
-    set_model_state_dict(model, torch.load(f"{folder}/model_{end}", weights_only=True))
-    moments = torch.load(f"{folder}/optim_{end}", weights_only=True)
+    of_torch.set_model_state_dict(model, load(folder, "model", rank, world_size))
+    moments = load(folder, "optim", rank, world_size)
     if all(type(key) is int for key in moments["state"]):
         optimizer.load_state_dict(moments)
     else:
-        set_optimizer_state_dict(model, optimizer, moments)
+        of_torch.set_optimizer_state_dict(model, optimizer, moments)
     return model, optimizer
 
 
 def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
     options = StateDictOptions(full_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
     state: Any = moments["state"]
@@ -118,21 +108,13 @@ def continue_alike(rank: int, world_size: int, folder: str, files: str, *, as_dc
 
 def load_named(rank: int, world_size: int, folder: str, axis: str) -> None:
     """Load files of ranks into a model whose mesh has a name."""
-    import torch.distributed.tensor
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = Tied()
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=(axis,)))
-    path = Path(folder) / f"model_world_size_{world_size}_rank_{rank}.pt"
-    set_model_state_dict(model, torch.load(path, weights_only=True))
+    fsdp.fully_shard(model, mesh=mesh_of(world_size, names=(axis,)))
+    of_torch.set_model_state_dict(model, load(folder, "model", rank, world_size))
 
 
 def _require_as_merged(model: nn.Module, optimizer: torch.optim.Optimizer, merged: str) -> None:
     """Compare what was loaded with a merged file, bit by bit; then train a step with it."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
     whole = torch.load(merged, weights_only=True)
     weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     theirs = whole["optimizer"]["state"]
@@ -150,35 +132,28 @@ def _require_as_merged(model: nn.Module, optimizer: torch.optim.Optimizer, merge
 # As verl's FSDPCheckpointManager saves and loads FSDP2: its files, its mesh and its calls.
 
 
-def _of_verl(rank: int, world_size: int) -> tuple[Any, Any, Any, str]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
-    model, optimizer = build(mesh=mesh)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return model, optimizer, scheduler, f"world_size_{world_size}_rank_{rank}.pt"
+def _of_verl(world_size: int) -> tuple[Any, Any, Any]:
+    model, optimizer = build(mesh=mesh_of(world_size, names=("fsdp",)))
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
 def save_as_verl(rank: int, world_size: int, folder: str) -> None:
     """Train three steps, and save as verl does."""
-    model, optimizer, scheduler, end = _of_verl(rank, world_size)
+    model, optimizer, scheduler = _of_verl(world_size)
     train(model, optimizer, 3, 1)
     scheduler.step()
     extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.full((3,), rank)}}
-    for kind, state in (
-        ("model", model.state_dict()),
-        ("optim", optimizer.state_dict()),
-        ("extra_state", extra),
-    ):
-        torch.save(state, f"{folder}/{kind}_{end}")
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict(), "extra_state": extra}
+    save_files(rank, world_size, folder, **states)
 
 
 def load_as_verl(rank: int, world_size: int, folder: str, merged: str) -> None:
     """Load as verl does by default: the model, the optimizer and the scheduler."""
-    model, optimizer, scheduler, end = _of_verl(rank, world_size)
-    model.load_state_dict(torch.load(f"{folder}/model_{end}", weights_only=False), strict=True)
-    optimizer.load_state_dict(torch.load(f"{folder}/optim_{end}", weights_only=False))
-    extra = torch.load(f"{folder}/extra_state_{end}", weights_only=False)
+    model, optimizer, scheduler = _of_verl(world_size)
+    kinds = ("model", "optim", "extra_state")
+    weights, moments, extra = (load(folder, kind, rank, world_size, safely=False) for kind in kinds)
+    model.load_state_dict(weights, strict=True)
+    optimizer.load_state_dict(moments)
     assert "rng" not in extra
     scheduler.load_state_dict(extra["lr_scheduler"])
     assert scheduler.last_epoch == 1
@@ -190,9 +165,6 @@ def load_as_verl(rank: int, world_size: int, folder: str, merged: str) -> None:
 
 def save_as_accelerate(rank: int, world_size: int, folder: str, *, real: bool) -> None:
     """Train three steps, and save as accelerate does."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
     model, optimizer = build()
     train(model, optimizer, 3, 1)
     if real:
@@ -201,30 +173,30 @@ def save_as_accelerate(rank: int, world_size: int, folder: str, *, real: bool) -
         utils.save_fsdp_optimizer(plugin, launched, optimizer, model, folder, 0)
         return
     for name, state in (
-        ("pytorch_model_fsdp_0", {"model": get_model_state_dict(model)}),
-        ("optimizer_0", {"optimizer": get_optimizer_state_dict(model, optimizer)}),
+        ("pytorch_model_fsdp_0", {"model": of_torch.get_model_state_dict(model)}),
+        ("optimizer_0", {"optimizer": of_torch.get_optimizer_state_dict(model, optimizer)}),
     ):
-        dcp.save(
-            state, storage_writer=dcp.FileSystemWriter(f"{folder}/{name}"), planner=dcp.DefaultSavePlanner()
-        )
+        writer = dcp.FileSystemWriter(f"{folder}/{name}")
+        dcp.save(state, storage_writer=writer, planner=dcp.DefaultSavePlanner())
+
+
+def _load_weights(model: nn.Module, folder: str) -> None:
+    state: dict[str, Any] = {"model": of_torch.get_model_state_dict(model)}
+    reader = dcp.FileSystemReader(f"{folder}/pytorch_model_fsdp_0")
+    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
+    of_torch.set_model_state_dict(model, state["model"])
 
 
 def load_as_accelerate(rank: int, world_size: int, folder: str, merged: str, *, real: bool) -> None:
     """Load as accelerate does."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict as of_torch
-
     model, optimizer = build()
     if real:
         utils, plugin, launched = _of_accelerate(rank, world_size)
         utils.load_fsdp_model(plugin, launched, model, folder, 0)
         utils.load_fsdp_optimizer(plugin, launched, optimizer, model, folder, 0)
     else:
-        state: dict[str, Any] = {"model": of_torch.get_model_state_dict(model)}
-        reader = dcp.FileSystemReader(f"{folder}/pytorch_model_fsdp_0")
-        dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
-        of_torch.set_model_state_dict(model, state["model"])
-        state = {"optimizer": of_torch.get_optimizer_state_dict(model, optimizer)}
+        _load_weights(model, folder)
+        state: dict[str, Any] = {"optimizer": of_torch.get_optimizer_state_dict(model, optimizer)}
         reader = dcp.FileSystemReader(f"{folder}/optimizer_0")
         dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
         of_torch.set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -233,24 +205,16 @@ def load_as_accelerate(rank: int, world_size: int, folder: str, merged: str, *, 
 
 def load_weights_as_accelerate(rank: int, world_size: int, folder: str, weights: str) -> None:
     """Load the model alone as accelerate does."""
-    import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
-    from torch.distributed.checkpoint import state_dict as of_torch
 
     model, _ = build()
-    state: dict[str, Any] = {"model": of_torch.get_model_state_dict(model)}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(f"{folder}/pytorch_model_fsdp_0"))
-    of_torch.set_model_state_dict(model, state["model"])
+    _load_weights(model, folder)
     for name, tensor in load_file(weights).items():
         value = model.state_dict()[name]
         assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, tensor)
 
 
 def _of_accelerate(rank: int, world_size: int) -> tuple[Any, Any, Any]:
-    from torch.distributed.fsdp import StateDictType
-
-    from .shardings import of_accelerate
-
     utils, plugin, launched = of_accelerate(rank, world_size)
-    plugin.state_dict_type = StateDictType.SHARDED_STATE_DICT
+    plugin.state_dict_type = fsdp.StateDictType.SHARDED_STATE_DICT
     return utils, plugin, launched

@@ -25,7 +25,7 @@ from tests.support.crafting import (
     tuple_of,
 )
 
-DOUBLED = b"]" + b"".join(b"q%b0](h%bh%be" % ((bytes([i]),) * 3) for i in range(60))
+DOUBLED = b"]" + b"".join(b"q%c0](h%ch%ce" % (i, i, i) for i in range(60))
 TENSOR = tensor(storage(1), (1,))
 BYTES = {"0": bytes(4)}
 TIMES = 100_000
@@ -41,9 +41,7 @@ def alone(body: bytes, storages: dict[str, bytes] | None = None, **given: Any) -
 
 
 def repeating_tuple(times: int) -> bytes:
-    return b")q\x00" + b"".join(
-        b"0h%bh%b\x86q%b" % (bytes([i]), bytes([i]), bytes([i + 1])) for i in range(times)
-    )
+    return b")q\x00" + b"".join(b"0h%ch%c\x86q%c" % (i, i, i + 1) for i in range(times))
 
 
 def many_marks(path: Path) -> None:
@@ -59,12 +57,9 @@ def long_key_deep(path: Path) -> None:
 def shared_shape(path: Path) -> None:
     """A shape of 900 axes that 5,000 tensors refer to."""
     shape = tuple_of(*[number(1)] * 900) + b"q\x01"
-    first = (
-        tensor(storage(1) + b"q\x02")
-        .replace(tuple_of(number(4)), shape)
-        .replace(tuple_of(number(1)), b"h\x01")
-    )
-    again = tensor(b"h\x02").replace(tuple_of(number(4)), b"h\x01").replace(tuple_of(number(1)), b"h\x01")
+    four, one = tuple_of(number(4)), tuple_of(number(1))
+    first = tensor(storage(1) + b"q\x02").replace(four, shape).replace(one, b"h\x01")
+    again = tensor(b"h\x02").replace(four, b"h\x01").replace(one, b"h\x01")
     torch_zip(path, b"](" + first + again * 5000 + b"e", BYTES)
 
 
@@ -85,17 +80,8 @@ def doubled_modules(path: Path) -> None:
 
 
 def nested_modules(path: Path) -> None:
-    body = (
-        name("m", "Net")
-        + b")\x81}("
-        + text("_parameters")
-        + b"}"
-        + text("_buffers")
-        + b"}"
-        + text("_modules")
-        + b"}"
-        + text("x")
-    ) * 20_000
+    parts = (text(part) + b"}" for part in ("_parameters", "_buffers", "_modules"))
+    body = (name("m", "Net") + b")\x81}(" + b"".join(parts) + text("x")) * 20_000
     torch_zip(path, body + b"N" + b"sub" * 20_000, BYTES)
 
 

@@ -1,14 +1,25 @@
-"""Assert that two trees that torch loaded are the same: values, types, order and shared memory."""
+"""Two trees that torch loads are the same: values, types, order, shared memory; or what `diff` finds."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
+
+import ckpttool
+from ckpttool.analysis.compare import Comparison, diff
+
+
+def compared(folder: Path, a: Any, b: Any, **given: Any) -> Comparison:
+    """Save both trees in a folder and return what `diff` finds; `given` are its keyword arguments."""
+    torch.save(a, folder / "a.pt")
+    torch.save(b, folder / "b.pt")
+    with ckpttool.open(folder / "a.pt") as mine, ckpttool.open(folder / "b.pt") as theirs:
+        return diff(mine, theirs, **given)
 
 
 def values(tensor: torch.Tensor) -> bytes:
@@ -72,7 +83,7 @@ class _Pair:
         elif isinstance(a, set | frozenset):
             assert a == b, where
         if hasattr(a, "__dict__"):
-            self.compare(_attributes(a), _attributes(b), f"{where}.__dict__")
+            self.compare(dict(a.__dict__), dict(b.__dict__), f"{where}.__dict__")
 
     def tensors(self, a: torch.Tensor, b: torch.Tensor, where: str) -> None:
         assert (a.dtype, a.shape, a.layout, a.device) == (b.dtype, b.shape, b.layout, b.device), where
@@ -96,7 +107,3 @@ class _Pair:
             if a.untyped_storage().nbytes():
                 self.met("storage", a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr(), where)
         assert values(a) == values(b), f"{where}: values"
-
-
-def _attributes(value: Any) -> Mapping[str, Any]:
-    return dict(value.__dict__)

@@ -126,7 +126,7 @@ def converted(of: Callable[[], object], **choices: Any) -> Callable[[Path], None
 
 def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors with memory of their own, as safetensors' writer demands."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
 
 
 def as_dcp(of: Callable[[], dict[str, Any]]) -> Callable[[Path], None]:

@@ -1,18 +1,23 @@
-"""States, files that torch saves, opened by ckpttool, and what torch loads from its output."""
+"""What tests of files do all the time: save by torch, open, convert, load again, and be refused."""
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import ckpttool
-from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.errors import CkptToolError, Damaged, FileError, UsageFault
+from ckpttool.formats import Saved
 from ckpttool.metrics import predictions
 from ckpttool.transforms.disarm import Disarmed, disarm
+from tests.support.crafting import safetensors_file
 
 
 def prefixed(state: Any, prefix: str) -> Any:
@@ -24,8 +29,14 @@ def saved(value: Any, path: Path) -> Path:
     return path
 
 
-def opened(value: Any, folder: Path) -> Checkpoint:
+def opened(value: Any, folder: Path) -> ckpttool.Checkpoint:
+    """Save a value with torch as `in.pt`, and open that."""
     return ckpttool.open(saved(value, folder / "in.pt"))
+
+
+def convert(value: object, out: Path, **given: Any) -> Saved:
+    """Save a value with torch as `in.pt` beside an output, and write that."""
+    return ckpttool.save(opened(value, out.parent), out, **given)
 
 
 def saved_predictions(folder: Path, ranks: int, samples: int) -> None:
@@ -37,7 +48,7 @@ def saved_predictions(folder: Path, ranks: int, samples: int) -> None:
         predictions.write(folder / f"rank{rank}.safetensors", rows, about, rank)
 
 
-def loaded(checkpoint: Checkpoint, folder: Path) -> Any:
+def loaded(checkpoint: ckpttool.Checkpoint, folder: Path) -> Any:
     """Return what torch reads from the checkpoint written as a `.pt` file."""
     ckpttool.save(checkpoint, folder / "out.pt", force=True)
     return torch.load(folder / "out.pt", weights_only=False)
@@ -56,3 +67,29 @@ def disarmed(given: Any, folder: Path, **options: Any) -> tuple[Any, Disarmed]:
         ckpttool.save(new, folder / "safe.pt", force=True)
     assert torch.serialization.get_unsafe_globals_in_checkpoint(folder / "safe.pt") == []
     return torch.load(folder / "safe.pt", weights_only=True), report
+
+
+def refused(
+    path: Path | list[Path],
+    said: str = "",
+    error: type[CkptToolError] | tuple[type[CkptToolError], ...] = Damaged,
+    opened: Callable[..., Any] = ckpttool.open,
+    **given: Any,
+) -> Any:
+    """Open what must be refused, in words that match; return the error."""
+    with pytest.raises(error, match=said or None) as refusal:
+        opened(path, **given)
+    fault = refusal.value.with_traceback(None)  # whose frames would keep files open
+    del refusal
+    assert isinstance(fault, FileError | UsageFault)
+    return fault
+
+
+def shards_of(value: float, folder: Path) -> None:
+    """Write `folder/out`, three shards of one tensor each, all of whose values are `value`."""
+    entry = {"dtype": "F32", "shape": [100]}
+    places = zip("abc", (0, 400, 800), strict=True)
+    header = {name: {**entry, "data_offsets": [at, at + 400]} for name, at in places}
+    made = safetensors_file(folder / "in.safetensors", header, struct.pack("<300f", *[value] * 300))
+    given: dict[str, Any] = {"to": "safetensors-sharded", "shard_size": 400, "force": True}
+    ckpttool.save(ckpttool.open(made), folder / "out", **given)

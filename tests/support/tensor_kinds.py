@@ -78,12 +78,8 @@ def save_tagged(path: Path) -> Path:
 
 def save_zero3(path: Path) -> Path:
     """Save a file of the form that DeepSpeed's ZeRO stage 3 writes, and return the path."""
-    module = {
-        "fc.weight": torch.empty(0),
-        "fc.bias": torch.empty(0),
-        "norm.running_mean": torch.ones(4),
-        "norm.empty": torch.empty(0),
-    }
+    module = {name: torch.empty(0) for name in ("fc.weight", "fc.bias", "norm.running_mean", "norm.empty")}
+    module["norm.running_mean"] = torch.ones(4)
     shapes = [{"fc.weight": torch.Size([4, 3]), "fc.bias": torch.Size([4])}]
     torch.save({"module": module, "param_shapes": shapes, "buffer_names": ["norm.running_mean"]}, path)
     return path

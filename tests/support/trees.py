@@ -41,14 +41,8 @@ def training_checkpoint() -> dict[str, Any]:
 def shared() -> dict[str, Any]:
     weight = torch.rand(3, 4)
     values = [1, 2]
-    return {
-        "a": weight,
-        "b": weight,
-        "view": weight[1:],
-        "flat": weight.view(-1),
-        "l": values,
-        "m": {"l": values},
-    }
+    tensors = {"a": weight, "b": weight, "view": weight[1:], "flat": weight.view(-1)}
+    return {**tensors, "l": values, "m": {"l": values}}
 
 
 def with_metadata() -> OrderedDict[str, Any]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.ranks.forked import WarmPython
 from tests.support import architectures
 from tests.support.saved import prefixed
-from tests.support.warm_python import WarmPython
 
 SOURCE = """
 import os, torch

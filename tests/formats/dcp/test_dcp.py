@@ -33,11 +33,10 @@ from ckpttool.tensors import values as values_of_tensors
 from ckpttool.tensors.to_torch import live_tensors
 from ckpttool.tensors.values import stream
 from tests.ranks import shardings
+from tests.ranks.forked import WarmPython
 from tests.support.comparing import assert_same, values
-from tests.support.opening import opened
-from tests.support.refused import refused
 from tests.support.running import ROOT, assert_says
-from tests.support.warm_python import WarmPython
+from tests.support.saved import opened, refused
 
 
 def training() -> dict[str, Any]:

@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import CkptToolError, RanksDiffer, Unreadable, Unsupported, UsageFault
 from ckpttool.tensors.to_torch import live_tensors
+from tests.ranks.forked import WarmPython
 from tests.support import deepspeed_runs
 from tests.support.comparing import assert_same, values
 from tests.support.deepspeed_runs import CASES, Case, batch, make_model, make_optimizer
-from tests.support.refused import refused
 from tests.support.running import ROOT, assert_says
-from tests.support.warm_python import WarmPython
+from tests.support.saved import refused
 
 Run = Callable[..., Path]
 SAVED = [(case, step) for case in CASES for step in case.steps]
@@ -279,7 +279,7 @@ def test_latest_that_names_nothing_is_refused(runs: Path, tmp_path: Path) -> Non
     latest = folder / "latest"
     latest.unlink()
     os.mkfifo(latest)
-    refused(folder, kind=Unreadable, opened=opened)
+    refused(folder, error=Unreadable, opened=opened)
     latest.unlink()
     latest.symlink_to("latest")
     refused(folder, "latest: too many levels of symbolic links", Unreadable, opened)

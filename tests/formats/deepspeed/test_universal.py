@@ -20,8 +20,8 @@ from ckpttool.errors import Unsupported
 from ckpttool.files.digest import digest
 from ckpttool.formats.deepspeed.zero import Layout, given_order, parameters_cut, vectors_cut
 from tests.support import universal_runs
-from tests.support.refused import refused
 from tests.support.running import Cli
+from tests.support.saved import refused
 
 Run = Callable[..., Path]
 

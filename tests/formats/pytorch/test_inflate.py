@@ -25,7 +25,7 @@ from ckpttool.formats.pytorch import archive
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
-from tests.support.opening import refused
+from tests.support.saved import refused
 
 RECORD = "archive/data/0"
 LOCAL_SIZES, LOCAL_CRC, CENTRAL_SIZES, CENTRAL_CRC = 18, 14, 20, 16

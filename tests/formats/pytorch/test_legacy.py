@@ -15,7 +15,7 @@ from ckpttool.tensors.values import stream
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import call, dict_of, name, number, storage, tensor, text, torch_legacy, tuple_of
 from tests.support.layouts import LAYOUTS, LAZY
-from tests.support.opening import refused
+from tests.support.saved import refused
 from tests.support.tensor_kinds import PLAIN_DTYPES
 from tests.support.trees import TREES, shared
 from tests.support.zips import assert_whole

@@ -27,7 +27,7 @@ from ckpttool.tensors.ref import Source
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, name, program, text, tuple_of
-from tests.support.opening import refused
+from tests.support.saved import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of tar files in general
 

@@ -15,7 +15,7 @@ import ckpttool
 from ckpttool.errors import CkptToolError, Unsupported
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import values
-from tests.support.opening import refused
+from tests.support.saved import refused
 
 
 class Inner(nn.Module):

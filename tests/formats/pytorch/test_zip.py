@@ -24,7 +24,7 @@ from tests.support.attacks import DOUBLED
 from tests.support.comparing import assert_same
 from tests.support.crafting import dict_of, list_of, number, storage, tensor, text, torch_zip, tuple_of
 from tests.support.layouts import LAYOUTS, LAZY, big_endian, numbers
-from tests.support.opening import opened, refused
+from tests.support.saved import opened, refused
 from tests.support.tensor_kinds import PLAIN_DTYPES
 from tests.support.trees import TREES, training_checkpoint, with_metadata
 from tests.support.zips import assert_whole, directory, place_of

@@ -16,9 +16,8 @@ from ckpttool.files.copying import Output
 from ckpttool.formats.pytorch import zip as torch_zip
 from ckpttool.inert_pickle.values import Global, Record
 from tests.support.comparing import assert_same
-from tests.support.refused import refused
 from tests.support.running import Cli, assert_says
-from tests.support.saved import opened
+from tests.support.saved import opened, refused
 
 STRIDED = Global("torch.distributed.tensor.placement_types", "_StridedShard")
 MANY = 1 << 18
@@ -192,7 +191,7 @@ def test_what_is_no_copy_is_left_alone(trees: list[Any], tmp_path: Path) -> None
     folder = save(tmp_path / "run", "rank{}.pt", trees)
     if None in trees:
         (folder / "rank1.pt").unlink()
-    refused(folder, kind=Unreadable)
+    refused(folder, error=Unreadable)
 
 
 def test_a_model_s_own_number_is_no_rank(tmp_path: Path) -> None:

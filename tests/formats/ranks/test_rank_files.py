@@ -20,8 +20,8 @@ import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, RanksDiffer, Unsupported, UsageFault
 from tests.ranks import shardings
 from tests.support.comparing import assert_same
-from tests.support.refused import refused
 from tests.support.running import Cli, assert_says
+from tests.support.saved import refused
 
 RunRanks = Callable[..., Any]
 

@@ -14,8 +14,8 @@ import ckpttool
 from ckpttool.errors import UsageFault
 from tests.support.attacks import BYTES, TENSOR
 from tests.support.crafting import dict_of, name, storage, tensor, text, torch_zip
-from tests.support.opening import convert, opened
 from tests.support.running import Cli, assert_says
+from tests.support.saved import convert, opened
 
 TRAINING = {
     "model": OrderedDict({"module.a": torch.arange(4.0), "module.b": torch.ones(2)}),

@@ -26,11 +26,11 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckpttool
 from ckpttool.models import factory
+from tests.ranks.forked import WarmPython
 from tests.support import architectures
 from tests.support.architectures import Net
 from tests.support.running import Cli, Ran
 from tests.support.saved import prefixed
-from tests.support.warm_python import WarmPython
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -72,10 +72,10 @@ class TwoMachines:
         meeting = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {ADDRESSES[0]}:29500"
         conf = f"--rdzv-conf is_host={1 - number},keep_alive_interval=1,read_timeout=20"
         own = f"--nnodes 2 --nproc-per-node 1 --max-restarts 3 --local-addr {ADDRESSES[number]}"
-        machine = Machine(self.networks[number], lacks=self.folder / "run" if number else None)
+        machine = Machine(self.networks[number], lacks=str(self.folder / "run") if number else "")
         arguments = [*SETTINGS, "--out", str(self.folder / "run"), "--timeout", str(self.timeout)]
         options = f"{own} {meeting} {conf}".split()
-        self.agents.append(Agent(options, arguments, self.folder, machine=machine))
+        self.agents.append(Agent(options, arguments, self.folder, fresh=True, machine=machine))
 
     def wait_for(self, mark: str, seconds: float = 90) -> None:
         end = time.monotonic() + seconds
@@ -131,7 +131,7 @@ def assert_undisturbed(folder: Path, tmp_path: Path) -> None:
     (one / "plan.json").write_text("[]")
     options = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     options += ["--rdzv-id", "one"]
-    agent = Agent(options, [*SETTINGS, "--out", str(one / "run")], one)
+    agent = Agent(options, [*SETTINGS, "--out", str(one / "run")], one, fresh=True)
     while agent.code is None:
         time.sleep(0.05)
     assert agent.code == 0, agent.log.read_text()
