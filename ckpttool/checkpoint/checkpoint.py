@@ -230,8 +230,7 @@ class Checkpoint:
         if state.part_of is not None:
             part = state.part_of.container
             names += (f"{path}{in_brief(key)}" for key in part if not in_part(key, state.prefix))
-        of_model = [f"{path}{name}" for name, _ in own_attributes(state.module)]
-        return (*of_model, *names)
+        return (*(f"{path}{name}" for name, _ in own_attributes(state.module)), *names)
 
     def changed(
         self, state: State, change: Callable[[object], object], also: Iterable[State] = ()

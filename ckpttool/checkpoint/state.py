@@ -130,8 +130,7 @@ class State:
 
 def in_part(key: object, prefix: str) -> bool:
     """Return whether a key belongs to a part: `ema.` has the keys that begin with it, `!ema.` all others."""
-    begins = isinstance(key, str) and key.startswith(prefix.removeprefix("!"))
-    return begins != prefix.startswith("!")
+    return (isinstance(key, str) and key.startswith(prefix.removeprefix("!"))) != prefix.startswith("!")
 
 
 def part(state: State, prefix: str) -> State | None:

@@ -142,8 +142,7 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
         state = f"state of {row.with_state} of {counted(row.parameters, 'parameter')}"
         kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
         size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
-        kind = row.kind or "of an unknown kind"
-        yield "optimizer", f"{_place(row.name)}: {kind}, {state}{size}{kept}"
+        yield "optimizer", f"{_place(row.name)}: {row.kind or 'of an unknown kind'}, {state}{size}{kept}"
         for settings in row.settings[:MAX_OTHERS]:
             yield "", printable("; ".join(in_words(settings)))
     for scheduler in summary.schedulers:

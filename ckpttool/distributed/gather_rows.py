@@ -185,8 +185,7 @@ def _parts(message: torch.Tensor, widths: list[int], rows: int) -> list[torch.Te
 
 def _aligned(raw: torch.Tensor) -> torch.Tensor:
     """Return the bytes, copied if they can't be viewed as numbers where they lie."""
-    odd = raw.data_ptr() % ALIGNED or raw.storage_offset() % ALIGNED
-    return raw.clone() if odd else raw
+    return raw.clone() if raw.data_ptr() % ALIGNED or raw.storage_offset() % ALIGNED else raw
 
 
 def _padded(size: int) -> int:

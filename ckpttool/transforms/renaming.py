@@ -56,6 +56,9 @@ class Renaming:
                 if not old or not new or not (same_depth or _last(old) == _last(new)):
                     break
                 old, new = parent(old), parent(new)
+        for old, new in [*paths.items()]:  # what was between a module and its new place wrapped it
+            while (old := parent(old)) and old not in paths and old.startswith(new and f"{new}."):
+                paths[old] = new
 
         def rule(path: str) -> str:
             above, rest = path, ""

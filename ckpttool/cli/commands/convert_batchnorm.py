@@ -75,7 +75,7 @@ def command(
     For one batch (momentum 1) the result is exactly what one process would have for the whole. Of running
     averages, only the mean is exact: the variance between ranks within each batch is gone from the files, and
     the pooled variance is too small by about 1/n for n values per channel (a third for n = 2). --momentum
-    adds that in expectation. A training with --batchnorm pooled has the exact values.
+    adds that in expectation. A run with --batchnorm pooled has the exact values.
 
     \b
     Examples:
@@ -134,8 +134,7 @@ def _kinds(spec: str | None) -> dict[str, str] | None:
 
 
 def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report) -> Outcome:
-    layers = (pooled or report).layers
-    many = counted(len(layers), "BatchNorm layer")
+    many = counted(len((pooled or report).layers), "BatchNorm layer")
     done = f"pooled the statistics of {ranks} ranks in {many}" if pooled else f"converted {many} for {to}"
     if pooled and not pooled.exact:
         done += ", assuming equal counts (--counts gives others)"

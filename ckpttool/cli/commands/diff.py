@@ -126,6 +126,5 @@ def _verdict(a: str, b: str, comparison: Comparison, limits: Limits) -> str:
     if comparison.same:
         return f"{a} and {b} are the same ({compared} compared)"
     only = ((comparison.only_a, f"only in {a}"), (comparison.only_b, f"only in {b}"))
-    lists = ((comparison.changed, "changed"), *only)
-    parts = [f"{len(names)} {what}" for names, what in lists if names]
+    parts = [f"{len(names)} {what}" for names, what in ((comparison.changed, "changed"), *only) if names]
     return f"{a} and {b} differ: {', '.join(parts)} ({compared} compared)"

@@ -156,8 +156,7 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
     model.eval()
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     first = next((m for m in model.modules() if not [*m.children()] and [*m.parameters()]), None)
-    is_of_indices = isinstance(first, torch.nn.Embedding)
-    dtype = torch.int64 if is_of_indices else next(floats, torch.float32)
+    dtype = torch.int64 if isinstance(first, torch.nn.Embedding) else next(floats, torch.float32)
     try:
         with torch.inference_mode():
             out = model(torch.zeros(shape, dtype=dtype))

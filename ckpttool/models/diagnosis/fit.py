@@ -109,8 +109,7 @@ class Fit:
 
 def shortened(names: tuple[str, ...]) -> str:
     """Return the first few names, and how many more there are."""
-    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def compare(state: State, blueprint: Blueprint) -> Fit:
