@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import io
 import json
 import multiprocessing
@@ -237,6 +238,7 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """Run a program in this process, which is a fork, and end it as an interpreter would."""
     import torch
 
+    gc.freeze()  # a collection need not pass over all that was imported before
     signal.set_wakeup_fd(-1)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]

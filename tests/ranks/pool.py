@@ -12,6 +12,7 @@ waits for a lost one takes, so a test need not look at the clock.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -159,6 +160,7 @@ def _serve(rank: int, size: int, folder: str, log: str, pipe: Connection) -> Non
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # a collection need not pass over all that was imported before
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     pipe.send_bytes(pickle.dumps(("returned", os.getpid())))

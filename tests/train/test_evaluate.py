@@ -187,12 +187,11 @@ def test_a_failure_is_one_line_and_an_object_for_scripts(saved, capsys, monkeypa
         assert said in error["message"] and set(error) == {"kind", "message", "hint"}
 
 
-def test_an_evaluation_does_not_import_the_compiler(saved, warm_python):
+def test_an_evaluation_does_not_import_the_compiler(saved):
     """It takes more than a second, and only training needs it."""
-    code = "import sys; from train.evaluate import main; assert 'torch._dynamo' not in sys.modules; "
-    code += "sys.exit(main() or 'torch._dynamo' in sys.modules)"
-    arguments = [saved / "plain.pt", "--model", "resnet20", "--data", "fake:20"]
-    done = warm_python.run("-c", code, *arguments, env={"OMP_NUM_THREADS": "1"})
+    code = "import sys; from train.evaluate import main; sys.exit(main() or 'torch._dynamo' in sys.modules)"
+    arguments = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "fake:20"]
+    done = start([sys.executable, "-c", code, *arguments], anew=True)
     assert done.returncode == 0, done.stderr
 
 
