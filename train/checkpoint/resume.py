@@ -157,7 +157,7 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
 
 
 def _other(path: str, what: str, hint: str) -> UsageFault:
-    return UsageFault(f"{path}: belongs to a training {what}", hint=hint)
+    return UsageFault(f"{path}: belongs to a run {what}", hint=hint)
 
 
 def _require_same_groups(now: dict[str, Any], then: dict[str, Any], allowed: set[str]) -> None:

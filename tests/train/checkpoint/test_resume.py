@@ -191,7 +191,7 @@ def test_resume_auto_beside_only_another_programs_file_starts_nothing_anew(run_r
 def test_resume_auto_passes_over_no_checkpoint_of_another_training(run_ranks, tmp_path):
     run_ranks(1, run, str(tmp_path), {"epochs": 1})
     (said,) = run_ranks(1, run, str(tmp_path), {"resume": "auto", "lr": 0.5})
-    assert said.startswith(f"UsageFault: {tmp_path}/last.pt: belongs to a training with --lr 0.1")
+    assert said.startswith(f"UsageFault: {tmp_path}/last.pt: belongs to a run with --lr 0.1")
 
 
 def test_resuming_a_finished_run_does_nothing_and_says_how_to_train_longer(run_ranks, tmp_path, short):

@@ -174,7 +174,7 @@ def test_a_resume_with_other_samples_is_refused_with_the_first(own, tmp_path, mo
     capsys.readouterr()
     assert train(own, factory, last.parent, "--epochs", "1", "--resume") == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {last}: belongs to a training on other samples: {DIFFERING[factory]} of ")
+    assert said.startswith(f"error: {last}: belongs to a run on other samples: {DIFFERING[factory]} of ")
     assert said.count("\n") == 1
     assert last.read_bytes() == before
 

@@ -264,7 +264,7 @@ def test_an_exchanged_sample_is_found_and_placed(cli, original, samples, forked_
 def test_a_changed_data_set_is_found(cli, original, samples, forked_replays):
     torch.save(samples + 1, original.parent / "inputs.pt")
     err = said_by(cli, 1, original, "--run-code")
-    assert re.search("belongs to a training on other samples: (training|test) sample 0", err)
+    assert re.search("belongs to a run on other samples: (training|test) sample 0", err)
 
 
 # ---- runs that were resumed ------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def test_a_changed_learning_rate_is_that_of_the_next_step(run_ranks, tmp_path):
     settings = {"scheduler": "none", "log_every": 1}
     run_ranks(2, run, str(tmp_path), {**settings, "epochs": 1})
     (refused, _) = run_ranks(2, run, str(tmp_path), {**settings, "resume": "auto", "lr": 0.01})
-    assert "belongs to a training with --lr 0.05" in refused and "--change lr" in refused
+    assert "belongs to a run with --lr 0.05" in refused and "--change lr" in refused
     said = run_ranks(2, run, str(tmp_path), {**settings, "resume": "auto", "lr": 0.01, "change": ("lr",)})
     assert "lr 0.05 -> 0.01" in said[0]
     assert rates(tmp_path) == {step: 0.05 if step <= STEPS else 0.01 for step in range(1, 2 * STEPS + 1)}

@@ -96,7 +96,7 @@ def test_a_resume_on_as_many_ranks_changes_passes_and_shares_only_where_that_is_
             runs.largest_difference(*(runs.read(folder / "last.pt") for folder in (whole, tmp_path))) < 1e-5
         )
         return
-    assert said.startswith("UsageFault") and f"belongs to a training with {given}, and {why}" in said
+    assert said.startswith("UsageFault") and f"belongs to a run with {given}, and {why}" in said
     assert f"--change {flag}" in said and "rank 0 failed" in other
     said, _ = run_ranks(2, run, make, str(tmp_path), {**changed, "change": (flag,), "stop_at": 3})
     before = 1 if setting == "accumulate" else None

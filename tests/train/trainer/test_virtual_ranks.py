@@ -102,7 +102,7 @@ def test_a_resume_with_other_virtual_ranks_is_another_training(run_ranks, tmp_pa
     run_ranks(1, runs.run, runs.steady, str(tmp_path), {"virtual_ranks": 2, "max_steps": 2})
     resumed = {"virtual_ranks": 4, "resume": str(tmp_path / "last.pt")}
     said = run_ranks(1, runs.run, runs.steady, str(tmp_path / "rest"), resumed)[0]
-    assert "belongs to a training with --virtual-ranks 2" in said
+    assert "belongs to a run with --virtual-ranks 2" in said
 
 
 def sum_of_rows(rank: int, world_size: int) -> list[torch.Tensor]:
