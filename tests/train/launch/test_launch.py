@@ -29,7 +29,8 @@ def runs(tmp_path_factory) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, (command, ranks) in WAYS.items():
         folder = tmp_path_factory.mktemp("run")
-        made[name] = start([*command, *TINY, "--out", str(folder)], anew=name == "python"), folder, ranks
+        anew = name in ("torchrun by path", "python")
+        made[name] = start([*command, *TINY, "--out", str(folder)], anew=anew), folder, ranks
     return made
 
 
