@@ -75,7 +75,8 @@ def fail_in(rank: int, world_size: int, call: str) -> Any:
 @pytest.mark.parametrize("call", FAILING)
 def test_a_call_that_fails_on_one_rank_fails_on_all_and_leaves_none_waiting(run_ranks, call):
     _, rank, kind, said = FAILING[call]
-    answers = [error for error, _ in run_ranks(2, fail_in, call)]
+    answers, ranks = zip(*run_ranks(2, fail_in, call), strict=True)
+    assert [*ranks] == [[0, 1], [0, 1]]
     own, other = answers[rank], answers[1 - rank]
     assert own[0] == kind or (not kind and own[0] != "RankFailed")
     assert other[0] == "RankFailed" and said in other[1] and f"rank {rank} failed" in other[1]

@@ -139,7 +139,7 @@ def come_late(folder: Path) -> None:
         time.sleep(0.1)
 
 
-LONG = 1.75 * TIMEOUT
+LONG = 2.5 * TIMEOUT
 """Seconds of work, after which a rank that did nothing would have been ended long ago."""
 
 
@@ -163,7 +163,7 @@ def write(folder: Path) -> None:
 
 
 def evaluate(folder: Path) -> None:
-    for _ in range(7):
+    for _ in range(10):
         time.sleep(TIMEOUT / 4)
         heartbeat.progress()
 

@@ -9,6 +9,7 @@ the start of a process: run those anew.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -135,7 +136,7 @@ class Program:
                 self.wait(max(1.0, end - time.monotonic()))
                 for pipe in filter(None, (self.stdout, self.stderr)):
                     pipe.close()
-            except TimeoutError as error:
+            except (TimeoutError, concurrent.futures.TimeoutError, subprocess.TimeoutExpired) as error:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)  # who has the pipes open keeps the threads waiting
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from error
@@ -144,7 +145,8 @@ class Program:
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it has not ended."""
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send it SIGTERM, if it has not ended."""
@@ -196,7 +198,7 @@ class Fork:
         self.pid = os.fork()
         if self.pid == 0:
             if start_new_session:
-                os.setsid()
+                os.setpgid(0, 0)  # torch kills the group; a drill finds a run's ranks by its agent's session
             for number, file in ((1, stdout), (2, stderr)):
                 if file is not None:
                     os.dup2(file.fileno(), number)

@@ -134,7 +134,7 @@ TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 4], ids="{} ranks".format)
+@pytest.mark.parametrize("size", [1, 2, 3, 4], ids="{} ranks".format)
 @pytest.mark.parametrize("batch_size", [8, 5])
 def test_pooled_statistics_are_those_of_one_process_with_the_whole_batch(run_ranks, size, dtype, batch_size):
     """Batches of 8 and 6 samples are two samples on each of four ranks, those of 5 and 2 are one or none."""
