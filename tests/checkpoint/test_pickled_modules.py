@@ -103,6 +103,8 @@ def test_wrapped_models_are_named_as_they_save_themselves(wrap: str, tmp_path: P
     try:
         path = saved(model, tmp_path / "m.pt")
     except Exception as error:
+        if wrap != "compiled":
+            raise
         pytest.skip(f"this torch does not pickle it: {error}")
     assert_names_and_values(ckpttool.open(path).state(), model)
 

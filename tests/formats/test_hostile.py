@@ -80,6 +80,22 @@ def test_a_file_with_any_byte_changed_is_used_or_refused(kind: str, tmp_path: Pa
             os.pwrite(file.fileno(), bytes([byte]), at)
 
 
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file_with_pieces_put_elsewhere_is_used_or_refused(kind: str, tmp_path: Path) -> None:
+    WRITERS[kind](tmp_path / "whole")
+    whole, path = (tmp_path / "whole").read_bytes(), tmp_path / "moved.pt"
+    randomly = random.Random(1)
+    for _ in range(500):
+        changed = bytearray(whole)
+        for _ in range(randomly.randrange(1, 4)):
+            begin, to, size = (randomly.randrange(len(whole)) for _ in range(3))
+            piece = changed[begin : begin + size % 64]
+            end = to if randomly.random() < 0.5 else to + len(piece)
+            changed[to:end] = piece
+        path.write_bytes(changed)
+        use(path)
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_every_attack_ends_with_an_exit_code_and_no_traceback(attack: str, cli: Any, tmp_path: Path) -> None:
     path = tmp_path / "in.pt"

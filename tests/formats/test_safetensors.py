@@ -295,7 +295,7 @@ LIES: dict[str, tuple[object, bytes]] = {
     "bytes missing": ({"a": U8}, b"a"),
     "bytes though no tensor": ({}, b"a"),
     **{
-        f"{field}: {str(value)[:40]}": (entry(**{field.split()[0]: value}), b"ab")
+        f"{field}: {str(value)[:40]}, {len(str(value))} long": (entry(**{field.split()[0]: value}), b"ab")
         for field, values in WRONG.items()
         for value in values
     },

@@ -132,8 +132,8 @@ def slimmed(tree: Any, folder: Path, **given: Any) -> Any:
     return loaded(selection.slim(opened(tree, folder), **given), folder)
 
 
-def all_values(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {key: values(tensor) for key, tensor in state.items()}
+def all_values(state: dict[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
+    return {key: (tensor.dtype, tensor.shape, values(tensor)) for key, tensor in state.items()}
 
 
 def test_slim_keeps_only_the_state(tmp_path: Path) -> None:

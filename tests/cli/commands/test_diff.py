@@ -159,7 +159,7 @@ def test_the_same_contents_are_exit_0(cli: Any) -> None:
     assert cli("convert a.pt", other).code == 0
     ran = cli("diff a.pt", other)
     assert (ran.code, ran.err) == (0, f"not compared, as {other} holds only tensors: epoch\n")
-    assert ran.out == f"{'a.pt'} and {other} are the same (3 tensors compared)\n"
+    assert ran.out == f"a.pt and {other} are the same (3 tensors compared)\n"
     assert cli("diff -q", "a.pt", other).out == ""
 
 

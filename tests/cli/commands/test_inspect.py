@@ -168,7 +168,7 @@ def test_json_has_no_numbers_that_json_lacks(cli: Any) -> None:
     assert {"name": "nan", "type": "float", "value": "nan"} in found["other"]
 
 
-def test_json_names_the_format_the_state_and_the_class_of_a_model(resnet20: Path, cli: Any) -> None:
+def test_json_names_the_format_the_state_and_the_class_of_a_model(cli: Any) -> None:
     torch.save([1], "list")
     torch.save(torch.nn.Linear(2, 2), "model")
     torch.save({"a": ONE}, "zip")
@@ -182,6 +182,9 @@ def test_json_names_the_format_the_state_and_the_class_of_a_model(resnet20: Path
     ]
     assert (found["list"]["state"], found["zip"]["state"]) == (None, "")
     assert (found["model"]["model"], found["model"]["state_bytes"]) == ("torch.nn.modules.linear.Linear", 24)
+
+
+def test_a_public_checkpoint_of_2018(resnet20: Path, cli: Any) -> None:
     public = cli("inspect", resnet20, "--json").json
     assert (public["format"], public["state"], public["parameters"]) == ("torch-legacy", "state_dict", 269722)
     assert public["prefixes"][0]["prefix"] == "module."

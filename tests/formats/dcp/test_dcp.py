@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import pickle
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import ckpttool
-from ckpttool.errors import Refused, Unsupported
+from ckpttool.errors import CkptToolError, Refused, Unsupported
 from ckpttool.formats.dcp import reading as reading_dcp
 from ckpttool.formats.dcp import tree as dcp_tree
 from ckpttool.formats.dcp import writing
@@ -567,3 +568,14 @@ def test_a_list_in_many_places_is_searched_once(tmp_path: Path, monkeypatch: pyt
     with ckpttool.open(tmp_path / "in.pt") as checkpoint:
         assert dcp_tree.with_keys_made_text(checkpoint) == ()
     assert walk.call_count == 1
+
+
+def test_metadata_cut_short_or_changed_anywhere_is_read_or_refused(tmp_path: Path) -> None:
+    folder = saved({"a": torch.ones(2), "l": [1, {"b": torch.ones(3)}]}, tmp_path / "d")
+    raw = (folder / ".metadata").read_bytes()
+    for at in range(0, len(raw), 7):
+        for damaged in (raw[:at], *(raw[:at] + byte + raw[at + 1 :] for byte in (b"\xff", b"0"))):
+            (folder / ".metadata").write_bytes(damaged)
+            with contextlib.suppress(CkptToolError), ckpttool.open(folder) as checkpoint:
+                for _, tensor in checkpoint.tensors():
+                    assert len(tensor.storage.data.read()) == tensor.storage.nbytes

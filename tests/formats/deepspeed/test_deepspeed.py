@@ -341,9 +341,6 @@ def without(folder: Path, pattern: str) -> None:
 STAGES = ["zero1-fp32", "zero2-fp32", "zero3-fp32"]
 
 
-STAGES = ["zero1-fp32", "zero2-fp32", "zero3-fp32"]
-
-
 @pytest.mark.parametrize("name", STAGES)
 def test_a_missing_rank_is_named(name: str, run: Run, cli: Any) -> None:
     folder = run(name)

@@ -469,7 +469,7 @@ def test_a_name_that_is_no_unicode_can_be_written_to(tmp_path: Path) -> None:
 
 
 def test_memory_stays_flat_whatever_the_size(tmp_path: Path) -> None:
-    """80 MB in each direction, in processes of their own; tests/cli/test_memory.py has one large tensor."""
+    """80 MB in each direction, in processes of their own; tests/cli/test_needs.py has one large tensor."""
     big = {f"module.{i}": torch.zeros(5_000_000) for i in range(4)}
     saved({**big, "module.turned": torch.zeros(2000, 500).t()}, tmp_path)
     for words in (
@@ -479,6 +479,8 @@ def test_memory_stays_flat_whatever_the_size(tmp_path: Path) -> None:
         "convert out.safetensors back.pt",
         "convert in.pt cast.pt --dtype bf16",
         "convert in.pt full.safetensors --full",
+        "digest in.pt",
+        "verify in.pt",
     ):
         files = [f"{tmp_path}/{word}" if "." in word else word for word in words.split()]
         assert peak(*files) < MOST, words
