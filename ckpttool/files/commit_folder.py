@@ -15,8 +15,9 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from ..errors import UsageFault
+from ..errors import CkptToolError, Unreadable, UsageFault
 from .commit import keep_permissions, not_writable, sync_folder
 from .copying import no_room_named
 from .failures import reason
@@ -28,6 +29,8 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 # Errors of renameat2: an old kernel, a file system that can't, a sandbox.
 NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+
+T = TypeVar("T")
 
 ATTEMPTS = 5  # times that an old folder is looked through, while other processes still write into it
 
@@ -68,7 +71,7 @@ def replacing_folder(path: str, replaced: Replaced, kept: Collection[str] = ()) 
         with no_room_named(path):
             yield new
             if exists:
-                _keep_permissions_of_files(temporary, target, replaced(target))
+                unmoved(target, lambda: _keep_permissions_of_files(temporary, target, replaced(target)))
                 _link(path, kept, target, temporary)
                 keep_permissions(temporary, target)
             sync_folder(temporary)
@@ -92,10 +95,49 @@ def _check_folder(path: str, target: str, replaced: Replaced, kept: Collection[s
         raise not_writable(path, error) from error
     if not os.path.isdir(target):
         raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
-    if others := others_in(target, {*replaced(target), *kept}):
+    if others := unmoved(target, lambda: others_in(target, {*replaced(target), *kept})):
         listed = ", ".join(others[:3])
         raise UsageFault(f"{path}: holds other files too ({listed})", hint="choose a new folder as output")
     return True
+
+
+def unmoved(folder: str, look: Callable[[], T]) -> T:
+    """Return what `look` finds in a folder: all of it in one and the same, if it is replaced meanwhile.
+
+    Raises Unreadable where the folder is replaced continuously, and what `look` raises.
+    """
+    for _ in range(1000):
+        with _held(folder) as is_still_there:
+            try:
+                found = look()
+            except (CkptToolError, OSError):
+                if is_still_there():
+                    raise
+                continue
+            if is_still_there():
+                return found
+    raise Unreadable(folder, "is being replaced continuously by another process")
+
+
+@contextlib.contextmanager
+def _held(folder: str) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether a folder was replaced; held open, its inode can't be reused."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # looking into it raises a better error; what can't be listed may still be read
+        yield lambda: True
+        return
+
+    def is_still_there() -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(folder))
+        except FileNotFoundError:
+            return False
+
+    try:
+        yield is_still_there
+    finally:
+        os.close(fd)
 
 
 def others_in(folder: str, names: Collection[str]) -> list[str]:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import CkptToolError, Damaged, OutputExists, UsageFault
 from ..files.commit import replacing
-from ..files.commit_folder import Replaced, others_in
+from ..files.commit_folder import Replaced, others_in, unmoved
 from ..files.open_source import names_in, open_source_descriptor
 from ..tensors.ref import ByteRange, Source
 from . import shards
@@ -97,7 +97,11 @@ def _names_of(folder: str, files: Collection[File | None]) -> list[str]:
 
 def others(checkpoint: Checkpoint, path: str, kept: Collection[str]) -> list[str]:
     """Return the names of what keeps a folder from being replaced: neither replaced nor kept, sorted."""
-    return others_in(path, {*replaced_by(checkpoint, path)(path), *companions(checkpoint, path), *kept})
+
+    def look() -> list[str]:
+        return others_in(path, {*replaced_by(checkpoint, path)(path), *companions(checkpoint, path), *kept})
+
+    return unmoved(path, look)
 
 
 def companions(checkpoint: Checkpoint, path: str) -> list[str]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import Damaged, Unreadable, Unsupported, UsageFault
-from ..files.commit_folder import set_aside
+from ..files.commit_folder import set_aside, unmoved
 from ..files.failures import reason
 from ..files.open_source import OF_MACOS, allow_open_files, names_in, open_source_descriptor
 from ..tensors.ref import Source
@@ -139,18 +139,7 @@ def _only_file(folder: str) -> str | None:
 
 def _open_in(name: str, folder: str) -> Checkpoint:
     """Open the files of a folder, all from the same one if it is replaced meanwhile."""
-    for _ in range(1000):
-        with _held(folder) as is_still_there:
-            try:
-                checkpoint = _read_folder(name) if os.path.isdir(name) else _read_telling(name, name)
-            except (Damaged, Unreadable, Unsupported):
-                if is_still_there():
-                    raise
-                continue
-            if is_still_there():
-                return checkpoint
-            checkpoint.close()
-    raise Unreadable(name, "is being replaced continuously by another process")
+    return unmoved(folder, lambda: _read_folder(name) if os.path.isdir(name) else _read_telling(name, name))
 
 
 @_collector_paused()
@@ -182,27 +171,6 @@ def _read_telling(name: str, telling: str) -> Checkpoint:
         if fault.path != name or os.path.basename(telling) != dcp.METADATA:
             raise
         raise type(fault)(telling, fault.reason, hint=fault.hint) from None
-
-
-@contextmanager
-def _held(folder: str) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether a folder was replaced; held open, its inode can't be reused."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # reading it raises a better error; a folder that can't be listed may still be read
-        yield lambda: True
-        return
-
-    def is_still_there() -> bool:
-        try:
-            return os.path.samestat(os.fstat(fd), os.stat(folder))
-        except FileNotFoundError:
-            return False
-
-    try:
-        yield is_still_there
-    finally:
-        os.close(fd)
 
 
 def _telling(folder: str, names: list[str]) -> str | None:

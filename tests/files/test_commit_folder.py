@@ -100,6 +100,23 @@ def test_what_another_process_put_there_meanwhile_is_in_the_new_folder(folder: P
     assert names(folder.parent) == ["f"]
 
 
+@pytest.mark.usefixtures("both_ways")
+def test_a_folder_that_is_replaced_while_a_writer_looks_at_it_is_looked_at_again(folder: Path) -> None:
+    """What was listed of the old folder says nothing of the new one."""
+    others = [0, 1, 2]
+
+    def replaced(_: str) -> list[str]:
+        if not others:
+            return ["mine"]
+        others.pop()
+        replace(folder)
+        return []  # the old folder is empty by now
+
+    with replacing_folder(str(folder), replaced) as new:
+        (Path(new.path) / "mine").write_text("newest")
+    assert (others, (folder / "mine").read_text(), names(folder.parent)) == ([], "newest", ["f"])
+
+
 def test_what_has_a_name_of_the_new_folder_s_gets_another_one(folder: Path) -> None:
     """A file of theirs, and a folder by the name of a file that may be replaced."""
 

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -258,10 +259,18 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     )
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     code = _run([argument for argument in arguments if argument != "-u"], env)
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        try:
+            if not stream.closed:
+                stream.flush()
+        except OSError as error:
+            code = 120
+            os.write(2, f"Exception ignored while flushing {stream.name}: {error}\n".encode())
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 
@@ -288,8 +297,7 @@ def _run(arguments: list[str], env: Mapping[str, str]) -> int:
         return 1
     except KeyboardInterrupt:
         traceback.print_exc()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)  # as an interpreter ends
+        return -signal.SIGINT
     except BaseException:
         traceback.print_exc()
         return 1

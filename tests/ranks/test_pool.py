@@ -1,13 +1,17 @@
-"""The pool of ranks: a rank that raises, dies or hangs fails one test, and no other."""
+"""The pool of ranks: one that raises, dies or hangs fails one test, and no other; and how forks end."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
 
+from tests.ranks.forked import Program
 from tests.ranks.pool import CaseFailed, Pool
+from tests.support.running import ROOT
 
 
 def add_ranks(rank: int, world_size: int, more: int) -> int:
@@ -73,3 +77,19 @@ def test_a_rank_that_fails_is_named_and_the_next_case_gets_new_ranks(pool, case,
     assert [words for words in ("rank 0 returned", *said) if words not in str(failure.value)] == []
     assert not any(alive(pid) for pid in before)
     assert pool.run(add_ranks, 0) == [1, 1]
+
+
+FULL = "import sys; sys.stdout = open('/dev/full', 'w'); print('x')"
+LATE = "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()"
+STOPPED = "import atexit; atexit.register(print, 'exit'); print('before'); raise KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"), [(FULL, (120, "")), (LATE, (0, "late\n")), (STOPPED, (-2, "before\nexit\n"))]
+)
+def test_a_fork_ends_as_a_program_that_was_started_does(code: str, ends: tuple[int, str]) -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    fork = Program([sys.executable, "-c", code], ROOT, buffered)
+    out, _ = fork.communicate(30)
+    real = subprocess.run([sys.executable, "-c", code], env=buffered, capture_output=True, text=True)
+    assert (fork.returncode, out) == (real.returncode, real.stdout) == ends

@@ -14,6 +14,7 @@ from ...checkpoint.dotted_names import contents, dotted
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import OutputExists, UsageFault
+from ...files.commit_folder import unmoved
 from ...inert_pickle.known_names import names_in, names_that_run
 from ...inert_pickle.values import walk
 from ...tensors.ref import Storage, TensorRef
@@ -143,8 +144,9 @@ def require_place(checkpoint: Checkpoint, target: Destination, force: bool, kept
     except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # writing tells why
         return
     is_named_as_folder = path.endswith("/") or os.path.splitext(path)[1].lower() not in ENDINGS
-    if target.is_folder and is_named_as_folder and os.path.isdir(path) and not os.listdir(path):
-        return  # an empty folder has nothing to lose
+    if target.is_folder and is_named_as_folder and os.path.isdir(path):
+        if not unmoved(path, lambda: os.listdir(path)):
+            return  # an empty folder has nothing to lose
     for why, hint in _reasons(checkpoint, target, kept):
         raise OutputExists(f"{path}: already exists, and {why}", hint=hint)
     if not force:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 import typing
@@ -147,6 +148,8 @@ def test_a_machine_that_is_lost_and_comes_back_and_a_link_that_is_cut_change_no_
     run.cut_link(2)  # not for long: the run goes on as if nothing had been
     run.wait_for("run/last.pt")
     run.wait_for("kill-1")
+    for pid in subprocess.check_output(["ip", "netns", "pids", run.networks[1]], text=True).split():
+        os.kill(int(pid), signal.SIGKILL)
     agents.kill_all(run.folder / "none", run.agents[1:])
     run.start(1)
     assert run.ends() == [0, -9, 0], run.said()

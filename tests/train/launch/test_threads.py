@@ -18,8 +18,11 @@ import os, sys
 from ckpttool.distributed import processes
 processes.usable_cores = lambda: 6
 from train.launch import program
-open(sys.argv[1] + os.environ["RANK"], "w").write(str(program.threads()))
+threads = program.threads()
 assert "torch" not in sys.modules  # which takes seconds
+program.set_threads()
+import torch
+open(sys.argv[1] + os.environ["RANK"], "w").write(f"{threads} {torch.get_num_threads()}")
 """
 
 # The group of a process, the files of groups, and the cores that they leave.
@@ -79,7 +82,7 @@ def test_a_rank_takes_its_part_of_the_cores_unless_the_user_has_said_how_many(mo
     assert (program.threads(), taken) == (threads, [threads] * (threads is not None))
 
 
-@pytest.mark.parametrize(("given", "threads"), [({}, "3"), ({"OMP_NUM_THREADS": "1"}, "None")])
+@pytest.mark.parametrize(("given", "threads"), [({}, "3 3"), ({"OMP_NUM_THREADS": "1"}, "None 1")])
 def test_torchruns_default_of_one_thread_is_told_from_the_users(tmp_path, given, threads):
     """Both reach the rank as OMP_NUM_THREADS=1."""
     (tmp_path / "tells.py").write_text(TELLS)

@@ -53,8 +53,8 @@ AUTO: dict[str, Any] = {"augment": "auto", "mixup": 0.4}
 
 @pytest.mark.parametrize(
     ("size", "changed"),
-    [(3, CROP), (3, MIXED), (3, AUTO), (1, {**AUTO, **MIXED})],
-    ids=["crop-flip", "mixup and cutmix", "auto and mixup", "all on one rank"],
+    [(3, CROP), (1, CROP), (3, MIXED), (3, AUTO), (1, {**AUTO, **MIXED})],
+    ids=["crop-flip", "crop-flip on one rank", "mixup and cutmix", "auto and mixup", "all on one rank"],
 )
 def test_a_resumed_run_with_changed_samples_equals_the_uninterrupted_one(run_ranks, tmp_path, size, changed):
     run_ranks(size, run, str(tmp_path / "whole"), changed)
