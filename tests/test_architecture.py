@@ -23,7 +23,7 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PAGE = ROOT / "docs" / "architecture.md"
 MARKS = "<!-- tables -->\n", "<!-- /tables -->"
 
-FOLDERS = ["tensors", "distributed", "files", "inert_pickle", "checkpoint", "formats", "transforms"]
+FOLDERS = ["tensors", "distributed", "files", "remote", "inert_pickle", "checkpoint", "formats", "transforms"]
 FOLDERS += ["analysis", "proving", "batchnorm", "metrics", "models", "cli"]
 """The folders of the package, from the ground up: each imports only from those before it."""
 

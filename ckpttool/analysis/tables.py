@@ -16,6 +16,7 @@ from ..formats.one_of_several import piece_of
 from ..formats.reading import open as open_checkpoint
 from ..formats.roots import checkpoints_below, step_in
 from ..inert_pickle.values import Record
+from ..remote.places import is_folder, nbytes_of
 from ..tensors.cast import FLOATS, carrier, reader
 from ..tensors.ref import TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
@@ -174,16 +175,10 @@ def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
             problem = f"files of ranks {missing} are missing" if missing else ""
             if any(like.kind in SHARDED for _, like in checkpoint.special_tensors()):
                 problem = "it holds one rank's pieces of tensors"
-            elif not os.path.isdir(path) and (piece := piece_of(path)) and piece.others:
+            elif not is_folder(path) and (piece := piece_of(path)) and piece.others:
                 problem = f"it is {piece.what}"
             stated = ranks.step if ranks and step is None else step
             return CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem)
     except CkptToolError as error:
         reason = error.reason if isinstance(error, FileError) else error.message
-        return CheckpointRow(path, step, None, _size(path), reason)
-
-
-def _size(path: str) -> int:
-    if not os.path.isdir(path):
-        return os.path.getsize(path) if os.path.exists(path) else 0
-    return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
+        return CheckpointRow(path, step, None, nbytes_of(path), reason)

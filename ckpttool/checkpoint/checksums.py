@@ -35,6 +35,12 @@ def each_once(storages: Iterable[Named]) -> Iterator[Named]:
                 yield name, storage
 
 
+def reads_of(storages: Iterable[Named]) -> Iterator[ByteRange]:
+    """Yield the ranges of files that storages are read from."""
+    places = (storage.data for _, storage in each_once(storages))
+    return (place for place in places if isinstance(place, ByteRange))
+
+
 class Checksums:
     """Sums bytes while they are read for another purpose, and compares the sums. A context manager."""
 

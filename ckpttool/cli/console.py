@@ -14,11 +14,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from ..files.copying import Progress
+
+if TYPE_CHECKING:
+    from ..remote.store import Traffic
 
 BAR_FROM = 64 << 20  # bytes of work from which a progress bar is drawn
 MAX_INDENTED = 1 << 20  # characters of JSON up to which it is indented
@@ -35,6 +38,12 @@ class Console:
 
     def result(self, text: str, data: Mapping[str, object], *, in_quiet: str | None = None) -> None:
         """Print the outcome."""
+        if (traffic := _traffic()) is not None:
+            data = {**data, "requests": traffic.requests, "bytes_read": traffic.nbytes}
+            for remark in traffic.remarks:
+                self.note(remark)
+            if self.verbose:
+                self.note(f"{counted(traffic.requests, 'request')}, {show_bytes(traffic.nbytes)} read")
         said = to_json(data) if self.json else in_quiet if self.quiet else text
         if said is not None:
             click.echo(said, err=self.to_stderr)
@@ -70,6 +79,12 @@ class Console:
             yield bar
         finally:
             bar.close()
+
+
+def _traffic() -> Traffic | None:
+    """Return what was asked of remote stores, if anything was."""
+    store = sys.modules.get(f"{__package__.rpartition('.')[0]}.remote.store")
+    return store.TRAFFIC if store is not None and store.TRAFFIC.requests else None
 
 
 class Bar:

@@ -34,6 +34,7 @@ SHARED = ("-q", "--quiet", "-v", "--verbose", "--json", "--force", "--dry-run", 
 
 # Libraries that a plain install lacks, and the extra of ckpttool that brings each
 EXTRAS = {"torch": "torch", "safetensors": "torch", "torchvision": "train", "sklearn": "train"}
+EXTRAS |= dict.fromkeys(("urllib3", "obstore", "huggingface_hub"), "remote")
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class Call:
     command: str = "ckpttool"  # the command as it was typed: `ckpttool convert`
     paths: tuple[str, ...] = ()  # the files that were named as input
     to_stderr: bool = False  # the output file goes to stdout, so words must not
+    revision: str | None = None  # of repositories on the hub
 
 
 def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> int:

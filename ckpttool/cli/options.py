@@ -82,8 +82,23 @@ def note_inputs(ctx: click.Context, argument: click.Parameter, given: Any) -> An
     """Record the command and its input files for the report of an error."""
     call = ctx.ensure_object(Call)
     call.command = ctx.command_path
-    call.paths += given if isinstance(given, tuple) else (given,)
-    return given
+    named = given if isinstance(given, tuple) else (given,)
+    if any("://" in path for path in named if path):
+        from ..remote.urls import canonical
+
+        named = tuple(canonical(path, call.revision) for path in named)
+    call.paths += named
+    return named if isinstance(given, tuple) else named[0]
+
+
+def _note_revision(ctx: click.Context, option: click.Parameter, revision: str | None) -> None:
+    ctx.ensure_object(Call).revision = revision
+
+
+def _stay_offline(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
+    """Tell the hub's library and our own stores, as the variable does."""
+    if asked:
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str, ...]) -> Any:
@@ -207,6 +222,21 @@ reading = _all(
     flag("--json", "Print one JSON object on stdout, also for errors.", "as_json"),
     flag("-q", "Print only errors.", "--quiet"),
     flag("-v", "Show every name, not only the first few.", "--verbose"),
+    option(
+        "--revision NAME",
+        "Of hf:// inputs: the branch, tag or commit, where @NAME does not say it.",
+        is_eager=True,
+        expose_value=False,
+        callback=_note_revision,
+    ),
+    click.option(
+        "--offline",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_stay_offline,
+        help="Ask no server: of hf://, take what the hub's own cache holds.",
+    ),
     _with_console,
 )
 

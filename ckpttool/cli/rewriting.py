@@ -65,8 +65,9 @@ class Companions:
     def of(cls, checkpoint: Checkpoint, job: Job, place: Destination) -> Companions:
         """Look into INPUT's folder; an existing file in a companion's place is refused without --force."""
         from ..formats import folders
+        from ..remote.places import is_folder
 
-        folder = job.input if os.path.isdir(job.input) else None
+        folder = job.input if is_folder(job.input) else None
         wanted = job.companions
         if folders.is_in_place(checkpoint, place.path):
             return cls({})

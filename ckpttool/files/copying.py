@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from mmap import mmap
 from typing import BinaryIO, NamedTuple, TypeVar
 
-from ..tensors.ref import ByteRange, Computed, TensorRef
+from ..tensors.ref import ByteRange, Computed, Source, TensorRef
 from ..tensors.values import stream
 from .crc32 import combined, crc32
 from .failures import NO_ROOM
@@ -61,6 +61,7 @@ class _Copy:
     position: int
     nbytes: int
     then: Then | None
+    near: ByteRange | None  # where the bytes come from
     left: int
     crc: int = 0
 
@@ -162,24 +163,30 @@ class Output:
         if end // FLUSHED > (end - len(data)) // FLUSHED:
             _start_flushing(self.fd, (end // FLUSHED - 1) * FLUSHED)
 
-    def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
         """Append chunks of `nbytes` bytes together, each valid until the next is asked for."""
-        self._plan(chunks, nbytes, None)
+        self._plan(chunks, nbytes, None, near)
 
-    def copy(self, data: ByteRange | Computed, then: Then | None = None) -> None:
-        """Append bytes from elsewhere; `then` gets their CRC-32, in the caller's thread, once written."""
-        if data.nbytes <= SMALL and not self._planned:
+    def copy(
+        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
+    ) -> None:
+        """Append bytes from elsewhere; `then` gets their CRC-32, in the caller's thread, once written.
+
+        `near` tells where computed bytes come from.
+        """
+        near = data if isinstance(data, ByteRange) else near
+        if data.nbytes <= SMALL and not self._planned and (near is None or near.source.is_local):
             self._put_here(self.position, [data.read()], then)
             self.position += data.nbytes
         else:
-            self._plan(data, data.nbytes, then)
+            self._plan(data, data.nbytes, then, near)
 
     def settle(self) -> None:
         """Write all that was appended. Raises whatever goes wrong on the way."""
         settle_together([self])
 
-    def _plan(self, data: Data, nbytes: int, then: Then | None) -> None:
-        self._planned.append(_Copy(data, self.position, nbytes, then, nbytes))
+    def _plan(self, data: Data, nbytes: int, then: Then | None, near: ByteRange | None) -> None:
+        self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))
         self.position += nbytes
         if len(self._planned) == PLANNED:
             self.settle()
@@ -187,7 +194,7 @@ class Output:
     def _blocks(self, buffers: Buffers) -> Iterator[Callable[[], _Block]]:
         """Yield the jobs that write what was planned; what takes no job is written in between."""
         planned, self._planned = self._planned, []
-        for copy in planned:
+        for copy in _as_they_lie(planned):
             data, position = copy.data, copy.position
             if not isinstance(data, ByteRange | Computed):
                 self._put_here(position, data)
@@ -202,7 +209,7 @@ class Output:
     def _shares(self, copy: _Copy) -> bool:
         """Let the file share the bytes that are to be copied; return False where it can't."""
         data, position = copy.data, copy.position
-        if copy.then or not isinstance(data, ByteRange):
+        if copy.then or not isinstance(data, ByteRange) or not data.source.is_local:
             return False
         shared = share(data, self.fd, position)
         if shared:
@@ -265,6 +272,21 @@ def _start_flushing(fd: int, start: int) -> None:
             os.posix_fadvise(fd, start, FLUSHED, os.POSIX_FADV_DONTNEED)
 
 
+def _as_they_lie(copies: list[_Copy]) -> list[_Copy]:
+    """Return copies in the order of their bytes where these are not on this machine, else as they came."""
+    sources: dict[Source, int] = {}
+    for copy in copies:
+        if copy.near is not None and not copy.near.source.is_local:
+            sources.setdefault(copy.near.source, len(sources))
+    if not sources:
+        return copies
+
+    def place(copy: _Copy) -> tuple[int, int]:
+        return (sources.get(copy.near.source, -1), copy.near.offset) if copy.near else (-1, 0)
+
+    return sorted(copies, key=place)
+
+
 class DryOutput(Output):
     """An output that takes everything and keeps nothing but the size."""
 
@@ -277,10 +299,12 @@ class DryOutput(Output):
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
         pass
 
-    def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
         self.position += nbytes  # the chunks are not asked for
 
-    def copy(self, data: ByteRange | Computed, then: Then | None = None) -> None:
+    def copy(
+        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
+    ) -> None:
         self.position += data.nbytes
         if then:
             then(0)

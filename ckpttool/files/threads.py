@@ -76,6 +76,7 @@ class Workers(Generic[T]):
         """Prepare for `count` jobs at once, the caller's included; no thread starts before two jobs wait."""
         self.count = count if cores(2) > 1 else 1
         self._todo: SimpleQueue[_Task[T] | None] = SimpleQueue()
+        self._closing = threading.Event()
         self._pending: deque[_Task[T]] = deque()
         self._threads: list[Thread] = []
 
@@ -105,6 +106,7 @@ class Workers(Generic[T]):
     def close(self) -> None:
         """End the threads when they have done the job at hand. Jobs that have not begun are dropped."""
         self._pending.clear()
+        self._closing.set()
         with signals_deferred():  # a thread that is not waited for could write to a file that is closed
             with contextlib.suppress(Empty):
                 while True:
@@ -117,7 +119,8 @@ class Workers(Generic[T]):
             self._threads.clear()
 
     def _start_thread(self) -> None:
-        thread = Thread(target=_run_all, args=(self._todo,), name=NAME, daemon=True)
+        args = self._todo, self._closing
+        thread = Thread(target=_run_all, args=args, name=NAME, daemon=True)
         self._threads.append(thread)
         try:
             thread.start()
@@ -167,8 +170,18 @@ class _Task(Generic[T]):
             return self._result
 
 
-def _run_all(todo: SimpleQueue[_Task[T] | None]) -> None:
+_of_thread = threading.local()
+
+
+def is_dropped() -> bool:
+    """Return whether nobody waits any more for the job that this thread runs."""
+    closing = getattr(_of_thread, "closing", None)
+    return closing is not None and closing.is_set()
+
+
+def _run_all(todo: SimpleQueue[_Task[T] | None], closing: threading.Event) -> None:
     """Run jobs until None comes."""
+    _of_thread.closing = closing
     while (task := todo.get()) is not None:
         task.run(kept=BaseException)  # whatever ended this thread would leave the caller waiting
 

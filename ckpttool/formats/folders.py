@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import filecmp
 import json
 import os
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -14,7 +12,8 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..errors import CkptToolError, Damaged, OutputExists, UsageFault
 from ..files.commit import replacing
 from ..files.commit_folder import Replaced, others_in, unmoved
-from ..files.open_source import names_in, open_source_descriptor
+from ..remote.places import is_file, is_folder, listed, names_in, nbytes_of, open_source_at, uploading
+from ..remote.urls import is_url
 from ..tensors.ref import ByteRange, Source
 from . import shards
 from .dcp import reading as dcp
@@ -22,8 +21,8 @@ from .dcp.tree import not_read
 
 NAMES = (shards.SAFETENSORS, shards.TORCH, dcp.NAME)
 
-# The device and inode of a file.
-File = tuple[int, int]
+# The identity of a source, or the device and inode of a file.
+File = tuple[object, object]
 
 # Name endings that tell the format of a folder, in the order in which reading prefers them.
 TELLING = (
@@ -72,7 +71,7 @@ def _named_by(path: str) -> list[str]:
     """Return the files that an index or DCP metadata names next to it; none if it is damaged."""
     names: list[str] = []
     try:
-        source = Source(path, open_source_descriptor(path))
+        source = open_source_at(path)
         names_in_it = dcp.file_names if os.path.basename(path) == dcp.METADATA else shards.shard_names
         names = names_in_it(source)
     except CkptToolError as error:
@@ -85,7 +84,7 @@ def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
     """Return what tells the files that a checkpoint replaces when it is written to a folder."""
     if not is_in_place(checkpoint, path):
         return files_of_checkpoints
-    telling = _names_of(path, {_identity(os.fstat(checkpoint.source.fd))})
+    telling = _names_of(path, {checkpoint.source.identity})
     read = _files_read(checkpoint)
     return lambda folder: _with_named(folder, telling, _names_of(folder, read))
 
@@ -139,7 +138,7 @@ def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
 
 def is_same_file(source: Source, path: str) -> bool:
     """Return whether a path leads to an open file."""
-    return path != "-" and _identity(os.fstat(source.fd)) == _identity_of(path)
+    return path != "-" and source.identity == _identity_of(path)
 
 
 def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
@@ -153,23 +152,30 @@ def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) ->
     if (source := folder or folder_of(checkpoint)) is None:
         return []
     read = _files_read(checkpoint)
-    top = os.path.realpath(source)
-    places = [path, *(shard.path for shard in checkpoint.shards)]  # in a folder below, as DeepSpeed has tags
-    own = {os.path.relpath(os.path.realpath(place), top).split(os.sep)[0] for place in places}
+    sources = checkpoint.source, *checkpoint.shards
+    # In a folder below, as DeepSpeed has tags.
+    own = {_first_below(source, place) for place in (path, *(each.place for each in sources))}
     return [
         name
-        for name in sorted(os.listdir(source))
+        for name in listed(source)
         if not (name.startswith(".") or name in own or not_read(name) in checkpoint.unread)
         and _identity_of(os.path.join(source, name)) not in read
     ]
+
+
+def _first_below(folder: str, path: str) -> str:
+    """Return the name in a folder by which a path begins that leads into it."""
+    if is_url(folder):
+        return path.removeprefix(folder.rstrip("/") + "/").split("/")[0]
+    return os.path.relpath(os.path.realpath(path), os.path.realpath(folder)).split(os.sep)[0]
 
 
 def folder_of(checkpoint: Checkpoint) -> str | None:
     """Return the folder that a checkpoint was read from, perhaps by its index; None if it is a file."""
     if checkpoint.format not in NAMES and checkpoint.ranks is None:
         return None
-    folder = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
-    return folder if os.path.isdir(folder) else None
+    folder = checkpoint.path if is_folder(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
+    return folder if is_folder(folder) else None
 
 
 def _files_referred(checkpoint: Checkpoint) -> set[File | None]:
@@ -182,24 +188,21 @@ def _files_referred(checkpoint: Checkpoint) -> set[File | None]:
         waiting += origins.values()
     places = (storage.data for storage in storages.values() if isinstance(storage.data, ByteRange))
     sources = {id(place.source): place.source for place in places if place.source is not checkpoint.source}
-    return {_identity(os.fstat(source.fd)) for source in sources.values()}
+    return {source.identity for source in sources.values()}
 
 
 def _files_read(checkpoint: Checkpoint) -> set[File | None]:
-    return {_identity(os.fstat(source.fd)) for source in (checkpoint.source, *checkpoint.shards)}
+    return {source.identity for source in (checkpoint.source, *checkpoint.shards)}
 
 
 def _identity_of(path: str) -> File | None:
     try:
-        return _identity(os.stat(path))
+        facts = os.stat(path)
     except OSError as error:
         # It was removed meanwhile, or is a link that can't be followed.
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
             return None
         raise
-
-
-def _identity(facts: os.stat_result) -> File:
     return facts.st_dev, facts.st_ino
 
 
@@ -217,8 +220,8 @@ def listed_beside(
         return [], []
     names = other_files(checkpoint, path, folder)
     below = os.path.join(folder, BELOW)
-    if BELOW in names and os.path.isdir(below) and not os.path.islink(below):
-        inside = sorted(name for name in os.listdir(below) if not name.startswith("."))
+    if BELOW in names and is_folder(below) and not os.path.islink(below):
+        inside = [name for name in listed(below) if not name.startswith(".")]
         names = [name for name in names if name != BELOW] + [os.path.join(BELOW, name) for name in inside]
     found = [name for name in names if _is_companion(folder, name)]
     rest = [
@@ -234,12 +237,14 @@ def _is_companion(folder: str, name: str) -> bool:
     path, base = os.path.join(folder, name), os.path.basename(name)
     is_known = any(fnmatchcase(base, pattern) for pattern in COMPANIONS) and not base.endswith(shards.INDEX)
     # Tokenizers have up to 40 MB.
-    is_small = is_known and os.path.isfile(path) and os.path.getsize(path) <= 100_000_000
+    is_small = is_known and is_file(path) and nbytes_of(path) <= 100_000_000
     return is_small and _is_inside(folder, name)
 
 
 def _is_inside(folder: str, name: str) -> bool:
     """Whether a file lies in the folder itself; a link may lead into the blobs of its own hub cache."""
+    if is_url(folder):
+        return True
     home, place = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
     # The hub's cache has snapshots/REVISION/config.json -> ../../blobs/HASH.
     blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")
@@ -259,7 +264,7 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
     for target, path in sources.items():
         if force or not os.path.lexists(target):
             continue
-        if not (os.path.isfile(target) and filecmp.cmp(path, target, shallow=False)):
+        if not (os.path.isfile(target) and _bytes_of(path) == _bytes_of(target)):
             raise OutputExists(f"{target}: already exists", hint="write it anyway with --force")
     return {path: target for target, path in sources.items()}
 
@@ -267,12 +272,17 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
 def copy_companions(places: Mapping[str, str], settings: Mapping[str, object] | None = None) -> None:
     """Copy each companion to its place, whole or not at all; a config.json with these settings changed."""
     for path, place in places.items():
-        with open(path, "rb") as source, replacing(place) as file:
-            if not settings or os.path.basename(path) != "config.json":
-                shutil.copyfileobj(source, file)
-                continue
+        content = _bytes_of(path)
+        if settings and os.path.basename(path) == "config.json":
             try:
-                text = json.dumps({**json.loads(source.read()), **settings}, indent=2)
+                text = json.dumps({**json.loads(content), **settings}, indent=2)
             except (ValueError, TypeError, RecursionError):
                 raise Damaged(path, "is no JSON object") from None
-            file.write(f"{text}\n".encode())
+            content = f"{text}\n".encode()
+        with uploading(place, replace=True) as local, replacing(local) as file:
+            file.write(content)
+
+
+def _bytes_of(path: str) -> bytes:
+    source = open_source_at(path)
+    return source.read(0, source.size)

@@ -15,8 +15,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.ranks import HINT, Ranks
 from ..checkpoint.states import is_optimizer
 from ..errors import Damaged, UsageFault
-from ..files.open_source import names_in, open_source_descriptor
-from ..tensors.ref import Source
+from ..remote.places import exists, folders_in, is_folder, names_in, open_source_at
 from . import shards
 from .dcp import reading as dcp
 from .dcp.tree import not_read
@@ -44,7 +43,7 @@ def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
     parts = [*_by_ranks(folder, take)]
     if together := _read_together(folder):
         parts.append(together)
-    if parts and os.path.exists(os.path.join(folder, dcp.METADATA)):
+    if parts and exists(os.path.join(folder, dcp.METADATA)):
         parts.append(_read(folder))
     if not parts:
         paths = rank_files.candidates(folder).paths
@@ -57,7 +56,7 @@ def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
 def _by_ranks(folder: str, take: Take) -> Iterator[Checkpoint]:
     """Yield what each framework makes of its files; none is taken by two."""
     taken: set[str] = set()
-    is_dcp = os.path.exists(os.path.join(folder, dcp.METADATA))  # whose neighbours may be anything
+    is_dcp = exists(os.path.join(folder, dcp.METADATA))  # whose neighbours may be anything
     for framework in FRAMEWORKS:
         named, telling = framework.candidates(folder)
         paths = [path for path in named if path not in taken and (not is_dcp or is_known(path))]
@@ -168,7 +167,7 @@ def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     inputs, here = list[str](), os.path.dirname(os.path.join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
-        folders = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})
+        folders = sorted({path if is_folder(path) else os.path.dirname(path) for path in paths})
         if part.format == dcp.NAME:
             inputs += [shlex.quote(os.path.join(path, dcp.METADATA)) for path in folders]
         else:
@@ -196,7 +195,7 @@ BESIDE = re.compile(r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|scaler\.pt|cu
 def _read_together(folder: str) -> Checkpoint | None:
     """Return the DCP folders in a folder as one checkpoint; None if there are none that belong together."""
     inside = names_in(folder)
-    names = [name for name in inside if os.path.exists(os.path.join(folder, name, dcp.METADATA))]
+    names = [name for name in folders_in(folder) if exists(os.path.join(folder, name, dcp.METADATA))]
     if not names or not all(map(TOGETHER.fullmatch, names)):
         return None
     parts = [_read(os.path.join(folder, name)) for name in names]
@@ -206,7 +205,7 @@ def _read_together(folder: str) -> Checkpoint | None:
         if twice := tree.keys() & part.tree.keys():
             raise Damaged(part.path, f"has '{str(twice.pop())[:80]}', and so has another folder next to it")
         tree |= part.tree
-    telling = shards.called(folder, os.dup(parts[0].source.fd))
+    telling = parts[0].source.called(folder)
     parts[0] = replace(parts[0], source=telling, shards=(parts[0].source, *parts[0].shards))
     whole = _joined(parts, tree)
     beside = (not_read(name) for name in inside if BESIDE.fullmatch(name))
@@ -214,4 +213,4 @@ def _read_together(folder: str) -> Checkpoint | None:
 
 
 def _read(folder: str) -> Checkpoint:
-    return dcp.read(Source(folder, open_source_descriptor(os.path.join(folder, dcp.METADATA))))
+    return dcp.read(open_source_at(os.path.join(folder, dcp.METADATA), shown=folder))

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..files.open_source import names_in
+from ..remote.places import is_folder, names_in
 from .shards import INDEX
 
 # model-00001-of-00005.safetensors: the layout of the Hugging Face Hub.
@@ -56,7 +56,7 @@ class Piece:
 def piece_of(path: str) -> Piece | None:
     """Return what a file is a piece of; None for one that is whole by its name, and for folders and stdin."""
     folder, name = os.path.split(path)
-    if path == "-" or os.path.isdir(path):
+    if path == "-" or is_folder(path):
         return None
     if (match := SHARD.fullmatch(name)) and int(match["count"]) > 1:
         return _shard(path, match)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checksums import reads_of
 from ..errors import Damaged, Unreadable, Unsupported, UsageFault
 from ..files.commit_folder import set_aside, unmoved
 from ..files.failures import reason
-from ..files.open_source import OF_MACOS, allow_open_files, names_in, open_source_descriptor
+from ..files.open_source import OF_MACOS, allow_open_files
+from ..remote import places
+from ..remote.ahead import expect
+from ..remote.places import is_folder, names_in, open_source_at
+from ..remote.urls import canonical
 from ..tensors.ref import Source
 from . import safetensors, shards
 from .dcp import reading as dcp
@@ -20,7 +26,10 @@ from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
 from .shards import ALONE, INDEX, Format
-from .strangers import head_of, refuse_url, stranger
+from .strangers import head_of, stranger
+
+if TYPE_CHECKING:
+    from .ranks.pieces import Take
 
 READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, shards)
 
@@ -51,7 +60,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     Args:
         path: a file that torch or safetensors wrote, whatever its name; the index or the folder of a sharded
             checkpoint; a DCP folder; a folder with a file of each rank, or with one model.safetensors or
-            pytorch_model.bin; `-` is stdin.
+            pytorch_model.bin; `-` is stdin. A URL (https, hf, s3, gs, az) does wherever a path does.
 
     Returns:
         The checkpoint, whose files stay open; use it as a context manager, or let it go.
@@ -61,24 +70,38 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         Damaged: it claims a format and breaks its rules.
         Unsupported: it is something else, or in a format that is not read here.
     """
-    name = os.fspath(path)
-    refuse_url(name)
-    if os.path.isdir(name):
+    name = canonical(os.fspath(path))
+    with places.visit():
+        return _ready(_open(name))
+
+
+def _ready(checkpoint: Checkpoint) -> Checkpoint:
+    """Announce what will be read of a checkpoint that is open now: what is written of it says so itself."""
+    sources = (checkpoint.source, *checkpoint.shards)
+    for source in sources:
+        source.opened()
+    if not all(source.is_local for source in sources):
+        expect(reads_of(checkpoint.storages()))
+    return checkpoint
+
+
+def _open(name: str) -> Checkpoint:
+    if is_folder(name):
         only = _only_file(name)
-        return _open_in(name, name) if only is None else open(only)
+        return _open_in(name, name) if only is None else _open(only)
     if os.path.basename(name) == dcp.METADATA or name.endswith(INDEX):
         return _open_in(name, os.path.dirname(name) or ".")
     if old := set_aside(name):
         what = "its replacement was interrupted, and its old contents are still next to it"
         raise Unreadable(name, what, hint=f"put them back: mv {shlex.quote(old)} {shlex.quote(name)}")
     allow_open_files(1, name)
-    source = Source(name, open_source_descriptor(name))
+    source = open_source_at(name)
     folder = os.path.dirname(name)
     try:
         if not name.endswith(dcp.ENDING):  # which begins like a file of torch.save, and may be one tensor
             return read(source)
     except (Damaged, Unsupported):
-        if not os.path.exists(os.path.join(folder, dcp.METADATA)):
+        if not places.exists(os.path.join(folder, dcp.METADATA)):
             raise
     hint = f"name the folder: {shlex.quote(folder or '.')}"
     raise Unsupported(name, "is a part of a DCP folder, not a file of its own", hint=hint)
@@ -110,21 +133,26 @@ def open_ranks(
         UsageFault: one process wrote the files; no file was written by `take_rank`, or the format stores what
             ranks share only once.
     """
-    from . import frameworks  # many modules, which other files do without
     from .ranks.pieces import Take
 
     take = Take(take_rank, take_step)
-    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-    for name in names:
-        refuse_url(name)
-    if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    names = [canonical(os.fspath(path)) for path in given]
+    with places.visit():
+        return _ready(_open_ranks(names, take))
+
+
+def _open_ranks(names: Sequence[str], take: Take) -> Checkpoint:
+    from . import frameworks  # many modules, which other files do without
+
+    if len(names) == 1 and (is_folder(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
         # Also where a model.safetensors of rounded weights is there too.
-        if os.path.isdir(names[0]) and (checkpoint := frameworks.read_folder(names[0], take)):
+        if is_folder(names[0]) and (checkpoint := frameworks.read_folder(names[0], take)):
             return checkpoint
-        if take_rank is None and take_step is None:
-            return open(names[0])
-        raise frameworks.nothing_to_take(names[0], "rank" if take_step is None else "step")
-    for name in filter(os.path.isdir, names):
+        if take.rank is None and take.step is None:
+            return _open(names[0])
+        raise frameworks.nothing_to_take(names[0], "rank" if take.step is None else "step")
+    for name in filter(is_folder, names):
         raise UsageFault(f"{name}: is one of several inputs, and a folder", hint="merge one folder at a time")
     return frameworks.read_files(names, take)
 
@@ -139,14 +167,14 @@ def _only_file(folder: str) -> str | None:
 
 def _open_in(name: str, folder: str) -> Checkpoint:
     """Open the files of a folder, all from the same one if it is replaced meanwhile."""
-    return unmoved(folder, lambda: _read_folder(name) if os.path.isdir(name) else _read_telling(name, name))
+    return unmoved(folder, lambda: _read_folder(name) if is_folder(name) else _read_telling(name, name))
 
 
 @_collector_paused()
 def _read_folder(name: str) -> Checkpoint:
     """Read a folder by the file that says what is in it, and by what ranks wrote where that is not all."""
     try:
-        names = sorted(file for file in os.listdir(name) if not file.startswith(OF_MACOS))
+        names = [file for file in places.listed(name) if not file.startswith(OF_MACOS)]
     except OSError as error:
         raise Unreadable(name, reason(error)) from error
     telling = _telling(name, names)
@@ -166,7 +194,7 @@ def _read_folder(name: str) -> Checkpoint:
 
 def _read_telling(name: str, telling: str) -> Checkpoint:
     try:
-        return read(Source(name, open_source_descriptor(telling)))
+        return read(open_source_at(telling, shown=name))
     except (Damaged, Unsupported) as fault:
         if fault.path != name or os.path.basename(telling) != dcp.METADATA:
             raise

@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Iterator
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.special_tensors import SHARDED
 from ..errors import CkptToolError, SeveralCheckpoints, Unreadable
-from ..files.open_source import CHECKPOINT_ENDINGS, checkpoints_among, names_in
+from ..files.open_source import CHECKPOINT_ENDINGS, checkpoints_among
+from ..remote.places import identity_of, is_file, is_folder, names_in
 from .dcp.reading import ENDING, METADATA
 from .deepspeed.files import is_universal, states_in
 from .ranks.dtensor_files import WORLD, rank_in
@@ -52,8 +53,7 @@ def step_in(path: str) -> int | None:
 
 def checkpoints_below(folder: str) -> list[str]:
     """Return the paths that look like checkpoints below a folder, the newest first."""
-    facts = os.stat(folder)
-    paths = _below(folder, DEEPEST, {(facts.st_dev, facts.st_ino)})
+    paths = _below(folder, DEEPEST, {identity_of(folder)})
     return sorted(paths, key=lambda path: (*_age(folder, path), path))
 
 
@@ -68,15 +68,14 @@ def _age(folder: str, path: str) -> tuple[int, float]:
         return 1, 0.0
 
 
-def _below(folder: str, levels: int, seen: set[tuple[int, int]]) -> Iterator[str]:
+def _below(folder: str, levels: int, seen: set[object]) -> Iterator[str]:
     names = [name for name in names_in(folder) if not name.startswith(".")]
     for path in (os.path.join(folder, name) for name in names):
-        if not os.path.isdir(path) or len(seen) >= MOST_FOLDERS:
+        if not is_folder(path) or len(seen) >= MOST_FOLDERS:
             continue
-        facts = os.stat(path)
-        if (facts.st_dev, facts.st_ino) in seen:  # `latest` is often a link to another
+        if (identity := identity_of(path)) in seen:  # `latest` is often a link to another
             continue
-        seen.add((facts.st_dev, facts.st_ino))
+        seen.add(identity)
         if looks_whole(path, names_in(path)):
             yield path
         elif levels > 1:
@@ -84,7 +83,7 @@ def _below(folder: str, levels: int, seen: set[tuple[int, int]]) -> Iterator[str
     for name in names:
         path = os.path.join(folder, name)
         is_named = name.lower().endswith(CHECKPOINT_ENDINGS) and not name.endswith(INDEX)
-        if is_named and not NO_MODELS.fullmatch(name) and os.path.isfile(path) and not os.path.islink(path):
+        if is_named and not NO_MODELS.fullmatch(name) and is_file(path) and not os.path.islink(path):
             yield path
 
 

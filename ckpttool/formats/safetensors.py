@@ -180,9 +180,9 @@ def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output)
     out.write(header(path, ordered, metadata))
     for tensor in ordered.values():
         if tensor.is_stretch:
-            out.copy(tensor.data)
+            out.copy(tensor.data, near=tensor.storage.place)
         else:
-            out.write_all(stream(tensor), tensor.nbytes)
+            out.write_all(stream(tensor), tensor.nbytes, tensor.storage.place)
 
 
 def ties(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, str]:

@@ -23,8 +23,9 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..errors import Damaged, Unreadable, Unsupported
 from ..files.commit import writing_into
 from ..files.copying import Output, settle_together
-from ..files.open_source import allow_open_files, open_source_descriptor
+from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
+from ..remote.places import is_folder, open_source_at, prepare
 from ..tensors.ref import Source, TensorRef
 from . import safetensors
 from .pytorch import legacy as torch_legacy
@@ -134,7 +135,8 @@ def without_index(path: str, names: Iterable[str]) -> Checkpoint | None:
         commands = (f"ckpttool merge {shlex.quote(path)}/{like.pattern} OUTPUT" for like in series)
         raise Unreadable(path, "has several series of shards without an index", hint="; ".join(commands))
     file_names = [name for _, name in sorted(whole[0].items())]
-    source = called(path, open_source_descriptor(os.path.join(path, file_names[0])))
+    prepare([os.path.join(path, name) for name in file_names])
+    source = open_source_at(os.path.join(path, file_names[0])).called(path)
     kind, shards = _read_shards(source, file_names)
     wanted = {name: {*_state_of(source, name, shard)} for name, shard in shards.items()}
     return _whole(source, kind, shards, _joined(source, shards, wanted))
@@ -174,14 +176,14 @@ def _wanted(source: Source, index: Mapping[str, Any]) -> dict[str, set[str]]:
 
 def _read_shards(source: Source, names: Collection[str]) -> tuple[str, dict[str, Checkpoint]]:
     """Read the shards of a folder, which the messages call by its index or itself; and their format."""
-    folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
+    folder = source.path if is_folder(source.path) else os.path.dirname(source.path)
     allow_open_files(len(names), source.path)
+    prepare([os.path.join(folder, name) for name in names])
     shards = {name: _read_shard(source, folder, name) for name in names}
-    files: dict[tuple[int, int], str] = {}
+    files: dict[tuple[object, object], str] = {}
     for name, shard in shards.items():
         # Two names of one file (a link, or a file system that ignores case) would be read twice.
-        facts = os.fstat(shard.source.fd)
-        if (other := files.setdefault((facts.st_dev, facts.st_ino), name)) != name:
+        if (other := files.setdefault(shard.source.identity, name)) != name:
             raise Damaged(source.path, f"its shards '{other}' and '{name}' are the same file")
     are_safetensors = {shard.format == safetensors.NAME for shard in shards.values()}
     if len(are_safetensors) > 1:
@@ -209,7 +211,7 @@ def reader_of(source: Source) -> Format | None:
 def _read_shard(index: Source, folder: str, name: str) -> Checkpoint:
     path = os.path.join(folder, name)
     try:
-        source = Source(path, open_source_descriptor(path))
+        source = open_source_at(path)
     except Unreadable as fault:
         reason = f"its shard '{name}' can't be opened: {fault.reason}"
         raise Damaged(index.path, reason, hint="get that file again") from None
@@ -270,13 +272,6 @@ def of_all(files: Collection[Checkpoint]) -> dict[str, Any]:
         "names": frozenset().union(*(file.names for file in files)),
         "remarks": tuple(remark for file in files for remark in file.remarks),
     }
-
-
-def called(path: str, fd: int) -> Source:
-    """Return the first file of several under the path by which messages call them all."""
-    source = Source(path, fd)
-    source.size = 0  # its bytes are those of the first file, which counts itself
-    return source
 
 
 # Writing.

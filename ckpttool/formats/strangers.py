@@ -7,6 +7,7 @@ import re
 import shlex
 
 from ..errors import Unsupported, UsageFault
+from ..remote.urls import BUCKETS, HUB, is_url
 from ..tensors.ref import Source
 
 ONNX = re.compile(rb"\x08[\x01-\x20](\x12[\x01-\x40][\w.-]+)?[\x12\x1a\x3a\x42]")  # begins with a version
@@ -46,28 +47,10 @@ ENDINGS = {
 # Name endings of checkpoints in archives of other tools.
 ARCHIVED = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
-# How to fetch a URL, by its scheme.
-FETCH = {
-    "http": "curl -LO {url}",
-    "https": "curl -LO {url}",
-    "s3": "aws s3 cp {url} .",
-    "gs": "gcloud storage cp {url} .",
-    "az": "az storage copy -s {url} -d .",
-    "hf": "hf download {rest}",
-}
-
 
 def head_of(source: Source) -> bytes:
     """Return the first bytes of a file, by which formats are recognised."""
     return source.read(0, min(source.size, 512))
-
-
-def refuse_url(path: str) -> None:
-    """Refuse a URL to read from; a local path that looks like one is left alone if it is there."""
-    if (found := re.match(r"([a-z][a-z0-9+.-]+)://(.*)", path, re.IGNORECASE)) and not os.path.lexists(path):
-        command = FETCH.get(found[1].lower(), "").format(url=shlex.quote(path), rest=shlex.quote(found[2]))
-        hint = "download it first" + (f": {command}" if command else "")
-        raise Unsupported(path, "is a URL, and URLs are not read yet", hint=hint)
 
 
 def known(source: Source) -> Unsupported | None:
@@ -97,10 +80,11 @@ def stranger(source: Source) -> Unsupported:
 
 
 def refuse_output(path: str) -> None:
-    """Refuse a URL as an output."""
-    if re.match(r"[a-z][a-z0-9+.-]+://", path, re.IGNORECASE) and not os.path.isdir(path.partition("/")[0]):
-        what = f"{path}: is a URL, and URLs are not written yet"
-        raise UsageFault(what, hint="write a file, then upload it")
+    """Refuse a URL to which nothing is uploaded here."""
+    scheme = path.partition("://")[0].lower()
+    if is_url(path) and not os.path.isdir(f"{scheme}:") and scheme not in (*BUCKETS, HUB):
+        what = f"{path.partition('?')[0]}: is a URL of a kind that is not written here"
+        raise UsageFault(what, hint="s3, gs, az and hf are written; for others write a file, then upload it")
 
 
 def unwritable(path: str) -> UsageFault | None:

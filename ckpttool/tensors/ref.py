@@ -27,7 +27,8 @@ MAX_AXES = 64  # some operations of torch stop there
 class Source:
     """A file opened for reading; closed by `close()` or with its last user."""
 
-    __slots__ = ("_fd", "observers", "path", "size")
+    is_local = True  # it has a descriptor: it can be mapped, and other files can share its blocks
+    content = ""  # a hash of the bytes, where one is known without reading them
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path  # for messages: the descriptor is what is read, whatever happens to the name
@@ -43,19 +44,64 @@ class Source:
             raise Unreadable(self.path, "is closed", hint="read its tensors inside the `with` block")
         return self._fd
 
+    @property
+    def place(self) -> str:
+        """Where the file is, whatever messages call it."""
+        return self.path
+
+    @property
+    def identity(self) -> tuple[object, object]:
+        """What two sources share exactly when they are the same file: its device and inode."""
+        facts = os.fstat(self.fd)
+        return facts.st_dev, facts.st_ino
+
+    def called(self, path: str) -> Source:
+        """Return the first file of several under the path by which messages call them all."""
+        source = Source(path, os.dup(self.fd))
+        source.size = 0  # its bytes are those of the first file, which counts itself
+        return source
+
+    def guard(self, start: int, nbytes: int, before: int, check: Callable[[bytes], None]) -> None:
+        """Have the bytes from `before` to `start` checked before any of those behind them is used."""
+        check(self.read(before, start - before))
+
+    def opened(self) -> None:
+        """Note that the checkpoint is open: from now on values are read."""
+
+    def expect(self, ranges: Iterable[tuple[int, int]], nbytes: int, depth: int) -> None:
+        """Announce what will be read, for a source that is slow to ask: a file is not."""
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes from `offset`. Raises Damaged where the file ends before them."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
+        data = self._read(offset, nbytes)
+        for observer in self.observers:
+            observer(offset, data)
+        return data
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
         data = b""
         while len(data) < nbytes:
             piece = os.pread(self.fd, nbytes - len(data), offset + len(data))
             if not piece:
                 raise Damaged(self.path, "the file became shorter while it was read")
             data += piece
-        for observer in self.observers:
-            observer(offset, data)
         return data
+
+    def fill(self, offset: int, view: memoryview) -> None:
+        """Fill memory with the bytes from `offset`. Raises Damaged where the file ends before them."""
+        self._fill(offset, view)
+        for observer in self.observers:
+            observer(offset, view)
+
+    def _fill(self, offset: int, view: memoryview) -> None:
+        filled = 0
+        while filled < len(view):
+            moved = os.preadv(self.fd, [view[filled:]], offset + filled)
+            if not moved:
+                raise Damaged(self.path, "the file became shorter while it was read")
+            filled += moved
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
@@ -92,14 +138,7 @@ class ByteRange(NamedTuple):
         return _filled(self._fill, 0, self.nbytes, buffer)
 
     def _fill(self, start: int, view: memoryview) -> None:
-        filled, offset = 0, self.offset + start
-        while filled < len(view):
-            moved = os.preadv(self.source.fd, [view[filled:]], offset + filled)
-            if not moved:
-                raise Damaged(self.source.path, "the file became shorter while it was read")
-            filled += moved
-        for observer in self.source.observers:
-            observer(offset, view)
+        self.source.fill(self.offset + start, view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +207,13 @@ class Storage:
     def nbytes(self) -> int:
         """Bytes of the storage."""
         return self.data.nbytes
+
+    @property
+    def place(self) -> ByteRange | None:
+        """Where the bytes lie, or the first of those that they come from; None for bytes of no file."""
+        if isinstance(self.data, ByteRange):
+            return self.data
+        return next(filter(None, (origin.place for origin in self.origins)), None)
 
 
 def extent(shape: Iterable[int]) -> int:

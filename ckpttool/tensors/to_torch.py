@@ -41,7 +41,8 @@ def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> di
         else:
             key = id(tensor.storage)
             if key not in storages:
-                storages[key] = _mapped(data, maps) if mapped else _read(data)
+                can_be = mapped and data.source.is_local
+                storages[key] = _mapped(data, maps) if can_be else _read(data)
             empty = torch.empty(0, dtype=dtype)
             made[name] = empty.set_(storages[key], tensor.offset, tensor.shape, tensor.stride)
     return made

@@ -217,6 +217,8 @@ def _window(tensor: TensorRef, begin: int, end: int) -> memoryview:
         first = begin - begin % size
         elements = memoryview(where.part(first, end + -end % size - first).read())
         return elements[begin - first :][: end - begin]
+    if not where.source.is_local:
+        return memoryview(where.part(begin, end - begin).read())
     skip = (where.offset + begin) % mmap.ALLOCATIONGRANULARITY
     length, offset = skip + end - begin, where.offset + begin - skip
     try:

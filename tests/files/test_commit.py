@@ -298,7 +298,7 @@ SLOW = """
     import sys, time
     from ckpttool import cli, formats
     from ckpttool.files.copying import Output
-    def slowly(self, data):
+    def slowly(self, data, *_, **__):
         self.write(b"half")
         print("writing", flush=True)
         for _ in range(3000):

@@ -24,9 +24,10 @@ from ...checkpoint.pickled_modules import detached
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.special_tensors import torch_dtype
 from ...errors import Damaged, Unreadable, Unsupported
-from ...files.open_source import allow_open_files, open_source_descriptor
+from ...files.open_source import allow_open_files
 from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
+from ...remote.places import exists, is_folder, open_source_at, prepare
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import MAX_BYTES, BadTensor, ByteRange, Source, TensorRef, is_count
@@ -140,7 +141,7 @@ class _Items:
 
     def __init__(self, source: Source, storage_data: object) -> None:
         self.source = source
-        self.folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
+        self.folder = source.path if is_folder(source.path) else os.path.dirname(source.path)
         self.files: dict[str, Source] = {}
         self.names: frozenset[Global] = frozenset()
         self.places: dict[tuple[object, object], ByteRange | None] = {}  # None where the file is not there
@@ -149,9 +150,10 @@ class _Items:
             raise PickleFault("its metadata does not say where anything is stored")
         names = _file_names(storage_data)
         # What other ranks wrote can be looked at without these.
-        absent = {name for name in names if FILE.fullmatch(name) and not os.path.lexists(self.path_of(name))}
+        absent = {name for name in names if FILE.fullmatch(name) and not exists(self.path_of(name))}
         self.absent = absent if len(absent) < len(names) else set[str]()
         allow_open_files(len(names), source.path)
+        prepare([self.path_of(name) for name in names if FILE.fullmatch(name) and name not in self.absent])
         for index, info in storage_data.items():
             fields = _fields(index, "MetadataIndex")
             name, offset = fields.get("fqn"), fields.get("offset")
@@ -191,7 +193,7 @@ class _Items:
                 raise Damaged(self.source.path, f"names a file outside its folder: {name[:80]!r}")
             path = self.path_of(name)
             try:
-                self.files[name] = Source(path, open_source_descriptor(path))
+                self.files[name] = open_source_at(path)
             except Unreadable as fault:
                 what = f"its file '{name}' can't be opened: {fault.reason}"
                 raise Damaged(self.source.path, what, hint=HINT) from None
@@ -200,9 +202,9 @@ class _Items:
     def check_overlaps(self) -> None:
         ends: dict[int, int] = {}
         for place in sorted(filter(None, self.places.values()), key=lambda place: place.offset):
-            if place.offset < ends.get(place.source.fd, 0):
+            if place.offset < ends.get(id(place.source), 0):
                 raise Damaged(place.path, f"has two items that overlap at byte {place.offset}")
-            ends[place.source.fd] = place.offset + place.nbytes
+            ends[id(place.source)] = place.offset + place.nbytes
 
     def value(self, name: str, metadata: object) -> object:
         """Return a tensor, or a value that is not one."""

@@ -16,11 +16,11 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import Entry, dotted
 from ...errors import Damaged, Refused
-from ...files.open_source import open_source_descriptor
 from ...inert_pickle.reader import PickleFault
 from ...inert_pickle.values import Global, OrderedDict_, Record, in_brief, remade, tensor_of, walk
+from ...remote.places import exists, open_source_at
 from ...tensors.dtypes import DTYPES
-from ...tensors.ref import MAX_AXES, Source, Storage, is_count
+from ...tensors.ref import MAX_AXES, Storage, is_count
 from ..pytorch import zip as torch_zip
 
 # What messages call the outermost dict, which has no name.
@@ -207,12 +207,12 @@ def with_extras(checkpoint: Checkpoint, folder: str) -> Checkpoint:
     """Return the checkpoint of a DCP folder with these files' contents; what is left out is named."""
     # That of Lightning's Trainer gets the form of its whole checkpoints, which the Trainer loads on any
     # number of ranks: source, lightning/pytorch/utilities/consolidate_checkpoint.py.
-    if os.path.exists(os.path.join(folder, COMMON)):
+    if exists(os.path.join(folder, COMMON)):
         checkpoint = replace(checkpoint, unread=(*checkpoint.unread, not_read(COMMON)))
     path, tree = os.path.join(folder, META), checkpoint.tree
-    if not os.path.exists(path) or not isinstance(tree, dict):
+    if not exists(path) or not isinstance(tree, dict):
         return checkpoint
-    source = Source(path, open_source_descriptor(path))
+    source = open_source_at(path)
     meta = torch_zip.read(source) if torch_zip.sniff(source.read(0, min(source.size, 4))) else None
     if meta is None or not isinstance(meta.tree, dict):
         return replace(checkpoint, unread=(*checkpoint.unread, f"{META} (not a dict that torch.save wrote)"))

@@ -13,8 +13,8 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT
 from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged, Unreadable, Unsupported, UsageFault
-from ...files.open_source import names_in, open_source_descriptor
 from ...inert_pickle.values import Record
+from ...remote.places import exists, folders_in, is_folder, names_in, open_source_at
 from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
@@ -73,7 +73,7 @@ def candidates(folder: str) -> Candidates:
     """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there."""
     if here := states_in(folder):
         return Candidates(here)
-    below = [name for name in _folders(folder) if not is_universal(os.path.join(folder, name))]
+    below = [name for name in folders_in(folder) if not is_universal(os.path.join(folder, name))]
     tags = {name: states for name in below if (states := states_in(os.path.join(folder, name)))}
     if not tags:
         return Candidates([])
@@ -94,31 +94,23 @@ def candidates(folder: str) -> Candidates:
 def named_by(folder: str, telling: str) -> tuple[str, Source] | None:
     """Return the folder that a file such as `latest` names, with the open file; None if there is none."""
     path = os.path.join(folder, telling)
-    if not os.path.lexists(path) or os.path.isdir(path):  # OLMo's `latest` is a link to a folder
+    if not exists(path) or is_folder(path):  # OLMo's `latest` is a link to a folder
         return None
-    source = Source(path, open_source_descriptor(path))
+    source = open_source_at(path)
     return source.read(0, min(source.size, 4096)).decode(errors="replace").strip(), source
 
 
 def is_universal(folder: str) -> bool:
     """Return whether `ds_to_universal.py` wrote a folder."""
     zero = os.path.join(folder, ZERO)
-    if "\0" in folder or os.path.basename(folder) in ("", ".", "..") or not os.path.isdir(zero):
+    if "\0" in folder or os.path.basename(folder) in ("", ".", "..") or not is_folder(zero):
         return False
     telling = (SETTINGS, *(os.path.join(name, "fp32.pt") for name in names_in(zero)))
-    return any(os.path.exists(os.path.join(zero, name)) for name in telling)
+    return any(exists(os.path.join(zero, name)) for name in telling)
 
 
 def states_in(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in names_in(folder) if OURS.fullmatch(name)]
-
-
-def _folders(folder: str) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries if os.path.isdir(entry.path))  # links lead anywhere
-    except OSError:
-        return []
 
 
 def is_ours(path: str) -> bool:

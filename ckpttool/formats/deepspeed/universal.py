@@ -20,8 +20,8 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
-from ...files.open_source import names_in
 from ...inert_pickle.values import in_brief, tensor_of
+from ...remote.places import exists, names_in
 from ...tensors.ref import TensorRef, contiguous_stride
 from ..ranks.merge_trees import merged
 from ..ranks.pieces import Candidates, RankFile, Take, Wholes, require_rank, whole_of
@@ -63,7 +63,7 @@ def _files_in(folder: str) -> list[str]:
     folders = [os.path.join(zero, name) for name in names_in(zero)]
     paths = [os.path.join(inside, name) for inside in folders for name in names_in(inside)]
     states = [path for path in paths if path.endswith(".pt")]
-    return [*states_in(folder), *states, *filter(os.path.exists, [os.path.join(zero, SETTINGS)])]
+    return [*states_in(folder), *states, *filter(exists, [os.path.join(zero, SETTINGS)])]
 
 
 def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from ...errors import Damaged, Unsupported
@@ -66,10 +67,11 @@ def read_directory(source: Source, place: ByteRange | None = None) -> dict[str, 
     place = place or ByteRange(source, 0, source.size)
     count, size, offset = _find_directory(place)
     raw = place.part(offset, size).read()
+    find = _records if source.is_local else _unseen_records
     try:
-        records = _records(place, _entries(place, count, raw), offset)
+        records = find(place, _entries(place, count, raw), offset)
     except _Overlap:  # or not listed in the order of the file, as no writer of torch's does
-        records = _records(place, sorted(_entries(place, count, raw)), offset)
+        records = find(place, sorted(_entries(place, count, raw)), offset)
     if len(set(map(str.lower, records))) != count:
         _refuse_duplicate(place, (entry[2] for entry in _entries(place, count, raw)))
     names = "\n" + "\n".join(records) + "\n"
@@ -226,7 +228,7 @@ def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[st
         # Zeros stand where a data descriptor behind the record has checksum and sizes.
         as_listed = (mine == theirs and FULL32 not in mine) or (flags & DESCRIPTOR and not any(mine))
         if not as_listed or own_flags != flags or own_method != method:
-            wide = place.part(data - extra, extra)
+            wide = place.part(data - extra, extra).read()
             _require_agreement(place, name, (own_flags, own_method, *mine), (flags, method, *theirs), wide)
         end, before = data + packed, name
         if end > limit:
@@ -235,13 +237,56 @@ def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[st
     return records
 
 
+ALIGNED = 64  # torch's storages begin at multiples of this
+
+# Bytes of a data descriptor: with signature and narrow or wide sizes, or without.
+DESCRIPTORS = (16, 24, 12, 20)
+
+
+def _unseen_records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[str, Record]:
+    """Find each record's bytes by where the next one begins; its local header is checked when they are read.
+
+    The headers lie all over a file, and each would be a request of its own where it is not on this machine.
+    """
+    listed = [*entries]
+    ends = [*(entry[0] for entry in listed[1:]), limit]
+    records: dict[str, Record] = {}
+    for entry, end in zip(listed, ends, strict=True):
+        header, raw_name, name, flags, method, crc, packed, size = entry
+        least = header + LOCAL_HEADER.size + len(raw_name)
+        behind = DESCRIPTORS if flags & DESCRIPTOR else (0,)
+        starts = [end - packed - length for length in behind if end - packed - length >= least]
+        if not starts:
+            raise _Overlap(place.path, f"its record '{name[:80]}' runs into the one behind it")
+        start = next((start for start in starts if start % ALIGNED == 0), starts[0])
+        data = ByteRange(place.source, place.offset + start, packed)
+        check = partial(_check_header, place, entry, start)
+        place.source.guard(data.offset, packed, place.offset + header, check)
+        records[name] = Record(name, data, size, crc or None, method)
+    return records
+
+
+def _check_header(place: ByteRange, entry: _Entry, start: int, raw: bytes) -> None:
+    """Compare a record's local header with its entry, and with where its bytes were taken to begin."""
+    header, raw_name, name, flags, method, *theirs = entry
+    signature, own_flags, own_method, *mine, own_length, extra = LOCAL_HEADER.unpack_from(raw)
+    named = LOCAL_HEADER.size + own_length
+    if signature != Signature.LOCAL or raw[LOCAL_HEADER.size : named] != raw_name:
+        raise Damaged(place.path, f"its record '{name[:80]}' has another name in its local header")
+    if header + named + extra != start:
+        what = f"its record '{name[:80]}' does not lie where the next one's place says"
+        raise Unsupported(place.path, what, hint="download it first: a file on this machine is read")
+    stated, listed = (own_flags, own_method, *mine), (flags, method, *theirs)
+    _require_agreement(place, name, stated, listed, raw[named:])
+
+
 def _require_agreement(
-    place: ByteRange, name: str, mine: tuple[int, ...], theirs: tuple[int, ...], extra: ByteRange
+    place: ByteRange, name: str, mine: tuple[int, ...], theirs: tuple[int, ...], extra: bytes
 ) -> None:
     """Refuse a local header that means something else than the central directory's entry."""
     flags, method, crc, packed, size = mine
     if FULL32 in (packed, size):
-        size, packed = _widen(place, name, extra.read(), size, packed)
+        size, packed = _widen(place, name, extra, size, packed)
     behind = flags & DESCRIPTOR  # which follows the bytes, and leaves zeros here
     same = all(m == t or (m == 0 and behind) for m, t in zip((crc, packed, size), theirs[2:], strict=True))
     if (flags ^ theirs[0]) & (UNREADABLE | DESCRIPTOR) or method != theirs[1] or not same:

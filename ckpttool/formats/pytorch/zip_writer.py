@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ...files.copying import BLOCK, Output
-from ...tensors.ref import ByteRange, Computed
+from ...tensors.ref import ByteRange, Storage
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
 CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -53,14 +53,15 @@ class ZipWriter:
         self.out.write(data)
         finish(zlib.crc32(data))
 
-    def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
-        """Write a record of bytes from elsewhere."""
-        if isinstance(data, ByteRange) and crc32 is not None:
+    def copy(self, name: str, storage: Storage) -> None:
+        """Write a record of a storage's bytes."""
+        data = storage.data
+        if isinstance(data, ByteRange) and storage.crc32 is not None:
             finish = self._reserve(name, data.nbytes, data.offset)
             self.out.copy(data)
-            finish(crc32)
+            finish(storage.crc32)
         else:
-            self.out.copy(data, self._reserve(name, data.nbytes))
+            self.out.copy(data, self._reserve(name, data.nbytes), storage.place)
 
     def directory(self) -> bytes:
         """Return the entries of all records, once all are written."""

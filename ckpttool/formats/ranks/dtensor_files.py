@@ -26,8 +26,9 @@ from ...checkpoint.flat_optimizers import as_nested
 from ...checkpoint.ranks import Ranks
 from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
-from ...files.open_source import CHECKPOINT_ENDINGS, names_in
+from ...files.open_source import CHECKPOINT_ENDINGS
 from ...inert_pickle.values import tensor_of
+from ...remote.places import names_in
 from .agreement import step_of
 from .device_meshes import Mesh
 from .merge_trees import merged

@@ -18,8 +18,8 @@ from ...checkpoint.checkpoint import SHARDING, Checkpoint
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.special_tensors import attributes, shape_of
 from ...errors import Damaged
-from ...files.open_source import names_in
 from ...inert_pickle.values import OrderedDict_
+from ...remote.places import names_in
 from ...tensors.ref import TensorRef
 from ..safetensors import parse_object
 from .pieces import MAX_RANKS, Candidates, Piece, Take, Wholes, whole_of

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple, Protocol
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT, Ranks, require_all
 from ...errors import Damaged, Unreadable, UsageFault
-from ...files.open_source import allow_open_files, open_source_descriptor
+from ...files.open_source import allow_open_files
+from ...remote.places import open_source_at, prepare
 from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
 from ...tensors.values import MAX_EXPANSION
-from ..shards import called, of_all, reader_of
+from ..shards import of_all, reader_of
 from ..strangers import known
 from .sharded_values import with_pieces
 
@@ -249,8 +250,9 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
     """Return files as checkpoints, each by itself, in whose trees sharded tensors are `Sharded` ones."""
     allow_open_files(len(paths), paths[0])
     files = []
+    prepare(paths)
     for path in paths:
-        source = Source(path, open_source_descriptor(path))
+        source = open_source_at(path)
         reader = reader_of(source)
         if reader is None:
             hint = "copy it again, or name the files to merge"
@@ -262,13 +264,13 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
 
 def is_known(path: str) -> bool:
     """Return whether a file begins as those do that torch or safetensors write; Unreadable if it can't be."""
-    return reader_of(Source(path, open_source_descriptor(path))) is not None
+    return reader_of(open_source_at(path)) is not None
 
 
 def whole_of(
     path: str, kind: str, tree: object, files: Sequence[Checkpoint], ranks: Ranks, unread: Iterable[str]
 ) -> Checkpoint:
     """Return the files of ranks as one checkpoint."""
-    telling, fields = called(path, os.dup(files[0].source.fd)), {**of_all(files), "unread": tuple(unread)}
+    telling, fields = files[0].source.called(path), {**of_all(files), "unread": tuple(unread)}
     # Each rank's storages are tagged with its own device.
     return Checkpoint(telling, kind, tree, device="cpu", ranks=ranks, **fields)

@@ -144,9 +144,9 @@ def require_place(checkpoint: Checkpoint, target: Destination, force: bool, kept
     except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # writing tells why
         return
     is_named_as_folder = path.endswith("/") or os.path.splitext(path)[1].lower() not in ENDINGS
-    if target.is_folder and is_named_as_folder and os.path.isdir(path):
-        if not unmoved(path, lambda: os.listdir(path)):
-            return  # an empty folder has nothing to lose
+    is_place = target.is_folder and is_named_as_folder and os.path.isdir(path)
+    if is_place and not unmoved(path, lambda: os.listdir(path)):
+        return  # an empty folder has nothing to lose
     for why, hint in _reasons(checkpoint, target, kept):
         raise OutputExists(f"{path}: already exists, and {why}", hint=hint)
     if not force:

@@ -14,13 +14,15 @@ from typing import Any
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
-from ...checkpoint.checksums import Checksums
+from ...checkpoint.checksums import Checksums, reads_of
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Damaged, FileError, Refused, UsageFault
 from ...files.commit import replacing, require_folder
 from ...files.commit_folder import replacing_folder
 from ...files.copying import DryOutput, Output, Progress
 from ...inert_pickle.values import OrderedDict_
+from ...remote import ahead
+from ...remote.places import uploading
 from ...tensors.ref import Source, Storage
 from .. import folders, safetensors, shards
 from ..dcp import reading as dcp
@@ -87,6 +89,8 @@ class SavePlan:
     def carried_out(self, verify: bool | None, dry_run: bool, progress: Progress | None) -> Saved:
         """Write, and compare what was read and written before it takes its place."""
         is_compared = not dry_run if verify is None else verify
+        if not dry_run:
+            ahead.expect(reads_of(self.storages()))
         with Checksums(self.checkpoint, self.storages() if is_compared else ()) as checksums:
             if dry_run:
                 checksums.finish()
@@ -270,7 +274,8 @@ def save(
 
     Args:
         checkpoint: what is written.
-        path: the output; `-` is standard output.
+        path: the output; `-` is standard output. What is named by a URL (s3, gs, az, hf) is written to a
+            temporary file, and then uploaded.
         state: dotted path of the model's state; None to find it.
         full: write everything, also into a format of tensors; None: only if the input is already such a file.
         keep_copies: write a tied tensor once per name, instead of recording the tie.
@@ -298,15 +303,17 @@ def save(
         Damaged: what was read does not have its checksum (nothing was written), or what was written does not
             read back as intended (it was removed).
     """
-    name = os.fspath(path)
-    target = destination(name, checkpoint, to, full=full)
-    require_sense(target, state, full, keep_copies, shard_size)
-    if device is not None:
-        _require_device(target, device)
-        checkpoint = replace(checkpoint, device=device)
-    require_place(checkpoint, target, force, kept)
-    require_folder(name)
-    plan = SavePlan(checkpoint, target, state, keep_copies, shard_size, kept)
-    if expect is not None:
-        expect(0 if dry_run else plan.work(bool(verify)))
-    return plan.carried_out(verify, dry_run, progress)
+    named = os.fspath(path)
+    with uploading(named, replace=force, dry_run=dry_run, progress=progress) as name:
+        target = destination(name, checkpoint, to, full=full)
+        require_sense(target, state, full, keep_copies, shard_size)
+        if device is not None:
+            _require_device(target, device)
+            checkpoint = replace(checkpoint, device=device)
+        require_place(checkpoint, target, force, kept)
+        require_folder(name)
+        plan = SavePlan(checkpoint, target, state, keep_copies, shard_size, kept)
+        if expect is not None:
+            expect(0 if dry_run else plan.work(bool(verify)))
+        saved = plan.carried_out(verify, dry_run, progress)
+    return replace(saved, path=named)

@@ -15,6 +15,7 @@ from ...errors import CkptToolError, NothingToDo, Refused
 from ...formats.saving.destination import format_of_name
 from ...inert_pickle.known_names import MAX_INTEGER, TAKEN
 from ...inert_pickle.values import Global, is_plain, walk
+from ...remote.urls import is_url
 from ...tensors.ref import Storage, TensorRef
 from ...transforms.optimizer.rekey import to_indices
 from ...transforms.optimizer.slots import OrderCheck, mismatched_order
@@ -247,6 +248,7 @@ SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat1
 def free_output(file: str, checkpoint: Checkpoint) -> str:
     """Return a free name next to the file, in a format that holds what the file holds."""
     path = file.rstrip("/")
+    path = os.path.basename(path) if is_url(path) else path
     stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
     end = ".safetensors" if checkpoint.format.startswith("safetensors") and not checkpoint.full else ".pt"
     output, count = f"{stem}.mended{end}", 1

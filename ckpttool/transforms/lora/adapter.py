@@ -19,8 +19,9 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Refused, Unreadable, Unsupported
-from ...files.open_source import open_source_descriptor
 from ...formats.reading import open as open_any
+from ...remote.places import exists, open_source_at
+from ...remote.urls import canonical
 from ...tensors.ref import TensorRef
 
 CONFIG = "adapter_config.json"
@@ -155,13 +156,13 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
         Unreadable: one of both files is missing.
         Damaged: the configuration is no JSON object; or as `ckpttool.open` raises it.
     """
-    path = os.fspath(folder)
+    path = canonical(os.fspath(folder))
     try:
         config = json_object(os.path.join(path, CONFIG))
     except Unreadable as error:
         error.hint = "ADAPTER is the folder that PEFT's save_pretrained wrote"
         raise
-    weights = next(filter(os.path.lexists, (os.path.join(path, name) for name in WEIGHTS)), None)
+    weights = next(filter(exists, (os.path.join(path, name) for name in WEIGHTS)), None)
     if weights is None:
         raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     return Adapter(open_any(weights), config)
@@ -169,9 +170,8 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
 
 def json_object(path: str) -> dict[str, Any]:
     """Return what a file of settings says. Raises Unreadable, and Damaged if it is no JSON object."""
-    descriptor = open_source_descriptor(path)  # a regular file: a pipe would wait, and a device never end
-    with open(descriptor, "rb") as file:
-        text = file.read(MAX_BYTES + 1)
+    source = open_source_at(path)  # a regular file: a pipe would wait, and a device never end
+    text = source.read(0, min(source.size, MAX_BYTES + 1))
     if len(text) > MAX_BYTES:
         raise Damaged(path, f"is longer than {MAX_BYTES >> 20} MiB, and holds settings alone")
     try:

@@ -16,6 +16,7 @@ from itertools import chain, product
 from typing import Any
 
 from ...errors import CkptToolError, Refused
+from ...remote.places import is_folder
 from ...tensors.ref import TensorRef
 from ...tensors.values import CHUNK, in_pieces
 from ..renaming import MAX_LEVELS
@@ -165,7 +166,7 @@ def _may_be_tied(tensor: TensorRef, other: TensorRef, name: str) -> bool:
 
 def _config_of(base: str) -> Mapping[str, Any]:
     """Return the settings of the model in a file or folder, {} if there are none to read."""
-    folder = base if os.path.isdir(base) else os.path.dirname(base)
+    folder = base if is_folder(base) else os.path.dirname(base)
     try:
         return {} if base == "-" else json_object(os.path.join(folder, "config.json"))
     except CkptToolError:

@@ -378,8 +378,8 @@ def test_a_copied_record_has_the_known_or_computed_checksum(tmp_path: Path) -> N
     whole = place_of(tmp_path / "source").part(10, 50)
     with open(tmp_path / "z", "w+b") as file, Output(file) as out:
         archive = ZipWriter(out, "r")
-        archive.copy("known", whole, zlib.crc32(bytes(range(10, 60))))
-        archive.copy("found", whole, None)
+        archive.copy("known", Storage(whole, "UntypedStorage", crc32=zlib.crc32(bytes(range(10, 60)))))
+        archive.copy("found", Storage(whole, "UntypedStorage"))
         archive.close()
     assert_whole(tmp_path / "z")
     assert contents(tmp_path / "z") == {"r/known": bytes(range(10, 60)), "r/found": bytes(range(10, 60))}
@@ -399,7 +399,7 @@ def test_records_past_4_gib_are_written_and_read(tmp_path: Path) -> None:
     os.truncate(hole, size)
     with open(path, "w+b") as file:
         archive = ZipWriter(LeavesHoles(file), "r")
-        archive.copy("large", place_of(hole), crc32=1)
+        archive.copy("large", Storage(place_of(hole), "UntypedStorage", crc32=1))
         archive.write("after", b"behind")
         archive.close()
     records = directory(place_of(path))

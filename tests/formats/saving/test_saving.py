@@ -124,7 +124,7 @@ def test_wrong_values_are_found(ending: str, full: bool, tmp_path: Path, monkeyp
     checkpoint = ckpttool.open(saved(RUN, tmp_path))
     copy = Output.copy
 
-    def flipping(self: Output, data: ByteRange) -> None:
+    def flipping(self: Output, data: ByteRange, *_: object, **__: object) -> None:
         last = self.position + data.nbytes - 1
         copy(self, data)
         self.settle()

@@ -1,0 +1,289 @@
+"""What lies at a path or at a URL: the one place that knows which of the two it has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
+
+from ..errors import CkptToolError, OutputExists, Unreadable
+from ..files import open_source
+from ..files.copying import no_room_named
+from ..files.open_source import open_source_descriptor
+from ..tensors.ref import Source
+from .store import TRAFFIC, Entry, Facts, Missing, Progress, Store
+from .urls import HUB, WEB, is_url, place_of
+
+MOST_NAMES = 10_000  # of a folder, that are looked at
+TELLING = (
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata"),
+    *("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors"),
+    *("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "config.json"),
+)
+LAST = (".index.json", ".metadata")  # without which a folder's other files are no checkpoint
+SPOOLED = 1 << 30  # bytes of an object that is read from front to back, since its server knows no ranges
+
+
+class Visit:
+    """What is known of stores while one operation looks at them: each thing is asked once."""
+
+    def __init__(self) -> None:
+        self.stores: dict[tuple[str, ...], Store] = {}
+        self.listings: dict[str, list[Entry] | None] = {}
+        self.opened: dict[str, Source | Exception] = {}
+
+    def store(self, url: str) -> tuple[Store, str]:
+        """Return the store of a URL, and the key in it."""
+        place = place_of(url)
+        if place.scheme == HUB:
+            from .hub import Repository, split
+
+            location = split(place.key)
+            name: tuple[str, ...] = (HUB, location.kind, location.repo, location.revision or "")
+            if name not in self.stores:
+                self.stores[name] = Repository(location.repo, location.kind, location.revision)
+            return self.stores[name], location.path
+        name = (place.scheme, place.store, place.query)
+        if name not in self.stores:
+            if place.scheme in WEB:
+                from .https import Https
+
+                origin = f"{place.scheme}://{place.store}"
+                self.stores[name] = Https(origin, lambda key: place.query)
+            else:
+                from .buckets import bucket
+
+                self.stores[name] = bucket(place.scheme, place.store)
+        return self.stores[name], place.key
+
+    def entries(self, folder: str) -> list[Entry] | None:
+        """Return what is in a folder; None where nothing can list it."""
+        folder = folder.rstrip("/")
+        if folder not in self.listings:
+            store, key = self.store(folder)
+            self.listings[folder] = store.entries(key.rstrip("/"))
+        return self.listings[folder]
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder; where nothing lists it, those that tell what checkpoint it is."""
+        if (entries := self.entries(folder)) is not None:
+            return sorted(entry.name for entry in entries)
+        urls = {os.path.join(folder, name): name for name in TELLING}
+        self.prepare([*urls])
+        return [name for url, name in urls.items() if not isinstance(self.opened[url], Missing)]
+
+    def entry(self, url: str) -> Entry | None:
+        """Return what the listing of its folder says of a name, if that folder was listed."""
+        folder, name = os.path.split(url.rstrip("/"))
+        return next((entry for entry in self.listings.get(folder) or () if entry.name == name), None)
+
+    def source(self, url: str) -> Source:
+        """Open an object."""
+        if url not in self.opened:
+            self.prepare([url])
+        found = self.opened.pop(url)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def prepare(self, urls: Sequence[str]) -> None:
+        """Ask for the beginnings of several objects at once; `source` hands them out."""
+        from .ahead import all_at_once
+
+        urls = [url for url in dict.fromkeys(urls) if url not in self.opened]
+        for url in urls:
+            self.store(url)  # in this thread: each once
+        self.opened |= zip(urls, all_at_once([partial(self._open, url) for url in urls]), strict=True)
+
+    def _open(self, url: str) -> Source:
+        from . import cache
+        from .source import GUESS, RemoteSource
+
+        store, key = self.store(url)
+        if key.endswith("/") or not key:
+            raise Unreadable(url, "is a folder", hint="name the checkpoint file")
+        entry = self.entry(url)
+        facts = entry and entry.facts
+        known = cache.kept(url, facts) if facts else {}
+        was_kept = bool(known)
+        if not known or facts is None:
+            head, facts = store.head(key, GUESS)
+            known = cache.kept(url, facts)
+            was_kept, known = bool(known), known or {0: head}
+        if not facts.is_ranged and facts.size > len(known[0]):
+            return _spooled(url, store, key, facts)
+        source = RemoteSource(url, store, key, facts)
+        source.know(known, cache.keeper(url, facts, known if was_kept else {}))
+        if known[0][:4] == b"PK\x03\x04":  # the directory is at its end
+            source.read(source.size - 1, 1)
+        return source
+
+
+def _spooled(url: str, store: Store, key: str, facts: Facts) -> Source:
+    """Read an object once from front to back into a temporary file, where its server knows no ranges."""
+    spool = getattr(store, "spool", None)
+    if spool is None or facts.size > SPOOLED:
+        what = f"is sent only as a whole, {facts.size} bytes: its server ignores ranges"
+        raise Unreadable(url, what, hint="download it first")
+    with no_room_named(tempfile.gettempdir()), tempfile.TemporaryFile() as file:
+        spool(key, facts, file, SPOOLED)
+        file.flush()
+        TRAFFIC.remark(f"{url}: its server ignores ranges, so all of it was read")
+        return Source(url, os.dup(file.fileno()))
+
+
+_visit: ContextVar[Visit | None] = ContextVar("visit", default=None)
+
+
+@contextlib.contextmanager
+def visit() -> Iterator[Visit]:
+    """Ask stores each thing once until the block ends; within another visit it is a part of that."""
+    current = _visit.get()
+    if current is not None:
+        yield current
+        return
+    current = Visit()
+    token = _visit.set(current)
+    try:
+        yield current
+    finally:
+        _visit.reset(token)
+
+
+def open_source_at(path: str, *, shown: str | None = None) -> Source:
+    """Open a file or an object for reading, which messages call by another name where `shown` is given.
+
+    Raises Unreadable where there is none, or it may not be read.
+    """
+    if not is_url(path):
+        return Source(shown or path, open_source_descriptor(path))
+    with visit() as now:
+        source = now.source(path)
+    source.path = shown or path
+    return source
+
+
+def prepare(paths: Sequence[str]) -> None:
+    """Begin to open several objects at once, those of them that are remote."""
+    urls = [path for path in paths if is_url(path)]
+    if urls:
+        with visit() as now:
+            now.prepare(urls)
+
+
+@contextlib.contextmanager
+def uploading(
+    path: str, *, replace: bool, dry_run: bool = False, progress: Progress | None = None
+) -> Iterator[str]:
+    """Yield where to write an output: at its path, or in a temporary folder from which it is uploaded.
+
+    What is written is uploaded when the block ends without an error, the files of a folder with an index last.
+    Raises OutputExists where there is something at the URL and `replace` is not set.
+    """
+    if not is_url(path):
+        yield path
+        return
+    is_folder_ = path.endswith("/")
+    with visit() as now, tempfile.TemporaryDirectory(prefix="ckpttool-") as room:
+        store, key = now.store(path)
+        if not replace and (names_in(path) if is_folder_ else exists(path)):
+            raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+        local = os.path.join(room, os.path.basename(path.rstrip("/")) or "output")
+        yield local + "/" * is_folder_
+        if dry_run:
+            return
+        written = os.listdir(local) if is_folder_ else []
+        names = sorted(written, key=lambda name: (name.endswith(LAST), name))
+        files = {os.path.join(key, name): os.path.join(local, name) for name in names} or {key: local}
+        store.put(files, replace=replace, progress=progress)
+
+
+def names_in(folder: str) -> list[str]:
+    """Return the names in a folder, sorted, MOST_NAMES at most; none where it can't be read."""
+    if not is_url(folder):
+        return open_source.names_in(folder)
+    with visit() as now:
+        return now.names(folder)[:MOST_NAMES]
+
+
+def listed(folder: str) -> list[str]:
+    """Return the names in a folder, sorted. Raises OSError, or Unreadable, where it can't be listed."""
+    return names_in(folder) if is_url(folder) else sorted(os.listdir(folder))
+
+
+def folders_in(folder: str) -> list[str]:
+    """Return the names of the folders in a folder, sorted; links to folders count."""
+    if is_url(folder):
+        return sorted(entry.name for entry in _entries(folder) if entry.facts is None)
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries if os.path.isdir(entry.path))
+    except OSError:
+        return []
+
+
+def is_folder(path: str) -> bool:
+    """Return whether there is a folder at a path or URL."""
+    if not is_url(path):
+        return os.path.isdir(path)
+    if path.endswith("/"):
+        return True
+    with visit() as now:
+        if (entry := now.entry(path)) is not None:
+            return entry.facts is None
+        scheme = place_of(path).scheme
+        if scheme in WEB:
+            return False
+        if not now.store(path)[1]:
+            return True
+        if scheme == HUB:
+            now.entries(os.path.dirname(path))
+        return (entry := now.entry(path)) is not None and entry.facts is None
+
+
+def exists(path: str) -> bool:
+    """Return whether there is something at a path, if only a link that leads nowhere, or at a URL."""
+    if not is_url(path):
+        return os.path.lexists(path)
+    with visit() as now:
+        listed = now.entries(os.path.dirname(path.rstrip("/")))
+        if listed is not None:
+            return now.entry(path) is not None
+        now.prepare([path])
+        found = now.opened[path]
+        if isinstance(found, CkptToolError) and not isinstance(found, Missing):
+            raise now.opened.pop(path)  # type: ignore[misc]
+        return not isinstance(found, Exception)
+
+
+def is_file(path: str) -> bool:
+    """Return whether there is a file, or an object, at a path or URL."""
+    return exists(path) and not is_folder(path) if is_url(path) else os.path.isfile(path)
+
+
+def nbytes_of(path: str) -> int:
+    """Return the size of a file or object, or of all that are directly in a folder; 0 where there is none."""
+    if is_url(path):
+        if is_folder(path):
+            return sum(entry.facts.size for entry in _entries(path) if entry.facts)
+        with visit() as now:
+            return now.source(path).size if exists(path) else 0
+    if not os.path.isdir(path):
+        return os.path.getsize(path) if os.path.exists(path) else 0
+    return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
+
+
+def identity_of(path: str) -> object:
+    """Return what two names of one file or folder share: its device and inode, of a URL itself."""
+    if is_url(path):
+        return path
+    facts = os.stat(path)
+    return facts.st_dev, facts.st_ino
+
+
+def _entries(folder: str) -> list[Entry]:
+    with visit() as now:
+        return now.entries(folder) or []

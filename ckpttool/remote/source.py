@@ -1,0 +1,155 @@
+"""An object of a store as a source of bytes, which is read as a file is."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable
+
+from ..errors import Unreadable, Unsupported
+from ..tensors.ref import Source
+from .ahead import Ahead
+from .store import Facts, Store
+
+GUESS = 256 << 10  # bytes of the beginning and of the end that are fetched at once
+
+Check = Callable[[bytes], None]  # of the bytes before a stretch
+
+
+class RemoteSource(Source):
+    """An object that is read by ranges, all of them of the same version of it.
+
+    What is read before `opened()` is kept: the directory of an archive, a header, a pickle. The cache holds
+    the same. After it, bytes pass through, those that were announced by `expect` ahead of time.
+    """
+
+    is_local = False
+
+    def __init__(self, path: str, store: Store, key: str, facts: Facts) -> None:
+        """Ask nothing yet: `facts` are known from the first answer, or from a listing."""
+        self.path, self.size, self.content = path, facts.size, facts.content
+        self._url = path
+        self.observers = []
+        self._store, self._key, self._facts = store, key, facts
+        self._ahead = Ahead(self._fetch)
+        self._is_open = True
+        # What was read while the checkpoint was opened: begin -> bytes, without overlaps.
+        self._known: dict[int, bytes] = {}
+        self._keep: Callable[[dict[int, bytes]], None] | None = None
+        # Stretches whose preceding bytes are still to be checked: begin, end, begin of those bytes.
+        self._guarded: list[tuple[int, int, int]] = []
+        self._checks: dict[int, Check] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def fd(self) -> int:
+        """Raises Unsupported: there is no descriptor."""
+        hint = "download it first"
+        raise Unsupported(self.path, "is not on this machine, and this needs a file", hint=hint)
+
+    @property
+    def place(self) -> str:
+        """The URL, whatever messages call it."""
+        return self._url
+
+    @property
+    def identity(self) -> tuple[object, object]:
+        """What two sources share exactly when they are the same version of one object."""
+        return self._url, self._facts.identity
+
+    @property
+    def unchecked(self) -> int:
+        """How many stretches there are whose preceding bytes were not looked at."""
+        return len(self._checks)
+
+    def called(self, path: str) -> Source:
+        """Return the first of several objects under the path by which messages call them all."""
+        return RemoteSource(path, self._store, self._key, Facts(0, self._facts.identity))
+
+    def know(self, stretches: dict[int, bytes], keep: Callable[[dict[int, bytes]], None] | None) -> None:
+        """Take bytes that were read already; `keep` gets all that were read once the checkpoint is open."""
+        self._known, self._keep = dict(stretches), keep
+
+    def opened(self) -> None:
+        """Let go of what was read to open the checkpoint: from now on values are read."""
+        with self._lock:
+            if self._keep is not None:
+                self._keep(self._known)
+            self._known, self._keep = {}, None
+
+    def expect(self, ranges: Iterable[tuple[int, int]], nbytes: int, depth: int) -> None:
+        """Announce what will be read."""
+        # With what is checked before it.
+        ranges = [(self._begin_of(begin), end) for begin, end in ranges]
+        self._ahead.expect(ranges, nbytes, depth)
+
+    def guard(self, start: int, nbytes: int, before: int, check: Check) -> None:
+        """Have the bytes from `before` to `start` checked before any of those behind them is used."""
+        if nbytes:
+            insort(self._guarded, (start, start + nbytes, before))
+            self._checks[start] = check
+
+    def close(self) -> None:
+        """Let everything go; a second call does nothing."""
+        if getattr(self, "_is_open", False):
+            self._is_open = False
+            self._ahead.forget()
+
+    def _begin_of(self, offset: int) -> int:
+        guarded = self._guarded_at(offset)
+        return min(offset, guarded[2]) if guarded else offset
+
+    def _guarded_at(self, offset: int) -> tuple[int, int, int] | None:
+        number = bisect_right(self._guarded, (offset, self.size + 1, 0)) - 1
+        if number >= 0 and offset < self._guarded[number][1]:
+            return self._guarded[number]
+        return None
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self._fill(offset, memoryview(data))
+        return bytes(data)
+
+    def _fill(self, offset: int, view: memoryview) -> None:
+        if not self._is_open:
+            raise Unreadable(self.path, "is closed", hint="read its tensors inside the `with` block")
+        if (guarded := self._guarded_at(offset)) and guarded[0] in self._checks:
+            before = bytearray(guarded[0] - guarded[2])
+            self._fill_here(guarded[2], memoryview(before))
+            self._checks[guarded[0]](bytes(before))
+            self._checks.pop(guarded[0], None)
+        self._fill_here(offset, view)
+
+    def _fill_here(self, offset: int, view: memoryview) -> None:
+        if self._keep is None:
+            self._ahead.fill(offset, view)
+            return
+        end = offset + len(view)
+        while offset < end:
+            begin, data = self._stretch(offset, end)
+            part = data[offset - begin : end - begin]
+            view[: len(part)] = part
+            view, offset = view[len(part) :], offset + len(part)
+
+    def _stretch(self, offset: int, end: int) -> tuple[int, bytes]:
+        """Return a known stretch that holds the byte at `offset`, fetched up to `end` if there is none."""
+        with self._lock:
+            for begin, data in self._known.items():
+                if begin <= offset < begin + len(data):
+                    return begin, data
+            following = min((begin for begin in self._known if begin > offset), default=self.size)
+            begin, end = offset, min(end, following)
+            if end == following == self.size:  # an archive has its directory there, and several ends of it
+                before = max((at + len(data) for at, data in self._known.items() if at <= offset), default=0)
+                begin = max(before, min(begin, self.size - GUESS))
+            target = bytearray(end - begin)
+            self._ahead.fill(begin, memoryview(target))
+            self._known[begin] = bytes(target)
+            return begin, self._known[begin]
+
+    def _fetch(self, begin: int, end: int) -> bytes:
+        return self._store.read(self._key, self._facts, begin, end - begin)
+
+    def __repr__(self) -> str:
+        return f"<RemoteSource {shlex.quote(self.path)}>"

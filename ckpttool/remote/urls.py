@@ -1,0 +1,126 @@
+"""URLs as people type them, and the form in which they go through the house: a path without secrets.
+
+A canonical URL is split, joined and shown as a path is. What signs it (its query) stays in this module, so
+that no message, JSON or cache can hold it; `?…` and eight digits stand in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from typing import NamedTuple
+
+from ..errors import Unreadable, Unsupported
+
+WEB, BUCKETS, HUB = ("https", "http"), ("s3", "gs", "az"), "hf"
+
+URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
+SIGNED = re.compile(r"\?…[0-9a-f]{8}")
+KEPT = re.compile(r"(%2f|%25)", re.IGNORECASE)  # a slash in a name, and the sign of escapes itself
+
+_queries: dict[str, str] = {}  # of canonical URLs
+
+
+class Place(NamedTuple):
+    """Where a canonical URL leads."""
+
+    scheme: str
+    store: str  # a host with its port, a bucket; of the hub nothing: what is behind it tells the repository
+    key: str
+    query: str = ""  # secret
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL, and not a local path that looks like one and is there."""
+    return "://" in path and URL.match(path) is not None and not os.path.lexists(path)
+
+
+def canonical(path: str, revision: str | None = None) -> str:
+    """Return a URL without its secrets, a path as it is, and the path that a file:// URL means.
+
+    Args:
+        path: a path or URL; a canonical one stays as it is.
+        revision: of a repository of the hub that names none itself.
+
+    Raises:
+        Unsupported: URLs of this scheme are not read. Unreadable: the URL is malformed, or holds a password.
+    """
+    if path in _queries or not is_url(path):
+        return path
+    match = URL.match(path)
+    assert match is not None
+    scheme, rest = match[1].lower(), match[2]
+    if scheme == "file":
+        return _local(path, rest)
+    if scheme in WEB:
+        return _web(scheme, rest)
+    if scheme == HUB:
+        return f"hf://{_at_revision(rest, revision)}"
+    if scheme in BUCKETS:
+        if not rest.partition("/")[0]:
+            raise Unreadable(path, "names no bucket", hint=f"for example: {scheme}://BUCKET/KEY")
+        return f"{scheme}://{rest}"
+    shown = f"{scheme}://{rest.partition('?')[0]}"
+    hint = "https, hf, s3, gs and az are read; download it first"
+    raise Unsupported(shown, "is a URL of a kind that is not read here", hint=hint)
+
+
+def place_of(url: str) -> Place:
+    """Return where a canonical URL leads."""
+    scheme, _, rest = url.partition("://")
+    if scheme == HUB:
+        return Place(scheme, "", rest)
+    query = _queries.get(url, "")
+    store, _, key = SIGNED.sub("", rest).partition("/")
+    return Place(scheme, store, key, query)
+
+
+def _local(path: str, rest: str) -> str:
+    from urllib.parse import unquote  # here, so that paths don't pay for it
+
+    host, slash, name = rest.partition("/")
+    if host not in ("", "localhost"):
+        raise Unreadable(
+            path, f"names a file of the machine {host}", hint="name a file of this one: file:///PATH"
+        )
+    return unquote(slash + name)
+
+
+def _web(scheme: str, rest: str) -> str:
+    from urllib.parse import unquote, urlsplit
+
+    begin, _, query = rest.partition("#")[0].partition("?")
+    shown = f"{scheme}://{begin.rpartition('@')[2]}"
+    if "@" in begin.partition("/")[0]:
+        what = "holds a password, which others on this machine can see"
+        raise Unreadable(shown, what, hint="name it without; ask the owner for a signed link")
+    try:
+        parts = urlsplit(f"{scheme}://{begin}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise Unreadable(shown, f"is not a URL: {error}") from None
+    if not host:
+        raise Unreadable(shown, "names no host", hint=f"for example: {scheme}://HOST/FILE")
+    name = begin.partition("/")[2]
+    path = "".join(part if KEPT.fullmatch(part) else unquote(part) for part in KEPT.split(name))
+    host = f"[{host}]" if ":" in host else host
+    url = f"{scheme}://{host}{'' if port is None else f':{port}'}/{path}"
+    if not query:
+        return url
+    url += f"?…{zlib.crc32(query.encode()):08x}"
+    _queries[url] = query
+    return url
+
+
+def _at_revision(rest: str, revision: str | None) -> str:
+    """Add a revision behind the repository's name, if none is there."""
+    if revision is None:
+        return rest
+    from .hub import split
+
+    place = split(rest)
+    if place.revision is not None:
+        return rest
+    name = rest[: len(rest) - len(place.path)].rstrip("/") if place.path else rest.rstrip("/")
+    return f"{name}@{revision.replace('/', '%2F')}" + (f"/{place.path}" if place.path else "")
