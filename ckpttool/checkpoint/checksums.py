@@ -62,6 +62,11 @@ class Checksums:
             places.sort(key=itemgetter(0, 1))
         self._observers = {source: partial(_see, places) for source, places in of_source.items()}
 
+    @property
+    def compares(self) -> bool:
+        """Whether any of the files states a checksum."""
+        return bool(self._sums)
+
     def __enter__(self) -> Checksums:
         for source, see in self._observers.items():
             source.observers.append(see)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -35,6 +36,15 @@ SHARED = ("-q", "--quiet", "-v", "--verbose", "--json", "--force", "--dry-run", 
 # Libraries that a plain install lacks, and the extra of ckpttool that brings each
 EXTRAS = {"torch": "torch", "safetensors": "torch", "torchvision": "train", "sklearn": "train"}
 EXTRAS |= dict.fromkeys(("urllib3", "obstore", "huggingface_hub"), "remote")
+
+
+GOES_ON = "; what was written is kept: the same command with --resume goes on with it"
+
+
+def can_go_on() -> bool:
+    """Return whether this process has left an output that the next one can go on with."""
+    resuming = sys.modules.get(f"{__package__.rpartition('.')[0]}.files.resuming")
+    return resuming is not None and bool(resuming.KEPT)
 
 
 @dataclass(slots=True)
@@ -90,6 +100,7 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
     hint: str | None
     if isinstance(error, CkptToolError):
         hint = _extra_of(error.__cause__) or _own_hint(error) or error.hint or _usual_hint(error, call)
+        hint += GOES_ON if can_go_on() else ""
         return error.kind, _with_file(error, call), hint, error.exit_code
     if isinstance(error, click.ClickException):
         ctx = error.ctx if isinstance(error, click.UsageError) else None
@@ -138,6 +149,8 @@ def _usual_hint(error: CkptToolError, call: Call) -> str:
     path = error.path if isinstance(error, FileError) else next(iter(call.paths), "FILE")
     if isinstance(error, errors.Damaged):
         return "copy or download it again, or use an older checkpoint"
+    if isinstance(error, errors.Unreadable) and "://" in path:
+        return "check the name, and whether you may read it"
     if isinstance(error, errors.Unreadable):
         return f"check what is there, and its permissions: ls -ld {shlex.quote(path)}"
     if isinstance(error, errors.Unsupported):  # inspect reads no more than the others

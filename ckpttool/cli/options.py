@@ -96,9 +96,9 @@ def _note_revision(ctx: click.Context, option: click.Parameter, revision: str | 
 
 
 def _stay_offline(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
-    """Tell the hub's library and our own stores, as the variable does."""
+    """Tell our stores, and the hub's library."""
     if asked:
-        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ.update(CKPTTOOL_OFFLINE="1", HF_HUB_OFFLINE="1")
 
 
 def _part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str, ...]) -> Any:
@@ -144,6 +144,10 @@ to_option = option(
 full_option = flag("--full", "Keep everything, also in safetensors: optimizer, counters, settings.")
 
 
+# Parameters that change no byte of an output
+SAYING = ("as_json", "quiet", "verbose", "force", "resume", "companions", "output")
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What the options that all commands share which write say: taken apart here, and nowhere else."""
@@ -159,11 +163,18 @@ class Job:
     verify: bool | None = None
     dry_run: bool = False
     force: bool = False
+    resume: bool = False
 
     def saving(self) -> dict[str, Any]:
         """Return the arguments of `formats.save`."""
-        names = ("state", "shard_size", "device", "verify", "force", "dry_run")
-        return {name: getattr(self, name) for name in names}
+        names = ("state", "shard_size", "device", "verify", "force", "dry_run", "resume")
+        return {name: getattr(self, name) for name in names} | {"recipe": self._recipe()}
+
+    def _recipe(self) -> str:
+        """Return the command, but for what does not change a byte of its output."""
+        ctx = click.get_current_context()
+        said = {name: value for name, value in ctx.params.items() if name not in SAYING}
+        return repr((ctx.info_name, sorted(said.items())))
 
     def require_new_output(self, *, alone: bool = True) -> None:
         """Refuse an OUTPUT that may be the last of several INPUTs."""
@@ -253,6 +264,7 @@ job_options = _all(
     ),
     dry_run_option,
     flag("--force", "Replace OUTPUT if it exists."),
+    flag("--resume", "Go on with an interrupted conversion from a URL."),
     reading,
     _with_job,
 )

@@ -16,7 +16,7 @@ import click
 
 from .. import __version__
 from .commands import check, convert, convert_batchnorm, diff, inspect, keys, load, ranks, training
-from .failure import Call, fail
+from .failure import GOES_ON, Call, can_go_on, fail
 
 EPILOG = """\
 \b
@@ -243,6 +243,6 @@ def _end_by(number: int) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     if number == signal.SIGINT:
         with suppress(OSError):
-            click.echo("interrupted", err=True)
+            click.echo(f"interrupted{GOES_ON if can_go_on() else ''}", err=True)
     os.kill(os.getpid(), number)
     os._exit(128 + number)  # the signal is blocked

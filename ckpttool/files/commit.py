@@ -16,23 +16,27 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from ..errors import UsageFault
+from ..errors import Damaged, Refused, UsageFault
 from .copying import BUFFER, no_room_named
 from .failures import NO_ROOM, reason
-from .temporaries import new_file, remove_abandoned
+from .temporaries import PART, new_file, remove_abandoned
+
+if TYPE_CHECKING:
+    from .resuming import Attempt
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str], attempt: Attempt | None = None) -> Iterator[BinaryIO]:
     """Open a new binary file that takes the place of `path` when the block ends without an error.
 
     The old file stays complete until then, and readers that have it open keep it; after an error nothing of
-    the new one is left. Of a symbolic link the target is replaced. `-` is standard output, to which all of it
-    is sent at the end. Raises UsageFault where that can't be, and OSError, named `path`, for a failing disk.
+    the new one is left, but for what an `attempt` keeps. Of a symbolic link the target is replaced. `-` is
+    standard output, to which all of it is sent at the end. Raises UsageFault where that can't be, and
+    OSError, named `path`, for a failing disk.
     """
-    with _to_standard_output() if os.fspath(path) == "-" else _replacing(os.fspath(path)) as file:
+    with _to_standard_output() if os.fspath(path) == "-" else _replacing(os.fspath(path), attempt) as file:
         yield file
 
 
@@ -51,13 +55,17 @@ def _to_standard_output() -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _replacing(path: str) -> Iterator[BinaryIO]:
+def _replacing(path: str, attempt: Attempt | None) -> Iterator[BinaryIO]:
     target = os.path.realpath(path)
     exists = _check_target(path, target)
     folder = os.path.dirname(target)
     remove_abandoned(folder)
+    mode = 0o600 if exists else 0o666
     try:
-        fd, temporary = new_file(target, 0o600 if exists else 0o666)
+        claimed = attempt.claim_file(mode) if attempt else None
+        if claimed is None:  # another process goes on with the same output
+            attempt = None
+        fd, temporary = new_file(target, mode) if claimed is None else claimed
     except OSError as error:
         raise not_writable(path, error) from error
     try:
@@ -69,11 +77,21 @@ def _replacing(path: str) -> Iterator[BinaryIO]:
                     keep_permissions(fd, target)
                 os.fsync(fd)
                 os.replace(temporary, target)  # before the file, and with it the lock, is closed
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+            if attempt:
+                attempt.end()
+    except BaseException as error:
+        if attempt:
+            attempt.give_up(keep=can_go_on(error))
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
         raise
     sync_folder(folder)
+
+
+def can_go_on(error: BaseException) -> bool:
+    """Return whether what was written before an error is right: then the next attempt may go on with it."""
+    return not isinstance(error, Damaged | Refused | UsageFault)
 
 
 def require_folder(path: str) -> None:
@@ -93,7 +111,8 @@ def not_writable(path: str, error: OSError) -> UsageFault | OSError:
 @contextlib.contextmanager
 def writing_into(path: str) -> Iterator[BinaryIO]:
     """Create a file in a folder that is not yet in place; flush it to the disk when the block ends."""
-    with open(path, "x+b") as file:
+    goes_on = os.path.dirname(path).endswith(PART) and os.path.exists(path)
+    with open(path, "r+b" if goes_on else "x+b") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

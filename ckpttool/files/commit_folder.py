@@ -15,14 +15,25 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import CkptToolError, Unreadable, UsageFault
-from .commit import keep_permissions, not_writable, sync_folder
+from .commit import can_go_on, keep_permissions, not_writable, sync_folder
 from .copying import no_room_named
 from .failures import reason
-from .temporaries import OLD, TEMPORARY, abandoned, begin_of, new_folder, remove_abandoned, temporaries_in
+from .temporaries import (
+    OLD,
+    abandoned,
+    begin_of,
+    new_folder,
+    remove_abandoned,
+    temporaries_in,
+    temporary_name,
+)
 from .threads import signals_deferred
+
+if TYPE_CHECKING:
+    from .resuming import Attempt
 
 # Arguments of renameat2 (linux/fcntl.h, linux/fs.h).
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -50,7 +61,9 @@ class NewFolder:
 
 
 @contextlib.contextmanager
-def replacing_folder(path: str, replaced: Replaced, kept: Collection[str] = ()) -> Iterator[NewFolder]:
+def replacing_folder(
+    path: str, replaced: Replaced, kept: Collection[str] = (), attempt: Attempt | None = None
+) -> Iterator[NewFolder]:
     """Make an empty folder that takes the place of `path` when the block ends without an error.
 
     Only the regular files (and links to them) that `replaced` names are removed from the old folder; it is
@@ -63,7 +76,11 @@ def replacing_folder(path: str, replaced: Replaced, kept: Collection[str] = ()) 
     parent = os.path.dirname(target)
     remove_abandoned(parent)
     try:
-        lock, temporary = new_folder(target, 0o700 if exists else 0o777)
+        mode = 0o700 if exists else 0o777
+        claimed = attempt.claim_folder(mode) if attempt else None
+        if claimed is None:  # another process goes on with the same output
+            attempt = None
+        lock, temporary = new_folder(target, mode) if claimed is None else claimed
     except OSError as error:
         raise not_writable(path, error) from error
     new = NewFolder(temporary)
@@ -77,9 +94,14 @@ def replacing_folder(path: str, replaced: Replaced, kept: Collection[str] = ()) 
             sync_folder(temporary)
         with signals_deferred():
             _commit(new, target, replaced, kept)
-    except BaseException:
+        if attempt:
+            attempt.end()
+    except BaseException as error:
         with signals_deferred():
-            shutil.rmtree(temporary, ignore_errors=True)  # what stays is removed by the next save
+            if attempt:
+                attempt.give_up(keep=can_go_on(error))
+            else:
+                shutil.rmtree(temporary, ignore_errors=True)  # what stays is removed by the next save
         raise
     finally:
         os.close(lock)
@@ -226,7 +248,7 @@ def _put(new: str, target: str) -> str | None:
     if not _exists(target):
         os.rename(new, target)
         return None
-    old = new.removesuffix(TEMPORARY) + OLD
+    old = temporary_name(target, OLD)
     os.rename(new, old)
     exchanged = False
     try:

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from mmap import mmap
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 from ..tensors.ref import ByteRange, Computed, Source, TensorRef
 from ..tensors.values import stream
 from .crc32 import combined, crc32
 from .failures import NO_ROOM
 from .threads import cores, cut, in_order, map_pieces
+
+if TYPE_CHECKING:
+    from .resuming import Written
 
 BUFFER = 1 << 20  # bytes moved at a time; whole elements
 
@@ -133,9 +136,12 @@ class Output:
     file once the block has ended, or `settle` was called; until then an error of theirs may come late.
     """
 
-    def __init__(self, file: BinaryIO, progress: Progress | None = None) -> None:
-        """Begin at the start of a file."""
+    def __init__(
+        self, file: BinaryIO, progress: Progress | None = None, written: Written | None = None
+    ) -> None:
+        """Begin at the start of a file, of which an earlier attempt may have written some."""
         self.fd = file.fileno()
+        self._written = written
         self.position = 0
         self._progress: Progress = progress or (lambda _: None)
         self._planned: list[_Copy] = []
@@ -196,7 +202,10 @@ class Output:
         planned, self._planned = self._planned, []
         for copy in _as_they_lie(planned):
             data, position = copy.data, copy.position
-            if not isinstance(data, ByteRange | Computed):
+            if copy.nbytes and self._has(data, position, copy.nbytes):
+                for start, size in cut(copy.nbytes, BUFFER):
+                    yield partial(self._sum, buffers, copy, _part(data, start, size), position + start, size)
+            elif not isinstance(data, ByteRange | Computed):
                 self._put_here(position, data)
             elif copy.nbytes <= SMALL:
                 self._put_here(position, [data.read()], copy.then)
@@ -204,7 +213,9 @@ class Output:
                 self._put_here(position, data.make(0, copy.nbytes), copy.then)
             elif not self._shares(copy):
                 for start, size in cut(copy.nbytes, BUFFER):
-                    yield partial(self._put, buffers, copy, data.part(start, size), position + start)
+                    is_there = self._has(data, position + start, size)
+                    move = self._sum if is_there else self._put
+                    yield partial(move, buffers, copy, data.part(start, size), position + start, size)
 
     def _shares(self, copy: _Copy) -> bool:
         """Let the file share the bytes that are to be copied; return False where it can't."""
@@ -222,38 +233,66 @@ class Output:
         self, position: int, chunks: Iterable[memoryview | bytes], then: Then | None = None
     ) -> None:
         """Write chunks from this thread, with progress after each."""
-        crc = self._write_chunks(position, chunks, then, self._progress)
+        crc, end = self._write_chunks(position, chunks, then, self._progress)
+        if self._written:
+            self._written.add(position, end - position)
         if then:
             then(crc)
 
-    def _put(self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int) -> _Block:
+    def _put(
+        self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int, nbytes: int
+    ) -> _Block:
         """Write a block, from any thread; progress is for the caller's."""
         with buffers.one() as buffer:
-            crc = self._write_chunks(position, data.chunks(buffer), copy.then, lambda _: None)
-        return self, copy, crc, data.nbytes
+            crc, _ = self._write_chunks(position, data.chunks(buffer), copy.then, lambda _: None)
+        return self, copy, position, crc, nbytes
+
+    def _has(self, data: Data, position: int, nbytes: int) -> bool:
+        """Return whether an earlier attempt wrote a stretch that need not be read, or computed, again."""
+        written = self._written
+        is_taken = written is not None and (written.computed or isinstance(data, ByteRange))
+        return is_taken and written is not None and written.covers(position, nbytes)
+
+    def _sum(
+        self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed | None, position: int, nbytes: int
+    ) -> _Block:
+        """Sum a block that is there already, and show it to those who watch its source."""
+        with buffers.one() as buffer:
+            view = buffer[:nbytes]
+            os.preadv(self.fd, [view], position)  # regular file, at most BUFFER: all at once
+            if isinstance(data, ByteRange):
+                data.source.seen(data.offset, view)
+            return self, copy, position, crc32(view) if copy.then else 0, nbytes
 
     def _write_chunks(
         self, position: int, chunks: Iterable[memoryview | bytes], then: Then | None, progress: Progress
-    ) -> int:
-        """Write chunks one after another; return their CRC-32, or 0 when nobody asks for it."""
+    ) -> tuple[int, int]:
+        """Write chunks one after another; return their CRC-32, 0 when nobody asks for it, and their end."""
         crc = 0
         for chunk in chunks:
             self.write_at(position, chunk)
             position += len(chunk)
             crc = crc32(chunk, crc) if then else 0
             progress(len(chunk))
-        return crc
+        return crc, position
 
-    def _done(self, copy: _Copy, crc: int, nbytes: int) -> None:
+    def _done(self, copy: _Copy, position: int, crc: int, nbytes: int) -> None:
         copy.left -= nbytes
         self._progress(nbytes)
+        if self._written:
+            self._written.add(position, nbytes)
         if copy.then:
             copy.crc = combined(copy.crc, crc, nbytes)
             if not copy.left:
                 copy.then(copy.crc)
 
 
-_Block = tuple[Output, _Copy, int, int]  # of a block that was written: where, a part of what, CRC-32, bytes
+# Of a block that was written: where, a part of what, from which place on, CRC-32, bytes
+_Block = tuple[Output, _Copy, int, int, int]
+
+
+def _part(data: Data, start: int, nbytes: int) -> ByteRange | None:
+    return data.part(start, nbytes) if isinstance(data, ByteRange) else None
 
 
 def settle_together(outputs: Sequence[Output]) -> None:

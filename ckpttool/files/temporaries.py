@@ -22,6 +22,8 @@ from functools import cache
 # Name endings: of a file or folder being written, and of a folder that a new one replaced.
 TEMPORARY, OLD = ".ckpttool.tmp", ".ckpttool.old"
 
+PART = ".ckpttool.part"  # of an output that was interrupted, and can be gone on with
+
 NAME = re.compile(r"\.(?P<begin>.+)\.(?P<boot>[0-9a-f]{8})[0-9a-f]{12}\.ckpttool\.(tmp|old)", re.DOTALL)
 
 LONGEST = 190  # bytes of the target's name that are used: file systems allow 255 for a name
@@ -34,6 +36,12 @@ def begin_of(target: str) -> str:
     if len(name) <= LONGEST:
         return os.fsdecode(name)
     return os.fsdecode(name[:LONGEST]) + f"~{zlib.crc32(name):08x}"
+
+
+def temporary_name(target: str, ending: str) -> str:
+    """Return the path of a temporary of this target that nobody has."""
+    name = f".{begin_of(target)}.{_boot()}{os.urandom(6).hex()}{ending}"
+    return os.path.join(os.path.dirname(target), name)
 
 
 def new_file(target: str, mode: int) -> tuple[int, str]:
@@ -58,8 +66,7 @@ def _new(
     target: str, create: Callable[[str], int | None], remove: Callable[[str], object]
 ) -> tuple[int, str]:
     while True:
-        name = f".{begin_of(target)}.{_boot()}{os.urandom(6).hex()}{TEMPORARY}"
-        path = os.path.join(os.path.dirname(target), name)
+        path = temporary_name(target, TEMPORARY)
         try:
             if (fd := create(path)) is not None:
                 if _lock_new(fd, path):

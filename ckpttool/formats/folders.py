@@ -12,7 +12,16 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..errors import CkptToolError, Damaged, OutputExists, UsageFault
 from ..files.commit import replacing
 from ..files.commit_folder import Replaced, others_in, unmoved
-from ..remote.places import is_file, is_folder, listed, names_in, nbytes_of, open_source_at, uploading
+from ..remote.places import (
+    identity_of,
+    is_file,
+    is_folder,
+    listed,
+    names_in,
+    nbytes_of,
+    open_source_at,
+    uploading,
+)
 from ..remote.urls import is_url
 from ..tensors.ref import ByteRange, Source
 from . import shards
@@ -133,7 +142,7 @@ def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
 def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
     """Return whether a folder is the one that the checkpoint was read from."""
     source = folder_of(checkpoint) if checkpoint.format in NAMES else None
-    return source is not None and os.path.isdir(path) and os.path.samefile(source, path)
+    return source is not None and os.path.isdir(path) and identity_of(source) == identity_of(path)
 
 
 def is_same_file(source: Source, path: str) -> bool:

@@ -18,10 +18,9 @@ from .store import TRAFFIC, Entry, Facts, Missing, Progress, Store
 from .urls import HUB, WEB, is_url, place_of
 
 MOST_NAMES = 10_000  # of a folder, that are looked at
-TELLING = (
+TELLING = (  # what a folder holds that nobody lists
     *("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata"),
-    *("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors"),
-    *("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "config.json"),
+    *("model.safetensors", "pytorch_model.bin", "config.json"),
 )
 LAST = (".index.json", ".metadata")  # without which a folder's other files are no checkpoint
 SPOOLED = 1 << 30  # bytes of an object that is read from front to back, since its server knows no ranges
@@ -180,7 +179,7 @@ def uploading(
 ) -> Iterator[str]:
     """Yield where to write an output: at its path, or in a temporary folder from which it is uploaded.
 
-    What is written is uploaded when the block ends without an error, the files of a folder with an index last.
+    What is written is uploaded when the block ends without an error, the index of a folder last.
     Raises OutputExists where there is something at the URL and `replace` is not set.
     """
     if not is_url(path):
@@ -192,10 +191,10 @@ def uploading(
         if not replace and (names_in(path) if is_folder_ else exists(path)):
             raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
         local = os.path.join(room, os.path.basename(path.rstrip("/")) or "output")
-        yield local + "/" * is_folder_
+        yield f"{local}/" if is_folder_ else local
         if dry_run:
             return
-        written = os.listdir(local) if is_folder_ else []
+        written = os.listdir(local) if os.path.isdir(local) else []
         names = sorted(written, key=lambda name: (name.endswith(LAST), name))
         files = {os.path.join(key, name): os.path.join(local, name) for name in names} or {key: local}
         store.put(files, replace=replace, progress=progress)

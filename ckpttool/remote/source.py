@@ -114,11 +114,12 @@ class RemoteSource(Source):
     def _fill(self, offset: int, view: memoryview) -> None:
         if not self._is_open:
             raise Unreadable(self.path, "is closed", hint="read its tensors inside the `with` block")
-        if (guarded := self._guarded_at(offset)) and guarded[0] in self._checks:
+        guarded = self._guarded_at(offset)
+        if guarded and (check := self._checks.get(guarded[0])):
             before = bytearray(guarded[0] - guarded[2])
             self._fill_here(guarded[2], memoryview(before))
-            self._checks[guarded[0]](bytes(before))
-            self._checks.pop(guarded[0], None)
+            check(bytes(before))
+            self._checks.pop(guarded[0], None)  # only now: another thread must not be ahead of it
         self._fill_here(offset, view)
 
     def _fill_here(self, offset: int, view: memoryview) -> None:

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from ..errors import Unreadable, Unsupported
 
+OFFLINE = "CKPTTOOL_OFFLINE"  # the variable that --offline sets
+ON = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
+
 WEB, BUCKETS, HUB = ("https", "http"), ("s3", "gs", "az"), "hf"
 
 URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
@@ -53,10 +56,13 @@ def canonical(path: str, revision: str | None = None) -> str:
     scheme, rest = match[1].lower(), match[2]
     if scheme == "file":
         return _local(path, rest)
+    if scheme == HUB:
+        return _of_hub(rest, revision)
+    if os.environ.get(OFFLINE):
+        shown = f"{scheme}://{rest.partition('?')[0]}"
+        raise Unreadable(shown, "is not asked for while offline", hint="leave out --offline")
     if scheme in WEB:
         return _web(scheme, rest)
-    if scheme == HUB:
-        return f"hf://{_at_revision(rest, revision)}"
     if scheme in BUCKETS:
         if not rest.partition("/")[0]:
             raise Unreadable(path, "names no bucket", hint=f"for example: {scheme}://BUCKET/KEY")
@@ -113,14 +119,15 @@ def _web(scheme: str, rest: str) -> str:
     return url
 
 
-def _at_revision(rest: str, revision: str | None) -> str:
-    """Add a revision behind the repository's name, if none is there."""
-    if revision is None:
-        return rest
-    from .hub import split
+def _of_hub(rest: str, revision: str | None) -> str:
+    """Return the URL at a revision, if it names none itself; while offline, the path in the hub's cache."""
+    from .hub import cached, split
 
     place = split(rest)
-    if place.revision is not None:
-        return rest
-    name = rest[: len(rest) - len(place.path)].rstrip("/") if place.path else rest.rstrip("/")
-    return f"{name}@{revision.replace('/', '%2F')}" + (f"/{place.path}" if place.path else "")
+    if revision is not None and place.revision is None:
+        name = rest.removesuffix(place.path).rstrip("/")
+        rest = f"{name}@{revision.replace('/', '%2F')}" + f"/{place.path}" * bool(place.path)
+        place = split(rest)
+    if os.environ.get(OFFLINE) or os.environ.get("HF_HUB_OFFLINE", "").upper() in ON:
+        return cached(place) or f"hf://{rest}"  # which the store refuses, and says why
+    return f"hf://{rest}"

@@ -76,8 +76,7 @@ class Source:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
         data = self._read(offset, nbytes)
-        for observer in self.observers:
-            observer(offset, data)
+        self.seen(offset, data)
         return data
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -92,8 +91,12 @@ class Source:
     def fill(self, offset: int, view: memoryview) -> None:
         """Fill memory with the bytes from `offset`. Raises Damaged where the file ends before them."""
         self._fill(offset, view)
+        self.seen(offset, view)
+
+    def seen(self, offset: int, data: memoryview | bytes) -> None:
+        """Show bytes to the observers, those of this file that lie at `offset`."""
         for observer in self.observers:
-            observer(offset, view)
+            observer(offset, data)
 
     def _fill(self, offset: int, view: memoryview) -> None:
         filled = 0

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ... import __version__
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums, reads_of
@@ -23,6 +24,7 @@ from ...files.copying import DryOutput, Output, Progress
 from ...inert_pickle.values import OrderedDict_
 from ...remote import ahead
 from ...remote.places import uploading
+from ...remote.store import TRAFFIC
 from ...tensors.ref import Source, Storage
 from .. import folders, safetensors, shards
 from ..dcp import reading as dcp
@@ -31,6 +33,9 @@ from ..pytorch import zip as torch_zip
 from ..reading import open as open_any
 from ..reading import read
 from .destination import PICKLES, Destination, Saved, destination, report, require_place, require_sense
+
+if TYPE_CHECKING:
+    from ...files.resuming import Attempt
 
 Tensors = safetensors.Tensors
 Check = Callable[[Checkpoint], None]
@@ -86,7 +91,9 @@ class SavePlan:
             moved = sum(tensor.nbytes for tensor in self._flat[0].values())
         return moved + (2 * sum(tensor.nbytes for tensor in self.tensors().values()) if verify else 0)
 
-    def carried_out(self, verify: bool | None, dry_run: bool, progress: Progress | None) -> Saved:
+    def carried_out(
+        self, verify: bool | None, dry_run: bool, progress: Progress | None, resume: bool, recipe: str
+    ) -> Saved:
         """Write, and compare what was read and written before it takes its place."""
         is_compared = not dry_run if verify is None else verify
         if not dry_run:
@@ -100,7 +107,31 @@ class SavePlan:
                 checksums.finish()
                 self.compare(written, values=bool(verify), progress=progress)
 
-            return self.write(partial(Output, progress=progress), check)
+            attempt = self._attempt(resume, recipe, computed=bool(recipe) and not checksums.compares)
+
+            def opened(file: BinaryIO) -> Output:
+                return Output(file, progress, attempt.written(file) if attempt else None)
+
+            return self.write(opened, check, attempt)
+
+    def _attempt(self, resume: bool, recipe: str, *, computed: bool) -> Attempt | None:
+        """Return what keeps an interrupted output of remote files; None for any other."""
+        places = (place.source for place in reads_of(self.storages()) if not place.source.is_local)
+        sources = {source.identity: source.size for source in places}
+        if not sources or self.path == "-" or self.format == dcp.NAME:
+            return None
+        from ...files.resuming import Attempt, plan_of
+
+        if not all(version for _, version in sources):  # who could tell whether it has changed since?
+            return None
+        kinds = [(name, tensor.dtype.name, tensor.shape) for name, tensor in self.tensors().items()]
+        asked = [self.format, self.where, self.full, self.shard_size, self.checkpoint.device, recipe]
+        plan = plan_of([__version__, asked, [*sources.items()], kinds, [*self.ties.items()]])
+        attempt = Attempt(os.path.realpath(self.path), plan, resume=resume, computed=computed)
+        if resume and not attempt.is_resumed:
+            why = "was of another plan or version" if attempt.is_other else "is not here"
+            TRAFFIC.remark(f"{self.path}: begun from the start, as an earlier attempt {why}")
+        return attempt
 
     def dry_run(self) -> Saved:
         """Return what `write` would, of DCP the bytes of the values alone, and raise what it would."""
@@ -114,20 +145,21 @@ class SavePlan:
         sizes = [_dry(partial(self._write_shard, name, tensors)) for name, tensors in cut.items()]
         return self._saved(sum(sizes) + len(index.encode()), shards=len(cut))
 
-    def write(self, opened: shards.Opened, check: Check) -> Saved:
+    def write(self, opened: shards.Opened, check: Check, attempt: Attempt | None = None) -> Saved:
         """Write the output and put it in place."""
         if self.format in folders.NAMES:
-            return self._write_folder(opened, check)
-        with replacing(self.path) as file:
+            return self._write_folder(opened, check, attempt)
+        with replacing(self.path, attempt) as file:
             with opened(file) as out:
                 self._write(out)
             check(read(Source(self.path, os.dup(file.fileno()))))
         return self._saved(out.position)
 
-    def _write_folder(self, opened: shards.Opened, check: Check) -> Saved:
+    def _write_folder(self, opened: shards.Opened, check: Check, attempt: Attempt | None) -> Saved:
         stay = [name for name in self.kept if os.path.lexists(os.path.join(self.path, name))]
         stay += folders.companions(self.checkpoint, self.path)
-        with replacing_folder(self.path, folders.replaced_by(self.checkpoint, self.path), {*stay}) as new:
+        replaced = folders.replaced_by(self.checkpoint, self.path)
+        with replacing_folder(self.path, replaced, {*stay}, attempt) as new:
             if self.format == dcp.NAME:
                 from ..dcp.writing import write as write_dcp  # imports torch
 
@@ -266,6 +298,8 @@ def save(
     device: str | None = None,
     progress: Progress | None = None,
     expect: Progress | None = None,
+    resume: bool = False,
+    recipe: str = "",
 ) -> Saved:
     """Write a checkpoint.
 
@@ -291,6 +325,10 @@ def save(
         device: the device that a `.pt` tags its storages with, as `cpu`; None keeps those of the file.
         progress: called with the number of bytes after each piece, also of values that are read back.
         expect: called first, with about the number of bytes that progress will come to.
+        resume: go on with an output of remote files whose writing was interrupted, if it is of the same plan:
+            the same versions of the same objects, and the same call.
+        recipe: what tells computed values (a cast, a mean) from those of another call. Without it, and where
+            files state checksums, only bytes that are copied are not fetched again.
 
     Returns:
         What was written, and by name what was not.
@@ -315,5 +353,5 @@ def save(
         plan = SavePlan(checkpoint, target, state, keep_copies, shard_size, kept)
         if expect is not None:
             expect(0 if dry_run else plan.work(bool(verify)))
-        saved = plan.carried_out(verify, dry_run, progress)
+        saved = plan.carried_out(verify, dry_run, progress, resume, recipe)
     return replace(saved, path=named)

@@ -1,0 +1,142 @@
+"""One file to one object, in parts of which several are on their way, and none stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+from ..files.failures import naming
+from .store import TRAFFIC, Progress
+from .waiting import interruptible, started
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+PART = 8 << 20  # bytes; small, since Ctrl-C waits until one has arrived
+PIECE = 1 << 20  # bytes of a part that are handed over together
+AT_ONCE = 6  # parts on their way; the library holds one or two more
+MOST_PARTS = 10_000  # of one object, on S3
+WHOLE = 16 << 20  # bytes that go out in one request
+BACK = 8 << 20  # bytes that are read back at a time
+ENDING = 30.0  # seconds that an interrupted upload may take to be aborted
+
+
+@dataclass(slots=True)
+class Sent:
+    """What went out: bytes, the MD5 of each part, and whether that was all in one request."""
+
+    size: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    is_whole: bool = False
+
+    @property
+    def etag(self) -> str:
+        """The ETag that S3 gives to such an object, unless it is encrypted with a key of KMS."""
+        if self.is_whole:
+            return self.digests[0].hex()
+        together = hashlib.md5(b"".join(self.digests), usedforsecurity=False)
+        return f"{together.hexdigest()}-{len(self.digests)}"
+
+
+class Stopped(BaseException):
+    """The upload was given up; raised where the library asks for the next bytes."""
+
+
+def upload(
+    store: ObjectStore,
+    key: str,
+    path: str,
+    replace: bool,
+    progress: Progress,
+    before_end: Callable[[], object],
+) -> Sent:
+    """Upload a file; return what was sent.
+
+    Args:
+        progress: called in this thread.
+        before_end: called once the last part was handed over; what it raises aborts the upload.
+
+    Raises whatever the library does: AlreadyExistsError, if it is a single part and nothing may be replaced.
+    """
+    with contextlib.ExitStack() as stack:
+        with naming(path, "read"):
+            file = stack.enter_context(open(path, "rb"))
+        if os.fstat(file.fileno()).st_size <= WHOLE:
+            return _put_whole(store, key, file, replace, progress)
+        return _put_parts(store, key, file, progress, before_end)
+
+
+def _put_whole(store: ObjectStore, key: str, file: BinaryIO, replace: bool, progress: Progress) -> Sent:
+    import obstore
+
+    with naming(file.name, "read"):
+        data = file.read()
+    sent = Sent(len(data), [hashlib.md5(data, usedforsecurity=False).digest()], is_whole=True)
+    mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
+    TRAFFIC.count()
+    interruptible(lambda: obstore.put(store, key, data, mode=mode, use_multipart=False))
+    progress(len(data))
+    return sent
+
+
+def _put_parts(
+    store: ObjectStore, key: str, file: BinaryIO, progress: Progress, before_end: Callable[[], object]
+) -> Sent:
+    import obstore
+
+    sent, stop = Sent(), threading.Event()
+    handed_over: SimpleQueue[int | None] = SimpleQueue()
+    size = max(PART, -(-os.fstat(file.fileno()).st_size // MOST_PARTS))
+
+    def pieces() -> Iterator[bytes]:
+        # An error here, whatever its type, makes the library abort the upload and then raise it.
+        for piece in _pieces(file, size, sent):
+            if stop.is_set():
+                raise Stopped
+            yield piece
+            handed_over.put(len(piece))
+        started(before_end).result()  # in a thread of its own: in this one the library does not call itself
+        if stop.is_set():
+            raise Stopped
+
+    def put() -> None:
+        try:
+            obstore.put(store, key, pieces(), use_multipart=True, chunk_size=size, max_concurrency=AT_ONCE)
+        finally:
+            handed_over.put(None)
+
+    outcome = started(put)
+    try:
+        for nbytes in iter(handed_over.get, None):
+            progress(nbytes)
+        outcome.result()
+    except BaseException:
+        stop.set()
+        wait([outcome], ENDING)  # until the library has asked for the next part, and aborted the upload
+        raise
+    TRAFFIC.count(len(sent.digests) + 2)
+    return sent
+
+
+def _pieces(file: BinaryIO, part: int, sent: Sent) -> Iterator[bytes]:
+    """Yield a file in pieces, none over the end of a part, and note each part in `sent`."""
+    digest, left = hashlib.md5(usedforsecurity=False), part
+    while True:
+        with naming(file.name, "read"):
+            piece = file.read(min(PIECE, left))
+        if piece:
+            digest.update(piece)
+            sent.size, left = sent.size + len(piece), left - len(piece)
+            yield piece
+        if not left or (not piece and left < part):
+            sent.digests.append(digest.digest())
+            digest, left = hashlib.md5(usedforsecurity=False), part
+        if not piece:
+            return

@@ -1,0 +1,99 @@
+"""Objects behind https:// and http://, read by ranges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, BinaryIO
+from urllib.parse import quote
+
+from ..errors import Unreadable, UsageFault
+from .patience import Patience
+from .store import Entry, Facts, Progress
+
+if TYPE_CHECKING:
+    pass
+
+
+from .transport import Transport
+
+
+class Https:
+    """The objects of one origin. No listing, no upload."""
+
+    def __init__(
+        self,
+        origin: str,
+        query: Callable[[str], str | None],
+        patience: Patience | None = None,
+        *,
+        headers: Callable[[], Mapping[str, str]] | None = None,
+        credentials: str = "ask its owner for a link that is signed and has not expired",
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            origin: `https://HOST:PORT`, without a slash at the end.
+            query: gives the secret query of a key's URL, without `?`; None or "" if there is none.
+            patience: bounds of each request; None: the usual ones.
+            headers: gives e.g. Authorization, before each request. They go to this origin alone.
+            credentials: the hint where access is refused.
+        """
+        self.transport = Transport(patience or Patience.usual())
+        self._origin, self._query, self._credentials = origin, query, credentials
+        self._headers = headers or dict
+
+    def shown(self, key: str) -> str:
+        """Return the URL of an object, without its query."""
+        return f"{self._origin}/{quoted(key)}"
+
+    def head(self, key: str, nbytes: int) -> tuple[bytes, Facts]:
+        """Return the first bytes of an object and its facts. See `Store`."""
+        body, facts = self._get(key, 0, max(nbytes, 1), None)  # a range can't be empty
+        return body[:nbytes], facts
+
+    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> bytes:
+        """Return bytes of an object. Raises Unranged if the server ignores ranges. See `Store`."""
+        return self._get(key, offset, offset + nbytes, facts)[0] if nbytes else b""
+
+    def spool(self, key: str, facts: Facts, file: BinaryIO, most: int) -> None:
+        """Fill an empty file with all of an object, in one request without a range.
+
+        Raises Unreadable, naming the size, if it is larger than `most` bytes.
+        """
+        shown = self.shown(key)
+        if facts.size > most:
+            what = f"is sent only from front to back, and its {facts.size:,} bytes are too many for that"
+            raise Unreadable(shown, what, hint="download it first")
+        headers, url = self._headers(), self._url(key)
+        response = self.transport.download(url, file, shown=shown, headers=headers, expected=facts)
+        response.checked(shown, self._credentials)
+
+    def entries(self, folder: str) -> list[Entry] | None:
+        """Return None: HTTP has no listing."""
+        return None
+
+    def put(self, files: Mapping[str, str], *, replace: bool, progress: Progress | None = None) -> None:
+        """Raise UsageFault: HTTP servers take no uploads."""
+        name = self.shown(next(iter(files), ""))
+        hint = "outputs are files, or lie behind hf, s3, gs or az"
+        raise UsageFault(f"{name}: can't be written", hint=hint)
+
+    def _get(self, key: str, start: int, stop: int, expected: Facts | None) -> tuple[bytes, Facts]:
+        shown, headers = self.shown(key), self._headers()
+        response = self.transport.get(
+            self._url(key), start, stop, shown=shown, headers=headers, expected=expected
+        ).checked(shown, self._credentials)
+        assert response.facts is not None
+        return response.body, response.facts
+
+    def _url(self, key: str) -> str:
+        query = self._query(key)
+        return f"{self.shown(key)}?{query}" if query else self.shown(key)
+
+
+def quoted(key: str) -> str:
+    """Return a key as the path of a URL. Its `%2F` and `%25` are escapes already, any other `%` is none."""
+    # A plus is escaped too: some stores take it for a space.
+    path = quote(key, safe="/!$&'()*,;=:@~", errors="surrogateescape")
+    return re.sub("%25(2F|25)", r"%\1", path, flags=re.IGNORECASE)

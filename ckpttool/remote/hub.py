@@ -1,0 +1,247 @@
+"""Repositories of the hub, hf:// : read by ranges at one commit, written by one commit."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from ..errors import Unreadable
+from .hub_calls import About, client, offline, quiet, refused
+from .hub_commits import Upload
+from .hub_tree import Commit, look
+from .patience import Patience
+from .store import Entry, Facts, Missing, Progress, changed
+from .transport import Response, Transport
+
+KINDS = {"models/": "model", "datasets/": "dataset", "spaces/": "space"}
+PREFIXES = {"model": "", "dataset": "datasets/", "space": "spaces/"}
+
+REFS = r"refs/(?:convert/[\w.-]+|pr/\d+)"  # the revisions whose slashes are no %2F, as huggingface_hub has it
+NAME = r"(?!(?:models|datasets|spaces)(?:[/@]|$))\w[\w.-]*(?:/\w[\w.-]*|(?=@|/?$))"
+PLACE = re.compile(
+    rf"(models/|datasets/|spaces/)?({NAME})(?:@({REFS}|[^/]+))?(?:/(.*))?", re.ASCII | re.DOTALL
+)
+
+
+class Location(NamedTuple):
+    """Where an hf:// URL leads."""
+
+    kind: str  # model, dataset, space
+    repo: str  # OWNER/REPO, or the lone name of an old repository
+    revision: str | None
+    path: str  # as it stands in the URL, a last slash included; "" for all of the repository
+
+
+def split(rest: str) -> Location:
+    """Split what follows hf:// : [datasets/]OWNER/REPO[@REVISION][/PATH]. No escapes are undone in PATH.
+
+    A repository without an owner is told by its revision, NAME@REVISION/PATH, or stands alone. In a revision
+    `/` is written %2F, except in refs/pr/N and refs/convert/NAME. Raises Unreadable for anything else.
+    """
+    match = PLACE.fullmatch(rest)
+    if match is None:
+        hint = "for example: hf://OWNER/REPO, hf://OWNER/REPO@REVISION/FILE, hf://datasets/OWNER/REPO/FILE"
+        raise Unreadable(f"hf://{rest}", "names no repository", hint=hint)
+    prefix, repo, revision, path = match.groups()
+    return Location(KINDS[prefix or "models/"], repo, revision and unquote(revision), path or "")
+
+
+def is_offline() -> bool:
+    """Return whether the user's settings forbid to ask the hub (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
+
+
+def cached(place: Location) -> str | None:
+    """Return the local path of a file, folder or repository in the hub's own cache, or None. Asks nothing."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    path, kind, revision = place.path.strip("/"), place.kind, place.revision
+    if ".." in path.split("/"):
+        return None
+    try:
+        if path:
+            found = try_to_load_from_cache(place.repo, path, repo_type=kind, revision=revision)
+            if isinstance(found, str):
+                return found
+        with quiet():
+            top = snapshot_download(place.repo, repo_type=kind, revision=revision, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    folder = os.path.join(top, path) if path else top
+    return folder if os.path.isdir(folder) else None
+
+
+class _Place(NamedTuple):
+    """Where the bytes of a file were found. The URL may be signed, and is a secret then."""
+
+    url: str
+    facts: Facts  # as the host there tells them
+
+    def __repr__(self) -> str:
+        return "<_Place>"
+
+
+class Repository:
+    """A repository of the hub at one commit, the first that was seen. A Store; its keys are paths inside.
+
+    Token, endpoint and cache are those of huggingface_hub: HF_TOKEN, the login file, HF_ENDPOINT, HF_HOME.
+    One request tells the commit, and the size and hash of every file. The first read of a large file takes
+    two more (the hub signs a URL of another host), each later one goes there at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str = "model",
+        revision: str | None = None,
+        *,
+        patience: Patience | None = None,
+        offline: bool = False,
+    ) -> None:
+        """Ask nothing yet. With `offline` nothing is ever asked: see `cached`."""
+        self.name, self.kind, self.revision = name, kind, revision
+        self._patience = patience or Patience.usual()
+        self._offline = offline
+        self._transport = Transport(self._patience)
+        self._pinned: Commit | None = None
+        self._places: dict[str, _Place] = {}
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Repository {self.shown('')}>"
+
+    def shown(self, key: str) -> str:
+        """Return the hf:// URL of a file, with the revision that was asked for."""
+        revision = self.revision
+        if revision is not None and not re.fullmatch(REFS, revision):
+            revision = revision.replace("/", "%2F")
+        name = f"hf://{PREFIXES[self.kind]}{self.name}" + ("" if revision is None else f"@{revision}")
+        return f"{name}/{key}" if key else name
+
+    def head(self, key: str, nbytes: int) -> tuple[bytes, Facts]:
+        """Return the first bytes of a file, and its facts as the repository's listing has them."""
+        facts = self._facts(key)
+        data = self._bytes(key, facts, 0, min(nbytes, facts.size))
+        place = self._places.get(key)
+        return data, facts._replace(is_ranged=place is None or place.facts.is_ranged)
+
+    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> bytes:
+        """Return bytes of a file. Raises Damaged, by `changed`, where the pinned commit has another one."""
+        known = self._facts(key)
+        if (known.size, known.identity) != (facts.size, facts.identity):
+            raise changed(self.shown(key))
+        return self._bytes(key, facts, offset, offset + nbytes)
+
+    def entries(self, folder: str) -> list[Entry]:
+        """Return what is directly in a folder: no request more, unless the repository has very many files."""
+        return [Entry(name, facts) for name, facts in self._commit().folder(folder).items()]
+
+    def put(self, files: Mapping[str, str], *, replace: bool, progress: Progress | None = None) -> None:
+        """Upload files in one commit to the branch: all of them appear, or none.
+
+        The library uploads, over xet unless HF_HUB_DISABLE_XET is set; `progress` gets each file's size once
+        it is sent. Without `replace` a file that is there raises OutputExists, one that comes in between too.
+        Afterwards the commit's own sizes and hashes are compared with the local ones.
+        """
+        self._check_online()
+        upload = Upload(self._about(""), files, self._patience)
+        commit = upload.commit(replace=replace, progress=progress)
+        with self._lock:
+            self._pinned = commit
+            self._places.clear()
+
+    def _about(self, key: str) -> About:
+        page = f"{client().endpoint}/{PREFIXES[self.kind]}{self.name}"
+        return About(self.shown(key), page, self.name, self.kind, self.revision)
+
+    def _check_online(self) -> None:
+        if self._offline or is_offline():
+            raise offline(self._about(""))
+
+    def _commit(self) -> Commit:
+        """Return the pinned commit."""
+        with self._lock:
+            if self._pinned is None:
+                self._check_online()
+                self._pinned = look(self._about(""), self.revision, self._patience)
+            return self._pinned
+
+    def _facts(self, key: str) -> Facts:
+        commit = self._commit()
+        facts = commit.facts(key)
+        if facts is None:
+            near = ", ".join(commit.near(key))
+            hint = f"it has {near}" if near else f"see what it has: {self._about('').page}"
+            raise Missing(self.shown(key), "no such file in the repository", hint=hint)
+        return facts
+
+    def _bytes(self, key: str, facts: Facts, start: int, stop: int) -> bytes:
+        """Return bytes of a file from where they were found last, or ask the hub where they are."""
+        if start >= stop:
+            return b""
+        place = self._places.get(key)
+        if place:
+            response = self._get(key, place, start, stop)
+            if response.facts is not None:
+                return response.body
+        with self._lock:
+            lock = self._locks[key]
+        with lock:
+            newer = self._places.get(key)
+            if newer is None or newer is place:
+                return self._resolved(key, facts, start, stop)
+        # Another thread has asked meanwhile.
+        return self._get(key, newer, start, stop).checked(self.shown(key)).body
+
+    def _get(self, key: str, place: _Place, start: int, stop: int) -> Response:
+        shown, headers = self.shown(key), self._headers() if self._is_hubs(place.url) else None
+        return self._transport.get(place.url, start, stop, shown=shown, headers=headers, expected=place.facts)
+
+    def _resolved(self, key: str, facts: Facts, start: int, stop: int) -> bytes:
+        """Return bytes of a file by way of the hub, and remember where it led."""
+        from huggingface_hub import hf_hub_url
+
+        shown, kind, commit = self.shown(key), self.kind, self._commit()
+        url = hf_hub_url(commit.name, key, repo_type=kind, revision=commit.sha, endpoint=client().endpoint)
+        size, headers = Facts(facts.size) if start else None, self._headers()
+        response = self._transport.get(url, start, stop, shown=shown, headers=headers, expected=size)
+        if response.facts is None and self._is_hubs(response.url):
+            if response.headers.get("X-Error-Code") in ("RevisionNotFound", "EntryNotFound"):
+                raise changed(shown)  # the listing had it
+            raise refused(self._about(key), response.status, response.headers)
+        found = response.checked(shown).facts
+        told = _hash_of((*response.redirects, response.headers))
+        if found is None or found.size != facts.size or (told and told not in facts.identity):
+            raise changed(shown)
+        self._places[key] = _Place(response.url, found)
+        return response.body
+
+    def _is_hubs(self, url: str) -> bool:
+        """Return whether a URL is of the hub itself, which alone gets the token."""
+        return urlsplit(url)[:2] == urlsplit(client().endpoint)[:2]
+
+    def _headers(self) -> dict[str, str]:
+        """Return the token's header, if there is a token."""
+        from huggingface_hub.utils import build_hf_headers
+
+        with quiet():
+            headers = build_hf_headers()
+        return {name: text for name, text in headers.items() if name.lower() == "authorization"}
+
+
+def _hash_of(answers: tuple[Mapping[str, str], ...]) -> str:
+    """Return the hash of a file that the hub tells beside it, or on the way to it; "" if it tells none."""
+    # Another host where a large file lies knows it by a tag of its own.
+    linked = [answer["X-Linked-Etag"] for answer in answers if "X-Linked-Etag" in answer]
+    tag = linked[0] if linked else answers[0].get("ETag", "")
+    tag = tag.removeprefix("W/").strip('"')
+    return tag if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", tag) else ""

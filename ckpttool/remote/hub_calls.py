@@ -1,0 +1,197 @@
+"""Calls of huggingface_hub: silent, in bounded time, their requests counted, their errors made ours."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from ..errors import CkptToolError, Unreadable
+from .patience import Patience
+from .store import TRAFFIC, Missing
+from .transport import PASSING
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+AGENT = "ckpttool"  # by which our requests are known among all that go through the library's session
+SIGN_IN = "if it is private, sign in: `hf auth login`, or set HF_TOKEN"
+WEIGHTS = re.compile(r"(.+)/(.+\.(?:safetensors|bin|pt|pth|ckpt|gguf|json))")
+SECRETS = re.compile(r"\?\S*|\bhf_\w+|Bearer \S+")
+
+T = TypeVar("T")
+
+
+class About(NamedTuple):
+    """What a call is about, for its errors."""
+
+    url: str
+    page: str  # the repository's, for people
+    name: str
+    kind: str
+    revision: str | None
+    absent: str = SIGN_IN  # the hint where there is no such repository
+
+    @property
+    def argument(self) -> str:
+        """The repository as the library's own commands take it."""
+        return self.name if self.kind == "model" else f"{self.name} --repo-type {self.kind}"
+
+
+def client() -> HfApi:
+    """Return the library's client, for the endpoint and the token of the user's settings."""
+    from huggingface_hub import HfApi, constants
+
+    return HfApi(endpoint=constants.ENDPOINT, library_name=AGENT)
+
+
+def call(about: About, do: Callable[[], T], patience: Patience, *, reconnects: bool = True) -> T:
+    """Return what a call of the library returns; try again where the hub may do better then.
+
+    Without `reconnects` not after a failed connection: where the library tries again itself (6 times within
+    24 s and the stalls), or may have had its way. Raises Missing, Unreadable.
+    """
+    for attempt in count(1):
+        try:
+            with quiet():
+                _watch()
+                return do()
+        except (CkptToolError, ImportError):
+            raise
+        except Exception as error:
+            # Of the library, of its HTTP client, or from an answer that makes no sense; an upload wraps it.
+            cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+            if isinstance(cause, OSError) and cause.filename:  # of this machine
+                raise cause from None
+            failure, may_pass, wait = _judged(about, cause, reconnects)
+        if not may_pass or attempt >= patience.attempts:
+            raise failure from None
+        patience.wait(attempt, wait)
+    raise AssertionError  # count() has no end
+
+
+def _judged(about: About, error: BaseException, reconnects: bool) -> tuple[CkptToolError, bool, float | None]:
+    """Return an error as ours, whether another try may help, and the seconds that the hub asks to wait."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return offline(about), False, None
+    if isinstance(error, HfHubHTTPError):
+        status, headers = error.response.status_code, error.response.headers
+        wait = headers.get("Retry-After", "")
+        return refused(about, status, headers), status in PASSING, float(wait) if wait.isdigit() else None
+    if isinstance(error, HFValidationError):
+        return Unreadable(about.url, f"'{about.name}' is no name of a repository"), False, None
+    why = SECRETS.sub("…", str(error).strip().partition("\n")[0]) or type(error).__name__
+    if type(error).__module__.startswith("httpx"):
+        lasting = type(error).__name__ in ("TooManyRedirects", "UnsupportedProtocol", "LocalProtocolError")
+        hint = "check the network, and HF_ENDPOINT"
+        failure = Unreadable(about.url, f"the hub can't be reached: {why}", hint=hint)
+        return failure, reconnects and not lasting, None
+    return Unreadable(about.url, f"the hub's answer is not understood: {why}"), False, None
+
+
+def refused(about: About, status: int, headers: Any) -> CkptToolError:
+    """Return the error for an answer of the hub that refuses, by its status and headers."""
+    url, code = about.url, headers.get("X-Error-Code", "")
+    if code == "RevisionNotFound":
+        hint = f"its branches and tags are on {about.page}/tree/main"
+        return Missing(url, f"the repository has no revision '{about.revision or 'main'}'", hint=hint)
+    if code == "GatedRepo":
+        hint = f"accept its conditions on {about.page}, then `hf auth login`, or set HF_TOKEN"
+        return Unreadable(url, "the repository is gated, and this account has no access", hint=hint)
+    if code == "EntryNotFound":
+        return Missing(url, "no such file in the repository")
+    if status == 401 and "credentials" in headers.get("X-Error-Message", ""):
+        return Unreadable(url, "the hub refuses the token", hint="`hf auth login`, or set another HF_TOKEN")
+    if code == "RepoNotFound" or status in (401, 404):
+        lone, hint = WEIGHTS.fullmatch(about.name), about.absent
+        if lone:
+            hint = f"a repository without an owner is written hf://{lone[1]}@main/{lone[2]}"
+        return Missing(url, "no such repository, or a private one", hint=hint)
+    if status == 403:
+        return Unreadable(url, "access is refused (status 403)", hint="use a token that allows it")
+    if status == 429:
+        hint = "wait some minutes; who signs in may ask more: `hf auth login`, or set HF_TOKEN"
+        return Unreadable(url, "the hub asks to slow down (status 429)", hint=hint)
+    return Unreadable(url, f"the hub answers with status {status}")
+
+
+def offline(about: About) -> Unreadable:
+    """Return the error for a repository that is not in the hub's cache while nothing may be asked."""
+    hint = f"unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download {about.argument}"
+    return Unreadable(about.url, "is not asked for while offline, and not in the hub's cache", hint=hint)
+
+
+_lock = threading.Lock()
+_under_way = 0
+_before: tuple[int, bool, bool] = (0, False, False)  # the library's settings while no call is under way
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the library from printing, and from telling the hub, and asking it, what else runs here."""
+    global _under_way, _before
+    from huggingface_hub import constants
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import logging as loud
+
+    with _lock:
+        if not _under_way:
+            # A user who set the variable has decided, and the library would warn.
+            has_bars = constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
+            _before = loud.get_verbosity(), has_bars, constants.HF_HUB_DISABLE_TELEMETRY
+            loud.set_verbosity(loud.CRITICAL)
+            constants.HF_HUB_DISABLE_TELEMETRY = True
+            if has_bars:
+                disable_progress_bars()
+        _under_way += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _under_way -= 1
+            if not _under_way:
+                level, has_bars, constants.HF_HUB_DISABLE_TELEMETRY = _before
+                loud.set_verbosity(level)
+                if has_bars:
+                    enable_progress_bars()
+
+
+def _watch() -> None:
+    """Have the library's session, which a user's own code may share, report our requests."""
+    from huggingface_hub.utils import get_session
+
+    with _lock:
+        session = get_session()
+        hooks = session.event_hooks
+        if _begun not in hooks["request"]:
+            session.event_hooks = {
+                "request": [*hooks["request"], _begun],
+                "response": [*hooks["response"], _answered],
+            }
+
+
+def _is_ours(request: Any) -> bool:
+    return _under_way > 0 and request.headers.get("user-agent", "").startswith(f"{AGENT}/")
+
+
+def _begun(request: Any) -> None:
+    """Count and bound a request of ours: the session waits for ever. Uploads to storage name no agent."""
+    if _is_ours(request) or (_under_way and request.method == "PUT"):
+        TRAFFIC.count()
+        given, stall = request.extensions.get("timeout", {}), Patience.usual().stall
+        request.extensions["timeout"] = {
+            kind: given.get(kind) or stall for kind in ("connect", "read", "write", "pool")
+        }
+
+
+def _answered(response: Any) -> None:
+    """Raise for an answer of which the library would sleep as long as the server likes."""
+    if response.status_code in PASSING and _is_ours(response.request):
+        from huggingface_hub.utils import hf_raise_for_status
+
+        hf_raise_for_status(response)

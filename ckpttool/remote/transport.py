@@ -1,0 +1,339 @@
+"""GET requests by range: redirects, retries, and checks of what arrives."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, BinaryIO
+from urllib.parse import urljoin, urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
+
+from ..errors import Unreadable
+from .patience import Patience
+from .store import TRAFFIC, Facts, Missing, Unranged, changed
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse, PoolManager
+
+
+from .connections import Fault, manager_by, named
+
+REDIRECTS = 5  # that are followed for one request
+SLOWEST = 1000  # bytes a second below which a body counts as stalled, though one byte comes after the other
+PIECE = 1 << 20  # bytes of a body that are taken from a connection at a time
+LEFT = 1 << 12  # bytes of a body that nobody wants which cost less to read than a new connection
+RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
+PASSING = {408, 429, 500, 502, 503, 504}  # statuses of a server that may do better when it is asked again
+MOVED = {301, 302, 303, 307, 308}
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A server's last word on one request. Its repr shows status and facts: the rest may hold secrets."""
+
+    status: int
+    headers: Mapping[str, str] = field(repr=False)  # names in any case
+    body: bytes = field(repr=False)  # b"" unless the status is 200 or 206
+    url: str = field(repr=False)  # that answered, perhaps signed: for later requests, never for a message
+    redirects: tuple[Mapping[str, str], ...] = field(repr=False)  # the headers of each answer before
+    facts: Facts | None  # None where the server refused
+
+    def checked(self, shown: str, credentials: str | None = None) -> Response:
+        """Return this response if it has facts.
+
+        Raises Missing for the statuses 404 and 410, Unreadable for any other refusal, with the hint
+        `credentials` for 401 and 403.
+        """
+        if self.facts is not None:
+            return self
+        if self.status in (404, 410):
+            raise Missing(shown, f"no such object (status {self.status})")
+        if self.status in (401, 403):
+            raise Unreadable(shown, f"access is refused (status {self.status})", hint=credentials)
+        raise Unreadable(shown, f"the server answers with status {self.status}")
+
+
+class Transport:
+    """GET requests over one pool of connections, for all threads and hosts.
+
+    `get` returns bytes by range, `download` fills a file. Both follow redirects, try again with Patience, end
+    in bounded time and check what arrives. Each takes:
+
+        url: absolute, with the secret query of a signed URL.
+        shown: the object's name in errors; without that query.
+        headers: e.g. Authorization. They go to the scheme, host and port of `url` alone.
+        expected: facts of an earlier answer. Another size or identity now raises Damaged, by `changed`; an
+            identity of "" matches any. If it is a strong ETag, it is sent as If-Match.
+
+    Both return a Response for the statuses 200 and 206 and for refusals that another try won't change (401,
+    403, 404, 410 …): call its `checked`, or look at its status. They raise Unreadable for everything else.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        """Connect to nothing yet."""
+        self._patience = patience
+        self._managers: dict[tuple[str, str | None], PoolManager] = {}
+        self._lock = threading.Lock()
+
+    def get(
+        self,
+        url: str,
+        start: int,
+        stop: int,
+        *,
+        shown: str,
+        headers: Mapping[str, str] | None = None,
+        expected: Facts | None = None,
+    ) -> Response:
+        """Return the bytes from `start` to `stop`, or to the end of a smaller object.
+
+        From a server that ignores ranges it returns the first bytes while `expected` is None, and raises
+        Unranged after that.
+        """
+        body = io.BytesIO()
+        response = self._patiently(_Wanted(url, shown, start, stop, headers or {}, expected, body))
+        return replace(response, body=body.getvalue())
+
+    def download(
+        self,
+        url: str,
+        file: BinaryIO,
+        *,
+        shown: str,
+        expected: Facts,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Fill an empty file with all of an object, in one request without a range."""
+        return self._patiently(_Wanted(url, shown, 0, None, headers or {}, expected, file))
+
+    def _patiently(self, wanted: _Wanted) -> Response:
+        attempt = 1
+        while True:
+            # The error that a user sees is raised outside of `except`: its context would hold the signed URL.
+            outcome = self._attempted(wanted)
+            if isinstance(outcome, Response):
+                return outcome
+            if not outcome.passes or attempt == self._patience.attempts:
+                raise Unreadable(wanted.shown, outcome.reason, hint=outcome.hint)
+            self._patience.wait(attempt, outcome.asked)
+            attempt += 1
+
+    def _attempted(self, wanted: _Wanted) -> Response | Fault:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return self._attempt(wanted)
+        except Fault as fault:
+            return fault
+        except HTTPError as error:
+            return named(error, self._patience.stall, known=wanted.known is not None)
+
+    def _attempt(self, wanted: _Wanted) -> Response:
+        """Send a request for what is still missing, and take what arrives."""
+        answer, url, redirects = self._follow(wanted)
+        try:
+            if answer.status in PASSING:
+                raise Fault(f"the server answers with status {answer.status}", asked=_retry_after(answer))
+            facts = self._take(wanted, answer)
+        finally:
+            leave(answer)
+        return Response(answer.status, answer.headers, b"", url, redirects, facts)
+
+    def _follow(self, wanted: _Wanted) -> tuple[BaseHTTPResponse, str, tuple[Mapping[str, str], ...]]:
+        """Return the answer that is no redirect, the URL that gave it, and the headers of those before."""
+        urls, private = [wanted.url], wanted.private
+        passed: list[Mapping[str, str]] = []
+        while True:
+            answer = self._request(urls[-1], {**wanted.asked(), **private})
+            location = answer.headers.get("Location")
+            if answer.status not in MOVED or location is None:
+                return answer, urls[-1], tuple(passed)
+            leave(answer)
+            passed.append(answer.headers)
+            further = target(urls[-1], location)
+            if further in urls:
+                raise Fault("the server redirects in a circle", passes=False)
+            if len(urls) > REDIRECTS:
+                raise Fault(f"the server redirects more than {REDIRECTS} times", passes=False)
+            if origin(further) != origin(wanted.url):
+                private = {}  # for good: a later redirect back would be another host's wish
+            urls.append(further)
+
+    def _request(self, url: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
+        TRAFFIC.count()
+        try:
+            return self._manager(url).request(
+                "GET", url, headers=headers, redirect=False, retries=False, preload_content=False
+            )
+        except ValueError:  # its text may hold a token
+            raise Fault("the URL or a header of the request is malformed", passes=False) from None
+
+    def _take(self, wanted: _Wanted, answer: BaseHTTPResponse) -> Facts | None:
+        """Write the body of an answer to the file, once its headers are what was asked for."""
+        if answer.status == 416 and not wanted.known and answer.headers.get("Content-Range") == "bytes */0":
+            return Facts(0, _identity(answer, 0))
+        if answer.status in (412, 416) and wanted.known:
+            raise changed(wanted.shown)
+        if answer.status not in (200, 206):
+            return None
+        encoding = answer.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            what = f"the server sends it compressed ({encoding[:20]!a}), though asked not to"
+            raise Fault(what, passes=False)
+        facts, nbytes, is_whole = wanted.agreed(answer)
+        for chunk in self._chunks(answer, nbytes):
+            wanted.file.write(chunk)
+            wanted.known, nbytes = facts, nbytes - len(chunk)
+        if nbytes:
+            raise Fault("the answer was cut off")
+        if is_whole and answer.read1(1):
+            raise Fault("the server sends more bytes than it says", passes=False)
+        return facts
+
+    def _chunks(self, answer: BaseHTTPResponse, most: int) -> Iterator[bytes]:
+        """Yield at most so many bytes of a body, as they arrive."""
+        began, got = time.monotonic(), 0
+        while got < most and (chunk := answer.read1(min(PIECE, most - got))):
+            got += len(chunk)
+            TRAFFIC.count(requests=0, nbytes=len(chunk))
+            yield chunk
+            seconds = time.monotonic() - began
+            if seconds > self._patience.stall and got < SLOWEST * seconds:
+                raise Fault(f"fewer than {SLOWEST} bytes a second arrive")
+
+    def _manager(self, url: str) -> PoolManager:
+        """Return the pools of all hosts that are reached as this one is: directly, or by a proxy."""
+        parts, proxies = urlsplit(url), getproxies_environment()
+        proxy = proxies.get(parts.scheme) or proxies.get("all")
+        if proxy and proxy_bypass(parts.netloc.rpartition("@")[2]):
+            proxy = None
+        way = parts.scheme, proxy
+        with self._lock:
+            if way not in self._managers:
+                self._managers[way] = manager_by(*way, self._patience.stall)
+            return self._managers[way]
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """Bytes of an object, and the file that takes them, over all attempts."""
+
+    url: str
+    shown: str
+    start: int
+    stop: int | None  # None: all bytes, and not by a range
+    private: Mapping[str, str]
+    expected: Facts | None
+    file: BinaryIO
+    known: Facts | None = None  # expected, or of the answer that the file's first bytes are from
+
+    def __post_init__(self) -> None:
+        self.known = self.expected
+
+    def asked(self) -> dict[str, str]:
+        """Return the headers that ask for the bytes that are not in the file."""
+        headers = {"Accept-Encoding": "identity", "User-Agent": "ckpttool"}
+        if self.stop is not None:
+            headers["Range"] = f"bytes={self.start + self.file.tell()}-{self.stop - 1}"
+        if self.known and self.known.identity.startswith('"'):
+            headers["If-Match"] = self.known.identity
+        return headers
+
+    def agreed(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
+        """Return the object's facts, how many bytes of the body to take, and whether these are all of it."""
+        return self._part(answer) if answer.status == 206 else self._front(answer)
+
+    def _part(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
+        told = RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        if told is None or self.stop is None:
+            raise Fault("the server sends a part and does not tell which")
+        if told[3] == "*" and self.known is None:
+            raise Fault("the server does not tell its size", passes=False)
+        size = self.known.size if told[3] == "*" and self.known else int(told[3])
+        facts = self._unchanged(Facts(size, _identity(answer, size)))
+        begin, end = self.start + self.file.tell(), min(self.stop, size)
+        if (int(told[1]), int(told[2]) + 1) != (begin, end):
+            what = f"the server sends bytes {told[1]}-{told[2]}, not {begin}-{end - 1}"
+            raise Fault(what, passes=False)
+        if _length(answer) not in (None, end - begin):
+            raise Fault("the server contradicts itself: Content-Length, Content-Range", passes=False)
+        return facts, end - begin, True
+
+    def _front(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
+        """Agree to an answer with the whole object, of which the first bytes may be enough."""
+        size = _length(answer)
+        if size is None:
+            raise Fault("the server does not tell its size", passes=False)
+        facts = self._unchanged(Facts(size, _identity(answer, size), is_ranged=False))
+        if self.stop is not None and self.expected is not None:
+            raise Unranged(self.shown, "the server sends it only from front to back")
+        self.file.seek(0)
+        self.file.truncate()
+        nbytes = size if self.stop is None else min(self.stop, size)
+        return facts, nbytes, nbytes == size
+
+    def _unchanged(self, facts: Facts) -> Facts:
+        known = self.known or facts
+        if facts.size != known.size or known.identity not in ("", facts.identity):
+            raise changed(self.shown)
+        return facts
+
+
+def _identity(answer: BaseHTTPResponse, size: int) -> str:
+    """Return the strong ETag, or the time of the last change and the size, or ""."""
+    etag, modified = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
+    if re.fullmatch(r'"[!#-~]+"', etag):
+        return etag
+    return f"{modified} {size}" if modified else ""
+
+
+def _length(answer: BaseHTTPResponse) -> int | None:
+    told = answer.headers.get("Content-Length", "")
+    return int(told) if re.fullmatch(r"[0-9]{1,19}", told) else None
+
+
+def _retry_after(answer: BaseHTTPResponse) -> float | None:
+    """Return for how many seconds the server wants to be left alone (RFC 9110, 10.2.3)."""
+    told = answer.headers.get("Retry-After", "")
+    if re.fullmatch(r"[0-9]{1,9}", told):
+        return float(told)
+    with suppress(ValueError, OverflowError):
+        return max(0.0, parsedate_to_datetime(told).timestamp() - time.time())
+    return None
+
+
+def leave(answer: BaseHTTPResponse) -> None:
+    """Give back the connection of an answer, or close it if too much of the body is left."""
+    from urllib3.exceptions import HTTPError
+
+    if answer.length_remaining is not None and answer.length_remaining <= LEFT:
+        with suppress(HTTPError):
+            answer.read1(LEFT)
+    answer.close()
+    answer.release_conn()
+
+
+def target(url: str, location: str) -> str:
+    """Return where a redirect leads, if it may be followed."""
+    try:
+        target = urljoin(url, location).partition("#")[0]
+        scheme, host, _ = origin(target)
+    except ValueError:
+        scheme = host = ""
+    if scheme not in ("https", "http") or not host:
+        where = f"to {scheme}://" if scheme and scheme != "https" else "to nowhere"
+        raise Fault(f"the server redirects {where}, which is not followed", passes=False)
+    if scheme == "http" and urlsplit(url).scheme == "https":
+        raise Fault("the server redirects from https to http, which is not followed", passes=False)
+    return target
+
+
+def origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or {"https": 443, "http": 80}.get(parts.scheme)
