@@ -197,6 +197,11 @@ class Output:
         if len(self._planned) == PLANNED:
             self.settle()
 
+    @property
+    def _is_from_here(self) -> bool:
+        """Whether all that was appended comes from this machine."""
+        return all(copy.near is None or copy.near.source.is_local for copy in self._planned)
+
     def _blocks(self, buffers: Buffers) -> Iterator[Callable[[], _Block]]:
         """Yield the jobs that write what was planned; what takes no job is written in between."""
         planned, self._planned = self._planned, []
@@ -298,7 +303,10 @@ def _part(data: Data, start: int, nbytes: int) -> ByteRange | None:
 def settle_together(outputs: Sequence[Output]) -> None:
     """Write what was appended to several outputs, by turns: the kernel lets one thread write to a file."""
     buffers = Buffers()
-    jobs = filter(None, chain.from_iterable(zip_longest(*(output._blocks(buffers) for output in outputs))))
+    blocks = [output._blocks(buffers) for output in outputs]
+    # What comes from elsewhere is read in the order in which it lies: there the link is what is slow.
+    by_turns = zip_longest(*blocks) if all(output._is_from_here for output in outputs) else blocks
+    jobs = filter(None, chain.from_iterable(by_turns))
     for output, *block in in_order(jobs, cores(min(THREADS * len(outputs), MOST_THREADS))):
         output._done(*block)
 

@@ -6,6 +6,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait as waited
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -13,6 +14,7 @@ from ..errors import CkptToolError, Unreadable
 from .patience import Patience
 from .store import TRAFFIC, Missing
 from .transport import PASSING
+from .waiting import started
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -21,6 +23,7 @@ AGENT = "ckpttool"  # by which our requests are known among all that go through 
 SIGN_IN = "if it is private, sign in: `hf auth login`, or set HF_TOKEN"
 WEIGHTS = re.compile(r"(.+)/(.+\.(?:safetensors|bin|pt|pth|ckpt|gguf|json))")
 SECRETS = re.compile(r"\?\S*|\bhf_\w+|Bearer \S+")
+LONGEST = 10  # times the patience for a byte that a call which only asks may take
 
 T = TypeVar("T")
 
@@ -48,17 +51,26 @@ def client() -> HfApi:
     return HfApi(endpoint=constants.ENDPOINT, library_name=AGENT)
 
 
-def call(about: About, do: Callable[[], T], patience: Patience, *, reconnects: bool = True) -> T:
+def call(
+    about: About,
+    do: Callable[[], T],
+    patience: Patience,
+    *,
+    reconnects: bool = True,
+    seconds: float | None = None,
+) -> T:
     """Return what a call of the library returns; try again where the hub may do better then.
 
     Without `reconnects` not after a failed connection: where the library tries again itself (6 times within
-    24 s and the stalls), or may have had its way. Raises Missing, Unreadable.
+    24 s and the stalls), or may have had its way. The call is given up after so many seconds, if they are
+    given: the library waits for ever for headers of which one byte comes after the other.
+    Raises Missing, Unreadable.
     """
     for attempt in count(1):
         try:
             with quiet():
                 _watch()
-                return do()
+                return do() if seconds is None else _within(seconds, about, do)
         except (CkptToolError, ImportError):
             raise
         except Exception as error:
@@ -71,6 +83,14 @@ def call(about: About, do: Callable[[], T], patience: Patience, *, reconnects: b
             raise failure from None
         patience.wait(attempt, wait)
     raise AssertionError  # count() has no end
+
+
+def _within(seconds: float, about: About, do: Callable[[], T]) -> T:
+    outcome = started(do)
+    waited([outcome], seconds)
+    if not outcome.done():
+        raise Unreadable(about.url, f"the hub's answer does not end within {seconds:g} s")
+    return outcome.result()
 
 
 def _judged(about: About, error: BaseException, reconnects: bool) -> tuple[CkptToolError, bool, float | None]:

@@ -28,6 +28,7 @@ class Source:
     """A file opened for reading; closed by `close()` or with its last user."""
 
     is_local = True  # it has a descriptor: it can be mapped, and other files can share its blocks
+    unchecked = 0  # stretches whose preceding bytes were not looked at
     content = ""  # a hash of the bytes, where one is known without reading them
 
     def __init__(self, path: str, fd: int) -> None:

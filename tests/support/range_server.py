@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 PIECE = 1 << 17  # bytes that are sent at once
+FLIPPED = bytes(byte ^ 1 for byte in range(256))
 BYTES_CHANGED = 1_700_000_000  # the time of the last change of what is no file
 
 
@@ -45,6 +46,7 @@ class Request(NamedTuple):
     path: str  # escapes and all
     query: str
     headers: Mapping[str, str]  # names in lower case
+    body: bytes = b""
 
     @property
     def range(self) -> str | None:
@@ -169,18 +171,15 @@ class RangeServer:
 
     def answer(self, exchange: _Exchange) -> None:
         """Answer a request."""
-        parts = urlsplit(exchange.path)
-        headers = {name.lower(): value for name, value in exchange.headers.items()}
-        request = Request(exchange.command, parts.path, parts.query, headers)
+        request = exchange.request_read()
         with self._lock:
             self.requests.append(request)
             fault = self._due(request.path)
         time.sleep(self.latency)
-        answer = self._right(request)
         if fault is None:
-            exchange.send(answer)
+            exchange.send(self.right(request))
         elif fault.name in FAULTS:
-            FAULTS[fault.name](exchange, answer, **fault.options)
+            FAULTS[fault.name](exchange, self.right(request), **fault.options)
         else:
             exchange.send(_status(int(fault.name), fault.options.get("headers")))
 
@@ -193,7 +192,8 @@ class RangeServer:
                 fault.skip -= 1
         return None
 
-    def _right(self, request: Request) -> Answer:
+    def right(self, request: Request) -> Answer:
+        """Return the right answer to a request."""
         found = self._found(unquote(request.path.lstrip("/").replace("%2F", "%252F")))
         if found is None:
             return _status(404)
@@ -241,6 +241,7 @@ class _Exchange(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: _Listener
+    asked: Request
 
     def handle(self) -> None:
         self.server.site.connections += 1
@@ -250,10 +251,23 @@ class _Exchange(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.site.answer(self)
 
-    do_HEAD = do_GET
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
     def log_message(self, *_: object) -> None:
         pass
+
+    def request_read(self) -> Request:
+        """Return the request, whose body is read now."""
+        parts = urlsplit(self.path)
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.asked = Request(
+            self.command,
+            parts.path,
+            parts.query,
+            headers,
+            self.rfile.read(int(headers.get("content-length", 0))),
+        )
+        return self.asked
 
     def send(self, answer: Answer) -> None:
         """Send an answer as it is."""
@@ -318,8 +332,8 @@ def _moved(exchange: _Exchange, to: str) -> None:
 
 def _unranged(exchange: _Exchange, right: Answer) -> None:
     """Send all of it, whatever was asked for."""
-    whole = exchange.server.site._right(Request("GET", urlsplit(exchange.path).path, "", {}))
-    exchange.send(whole)
+    headers = {name: value for name, value in exchange.asked.headers.items() if name != "range"}
+    exchange.send(exchange.server.site.right(exchange.asked._replace(headers=headers)))
 
 
 def _told(
@@ -399,7 +413,7 @@ def _compressed(exchange: _Exchange, right: Answer) -> None:
 
 def _changed(exchange: _Exchange, right: Answer) -> None:
     """Send bytes of another object, with its ETag."""
-    other = memoryview(bytes(byte ^ 1 for byte in right.body))
+    other = memoryview(bytes(right.body).translate(FLIPPED))
     headers = {**right.headers, "ETag": '"other"', "Last-Modified": formatdate(0, usegmt=True)}
     exchange.send(Answer(right.status, headers, other))
 

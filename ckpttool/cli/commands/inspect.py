@@ -63,6 +63,9 @@ def command(
         with opened as checkpoint:
             summary = summarize(checkpoint, state)
             stats = _measure(console, checkpoint, verify) if measured else {}
+            if unseen := sum(source.unchecked for source in (checkpoint.source, *checkpoint.shards)):
+                headers = counted(unseen, "header of a record", "headers of records")
+                console.note(f"{headers} inside not looked at: each is compared when its bytes are read")
             if console.json:
                 return Answer("", _fields(summary, tensor_rows(checkpoint), stats))
             width = terminal_width(sys.stdout)

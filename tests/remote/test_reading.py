@@ -1,0 +1,408 @@
+"""Wherever a path stands a URL does: the same checkpoint and output, few requests, and no secret said."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool.errors import CkptToolError, Damaged, Unreadable, Unsupported
+from ckpttool.remote.store import TRAFFIC
+from ckpttool.remote.urls import canonical
+from tests.support.bucket_servers import moto
+from tests.support.every_format import INPUTS, as_dcp, training
+from tests.support.hub_server import Hub
+from tests.support.range_server import RangeServer
+from tests.support.running import Cli, assert_says
+
+pytest.importorskip("obstore")
+
+FOLDERS = ("shards, safetensors", "shards, torch", "DCP folder")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with one checkpoint in every format, by its name in INPUTS."""
+    top = tmp_path_factory.mktemp("checkpoints")
+    for name, write in INPUTS.items():
+        write(top / name.replace("`", "").replace("/", " "))
+    return top
+
+
+@pytest.fixture(scope="module")
+def bucket(checkpoints: Path) -> Iterator[str]:
+    """Return the URL of a folder in a bucket that holds the same checkpoints."""
+    settings = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "hidden", "AWS_REGION": "us-east-1"}
+    with moto() as address, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**settings, "AWS_ENDPOINT_URL": address}.items():
+            patch.setenv(name, value)
+        client = boto3.client("s3", endpoint_url=address, region_name="us-east-1")
+        client.create_bucket(Bucket="runs")
+        for path in sorted(checkpoints.rglob("*")):
+            if path.is_file():
+                client.put_object(
+                    Bucket="runs", Key=f"a/{path.relative_to(checkpoints)}", Body=path.read_bytes()
+                )
+        yield "s3://runs/a"
+
+
+@pytest.fixture(scope="module")
+def hub(checkpoints: Path) -> Iterator[Hub]:
+    """A stand-in of the hub, whose repository o/r holds the same checkpoints."""
+    from huggingface_hub import constants
+
+    with Hub() as running, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", running.endpoint)
+        template = running.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setenv("HF_TOKEN", running.token)
+        running.create("o/r").commit_folder(checkpoints)
+        yield running
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_every_format_is_the_same_checkpoint_at_each_kind_of_url(
+    name: str, checkpoints: Path, bucket: str, hub: Hub, cli: Cli
+) -> None:
+    there = name.replace("`", "").replace("/", " ")
+    local = cli("inspect", checkpoints / there, "--json").json
+    with RangeServer(checkpoints) as server:
+        tops = [server.url, bucket, "hf://o/r"]
+        for top in tops:
+            url = f"{top}/{there}" + "/" * (name in FOLDERS)
+            if name == "shards, torch" and top == server.url:
+                url += "pytorch_model.bin.index.json"
+            with ckpttool.open(url) as checkpoint:
+                assert ckpttool.digest(checkpoint) == ckpttool.digest(checkpoints / there), top
+            remote = cli("inspect", url, "--json").json
+            assert {**remote, "path": ""} == {
+                **local,
+                "path": "",
+                "requests": remote["requests"],
+                "bytes_read": remote["bytes_read"],
+            }
+
+
+def put(folder: Path, name: str = "a.pt", **more: Any) -> Path:
+    """Write a checkpoint of 3 MB under DDP's prefix."""
+    torch.manual_seed(0)
+    tensors = {
+        f"module.{n}.{k}": torch.randn(s) for n in range(6) for k, s in (("w", (256, 512)), ("b", (8,)))
+    }
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path) if name.endswith(".safetensors") else torch.save(
+        {"model": tensors, **more}, path
+    )
+    return path
+
+
+WRITING: dict[str, list[str]] = {
+    "strip-prefix": ["{}/a.pt"],
+    "add-prefix": ["{}/b.safetensors"],
+    "rename-keys": ["{}/b.safetensors", "--map", "module=m"],
+    "convert": ["{}/a.pt", "--dtype", "bf16", "--exclude", "*.b"],
+    "slim": ["{}/a.pt", "--state", "model"],
+    "average": ["{}/a.pt", "{}/b.safetensors"],
+    "disarm": ["{}/a.pt"],
+    "merge": ["{}/shards/model.safetensors.index.json"],
+}
+
+
+@pytest.mark.parametrize("command", WRITING)
+@pytest.mark.parametrize("ending", [".pt", ".safetensors", "/"])
+def test_a_command_writes_the_same_bytes_from_a_url(
+    command: str, ending: str, server: RangeServer, tmp_path: Path, cli: Cli
+) -> None:
+    there = tmp_path / "there"
+    put(there)
+    put(there, "b.safetensors")
+    ckpttool.convert(there / "b.safetensors", f"{there}/shards/", shard_size=1_000_000)
+    if command == "disarm" and ending != ".pt":
+        pytest.skip("disarm writes .pt alone")
+    written = {}
+    for name, top in (("local", str(there)), ("remote", server.url)):
+        (tmp_path / name).mkdir()
+        output = f"{tmp_path / name / 'out'}{ending}"
+        ran = cli(command, *(word.format(top) for word in WRITING[command]), output, "--json")
+        assert ran.code == 0, ran.err
+        paths = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
+        written[name] = {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in paths}
+    assert written["remote"] == written["local"]
+    assert ran.json["requests"] > 0
+    assert ran.json["bytes_read"] > 0
+
+
+def test_checks_and_functions_take_urls(server: RangeServer, tmp_path: Path, cli: Cli) -> None:
+    there = tmp_path / "there"
+    a, b = put(there), put(there, "b.safetensors")
+    with ckpttool.open(f"{server.url}/a.pt") as checkpoint:
+        state, local = checkpoint.state(), torch.load(a)["model"]
+        assert all(torch.equal(value, local[name]) for name, value in state.load().items())
+        assert (state["module.0.w"].numpy() == local["module.0.w"].numpy()).all()
+    assert ckpttool.diff(f"{server.url}/a.pt", f"{server.url}/b.safetensors").same
+    assert cli("diff", f"{server.url}/a.pt", b).code == 0
+    assert cli("verify", f"{server.url}/a.pt", "--against", b).code == 0
+    assert cli("digest", f"{server.url}/a.pt", f"{server.url}/b.safetensors").code == 0
+    assert cli("inspect", f"{server.url}/a.pt", "--tensors", "--stats").code == 0
+
+
+@pytest.mark.parametrize(("name", "most"), [("a.pt", 2), ("b.safetensors", 1)])
+def test_inspect_asks_little(name: str, most: int, server: RangeServer, tmp_path: Path, cli: Cli) -> None:
+    put(tmp_path / "there", name)
+    before = TRAFFIC.nbytes
+    ran = cli("inspect", f"{server.url}/{name}", "--json")
+    assert (ran.code, len(server.requests)) == (0, most)
+    assert TRAFFIC.nbytes - before <= most * (256 << 10)
+
+
+def test_a_selection_reads_its_tensors_alone(server: RangeServer, tmp_path: Path, cli: Cli) -> None:
+    put(tmp_path / "there", "b.safetensors")
+    before = TRAFFIC.nbytes
+    out = tmp_path / "o.safetensors"
+    assert cli("convert", f"{server.url}/b.safetensors", out, "--only", "module.5.w").code == 0
+    assert TRAFFIC.nbytes - before <= (256 << 10) + 256 * 512 * 4
+
+
+def test_tensors_that_lie_together_are_one_request(server: RangeServer, tmp_path: Path, cli: Cli) -> None:
+    tensors = {f"module.{number}": torch.full((10,), float(number)) for number in range(300)}
+    save_file({**tensors, "module.large": torch.zeros(200_000)}, tmp_path / "there" / "many.safetensors")
+    out = tmp_path / "o.pt"
+    assert cli("strip-prefix", f"{server.url}/many.safetensors", out).code == 0
+    assert len(server.requests) == 2
+    assert torch.load(out)["299"].tolist() == [299.0] * 10
+
+
+# A zip's records.
+
+
+def with_header(path: Path, change: Callable[[bytearray, int], None]) -> None:
+    """Change the local header of the largest record of a zip."""
+    raw = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        entry = max(archive.infolist(), key=lambda entry: entry.file_size)
+    change(raw, entry.header_offset)
+    path.write_bytes(raw)
+
+
+def renamed(raw: bytearray, at: int) -> None:
+    raw[at + 30] ^= 1
+
+
+def moved(raw: bytearray, at: int) -> None:
+    """Have the bytes begin a little earlier, by a shorter extra field."""
+    named, extra = struct.unpack_from("<HH", raw, at + 26)
+    struct.pack_into("<HH", raw, at + 26, named, extra - 4)
+
+
+@pytest.mark.parametrize("change", [renamed, moved])
+def test_the_own_header_of_a_record_is_compared_when_its_bytes_are_read(
+    change: Callable[[bytearray, int], None], server: RangeServer, tmp_path: Path, cli: Cli
+) -> None:
+    path = put(tmp_path / "there")
+    with_header(path, change)
+    shown = cli("inspect", f"{server.url}/a.pt")
+    assert_says(shown, 0, "not looked at: each is compared when its bytes are read")
+    ran = cli("strip-prefix", f"{server.url}/a.pt", tmp_path / "o.pt")
+    assert_says(ran, 3, f"error: {server.url}/a.pt: its record 'a/data/")
+    assert not (tmp_path / "o.pt").exists()
+    assert cli("strip-prefix", path, tmp_path / "o.pt").code == 3
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_zip_of_another_tool_is_read_too(compression: int, server: RangeServer, tmp_path: Path) -> None:
+    """Its records have no descriptors, and begin anywhere."""
+    path = put(tmp_path / "there")
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(path.with_name("z.pt"), "w", compression) as other:
+        for name in archive.namelist():
+            other.writestr(name, archive.read(name))
+    assert ckpttool.digest(f"{server.url}/z.pt") == ckpttool.digest(path)
+
+
+# What changes meanwhile.
+
+
+def test_an_object_that_changes_meanwhile_is_said_and_leaves_no_output(
+    server: RangeServer, tmp_path: Path, cli: Cli
+) -> None:
+    put(tmp_path / "there")
+    out = tmp_path / "o.safetensors"
+    out.write_bytes(b"old")
+    server.fault("other size", skip=2)
+    ran = cli("strip-prefix", f"{server.url}/a.pt", out, "--force")
+    assert_says(ran, 3, f"error: {server.url}/a.pt: changed while it was read\n")
+    assert (out.read_bytes(), sorted(os.listdir(tmp_path))) == (b"old", ["o.safetensors", "there"])
+
+
+def test_a_server_without_ranges_sends_all_once_and_it_is_said(
+    server: RangeServer, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpttool.remote import places
+
+    path = put(tmp_path / "there")
+    server.ranges = False
+    ran = cli("strip-prefix", f"{server.url}/a.pt", tmp_path / "o.safetensors")
+    assert_says(ran, 0, "its server ignores ranges, so all of it was read")
+    assert len(server.requests) == 2
+    monkeypatch.setattr(places, "SPOOLED", 1000)
+    ran = cli("inspect", f"{server.url}/a.pt")
+    assert_says(ran, 3, f"is sent only as a whole, {path.stat().st_size} bytes", "download it first")
+
+
+def test_what_signs_a_url_is_said_nowhere(server: RangeServer, tmp_path: Path, cli: Cli, cache: Path) -> None:
+    put(tmp_path / "there")
+    url = f"{server.url}/a.pt?X-Signature=SECRET&x=1#SECRET"
+    ran = [cli("inspect", url), cli("inspect", url, "--json"), cli("inspect", url + "x", "-v")]
+    server.fault("403")
+    ran += [
+        cli("strip-prefix", url, tmp_path / "o.pt"),
+        cli("inspect", url, "--json"),
+        cli("digest", url, url),
+    ]
+    assert "SECRET" not in "".join(each.out + each.err for each in ran)
+    assert ran[0].out.startswith(f"{server.url}/a.pt?…")
+    assert {request.query for request in server.requests} >= {"X-Signature=SECRET&x=1"}
+    with pytest.raises(CkptToolError) as raised:
+        ckpttool.open(url)
+    assert "SECRET" not in f"{raised.value}{raised.value!r}{raised.value.__dict__}"
+    assert "SECRET" not in "".join(map(str, cache.rglob("*")))
+
+
+# URLs.
+
+CANONICAL = {
+    "HTTPS://Host.Org:8443/a%20b/c%2Fd%25.pt": "https://host.org:8443/a b/c%2Fd%25.pt",
+    "https://h/ä.pt#part": "https://h/ä.pt",
+    "https://[::1]:80/x": "https://[::1]:80/x",
+    "s3://Bucket/a b/%2F?#.pt": "s3://Bucket/a b/%2F?#.pt",
+    "hf://o/r/f.pt": "hf://o/r@v%2F2/f.pt",
+    "hf://o/r@main/f.pt": "hf://o/r@main/f.pt",
+    "hf://datasets/o/r": "hf://datasets/o/r@v%2F2",
+    "file:///tmp/a%20b.pt": "/tmp/a b.pt",
+    "file://localhost/tmp/a": "/tmp/a",
+    "a/b.pt": "a/b.pt",
+}
+
+
+@pytest.mark.parametrize("url", CANONICAL)
+def test_a_url_has_one_form_and_keeps_it(url: str) -> None:
+    once = canonical(url, "v/2")
+    assert (once, canonical(once, "v/2")) == (CANONICAL[url], CANONICAL[url])
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("https://user:secret@h/a.pt", "holds a password"),
+        ("https:///a.pt", "names no host"),
+        ("https://h:port/a.pt", "is not a URL"),
+        ("s3:///a.pt", "names no bucket"),
+        ("hf://", "names no repository"),
+        ("file://elsewhere/a.pt", "names a file of the machine elsewhere"),
+        ("ftp://h/a.pt?secret", "is a URL of a kind that is not read here"),
+    ],
+)
+def test_a_malformed_url_is_refused_without_its_secrets(url: str, said: str) -> None:
+    with pytest.raises((Unreadable, Unsupported), match=said) as raised:
+        ckpttool.open(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_names_with_odd_characters_are_read(server: RangeServer, tmp_path: Path) -> None:
+    for number, name in enumerate(("a b.pt", "c#d.pt", "e?f.pt", "ü%20.pt", "g+h.pt")):
+        torch.save({"w": torch.full((3,), float(number))}, tmp_path / "there" / name)
+    for number, escaped in enumerate(("a%20b.pt", "c%23d.pt", "e%3Ff.pt", "%C3%BC%2520.pt", "g+h.pt")):
+        with ckpttool.open(f"{server.url}/{escaped}") as checkpoint:
+            assert checkpoint.state()["w"].numpy().tolist() == [float(number)] * 3
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.safetensors", "http://127.0.0.2/a.safetensors", "/a.safetensors", "b\\c"]
+)
+def test_an_index_leads_nowhere_else(name: str, server: RangeServer, tmp_path: Path) -> None:
+    index = {"weight_map": {"w": name}}
+    (tmp_path / "there" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(Damaged, match="names a shard outside its folder"):
+        ckpttool.open(f"{server.url}/model.safetensors.index.json")
+    assert len(server.requests) == 1
+
+
+def test_nothing_is_asked_while_offline(server: RangeServer, tmp_path: Path, cli: Cli) -> None:
+    put(tmp_path / "there")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CKPTTOOL_OFFLINE", "HF_HUB_OFFLINE"):  # the flag sets them for the process
+            patch.setenv(name, "")
+        for url in (f"{server.url}/a.pt", "s3://b/a.pt"):
+            assert_says(cli("inspect", "--offline", url), 3, f"error: {url}: is not asked for while offline")
+    assert server.requests == []
+
+
+# Start-up.
+
+
+def test_paths_do_not_pay_for_urls(tmp_path: Path) -> None:
+    put(tmp_path)
+    code = (
+        "import sys; from ckpttool import cli; sys.modules['urllib3'] = sys.modules['obstore'] = None;"
+        f"code = cli.run(['strip-prefix', {str(tmp_path / 'a.pt')!r}, {str(tmp_path / 'o.safetensors')!r}]);"
+        "print(code, sorted(n for n in sys.modules if n.split('.')[:2] == ['ckpttool', 'remote']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = "'ckpttool.remote', 'ckpttool.remote.ahead', 'ckpttool.remote.places', 'ckpttool.remote.store'"
+    assert ran.stdout.splitlines()[-1] == f"0 [{modules}, 'ckpttool.remote.urls']"
+
+
+def test_a_missing_library_is_named_with_its_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['urllib3'] = None; from ckpttool import cli; sys.exit(cli.run(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", code, "inspect", "https://127.0.0.1:9/a.pt"]
+    ran = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert (ran.returncode, ran.stderr.splitlines()[0]) == (
+        2,
+        "error: this needs urllib3, which is not installed",
+    )
+    assert "[remote]" in ran.stderr.splitlines()[1]
+
+
+# Folders.
+
+
+def test_companions_come_along_from_a_repository(hub: Hub, tmp_path: Path, cli: Cli) -> None:
+    repo = hub.create("o/model")
+    put(tmp_path, "model.safetensors")
+    files = {name: (tmp_path / name).read_bytes() for name in ("model.safetensors",)}
+    repo.commit({**files, "config.json": b'{"a": 1}', "notes.bin": b"x"})
+    ran = cli("convert", "hf://o/model", f"{tmp_path}/out/", "--companions")
+    assert_says(ran, 0, "copying along", "other files of the folder, not copied: notes.bin")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"a": 1}
+    assert_says(
+        cli("convert", "hf://o/model", f"{tmp_path}/out2/"), 0, "not copied (--companions does): config.json"
+    )
+
+
+def test_a_root_in_a_bucket_names_the_checkpoints_in_it(bucket: str, cli: Cli) -> None:
+    ran = cli("convert", f"{bucket}/", "out.pt")
+    assert_says(
+        ran, 3, "is a folder that holds checkpoints, and is none itself", f"ckpttool inspect '{bucket}/"
+    )
+
+
+def test_ranks_are_merged_where_they_lie(bucket: str, tmp_path: Path, cli: Cli) -> None:
+    as_dcp(training)(tmp_path / "dcp")
+    ran = cli("merge", f"{bucket}/DCP folder/", tmp_path / "whole.pt")
+    assert ran.code == 0, ran.err
+    assert ckpttool.digest(tmp_path / "whole.pt") == ckpttool.digest(tmp_path / "dcp")

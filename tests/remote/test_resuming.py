@@ -1,0 +1,275 @@
+"""What was fetched is not fetched again: an interrupted conversion goes on, and a header is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool.remote import ahead
+from ckpttool.remote import cache as remote_cache
+from ckpttool.remote.store import TRAFFIC
+from tests.support.range_server import RangeServer
+from tests.support.running import ROOT, Cli, assert_says
+
+SIZE = 24 << 20  # bytes of a checkpoint: several pieces
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with one state as a.pt, a.safetensors and shards."""
+    folder = tmp_path_factory.mktemp("there")
+    torch.manual_seed(0)
+    state = {f"module.{number}": torch.randn(SIZE // 4 // 24) for number in range(24)}
+    torch.save(state, folder / "a.pt")
+    save_file(state, folder / "a.safetensors")
+    ckpttool.convert(folder / "a.safetensors", f"{folder}/shards/", shard_size=SIZE // 6)
+    return folder
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have files fetched in small pieces, a few at a time, and nobody wait long."""
+    monkeypatch.setenv("CKPTTOOL_TIMEOUT", "0.3")
+    monkeypatch.setattr(ahead, "LARGEST", 1 << 20)
+    monkeypatch.setattr(ahead, "HELD", 4 << 20)
+
+
+def parts(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if "ckpttool" in name)
+
+
+def fail_after(server: RangeServer, nbytes: int, path: str) -> None:
+    """Have the server fail from the request on before which about so many bytes were sent."""
+    server.fault("503", skip=nbytes >> 20, times=10_000, path=path)
+
+
+JOBS: dict[str, tuple[str, str, list[str]]] = {
+    "copied": ("strip-prefix", "a.safetensors", ["out.safetensors"]),
+    "copied, with checksums": ("strip-prefix", "a.pt", ["out.safetensors"]),
+    "computed": ("convert", "a.safetensors", ["out.safetensors", "--dtype", "bf16"]),
+    "computed, checksums off": ("convert", "a.pt", ["out.pt", "--dtype", "bf16", "--no-verify"]),
+    "into shards": ("strip-prefix", "a.safetensors", ["out/", "--shard-size", "5MB"]),
+    "from shards": ("strip-prefix", "shards/model.safetensors.index.json", ["out.pt"]),
+}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("job", JOBS)
+def test_an_interrupted_conversion_goes_on_where_it_was(
+    job: str, there: Path, tmp_path: Path, cli: Cli
+) -> None:
+    command, source, (name, *options) = JOBS[job]
+    output = f"{tmp_path}/{name}"
+    with RangeServer(there) as server:
+        url = f"{server.url}/{source}"
+        if source.startswith("a."):
+            fail_after(server, 16 << 20, "a.")
+        else:
+            fail_after(server, 2 << 20, "-00005-")
+        ran = cli(command, url, output, *options)
+        assert_says(
+            ran, 3, "the server answers with status 503", "the same command with --resume goes on with it"
+        )
+        assert (os.path.exists(output), len(parts(tmp_path))) == (False, 2)
+        server.heal()
+        before = TRAFFIC.nbytes
+        ran = cli(command, url, output, *options, "--resume")
+        assert (ran.code, "begun from the start" in ran.err) == (0, False), ran.err
+        fetched = TRAFFIC.nbytes - before
+    assert fetched <= SIZE * 0.75
+    assert parts(tmp_path) == []
+    again = tmp_path / "local"
+    again.mkdir()
+    assert cli(command, there / source, f"{again}/{name}", *options).code == 0
+    assert ckpttool.digest(output) == ckpttool.digest(f"{again}/{name}")
+    assert cli("verify", output).code == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_is_computed_from_a_file_with_checksums_is_read_again(
+    there: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """Its checksums are over all of its bytes."""
+    output = tmp_path / "out.safetensors"
+    with RangeServer(there) as server:
+        words = ("convert", f"{server.url}/a.pt", output, "--dtype", "bf16")
+        fail_after(server, 16 << 20, "a.")
+        assert cli(*words).code == 3
+        server.heal()
+        before = TRAFFIC.nbytes
+        assert cli(*words, "--resume").code == 0
+        assert TRAFFIC.nbytes - before >= SIZE
+
+
+def touched(server: RangeServer, words: list[Any]) -> None:
+    (Path(str(server.content)) / "a.safetensors").touch()
+
+
+def another(server: RangeServer, words: list[Any]) -> None:
+    words += ["--exclude", "module.3"]
+
+
+def without(server: RangeServer, words: list[Any]) -> None:
+    words.remove("--resume")
+
+
+OTHERS: dict[str, tuple[Callable[[RangeServer, list[Any]], None], str]] = {
+    "the object has changed": (touched, "begun from the start, as an earlier attempt was of another plan"),
+    "another selection": (another, "begun from the start, as an earlier attempt was of another plan"),
+    "not asked for": (without, ""),
+}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("change", OTHERS)
+def test_what_is_of_another_plan_is_not_gone_on_with(
+    change: str, there: Path, tmp_path: Path, cli: Cli
+) -> None:
+    output = tmp_path / "out.safetensors"
+    with RangeServer(there) as server:
+        words: list[Any] = [
+            "convert",
+            f"{server.url}/a.safetensors",
+            output,
+            "--only",
+            "module.*",
+            "--resume",
+        ]
+        fail_after(server, 16 << 20, "a.")
+        assert cli(*words[:-1]).code == 3
+        server.heal()
+        act, said = OTHERS[change]
+        act(server, words)
+        before = TRAFFIC.nbytes
+        ran = cli(*words)
+        assert_says(ran, 0, said)
+        assert TRAFFIC.nbytes - before > SIZE * 0.9
+    assert parts(tmp_path) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_damage_leaves_nothing_to_go_on_with(there: Path, tmp_path: Path, cli: Cli) -> None:
+    """Who could tell which of the bytes are right?"""
+    with RangeServer(there) as server:
+        server.fault("other size", skip=12, times=100)
+        assert_says(cli("strip-prefix", f"{server.url}/a.safetensors", tmp_path / "o.pt"), 3, "changed while")
+    assert parts(tmp_path) == []
+
+
+def test_an_object_without_a_version_is_begun_again(there: Path, tmp_path: Path, cli: Cli) -> None:
+    with RangeServer(there) as server:
+        server.etag, server.dates = "", False
+        assert cli("strip-prefix", f"{server.url}/a.safetensors", tmp_path / "o.pt", "--resume").code == 0
+    assert parts(tmp_path) == []
+
+
+def start(url: str, output: Path, *options: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "ckpttool", "strip-prefix", url, str(output), *options]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **streams)
+
+
+def wait_for(ready: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_conversion_within_a_second_though_the_server_is_silent(
+    by: signal.Signals, there: Path, tmp_path: Path
+) -> None:
+    with RangeServer(there) as server:
+        server.fault("stall", skip=2, times=100)
+        running = start(f"{server.url}/a.pt", tmp_path / "o.safetensors")
+        wait_for(lambda: len(server.requests) > 3)
+        began = time.monotonic()
+        running.send_signal(by)
+        _, said = running.communicate(timeout=30)
+        assert time.monotonic() - began < 2  # a second, on a machine that is busy with other tests
+    assert (running.returncode, "Traceback" in said) == (-by, False)
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_a_kill_leaves_the_old_output_and_the_next_conversion_removes_the_rest(
+    there: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "o.safetensors"
+    output.write_bytes(b"old")
+    with RangeServer(there, bandwidth=20e6) as server:
+        running = start(f"{server.url}/a.pt", output, "--force")
+        wait_for(lambda: parts(tmp_path))
+        running.kill()
+        running.wait(30)
+        assert output.read_bytes() == b"old"
+        server.link._bandwidth = 1e12
+        with start(f"{server.url}/a.pt", output, "--force") as running:
+            assert running.wait(30) == 0
+    assert os.listdir(tmp_path) == ["o.safetensors"]
+
+
+# The cache of what opening reads.
+
+
+def test_the_second_inspect_asks_once_for_each_file(there: Path, cli: Cli) -> None:
+    with RangeServer(there) as server:
+        for path, first in (("a.pt", 2), ("shards/model.safetensors.index.json", 7)):
+            for asked in (first, 1 if path == "a.pt" else first):
+                server.requests.clear()
+                assert cli("inspect", f"{server.url}/{path}").code == 0
+                assert len(server.requests) == asked
+
+
+def test_a_new_version_is_not_taken_from_the_cache(tmp_path: Path, server: RangeServer) -> None:
+    for number in (1.0, 2.0):
+        torch.save({"w": torch.full((100_000,), number)}, tmp_path / "there" / "a.pt")
+        with ckpttool.open(f"{server.url}/a.pt") as checkpoint:
+            assert checkpoint.state()["w"].numpy()[0] == number
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda raw: raw[:-1], lambda raw: b"", lambda raw: bytes([raw[0] ^ 1]) + raw[1:]]
+)
+def test_a_damaged_cache_is_none(harm: Callable[[bytes], bytes], there: Path, cache: Path, cli: Cli) -> None:
+    with RangeServer(there) as server:
+        assert cli("inspect", f"{server.url}/a.pt").code == 0
+        (entry,) = cache.iterdir()
+        entry.write_bytes(harm(entry.read_bytes()))
+        server.requests.clear()
+        assert cli("inspect", f"{server.url}/a.pt").code == 0
+        assert len(server.requests) == 2
+
+
+def test_the_cache_holds_no_values_and_is_bounded(
+    there: Path, cache: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_cache, "MOST", 1_000_000)
+    with RangeServer(there) as server:
+        for number in range(4):
+            url = f"{server.url}/a.pt?{number}"
+            assert cli("strip-prefix", url, tmp_path / f"{number}.pt").code == 0
+    sizes = [path.stat().st_size for path in cache.iterdir()]
+    assert max(sizes) < 600_000
+    assert 0 < sum(sizes) <= 1_000_000
+
+
+@pytest.mark.parametrize("place", ["", "/dev/null/x", "/proc/none"])
+def test_without_a_cache_all_works(
+    place: str, there: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTTOOL_CACHE", place)
+    with RangeServer(there) as server:
+        assert json.loads(cli("inspect", f"{server.url}/a.pt", "--json").out)["format"] == "torch-zip"
