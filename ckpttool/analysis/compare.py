@@ -64,6 +64,7 @@ class Comparison:
             format could not hold them.
         matched_without_prefix: how many more names both files would share without wrappers' prefixes.
         tolerated: names in both files whose contents differ, but by no more than the tolerance.
+        same_files: how many of the pairs lie at the same place in files of one hash, and were not read.
     """
 
     only_a: tuple[str, ...]
@@ -74,6 +75,7 @@ class Comparison:
     aside_b: tuple[str, ...] = ()
     matched_without_prefix: int = 0
     tolerated: tuple[str, ...] = ()
+    same_files: int = 0
 
     @property
     def same(self) -> bool:
@@ -188,7 +190,7 @@ class _Comparing:
         self.aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self.changes: list[Change] = []
         self.pairs: list[Pair] = []
-        self.tensors_seen = 0
+        self.tensors_seen = self.same_files = 0
         self.tolerated: list[str] = []  # values that are no tensors
 
     def states(self, mine: State, theirs: State, ignore_prefix: bool) -> None:
@@ -225,6 +227,8 @@ class _Comparing:
         if a.shape != b.shape or not comparable:
             why = "dtype" if a.shape == b.shape else "shape"
             self.changes.append(Change(name, why, in_words(a), in_words(b)))
+        elif a.contents is not None and a.contents == b.contents:
+            self.same_files += 1
         else:
             self.pairs.append(Pair(name, a, b, len(self.changes)))
 
@@ -303,7 +307,8 @@ class _Comparing:
         changes.sort(key=lambda change: change[:2])
         changed = tuple(change for _, _, change in changes)
         only_a, only_b = map(tuple, self.only)
-        return Comparison(only_a, only_b, changed, self.tensors_seen, *self.aside, self.gained, tolerated)
+        seen, gained, same = self.tensors_seen, self.gained, self.same_files
+        return Comparison(only_a, only_b, changed, seen, *self.aside, gained, tolerated, same)
 
 
 def _type_of_record(value: object) -> str:

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -35,15 +35,18 @@ class Console:
     quiet: bool = False  # print nothing but errors
     verbose: bool = False  # print every name instead of the first few
     to_stderr: bool = False  # print results on stderr, because the output file goes to stdout
+    # What this process had asked of remote stores before the command
+    asked_before: tuple[int, int] = field(default_factory=lambda: _asked())
 
     def result(self, text: str, data: Mapping[str, object], *, in_quiet: str | None = None) -> None:
         """Print the outcome."""
-        if (traffic := _traffic()) is not None:
-            data = {**data, "requests": traffic.requests, "bytes_read": traffic.nbytes}
-            for remark in traffic.remarks:
+        requests, nbytes = (now - before for now, before in zip(_asked(), self.asked_before, strict=True))
+        if requests:
+            data = {**data, "requests": requests, "bytes_read": nbytes}
+            for remark in _remarks():
                 self.note(remark)
             if self.verbose:
-                self.note(f"{counted(traffic.requests, 'request')}, {show_bytes(traffic.nbytes)} read")
+                self.note(f"{counted(requests, 'request')}, {show_bytes(nbytes)} read")
         said = to_json(data) if self.json else in_quiet if self.quiet else text
         if said is not None:
             click.echo(said, err=self.to_stderr)
@@ -82,9 +85,19 @@ class Console:
 
 
 def _traffic() -> Traffic | None:
-    """Return what was asked of remote stores, if anything was."""
+    """Return the count of what was asked of remote stores, if their code was needed."""
     store = sys.modules.get(f"{__package__.rpartition('.')[0]}.remote.store")
-    return store.TRAFFIC if store is not None and store.TRAFFIC.requests else None
+    return None if store is None else store.TRAFFIC
+
+
+def _asked() -> tuple[int, int]:
+    """Return how many requests were made in this process, and how many bytes came."""
+    return (traffic.requests, traffic.nbytes) if (traffic := _traffic()) else (0, 0)
+
+
+def _remarks() -> list[str]:
+    """Return what is to be said of the stores that were asked, once."""
+    return traffic.taken() if (traffic := _traffic()) else []
 
 
 class Bar:

@@ -97,5 +97,11 @@ class Traffic:
             if text not in self.remarks:
                 self.remarks.append(text)
 
+    def taken(self) -> list[str]:
+        """Return what there is to say, and forget it."""
+        with self._lock:
+            said, self.remarks = self.remarks, []
+        return said
+
 
 TRAFFIC = Traffic()

@@ -28,7 +28,6 @@ class Source:
     """A file opened for reading; closed by `close()` or with its last user."""
 
     is_local = True  # it has a descriptor: it can be mapped, and other files can share its blocks
-    unchecked = 0  # stretches whose preceding bytes were not looked at
     content = ""  # a hash of the bytes, where one is known without reading them
 
     def __init__(self, path: str, fd: int) -> None:
@@ -44,6 +43,11 @@ class Source:
         if self._fd < 0:
             raise Unreadable(self.path, "is closed", hint="read its tensors inside the `with` block")
         return self._fd
+
+    @property
+    def unchecked(self) -> int:
+        """How many stretches there are whose preceding bytes were not looked at."""
+        return 0
 
     @property
     def place(self) -> str:
@@ -314,6 +318,15 @@ class TensorRef:
     def data(self) -> ByteRange | Computed:
         """The bytes of the values as they are stored; only for a contiguous tensor."""
         return self.storage.data.part(self.offset * self.dtype.itemsize, self.nbytes)
+
+    @property
+    def contents(self) -> tuple[object, ...] | None:
+        """A key that tensors of equal bytes share, wherever their files lie; None where no hash tells."""
+        data = self.storage.data
+        if not isinstance(data, ByteRange) or not data.source.content:
+            return None
+        place = data.source.content, data.offset, data.nbytes, self.storage.byteorder
+        return *place, *self.view[1:]
 
     @property
     def span(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A short form of `python -m tests.fault.remote`, and proof that it finds holes: each was put in on purpose."""
+"""A short form of `python -m tests.fault.remote`, and proof that it finds holes, put in on purpose."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_whatever_an_answer_is_the_output_is_right_or_the_old_one(name: str, ben
     """Some faults of some commands, drawn; `make fault` tries them all."""
     ready = bench(name)
     assert ready.wrong == []
-    trials = [ready.try_fault(fault) for fault in faults(ready.requests, seed=1)[:6]]
+    trials = [ready.try_fault(fault) for fault in faults(ready.requests, seed=1)[:4]]
     assert [f"{trial.fault}: {each}" for trial in trials for each in trial.wrong] == []
     assert any(trial.is_reached for trial in trials)
 
@@ -61,20 +61,19 @@ def test_an_interrupted_conversion_is_gone_on_with(bench: Benches) -> None:
 
 FOUND = {
     "show-queries": (INSPECT, Fault(0, 0, "404"), "stderr holds a secret"),
-    "trust-identities": (SHARDS, Fault(0, -1, "changed"), "not as it should be: out/model/model-0000"),
+    "trust-identities": (SHARDS, Fault(0, 6, "changed"), "not as it should be: out/model/model-0000"),
     "leave-parts": (FILE, Fault(0, 3, "changed"), "leaves out/.* after an error of kind damaged"),
     "wait-for-ever": (INSPECT, Fault(0, 1, "silence"), "takes more than 1 s"),
     "let-errors-through": (INSPECT, Fault(0, 0, "hang up"), "a traceback: "),
     "upload-in-place": (BUCKET, Fault(0, 2, "403"), "the object has [0-9]+ other bytes"),
 }
-"""By hole: the scenario, the answer that goes wrong (from the end where it is negative), and what is found."""
+"""By hole: the scenario, the answer that goes wrong, and what is found."""
 
 
 @pytest.mark.parametrize("hole", HOLES)
 def test_a_hole_is_found_and_nothing_without_one(hole: str, bench: Benches) -> None:
     name, fault, wanted = FOUND[hole]
     ready = bench(name)
-    fault = fault if fault.nth >= 0 else Fault(0, len(ready.requests[0]) + fault.nth, fault.name)
     found = ready.try_fault(fault, hole, longest=1.0 if hole == "wait-for-ever" else 15.0).wrong
     assert re.search(wanted, "\n".join(found)), found
     assert ready.try_fault(fault).wrong == []

@@ -406,3 +406,29 @@ def test_ranks_are_merged_where_they_lie(bucket: str, tmp_path: Path, cli: Cli) 
     ran = cli("merge", f"{bucket}/DCP folder/", tmp_path / "whole.pt")
     assert ran.code == 0, ran.err
     assert ckpttool.digest(tmp_path / "whole.pt") == ckpttool.digest(tmp_path / "dcp")
+
+
+def test_what_two_revisions_share_is_read_once_or_not_at_all(hub: Hub, tmp_path: Path, cli: Cli) -> None:
+    repo = hub.create("o/tuned")
+    put(tmp_path, "model.safetensors")
+    ckpttool.convert(tmp_path / "model.safetensors", f"{tmp_path}/shards/", shard_size=1_000_000)
+    first = repo.commit_folder(tmp_path / "shards")
+    with ckpttool.open(tmp_path / "shards") as checkpoint:
+        changed = {name: value.clone() for name, value in checkpoint.state().load().items()}
+    changed["module.5.w"] += 1
+    save_file(changed, tmp_path / "changed.safetensors")
+    ckpttool.convert(
+        tmp_path / "changed.safetensors", f"{tmp_path}/shards/", shard_size=1_000_000, force=True
+    )
+    repo.commit_folder(tmp_path / "shards")
+    before = TRAFFIC.nbytes
+    ran = cli("diff", f"hf://o/tuned@{first}", "hf://o/tuned")
+    assert_says(ran, 1, "in files whose hashes are the same, and were not read")
+    assert "module.5.w" in ran.out
+    size = (tmp_path / "changed.safetensors").stat().st_size
+    assert TRAFFIC.nbytes - before < size * 2
+    before = TRAFFIC.nbytes
+    ran = cli("digest", f"hf://o/tuned@{first}", "hf://o/tuned")
+    digests = [line.split()[0] for line in ran.out.splitlines()]
+    assert digests == [ckpttool.digest(tmp_path / f"{name}.safetensors") for name in ("model", "changed")]
+    assert TRAFFIC.nbytes - before < size * 2

@@ -86,10 +86,17 @@ def _report(
     if comparison.matched_without_prefix:
         more = counted(comparison.matched_without_prefix, "name is", "names are")
         console.note(f"{more} in both files except for a wrapper's prefix: --ignore-prefix")
+    if comparison.same_files:
+        pairs = counted(comparison.same_files, "tensor lies", "tensors lie")
+        console.note(f"{pairs} in files whose hashes are the same, and were not read")
     width = terminal_width(sys.stdout)
     lines = details(comparison, sort) if console.verbose else page(comparison, sort, width)
     verdict = _verdict(printable(a), printable(b), comparison, limits)
     console.result("\n".join([*lines, verdict]), {**_data(comparison, sort), **limits})
+
+
+# Fields of a comparison that JSON has otherwise, or not at all
+SAID_APART = ("changed", "aside_a", "aside_b", "matched_without_prefix", "same_files")
 
 
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
@@ -101,7 +108,7 @@ def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
     return {
         "same": comparison.same,
         "identical": comparison.identical,
-        **fields_of(comparison, without=("changed", "aside_a", "aside_b", "matched_without_prefix")),
+        **fields_of(comparison, without=SAID_APART),
         "changed": [*map(_fields, changed)],
         "not_compared": [*comparison.aside_a, *comparison.aside_b],
     }
