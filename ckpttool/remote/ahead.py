@@ -87,15 +87,21 @@ _held = _Held()
 
 def _work() -> None:
     while True:
-        job, piece = _jobs.get()
-        try:
-            piece.settle(job())
-        except BaseException as error:  # whoever waits for the piece raises it
-            piece.settle(error)
+        _do(*_jobs.get())
+
+
+def _do(job: Callable[[], bytes], piece: Piece) -> None:
+    try:
+        piece.settle(job())
+    except BaseException as error:  # whoever waits for the piece raises it
+        piece.settle(error)
 
 
 def start(job: Callable[[], bytes], piece: Piece) -> Piece:
     """Have a piece fetched by a thread that nobody has to wait for when the process ends."""
+    if threading.current_thread() in _threads:  # all of them could be waiting for one another
+        _do(job, piece)
+        return piece
     with _lock:
         if len(_threads) < UNDER_WAY:
             thread = threading.Thread(target=_work, name="ckpttool fetcher", daemon=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait as waited
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -23,7 +25,7 @@ AGENT = "ckpttool"  # by which our requests are known among all that go through 
 SIGN_IN = "if it is private, sign in: `hf auth login`, or set HF_TOKEN"
 WEIGHTS = re.compile(r"(.+)/(.+\.(?:safetensors|bin|pt|pth|ckpt|gguf|json))")
 SECRETS = re.compile(r"\?\S*|\bhf_\w+|Bearer \S+")
-LONGEST = 10  # times the patience for a byte that a call which only asks may take
+LONGEST = 10  # times the patience for a byte that an answer may take
 
 T = TypeVar("T")
 
@@ -51,26 +53,17 @@ def client() -> HfApi:
     return HfApi(endpoint=constants.ENDPOINT, library_name=AGENT)
 
 
-def call(
-    about: About,
-    do: Callable[[], T],
-    patience: Patience,
-    *,
-    reconnects: bool = True,
-    seconds: float | None = None,
-) -> T:
+def call(about: About, do: Callable[[], T], patience: Patience, *, reconnects: bool = True) -> T:
     """Return what a call of the library returns; try again where the hub may do better then.
 
     Without `reconnects` not after a failed connection: where the library tries again itself (6 times within
-    24 s and the stalls), or may have had its way. The call is given up after so many seconds, if they are
-    given: the library waits for ever for headers of which one byte comes after the other.
-    Raises Missing, Unreadable.
+    24 s and the stalls), or may have had its way. Raises Missing, Unreadable.
     """
     for attempt in count(1):
         try:
             with quiet():
                 _watch()
-                return do() if seconds is None else _within(seconds, about, do)
+                return _bounded(about, do, LONGEST * patience.stall)
         except (CkptToolError, ImportError):
             raise
         except Exception as error:
@@ -85,11 +78,13 @@ def call(
     raise AssertionError  # count() has no end
 
 
-def _within(seconds: float, about: About, do: Callable[[], T]) -> T:
+def _bounded(about: About, do: Callable[[], T], seconds: float) -> T:
+    """Return what a call returns, unless the hub takes more seconds for one answer."""
     outcome = started(do)
-    waited([outcome], seconds)
-    if not outcome.done():
-        raise Unreadable(about.url, f"the hub's answer does not end within {seconds:g} s")
+    while not waited([outcome], seconds / LONGEST).done:
+        if any(time.monotonic() > since + seconds for since in [*_awaited.values()]):
+            _awaited.clear()
+            raise Unreadable(about.url, f"the hub's answer does not end within {seconds:g} s")
     return outcome.result()
 
 
@@ -148,6 +143,7 @@ def offline(about: About) -> Unreadable:
 
 _lock = threading.Lock()
 _under_way = 0
+_awaited: dict[int, float] = {}  # our requests that were sent, and whose answer has not ended: since when
 _before: tuple[int, bool, bool] = (0, False, False)  # the library's settings while no call is under way
 
 
@@ -207,6 +203,15 @@ def _begun(request: Any) -> None:
         request.extensions["timeout"] = {
             kind: given.get(kind) or stall for kind in ("connect", "read", "write", "pool")
         }
+        request.extensions["trace"] = partial(_followed, id(request))
+
+
+def _followed(request: int, event: str, info: object) -> None:
+    """Note when an answer begins to be waited for, and when it has ended: httpx bounds only each byte of it."""
+    if event.endswith("receive_response_headers.started"):
+        _awaited[request] = time.monotonic()
+    elif event.endswith("response_closed.started"):
+        _awaited.pop(request, None)
 
 
 def _answered(response: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .hub_calls import LONGEST, About, call, client
+from .hub_calls import About, call, client
 from .patience import Patience
 from .store import Facts
 
@@ -90,7 +90,7 @@ def look(about: About, revision: str | None, patience: Patience) -> Commit:
             commit.folders, commit.is_whole = _by_folder(files), True
         return commit
 
-    return call(about, do, patience, seconds=LONGEST * patience.stall)
+    return call(about, do, patience)
 
 
 def facts_of(size: int | None, blob: str | None, large: BlobLfsInfo | None) -> Facts:

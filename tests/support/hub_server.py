@@ -223,6 +223,8 @@ class Hub:
             return self._info(repo, sha)
         if verb == "tree":
             return self._tree(seen, repo, sha, path[0] if path else "", int(query.get("cursor", ["0"])[0]))
+        if seen.method != "POST":
+            return Reply.fault(405, message="Method Not Allowed")
         if not seen.authorization:
             return Reply.fault(401, message="Unauthorized")
         return self._preupload(repo, sha, body) if verb == "preupload" else self._commit(repo, revision, body)
@@ -306,6 +308,8 @@ class Hub:
         return Reply(302, headers={"Location": place, "X-Linked-Etag": f'"{sha256(data)}"', **told})
 
     def _lfs(self, seen: Seen, parts: list[str], body: bytes) -> Reply:
+        if seen.method != "POST":
+            return Reply.fault(405, message="Method Not Allowed")
         if not seen.authorization:
             return Reply.fault(401, message="Unauthorized")
         asked = json.loads(body)

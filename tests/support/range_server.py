@@ -82,6 +82,7 @@ class _Fault:
     times: float
     skip: int
     path: str
+    after: float
     options: dict[str, Any]
 
 
@@ -147,7 +148,14 @@ class RangeServer:
         self._listener.server_close()
 
     def fault(
-        self, name: str, *, times: float = math.inf, skip: int = 0, path: str = "", **options: Any
+        self,
+        name: str,
+        *,
+        times: float = math.inf,
+        skip: int = 0,
+        path: str = "",
+        after: float = 0.0,
+        **options: Any,
     ) -> None:
         """Answer wrongly from now on, until `heal`.
 
@@ -156,12 +164,13 @@ class RangeServer:
             times: how many answers go wrong.
             skip: how many go right before.
             path: only requests whose path contains it are counted.
+            after: seconds before an answer goes wrong.
             options: for the fault: `to` of "redirect", `headers` of "headers" and of a status.
         """
         if name not in FAULTS and not re.fullmatch("[45][0-9][0-9]", name):
             raise KeyError(name)
         with self._lock:
-            self._faults.append(_Fault(name, times, skip, path, options))
+            self._faults.append(_Fault(name, times, skip, path, after, options))
 
     def heal(self) -> None:
         """End all faults, and forget the requests."""
@@ -175,7 +184,7 @@ class RangeServer:
         with self._lock:
             self.requests.append(request)
             fault = self._due(request.path)
-        time.sleep(self.latency)
+        time.sleep(self.latency + (fault.after if fault else 0.0))
         if fault is None:
             exchange.send(self.right(request))
         elif fault.name in FAULTS:

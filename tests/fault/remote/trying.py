@@ -1,0 +1,98 @@
+"""The faults of a scenario in the order in which they are tried, and the trials of many scenarios."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.fault.remote.judge import Bench, Fault, Trial
+from tests.fault.remote.scenarios import Scenario, write
+from tests.fault.trying import place_for_runs
+from tests.support.range_server import FAULTS, Request
+
+STATUSES = ("401", "403", "404", "410", "416", "429", "500", "503")
+OF_RANGES = ("unranged", "other bytes", "other size")  # which change nothing where no range is asked for
+WAYS = (*(name for name in FAULTS if name not in ("redirect", "headers")), *STATUSES)
+
+
+def faults(requests: Sequence[Sequence[Request]], seed: int) -> list[Fault]:
+    """Return every fault of the answers to some requests, in a drawn order."""
+    drawn = [
+        Fault(front, nth, name)
+        for front, those in enumerate(requests)
+        for nth, request in enumerate(those)
+        for name in WAYS
+        if request.range or name not in OF_RANGES
+    ]
+    random.Random(seed).shuffle(drawn)
+    return drawn
+
+
+@dataclass
+class Tried:
+    """What came of a scenario."""
+
+    scenario: Scenario
+    requests: int = 0  # of a run without a fault
+    possible: int = 0  # how many faults there are
+    ended: Counter[int] = field(default_factory=Counter)  # by exit code, those that held
+    failed: int = 0
+    resumed: int = 0
+    unreached: int = 0  # faults whose answer was not asked for
+    longest: float = 0.0  # seconds of a run
+    wrong: list[str] = field(default_factory=list)  # what did not hold, with the fault in words
+
+    @property
+    def tried(self) -> int:
+        return self.ended.total() + self.failed
+
+    def note(self, trial: Trial) -> None:
+        """Count a trial."""
+        self.longest = max(self.longest, trial.ended.seconds)
+        if not trial.is_reached and not trial.wrong:
+            self.unreached += 1
+            return
+        self.resumed += trial.is_resumed
+        if trial.wrong:
+            self.failed += 1
+        else:
+            self.ended[trial.ended.code] += 1
+        self.wrong += [f"{trial.fault}: {each}" for each in trial.wrong]
+
+
+def try_scenario(scenario: Scenario, inputs: Path, seed: int, most: int, seconds: float) -> Tried:
+    """Try the faults of a scenario."""
+    tried, until = Tried(scenario), time.monotonic() + seconds
+    with (
+        tempfile.TemporaryDirectory(dir=place_for_runs()) as place,
+        Bench(scenario, inputs, Path(place).resolve()) as bench,
+    ):
+        tried.requests = sum(map(len, bench.requests))
+        tried.wrong += [f"without a fault: {each}" for each in bench.wrong]
+        every = faults(bench.requests, seed)
+        tried.possible = len(every)
+        for fault in every[:most]:
+            if time.monotonic() > until:
+                break
+            tried.note(bench.try_fault(fault))
+    return tried
+
+
+def try_all(
+    scenarios: Sequence[Scenario], *, seed: int, seconds: float, most: int, jobs: int
+) -> Iterator[Tried]:
+    """Try scenarios in several processes; yield what came of each."""
+    part = seconds * jobs / max(len(scenarios), jobs)
+    with tempfile.TemporaryDirectory(dir=place_for_runs()) as folder:
+        inputs = Path(folder).resolve()
+        write(inputs)
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            for future in [pool.submit(try_scenario, each, inputs, seed, most, part) for each in scenarios]:
+                yield future.result()
