@@ -189,9 +189,7 @@ def _of_one_kind(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArra
     signed, unsigned = (a, b) if a.dtype.kind == "i" else (b, a)
     if signed.min() >= 0:
         return a.view("<u8"), b.view("<u8")
-    if unsigned.max() < 2**63:
-        return a.view("<i8"), b.view("<i8")
-    return a, b
+    return (a.view("<i8"), b.view("<i8")) if unsigned.max() < 2**63 else (a, b)
 
 
 def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:

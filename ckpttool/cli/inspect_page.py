@@ -102,8 +102,7 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
         yield "state", "none: it holds one rank's pieces of tensors"
     else:
         yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
-    for name in summary.other_states:
-        yield "also", f"--state {printable(shlex.quote(name))}"
+    yield from (("also", f"--state {printable(shlex.quote(name))}") for name in summary.other_states)
 
 
 def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
@@ -143,8 +142,7 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
         kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
         size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
         yield "optimizer", f"{_place(row.name)}: {row.kind or 'of an unknown kind'}, {state}{size}{kept}"
-        for settings in row.settings[:MAX_OTHERS]:
-            yield "", printable("; ".join(in_words(settings)))
+        yield from (("", printable("; ".join(in_words(settings)))) for settings in row.settings[:MAX_OTHERS])
     for scheduler in summary.schedulers:
         rate = scheduler.last_lr
         rates = ", ".join(map(str, rate)) if isinstance(rate, list | tuple) else rate

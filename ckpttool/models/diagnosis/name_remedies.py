@@ -99,8 +99,7 @@ def _heads(case: Case) -> list[tuple[str, str]]:
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
     """Yield (head with its dot, rest) at every dot, the empty head first."""
     yield "", name
-    for dot in re.finditer(r"[.]", name):
-        yield name[: dot.end()], name[dot.end() :]
+    yield from ((name[: dot.end()], name[dot.end() :]) for dot in re.finditer("[.]", name))
 
 
 def _exactly(text: str) -> str:
