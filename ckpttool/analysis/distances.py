@@ -198,8 +198,7 @@ def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:
         return values, 0.0
     if values.min() >= -(2**53) and values.max() <= 2**53:
         return values.astype("<f8"), 0.0
-    bits = values.dtype.type(32)
-    high = (values >> bits).astype("<f8") * 2.0**32
+    high = (values >> values.dtype.type(32)).astype("<f8") * 2.0**32
     low = (values & values.dtype.type(2**32 - 1)).astype("<f8")
     whole = high + low
     return whole, low - (whole - high)

@@ -175,8 +175,7 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     usual = next(iter(summary.here.dtypes), "")
     lines = list(summary.modules.lines(depth))
     shown = lines if everything else lines[:200]
-    where = printable(summary.state or "")
-    names = [_module(level, branch, where) for level, branch in shown]
+    names = [_module(level, branch, printable(summary.state or "")) for level, branch in shown]
     deepest = max(level for level, _ in lines)
     insides = [_inside(branch, usual, closed=level == deepest) for level, branch in shown]
     counts = [f"{branch.parameters:,}" for _, branch in shown]
