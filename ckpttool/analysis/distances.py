@@ -189,9 +189,7 @@ def _of_one_kind(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArra
     signed, unsigned = (a, b) if a.dtype.kind == "i" else (b, a)
     if signed.min() >= 0:
         return a.view("<u8"), b.view("<u8")
-    if unsigned.max() < 2**63:
-        return a.view("<i8"), b.view("<i8")
-    return a, b
+    return (a.view("<i8"), b.view("<i8")) if unsigned.max() < 2**63 else (a, b)
 
 
 def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:
@@ -200,8 +198,7 @@ def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:
         return values, 0.0
     if values.min() >= -(2**53) and values.max() <= 2**53:
         return values.astype("<f8"), 0.0
-    bits = values.dtype.type(32)
-    high = (values >> bits).astype("<f8") * 2.0**32
+    high = (values >> values.dtype.type(32)).astype("<f8") * 2.0**32
     low = (values & values.dtype.type(2**32 - 1)).astype("<f8")
     whole = high + low
     return whole, low - (whole - high)

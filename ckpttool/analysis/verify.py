@@ -279,9 +279,7 @@ def _non_finite(
         non_finite_counts[piece.number] += odd
     counts = [odd * repeats for odd, (_, repeats) in zip(non_finite_counts, views, strict=True)]
     named = {name: odd for odd, those in zip(counts, names.values(), strict=True) for name in those}
-    for name, _ in checkpoint.tensors():
-        if named.get(name):
-            yield name, named[name]
+    yield from ((name, named[name]) for name, _ in checkpoint.tensors() if named.get(name))
 
 
 def tensors_that_differ(checkpoint: Checkpoint, *, verify: bool = True) -> dict[str, RanksDiffer]:

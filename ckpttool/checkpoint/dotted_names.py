@@ -38,8 +38,7 @@ def entries(value: object) -> Iterator[Entry]:
     """Yield the entries directly inside a container under the names a person would use."""
     # A name is None if the entry adds no step to the path, as the attributes of an object do not.
     if isinstance(value, dict):
-        for key, item in value.items():
-            yield in_brief(key), item
+        yield from ((in_brief(key), item) for key, item in value.items())
         if isinstance(value, OrderedDict_) and value.attributes is not None:
             yield None, value.attributes
     elif isinstance(value, list | tuple | set | frozenset):
@@ -51,8 +50,7 @@ def entries(value: object) -> Iterator[Entry]:
         if value.kwargs:
             yield None, value.kwargs
         yield from _numbered(value.elements)
-        for key, item in value.items:
-            yield in_brief(key), item
+        yield from ((in_brief(key), item) for key, item in value.items)
         if value.has_state:
             yield (None if isinstance(value.state, dict) else "state"), value.state
 

@@ -140,8 +140,7 @@ def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tu
         if new:
             parts_of[id(module)] = parts(module)
         own = parts_of[id(module)]
-        for name, item in own.tensors.items():
-            yield prefix + name, detached(item)
+        yield from ((prefix + name, detached(item)) for name, item in own.tensors.items())
         stack.extend((f"{prefix}{name}.", depth + 1, inner) for name, inner in reversed(own.modules.items()))
         here = sum(100 + len(prefix) + len(name) for name in (*own.tensors, *own.modules))
         text, once = text + here, once + here * new

@@ -145,9 +145,7 @@ def is_offered(path: Path, value: object) -> bool:
     # state).
     if is_module(value) or (path and (_rank(path[-1]) is not None or path[-1].lower() in AVERAGE_NAMES)):
         return True
-    if not isinstance(value, dict):
-        return False
-    return len(list(islice(_weights(value), 2))) == 2
+    return isinstance(value, dict) and len(list(islice(_weights(value), 2))) == 2
 
 
 def _is_rival(path: Path, value: object) -> bool:

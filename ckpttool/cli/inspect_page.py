@@ -102,8 +102,7 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
         yield "state", "none: it holds one rank's pieces of tensors"
     else:
         yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
-    for name in summary.other_states:
-        yield "also", f"--state {printable(shlex.quote(name))}"
+    yield from (("also", f"--state {printable(shlex.quote(name))}") for name in summary.other_states)
 
 
 def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
@@ -143,8 +142,7 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
         kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
         size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
         yield "optimizer", f"{_place(row.name)}: {row.kind or 'of an unknown kind'}, {state}{size}{kept}"
-        for settings in row.settings[:MAX_OTHERS]:
-            yield "", printable("; ".join(in_words(settings)))
+        yield from (("", printable("; ".join(in_words(settings)))) for settings in row.settings[:MAX_OTHERS])
     for scheduler in summary.schedulers:
         rate = scheduler.last_lr
         rates = ", ".join(map(str, rate)) if isinstance(rate, list | tuple) else rate
@@ -177,8 +175,7 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     usual = next(iter(summary.here.dtypes), "")
     lines = list(summary.modules.lines(depth))
     shown = lines if everything else lines[:200]
-    where = printable(summary.state or "")
-    names = [_module(level, branch, where) for level, branch in shown]
+    names = [_module(level, branch, printable(summary.state or "")) for level, branch in shown]
     deepest = max(level for level, _ in lines)
     insides = [_inside(branch, usual, closed=level == deepest) for level, branch in shown]
     counts = [f"{branch.parameters:,}" for _, branch in shown]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckFailed, UsageFault
+from ..errors import CheckFailed, RanksDiffer, UsageFault
 
 if TYPE_CHECKING:
     import torch
@@ -148,18 +148,24 @@ def _store(place: Place, timeout: float) -> dict[str, Any]:
         return {"store": HashStore(), "rank": 0, "world_size": 1}
     wait = timedelta(seconds=timeout)
     store, rank, world_size = next(rendezvous("env://", place.rank, place.world_size, timeout=wait))
-    store = PrefixStore(agree_on_attempt(store, rank, world_size, timeout), store)
+    store = PrefixStore(agree_on_attempt(store, place, timeout), store)
     store.set_timeout(wait)
     return {"store": store, "rank": rank, "world_size": world_size}
 
 
-def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -> str:
-    """Return a name that all live ranks of this attempt agree on, and no earlier attempt has used."""
+def agree_on_attempt(store: Store, place: Place, timeout: float) -> str:
+    """Return a name that all live ranks of this attempt agree on, and no earlier attempt has used.
+
+    Raises:
+        CheckFailed: a rank has not come within `timeout` seconds.
+        RanksDiffer: on every rank, if their backends differ; they would wait for each other in vain.
+    """
     # torchrun's own count of restarts will not do, as each machine counts its own. So each rank writes a
     # random number, rank 0 lists all of them, and a rank that finds its own in the list counts itself in. A
     # list with the number of a dead rank never completes; rank 0 replaces it when the restarted rank has
     # written its own.
-    own, name, deadline = uuid.uuid4().hex, "", time.monotonic() + timeout
+    rank, world_size = place.rank, place.world_size
+    own, name, deadline = f"{place.backend}:{uuid.uuid4().hex}", "", time.monotonic() + timeout
     store.set(f"ckpttool/rank/{rank}", own)
     while time.monotonic() < deadline:
         if rank == 0:
@@ -173,9 +179,24 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -
                 store.set(f"{name}/rank/{rank}", own)
                 store.add(f"{name}/joined", 1)
             if store.add(f"{name}/joined", 0) == world_size:
+                _require_one_backend(store, name, [number.partition(":")[0] for number in numbers], rank)
                 return name
         time.sleep(POLL)
     raise _late(_absent(store, name, world_size), rank, timeout)
+
+
+def _require_one_backend(store: Store, name: str, backends: list[str], rank: int) -> None:
+    other = next((number for number, backend in enumerate(backends) if backend != backends[0]), None)
+    if other is None:
+        return
+    store.add(f"{name}/told", 1)
+    until = time.monotonic() + 5
+    # Rank 0 ends last, as the store may end with it.
+    while rank == 0 and store.add(f"{name}/told", 0) < len(backends) and time.monotonic() < until:
+        time.sleep(POLL)
+    what = f"the backend is {backends[0]} on rank 0, and {backends[other]} on rank {other}"
+    hint = "give all ranks one --backend; auto takes gloo on a machine with fewer usable GPUs than ranks"
+    raise RanksDiffer(f"ranks can't meet: {what}", hint=hint)
 
 
 def _absent(store: Store, name: str, world_size: int) -> list[int]:

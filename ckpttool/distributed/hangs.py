@@ -91,9 +91,7 @@ def judge(ranks: Sequence[Seen], timeout: float) -> Verdict | None:
         return None  # somebody goes on
     kind, blamed = _blamed(ranks)
     accused = [seen for seen in blamed if not seen.beat.end] or inside
-    if min(seen.beat.idle for seen in accused) < timeout:
-        return None
-    return _verdict(kind, blamed, inside)
+    return None if min(seen.beat.idle for seen in accused) < timeout else _verdict(kind, blamed, inside)
 
 
 def lost(ranks: Sequence[Seen], own: int, silence: float, *, timed_out: bool) -> Verdict | None:

@@ -137,8 +137,7 @@ class Plan:
         return {sum(sizes) for step in steps for sizes in zip_longest(*step, fillvalue=0)}
 
     def _pass_sizes(self, share: int) -> list[int]:
-        passes = min(self.accumulate, share)
-        return dealt_sizes(share, (1,) * passes)
+        return dealt_sizes(share, (1,) * min(self.accumulate, share))
 
     def splits(self, world_size: int) -> list[list[int]]:
         """Return how many samples each rank gets in a full batch, and in the last one if it is smaller."""

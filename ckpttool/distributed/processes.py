@@ -32,9 +32,7 @@ def began(pid: int) -> int:
 def state(pid: int, began_at: int) -> str:
     """Return the letter of a process's state (proc(5)): R, S, D, T for stopped; "" if it has ended."""
     fields = _fields(pid)
-    if not fields or int(fields[19]) != began_at or fields[0] in "ZXx":
-        return ""
-    return fields[0]
+    return "" if not fields or int(fields[19]) != began_at or fields[0] in "ZXx" else fields[0]
 
 
 def work() -> tuple[float, int]:

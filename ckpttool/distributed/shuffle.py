@@ -59,16 +59,13 @@ class _Words:
         share = (last + 1 - wanted / 2) / 2**bits  # of the words that are taken, about
         words = self._next(int(wanted / share + 4 * wanted**0.5) + 64)
         drawn: NDArray[Any] = (words >> np.uint32(32 - bits)).view(np.int32)
-        # A word is taken if it is at most `last` less the words taken before it. Where those are is what is
-        # looked for: begin with a guess that is hardly ever wrong, and repeat until nothing changes.
-        taken = drawn <= last - (np.arange(len(drawn)) * share).astype(np.int32)
-        while True:
-            before = np.cumsum(taken, dtype=np.int32) - taken
-            again = drawn <= last - before  # a sum with `drawn` could overflow
-            if (again == taken).all():
-                break
-            taken = again
-        places = np.flatnonzero(taken)[:wanted]
+        # A word is taken if it is at most `last` less the words taken before it: only few are close to that.
+        places = np.flatnonzero(drawn <= last)
+        refused: list[int] = []
+        for number in np.flatnonzero(drawn[places] > last - len(places)).tolist():
+            if drawn[places[number]] > last - (number - len(refused)):
+                refused.append(number)
+        places = np.delete(places, refused)[:wanted]
         # What follows the last word that is needed is left; if there were too few, all are used up.
         used = int(places[-1]) + 1 if len(places) == wanted else len(words)
         self.unused = self.unused[used:]

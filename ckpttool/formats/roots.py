@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -52,20 +53,34 @@ def step_in(path: str) -> int | None:
 
 
 def checkpoints_below(folder: str) -> list[str]:
-    """Return the paths that look like checkpoints below a folder, the newest first."""
-    paths = _below(folder, DEEPEST, {identity_of(folder)})
-    return sorted(paths, key=lambda path: (*_age(folder, path), path))
+    """Return the paths that look like checkpoints below a folder, run by run, the newest first."""
+    runs: dict[str, list[tuple[int, float, str]]] = {}
+    for path in _below(folder, DEEPEST, {identity_of(folder)}):
+        inside = os.path.relpath(path, folder)
+        runs.setdefault(_run_of(inside), []).append((*_age(inside, path), path))
+    # Steps of two runs don't say which is newer. What states no step may be no checkpoint of a run.
+    by_age = sorted(
+        map(sorted, runs.values()), key=lambda run: (run[0][0] == 1, min(age for _, age, _ in run))
+    )
+    return [path for run in by_age for _, _, path in run]
 
 
-def _age(folder: str, path: str) -> tuple[int, float]:
+def _run_of(inside: str) -> str:
+    """Return the folder of the run that a checkpoint is of: above the first name that states a step."""
+    *folders, _ = inside.split(os.sep)
+    return os.sep.join(itertools.takewhile(lambda name: step_in(name) is None, folders))
+
+
+def _age(inside: str, path: str) -> tuple[int, float]:
     """Return what sorts the newest first: its step and its time, each negative."""
-    step = step_in(os.path.relpath(path, folder))
+    step = step_in(inside)
     if step is None and os.path.basename(path).startswith("last"):  # last.pt, last.ckpt
         step = 1 << 62
     try:
-        return 1 if step is None else -step, -os.stat(path).st_mtime
-    except OSError:
-        return 1, 0.0
+        age = -os.stat(path).st_mtime
+    except OSError:  # a URL, or it is gone
+        age = 0.0
+    return 1 if step is None else -step, age
 
 
 def _below(folder: str, levels: int, seen: set[object]) -> Iterator[str]:

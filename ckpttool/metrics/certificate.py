@@ -143,8 +143,7 @@ def _numbered(
     import numpy as np
 
     # Not all up to the largest: one label of 2^40 would take 24 TB. Numbers below 0 are no classes.
-    both = np.concatenate([labels, predictions])
-    classes, places = np.unique(both, return_inverse=True)
+    classes, places = np.unique(np.concatenate([labels, predictions]), return_inverse=True)
     below_0 = int(np.searchsorted(classes, 0))
     if len(classes) - below_0 > MAX_CLASSES:
         raise CheckFailed(

@@ -93,9 +93,8 @@ def _candidates(spec: str, fit: Fit) -> Iterator[tuple[str, Any, int]]:
         sizes |= {(wanted, given): None for wanted, given in pairs if wanted != given}
     given, takes_anything = factory.arguments(spec)
     for wanted, had in sizes:
-        for name, value in given.items():
-            if type(value) is int and value == had:
-                yield name, value, wanted
+        sized = {name: value for name, value in given.items() if type(value) is int and value == had}
+        yield from ((name, value, wanted) for name, value in sized.items())
         if takes_anything:
             yield from ((name, had, wanted) for name in OUTPUTS if name not in given)
 

@@ -208,8 +208,7 @@ def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> tuple[str, ...
 
 def _without_ignored(case: Case, patterns: tuple[str, ...]) -> tuple[Case, tuple[str, ...]]:
     """Return the case without what the model does not have and may lack, and those names."""
-    names = (*case.state.tensors, *case.original.tensors, *case.original.others)
-    _require_matches(patterns, "file", names)
+    _require_matches(patterns, "file", (*case.state.tensors, *case.original.tensors, *case.original.others))
     ignored = _matching(case.fit.unexpected, patterns)
     state = _without(case.state, ignored)
     return replace(case, state=state, fit=compare(state, case.blueprint)), ignored

@@ -209,6 +209,5 @@ def count_non_finite(name: str, raw: memoryview) -> int:
     bits = np.frombuffer(raw, dtype=carrier(DTYPES[name]))
     if name in INFINITY and _all_finite(name, bits):
         return 0
-    values = reader(DTYPES[name])(bits)
-    finite = np.isfinite(values)
+    finite = np.isfinite(reader(DTYPES[name])(bits))
     return 0 if finite.all() else int(finite.size - np.count_nonzero(finite))

@@ -188,8 +188,7 @@ def blocks(shape: Sequence[int], stride: Sequence[int], most: int) -> Iterator[t
     for index in itertools.product(*map(range, shape[:cut])):
         base = sum(i * s for i, s in zip(index, stride, strict=False))
         for row in range(0, shape[cut], rows):
-            block = (min(rows, shape[cut] - row), *shape[cut + 1 :])
-            yield base + row * stride[cut], block
+            yield base + row * stride[cut], (min(rows, shape[cut] - row), *shape[cut + 1 :])
 
 
 def _fill(block: NDArray[Any], tensor: TensorRef, start: int, stride: Sizes, most: int) -> None:

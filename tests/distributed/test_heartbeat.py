@@ -251,7 +251,7 @@ CASES: dict[str, Callable[[int, Path], object]] = {
 
 
 class Cases:
-    """The cases of this file, run eight at a time, as most of what they do is to wait."""
+    """The cases of this file, run four at a time for each core, as most of what they do is to wait."""
 
     def __init__(self, threads: ThreadPoolExecutor, folder: Path) -> None:
         self.folder, self.begun = folder, {}
@@ -275,7 +275,7 @@ class Cases:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
-    threads = ThreadPoolExecutor(8)
+    threads = ThreadPoolExecutor(4 * len(os.sched_getaffinity(0)))
     yield Cases(threads, tmp_path_factory.mktemp("cases"))
     threads.shutdown(cancel_futures=True)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from tests.support import deepspeed_runs
+from tests.support.recording import unpack
 
 
 @pytest.fixture
@@ -20,7 +20,4 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Unpack the recorded folders of DeepSpeed, which tests only read."""
-    folder = tmp_path_factory.mktemp("deepspeed")
-    with tarfile.open(deepspeed_runs.RECORDED) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpack(deepspeed_runs.RECORDED, tmp_path_factory.mktemp("deepspeed"))

@@ -103,6 +103,15 @@ def test_the_newest_whole_one_comes_before_one_that_is_not(tmp_path: Path, cli: 
     assert cli("inspect", tmp_path / "run").out.endswith(f"inspect {newest.with_name('step-90')}\n")
 
 
+def test_the_checkpoints_of_each_run_stand_together_the_newest_run_first(tmp_path: Path, cli: Cli) -> None:
+    names = ["b/last.pt", "b/best.pt", "a/step-30.pt", "a/step-9.pt", "c/ckpt/step-20/w.pt", "own.pt"]
+    for age, name in enumerate(names):
+        file(tmp_path / name)
+        os.utime(tmp_path / name, (0, 9 * (name == "own.pt") - age))
+    listed = cli("inspect", tmp_path, "--json").json["checkpoints"]
+    assert [os.path.relpath(entry["path"], tmp_path) for entry in listed] == names
+
+
 def test_a_rank_that_is_missing_is_told_in_the_list(tmp_path: Path, cli: Cli) -> None:
     newest = made(tmp_path / "run", "verl")
     Path(newest, "model_world_size_2_rank_1.pt").unlink()

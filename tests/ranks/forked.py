@@ -265,7 +265,7 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         try:
             if not stream.closed:
                 stream.flush()
-        except OSError as error:
+        except OSError as error:  # noqa: PERF203 - one of two
             code = 120
             os.write(2, f"Exception ignored while flushing {stream.name}: {error}\n".encode())
     if code == -signal.SIGINT:

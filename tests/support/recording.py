@@ -14,6 +14,14 @@ def pack(folder: Path, archive: Path) -> None:
             file.add(path, path.relative_to(folder), recursive=False, filter=_plain)
 
 
+def unpack(recorded: Path, folder: Path) -> Path:
+    """Unpack an archive into a folder, which is returned."""
+    with tarfile.open(recorded) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 has none
+        archive.extractall(folder)
+    return folder
+
+
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
     """Return an entry without the user, the time and the permissions of this machine."""
     member.uid = member.gid = member.mtime = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import tarfile
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +33,8 @@ def main() -> None:
     torch.load = functools.partial(torch.load, weights_only=False)
     from deepspeed.checkpoint import ds_to_universal
 
-    with tempfile.TemporaryDirectory() as scratch, tarfile.open(deepspeed_runs.RECORDED) as archive:
-        archive.extractall(scratch, filter="data")
+    with tempfile.TemporaryDirectory() as scratch:
+        recording.unpack(deepspeed_runs.RECORDED, Path(scratch))
         for name in FOLDERS:
             made = SimpleNamespace(
                 input_folder=f"{scratch}/{name}",

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import datetime
 import decimal
-import enum
 import functools
 import inspect
 import pathlib
@@ -28,7 +27,7 @@ from tests.support.every_format import INPUTS
 from tests.support.saved import disarmed
 from tests.support.tensor_kinds import KINDS, Tagged, save_kind, save_tagged
 from tests.support.trees import TREES
-from tests.support.user_classes import Config
+from tests.support.user_classes import Colour, Config
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,12 +51,6 @@ class Ordered(collections.OrderedDict[str, Any]):
 
 
 EAST = datetime.timezone(datetime.timedelta(hours=5, minutes=30), "east")
-
-
-class Colour(enum.Enum):
-    """An enum of a user's."""
-
-    RED = 1
 
 
 class Shadow:
@@ -155,7 +148,7 @@ def test_a_published_file_is_taken(resnet20: Path) -> None:
             {"callable": "functools.partial", "args": ("__builtin__.max",)}
             | {"state": ("__builtin__.max", (7,), {"default": 8}, None)},
         ),
-        (Colour.RED, {"callable": f"{__name__}.Colour", "args": (1,)}),
+        (Colour.RED, {"callable": f"{Colour.__module__}.Colour", "args": (1,)}),
         (range(3), {"callable": "__builtin__.xrange", "args": (0, 3, 1)}),
     ],
     ids=lambda value: type(value).__name__,

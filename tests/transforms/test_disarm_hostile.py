@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import decimal
-import enum
 import functools
 import pathlib
 import uuid
@@ -34,7 +33,7 @@ from tests.support.crafting import (
 )
 from tests.support.saved import disarmed
 from tests.support.tensor_kinds import Tagged
-from tests.support.user_classes import Config, Key
+from tests.support.user_classes import Colour, Config, Key
 
 SYSTEM = call(name("os", "system"), text("echo harm"))
 EMPTY = call(name("collections", "OrderedDict"))
@@ -162,12 +161,6 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-class Colour(enum.Enum):
-    """An enum of a user's."""
-
-    RED = 1
-
-
 @pytest.mark.parametrize("is_last", [False, True])
 def test_keys_that_become_equal_lose_no_entry(is_last: bool, tmp_path: Path) -> None:
     pairs: list[Any] = [(pathlib.PurePosixPath("a"), 1), ("a", 2), (decimal.Decimal(1), 3), ("1", 4)]
@@ -184,7 +177,7 @@ def test_keys_that_are_objects_become_text_with_their_values(tmp_path: Path) -> 
         "frozen": {frozenset([Key(6)]): 1},
     }
     loaded, report = disarmed({"it": value}, tmp_path)
-    key, red = f"{Key.__module__}.Key", f"{__name__}.Colour(1)"
+    key, red = f"{Key.__module__}.Key", f"{Colour.__module__}.Colour(1)"
     assert loaded["it"] == {
         "of": {
             f"{key}(size=1, inner=None)": "one",
@@ -194,7 +187,7 @@ def test_keys_that_are_objects_become_text_with_their_values(tmp_path: Path) -> 
         "set": {red, f"{key}(size=4, inner=(0.5, None, {key}(size=5, inner=None)))"},
         "frozen": {(f"{key}(size=6, inner=None)",): 1},
     }
-    assert {change.was for change in report.changed} == {key, f"{__name__}.Colour", "frozenset"}
+    assert {change.was for change in report.changed} == {key, f"{Colour.__module__}.Colour", "frozenset"}
 
 
 @pytest.mark.parametrize(

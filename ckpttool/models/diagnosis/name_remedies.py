@@ -99,8 +99,7 @@ def _heads(case: Case) -> list[tuple[str, str]]:
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
     """Yield (head with its dot, rest) at every dot, the empty head first."""
     yield "", name
-    for dot in re.finditer(r"[.]", name):
-        yield name[: dot.end()], name[dot.end() :]
+    yield from ((name[: dot.end()], name[dot.end() :]) for dot in re.finditer("[.]", name))
 
 
 def _exactly(text: str) -> str:
@@ -137,8 +136,7 @@ def renamed_parts(case: Case) -> Iterator[Remedy]:
             old_new = [(new, old) if swap else (old, new) for old, new in pairs]
             rules = [(rf"(^|\.){_exactly(old)}$", rf"\g<1>{new}") for old, new in old_new]
             old, new = old_new[0]
-            message = f"{what} has '{old}' in the file and '{new}' in the model"
-            yield _rename(kind, message, rules)
+            yield _rename(kind, f"{what} has '{old}' in the file and '{new}' in the model", rules)
 
 
 def same_order(case: Case) -> Iterator[Remedy]:

@@ -174,8 +174,7 @@ def as_patterns(values: Mapping[str, Sizes], names: Iterable[object]) -> list[tu
 def _patterns(name: str) -> Iterator[str]:
     """Yield the patterns that match a name, from the widest to the name itself."""
     parts = name.split(".")
-    for count in range(1, len(parts)):
-        yield "*." + ".".join(_literal(part) for part in parts[-count:])
+    yield from ("*." + ".".join(map(_literal, parts[-count:])) for count in range(1, len(parts)))
     yield _literal(name)
 
 

@@ -97,8 +97,7 @@ def merge_lora(
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be added to")
     merging = _Merging(checkpoint, target, adapter)
-    new = replace_state(checkpoint, target, merging.container)
-    return new, merging.report
+    return replace_state(checkpoint, target, merging.container), merging.report
 
 
 class _Merging:

@@ -96,8 +96,7 @@ def _parameters(checkpoint: Checkpoint, where: str, live: Mapping[str, Shape] | 
     listed: dict[tuple[object, ...], tuple[str, Shape]] = {}  # by the memory of each
     for name, tensor in state.tensors.items():
         floats = tensor.dtype.name.startswith(FLOATING) and not name.endswith(BUFFERS)
-        usual = bare[name] in live if live else floats
-        fits = name in known if known else usual
+        fits = name in known if known else bare[name] in live if live else floats
         if fits:
             listed.setdefault(tensor.view, (name, tensor.shape))
     return list(listed.values())

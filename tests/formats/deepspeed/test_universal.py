@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ckpttool.errors import Unsupported
 from ckpttool.files.digest import digest
 from ckpttool.formats.deepspeed.zero import Layout, given_order, parameters_cut, vectors_cut
 from tests.support import universal_runs
+from tests.support.recording import unpack
 from tests.support.running import Cli
 from tests.support.saved import refused
 
@@ -30,9 +30,7 @@ Run = Callable[..., Path]
 def recorded(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Unpack the universal folders beside the runs."""
     folder = Path(shutil.copytree(runs, tmp_path_factory.mktemp("universal") / "runs"))
-    with tarfile.open(universal_runs.RECORDED) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpack(universal_runs.RECORDED, folder)
 
 
 STEP3 = "zero2-fp32/global_step3"

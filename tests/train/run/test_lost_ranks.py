@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckpttool.distributed.group import agree_on_attempt
-from ckpttool.errors import CheckFailed
+from ckpttool.distributed.group import Place, agree_on_attempt
+from ckpttool.errors import CheckFailed, RanksDiffer
 from tests.ranks.mortal import noted
 from tests.ranks.programs import TORCHRUN, own_model, start
 
@@ -147,14 +147,16 @@ def test_a_run_survives_ranks_that_are_killed_under_max_restarts(tmp_path):
 # ---- agreement -----------------------------------------------------------------------------------------
 
 
-def agree(store: Any, ranks: list[int], world_size: int, timeout: float = 20.0) -> list[Any]:
+def agree(
+    store: Any, ranks: list[int], size: int, timeout: float = 20.0, kinds: str = "gloo " * 4
+) -> list[Any]:
     """Return what each of these ranks agrees on, or its error; each is a thread with its own connection."""
 
     def one(rank: int) -> Any:
         own = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=20))
         try:
-            return agree_on_attempt(own, rank, world_size, timeout)
-        except CheckFailed as error:
+            return agree_on_attempt(own, Place(rank, size, kinds.split()[rank], torch.device("cpu")), timeout)
+        except (CheckFailed, RanksDiffer) as error:
             return error.message
 
     with ThreadPoolExecutor(len(ranks)) as threads:
@@ -192,6 +194,11 @@ def test_ranks_that_died_while_they_met_are_replaced(store):
         assert json.loads(store.get("ckpttool/ranks"))[2] == "dead"
         (last,) = agree(store, [2], 3)
     assert waiting.result() == [last, last]
+
+
+def test_ranks_whose_backends_differ_are_told_so_on_every_rank(store):
+    said = agree(store, [0, 1, 2], 3, kinds="nccl nccl gloo")
+    assert said == ["ranks can't meet: the backend is nccl on rank 0, and gloo on rank 2"] * 3
 
 
 # ---- a step that fails again and again ---------------------------------------------------------------------
