@@ -174,7 +174,7 @@ def test_a_url_of_another_kind_is_named_as_such(cli: Cli, tmp_path: Path) -> Non
     url, out = "ftp://host/a.pt", tmp_path / "o.pt"
     for arguments in (["inspect", url], ["convert", url, out], ["merge", url, out]):
         ran = cli(*arguments)
-        assert ran.code == 3 and ran.err.startswith(f"error: {url}: is a URL of a kind that is not read here\n")
+        assert_says(ran, 3, f"error: {url}: is a URL of a kind that is not read here\n")
         assert "https, hf, s3, gs and az are read" in ran.err
 
 

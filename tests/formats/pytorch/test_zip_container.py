@@ -23,6 +23,7 @@ from ckpttool.errors import Damaged, FileError, Unsupported
 from ckpttool.files.copying import Output
 from ckpttool.formats.pytorch import zip_writer
 from ckpttool.formats.pytorch.zip_writer import ZipWriter
+from ckpttool.tensors.ref import Storage
 from tests.support.zips import assert_whole, directory, place_of
 
 

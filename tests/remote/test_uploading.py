@@ -1,0 +1,125 @@
+"""Outputs at URLs: whole or not at all, nothing replaced unasked, and the same bytes as on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.remote.store import TRAFFIC
+from tests.support.bucket_servers import moto
+from tests.support.hub_server import Hub
+from tests.support.running import Cli, assert_says
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[object]:
+    """Return a client of a server of buckets, in which there is one: `models`."""
+    settings = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "hidden", "AWS_REGION": "us-east-1"}
+    with moto() as address, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**settings, "AWS_ENDPOINT_URL": address}.items():
+            patch.setenv(name, value)
+        client = boto3.client("s3", endpoint_url=address, region_name="us-east-1")
+        client.create_bucket(Bucket="models")
+        yield client
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    from huggingface_hub import constants
+
+    with Hub() as running, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", running.endpoint)
+        template = running.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setenv("HF_TOKEN", running.token)
+        running.create("me/model")
+        yield running
+
+
+@pytest.fixture(params=["s3://models/a", "hf://me/model/a"])
+def top(request: pytest.FixtureRequest, s3: object, hub: Hub) -> str:
+    """Return the URL of a folder that nobody else has."""
+    top.number = getattr(top, "number", 0) + 1  # type: ignore[attr-defined]
+    return f"{request.param}{top.number}"  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "spool").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "spool"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "in").mkdir()
+    torch.save({f"module.{n}": torch.full((1000,), float(n)) for n in range(20)}, tmp_path / "in" / "a.pt")
+    return tmp_path / "in" / "a.pt"
+
+
+def test_an_output_at_a_url_has_the_bytes_of_a_local_one(
+    top: str, model: Path, tmp_path: Path, cli: Cli
+) -> None:
+    ran = cli("strip-prefix", model, f"{top}/m.safetensors")
+    assert (ran.code, f"-> {top}/m.safetensors (" in ran.out) == (0, True), ran.err
+    assert cli("strip-prefix", model, tmp_path / "m.safetensors").code == 0
+    assert cli("verify", f"{top}/m.safetensors", "--against", tmp_path / "m.safetensors").code == 0
+    assert os.listdir(tmp_path / "spool") == []
+
+
+def test_nothing_is_replaced_unasked(top: str, model: Path, cli: Cli) -> None:
+    words = ("convert", model, f"{top}/m.safetensors")
+    assert cli(*words).code == 0
+    assert_says(
+        cli(*words), 2, f"error: {top}/m.safetensors: already exists\nhint: write it anyway with --force"
+    )
+    assert cli("slim", model, f"{top}/m.safetensors", "--force").code == 0
+    assert cli("convert", model, f"{top}/shards/").code == 0
+    assert_says(cli("convert", model, f"{top}/shards/"), 2, "already exists")
+
+
+def test_a_folder_and_its_companions_go_up_and_come_back(
+    top: str, model: Path, tmp_path: Path, cli: Cli
+) -> None:
+    source = tmp_path / "model"
+    assert cli("convert", model, f"{source}/", "--shard-size", "20kB").code == 0
+    (source / "config.json").write_text("{}")
+    assert_says(cli("convert", source, f"{top}/", "--companions"), 0, "copying along")
+    assert cli("convert", f"{top}/", f"{tmp_path}/back/", "--companions").code == 0
+    assert ckpttool.digest(tmp_path / "back") == ckpttool.digest(model)
+    assert (tmp_path / "back" / "config.json").read_text() == "{}"
+
+
+def test_a_dry_run_sends_nothing(top: str, model: Path, cli: Cli) -> None:
+    before = TRAFFIC.nbytes
+    assert_says(cli("convert", model, f"{top}/m.safetensors", "--dry-run"), 0)
+    assert TRAFFIC.nbytes == before
+    assert cli("inspect", f"{top}/m.safetensors").code == 3
+
+
+def test_from_url_to_url(top: str, model: Path, cli: Cli) -> None:
+    assert cli("convert", model, f"{top}/a.pt").code == 0
+    assert cli("strip-prefix", f"{top}/a.pt", f"{top}/b.safetensors").code == 0
+    assert cli("diff", model, f"{top}/b.safetensors", "--ignore-prefix").code == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        ("https://127.0.0.1:9/a.pt", 2, "is a URL of a kind that is not written here"),
+        ("s3://nowhere/a.pt", 3, "error: s3://nowhere/: there is no such bucket"),
+        ("hf://me/nothing/a.pt", 3, "error: hf://me/nothing"),
+        ("s3://models/a.gguf", 2, "can't write GGUF"),
+    ],
+)
+@pytest.mark.usefixtures("s3", "hub")
+def test_a_place_that_takes_nothing_is_named(
+    output: str, code: int, said: str, model: Path, cli: Cli
+) -> None:
+    assert_says(cli("convert", model, output), code, said)
+    assert os.listdir(model.parents[1] / "spool") == []
