@@ -141,6 +141,7 @@ to_option = option(
     f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
     type=click.Choice(FORMATS, case_sensitive=False),
 )
+resume_option = flag("--resume", "Go on with an interrupted conversion from a URL.")
 full_option = flag("--full", "Keep everything, also in safetensors: optimizer, counters, settings.")
 
 
@@ -167,11 +168,12 @@ class Job:
 
     def saving(self) -> dict[str, Any]:
         """Return the arguments of `formats.save`."""
-        names = ("state", "shard_size", "device", "verify", "force", "dry_run", "resume")
-        return {name: getattr(self, name) for name in names} | {"recipe": self._recipe()}
+        names = ("state", "shard_size", "device", "verify", "force", "dry_run")
+        return {name: getattr(self, name) for name in names}
 
-    def _recipe(self) -> str:
-        """Return the command, but for what does not change a byte of its output."""
+    @property
+    def recipe(self) -> str:
+        """The command, but for what does not change a byte of its output."""
         ctx = click.get_current_context()
         said = {name: value for name, value in ctx.params.items() if name not in SAYING}
         return repr((ctx.info_name, sorted(said.items())))
@@ -264,7 +266,6 @@ job_options = _all(
     ),
     dry_run_option,
     flag("--force", "Replace OUTPUT if it exists."),
-    flag("--resume", "Go on with an interrupted conversion from a URL."),
     reading,
     _with_job,
 )
@@ -276,6 +277,7 @@ writing_options = _all(
         type=size,
     ),
     device_option,
+    resume_option,
     job_options,
 )
 

@@ -122,7 +122,7 @@ def rewrite(
     from ..formats.saving.destination import WHOLE, destination
 
     started, console = time.perf_counter(), job.console
-    choices = job.saving() | choices
+    choices = job.saving() | {"resume": job.resume, "recipe": job.recipe} | choices
     with opening() if opening else formats.open(job.input) as checkpoint:
         piece = None if opening else note_piece(console, job.input)
         to, full = choices.get("to"), choices.get("full")

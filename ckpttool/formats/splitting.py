@@ -25,6 +25,7 @@ from ..files.commit import require_folder, writing_into
 from ..files.commit_folder import replacing_folder
 from ..files.copying import DryOutput, Output, Progress
 from ..inert_pickle.values import remade
+from ..remote.places import uploading
 from ..tensors.ref import TensorRef
 from .folders import folder_of
 from .pytorch import zip as torch_zip
@@ -102,7 +103,7 @@ def split(
 
     Args:
         checkpoint: what `ckpttool.open` or a transform returned.
-        path: the folder to write; it appears complete or not at all.
+        path: the folder to write; it appears complete or not at all. It may be a URL, as for `save`.
         ranks: how many ranks there are, 1 to 65,536.
         state: dotted path of the model's state; found when None.
         device: the type of the ranks' devices, which their mesh has: `cuda`, `cpu`, …; when None that of the
@@ -132,35 +133,39 @@ def split(
         NoState: the file holds no state, or none at `state`.
         Damaged: what was read does not have its checksum, or what was written does not read back as intended.
     """
-    name = os.fspath(path)
-    device = device or (checkpoint.ranks.device if checkpoint.ranks else "") or "cuda"
-    _require_sense(ranks, device)
-    _require_place(checkpoint, name, force, kept)
-    plan = SplitPlan(replace(checkpoint, device="cpu"), state, tuple(whole), ranks, device, axis)
-    old = _replaced(name) if os.path.isdir(name) else []
-    lost = [file for file in old if not file.startswith(plan.kinds)]
-    if lost and not replace_all:
-        files = ", ".join(lost[:2]) + (f" and {len(lost) - 2} more" if lost[2:] else "")
-        what = f"{name}: holds {files}, which nothing in the new checkpoint would replace"
-        raise OutputExists(what, hint="name a new folder; --replace-all removes them too")
-    if expect is not None:
-        expect(0 if dry_run else plan.work(verify=bool(verify)))
-    storages = checkpoint.storages() if verify is not False and not dry_run else ()
-    sizes: dict[str, int] = {}
-    with Checksums(checkpoint, storages) as checksums:
-        if dry_run:
-            for file, part in plan.files():
-                torch_zip.write(part, dry := DryOutput(), file)
-                sizes[file] = dry.position
-            return plan.report(name, sizes, old)
-        with replacing_folder(name, _replaced, kept) as new:
-            for file, part in plan.files():
-                with writing_into(os.path.join(new.path, file)) as raw, Output(raw, progress=progress) as out:
-                    torch_zip.write(part, out, file)
-                sizes[file] = out.position
-            checksums.finish()
-            plan.compare(new.path, name, values=bool(verify), progress=progress)
-    return plan.report(name, sizes, old)
+    named = os.fspath(path)
+    with uploading(named, replace=force, dry_run=dry_run, progress=progress) as name:
+        device = device or (checkpoint.ranks.device if checkpoint.ranks else "") or "cuda"
+        _require_sense(ranks, device)
+        _require_place(checkpoint, name, force, kept)
+        plan = SplitPlan(replace(checkpoint, device="cpu"), state, tuple(whole), ranks, device, axis)
+        old = _replaced(name) if os.path.isdir(name) else []
+        lost = [file for file in old if not file.startswith(plan.kinds)]
+        if lost and not replace_all:
+            files = ", ".join(lost[:2]) + (f" and {len(lost) - 2} more" if lost[2:] else "")
+            what = f"{name}: holds {files}, which nothing in the new checkpoint would replace"
+            raise OutputExists(what, hint="name a new folder; --replace-all removes them too")
+        if expect is not None:
+            expect(0 if dry_run else plan.work(verify=bool(verify)))
+        storages = checkpoint.storages() if verify is not False and not dry_run else ()
+        sizes: dict[str, int] = {}
+        with Checksums(checkpoint, storages) as checksums:
+            if dry_run:
+                for file, part in plan.files():
+                    torch_zip.write(part, dry := DryOutput(), file)
+                    sizes[file] = dry.position
+                return plan.report(named, sizes, old)
+            with replacing_folder(name, _replaced, kept) as new:
+                for file, part in plan.files():
+                    with (
+                        writing_into(os.path.join(new.path, file)) as raw,
+                        Output(raw, progress=progress) as out,
+                    ):
+                        torch_zip.write(part, out, file)
+                    sizes[file] = out.position
+                checksums.finish()
+                plan.compare(new.path, name, values=bool(verify), progress=progress)
+        return plan.report(named, sizes, old)
 
 
 def _require_sense(ranks: int, device: str) -> None:

@@ -33,9 +33,9 @@ class Piece:
 
     __slots__ = ("_done", "_result", "left", "start", "stop")
 
-    def __init__(self, start: int, stop: int) -> None:
+    def __init__(self, start: int, stop: int, left: int = 0) -> None:
         self.start, self.stop = start, stop
-        self.left = stop - start  # bytes that nobody has taken yet
+        self.left = left  # bytes that are expected to be taken still
         self._done = threading.Event()
         self._result: bytes | BaseException = b""
 
@@ -120,12 +120,14 @@ class Ahead:
         self._starts: list[int] = []  # of the expected stretches
         self._stops: list[int] = []
         self._nbytes, self._depth = LARGEST, 1  # of a piece, and how many are fetched ahead
+        self._wanted: dict[int, int] = {}  # begin of a piece -> how many of its bytes are read
         self._pieces: dict[int, Piece] = {}
 
     def expect(self, ranges: Iterable[tuple[int, int]], nbytes: int, depth: int) -> None:
         """Announce what will be read: in pieces of how many bytes, and how many of them ahead."""
         starts, stops = list[int](), list[int]()
-        for begin, end in sorted(ranges):
+        ranges = sorted(ranges)
+        for begin, end in ranges:
             if stops and begin <= stops[-1] + GAP:
                 stops[-1] = max(stops[-1], end)
             elif end > begin:
@@ -134,6 +136,16 @@ class Ahead:
         with _lock:
             self.forget()
             self._starts, self._stops, self._nbytes, self._depth = starts, stops, nbytes, depth
+            self._wanted = self._shares(ranges)
+
+    def _shares(self, ranges: Iterable[tuple[int, int]]) -> dict[int, int]:
+        """Return how many bytes are read of each piece: what lies between two ranges nobody takes."""
+        shares: dict[int, int] = defaultdict(int)
+        for begin, end in ranges:
+            while begin < end and (bounds := self._bounds(begin)):
+                shares[bounds[0]] += min(end, bounds[1]) - begin
+                begin = bounds[1]
+        return shares
 
     def forget(self) -> None:
         """Drop what was fetched and not taken."""
@@ -189,7 +201,7 @@ class Ahead:
         return piece
 
     def _begin(self, bounds: tuple[int, int]) -> Piece:
-        piece = self._pieces[bounds[0]] = Piece(*bounds)
+        piece = self._pieces[bounds[0]] = Piece(*bounds, self._wanted[bounds[0]])
         _held.add(piece, self)
         return start(partial(self._fetch, *bounds), piece)
 
@@ -207,7 +219,7 @@ def expect(ranges: Iterable[ByteRange]) -> None:
         if not place.source.is_local:
             of_source[place.source].append((place.offset, place.offset + place.nbytes))
     count = max(len(of_source), 1)
-    nbytes = max(SMALLEST, min(LARGEST, HELD // (4 * count)))  # four pieces of each object
+    nbytes = max(SMALLEST, min(LARGEST, HELD // (2 * count)))  # four pieces of each object
     for source, stretches in of_source.items():
         source.expect(stretches, nbytes, max(1, HELD // nbytes // count - 1))
 

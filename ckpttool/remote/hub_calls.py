@@ -207,7 +207,7 @@ def _begun(request: Any) -> None:
 
 
 def _followed(request: int, event: str, info: object) -> None:
-    """Note when an answer begins to be waited for, and when it has ended: httpx bounds only each byte of it."""
+    """Note when an answer is waited for, and when it has ended: httpx bounds only each byte of it."""
     if event.endswith("receive_response_headers.started"):
         _awaited[request] = time.monotonic()
     elif event.endswith("response_closed.started"):

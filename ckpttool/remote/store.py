@@ -66,9 +66,13 @@ class Store(Protocol):
 class Missing(Unreadable):
     """There is no such object."""
 
+    kind = "missing"
+
 
 class Unranged(Unreadable):
     """The server sends an object only from front to back, whatever range is asked for."""
+
+    kind = "unranged"
 
 
 def changed(path: str) -> Damaged:

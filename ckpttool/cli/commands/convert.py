@@ -152,6 +152,7 @@ def slim(job: Job, model: str | None) -> None:
 @options.output_argument
 @options.state_option
 @options.device_option
+@options.resume_option
 @options.job_options
 def disarm(job: Job) -> None:
     """Write a .pt of tensors and plain values alone, which torch.load(weights_only=True) takes.
