@@ -157,10 +157,8 @@ def split(
                 return plan.report(named, sizes, old)
             with replacing_folder(name, _replaced, kept) as new:
                 for file, part in plan.files():
-                    with (
-                        writing_into(os.path.join(new.path, file)) as raw,
-                        Output(raw, progress=progress) as out,
-                    ):
+                    target = os.path.join(new.path, file)
+                    with writing_into(target) as raw, Output(raw, progress=progress) as out:
                         torch_zip.write(part, out, file)
                     sizes[file] = out.position
                 checksums.finish()
