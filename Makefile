@@ -50,8 +50,9 @@ bench: $(INSTALLED)  ## the benchmarks, next to the usual alternatives
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.running_statistics
 
-fault: $(INSTALLED)  ## every system call of commands that write fails once; writes docs/security.md (SECONDS=600)
+fault: $(INSTALLED)  ## each system call, and each answer of a server, fails once; writes docs/security.md (SECONDS=600)
 	$(BIN)/python -m tests.fault $(SECONDS) --write
+	$(BIN)/python -m tests.fault.remote $(SECONDS) --write
 
 fuzz: $(INSTALLED)  ## changed files of every format, compared with other libraries; writes docs/security.md
 	$(BIN)/python -m tests.fuzz $(SECONDS) --write

@@ -84,8 +84,10 @@ def note_inputs(ctx: click.Context, argument: click.Parameter, given: Any) -> An
     call.command = ctx.command_path
     named = given if isinstance(given, tuple) else (given,)
     if any("://" in path for path in named if path):
+        from ..remote.places import visit
         from ..remote.urls import canonical
 
+        ctx.with_resource(visit())  # so that a command asks each thing once
         named = tuple(canonical(path, call.revision) for path in named)
     call.paths += named
     return named if isinstance(given, tuple) else named[0]

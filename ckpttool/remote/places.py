@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 
-from ..errors import CkptToolError, OutputExists, Unreadable
+from ..errors import OutputExists, Unreadable
 from ..files import open_source
 from ..files.copying import no_room_named
 from ..files.open_source import open_source_descriptor
 from ..tensors.ref import Source
-from .store import TRAFFIC, Entry, Facts, Missing, Progress, Store
+from .store import TRAFFIC, Entry, Facts, Forbidden, Missing, Progress, Store
 from .urls import HUB, WEB, is_url, place_of
 
 MOST_NAMES = 10_000  # of a folder, that are looked at
@@ -72,7 +72,12 @@ class Visit:
             return sorted(entry.name for entry in entries)
         urls = {os.path.join(folder, name): name for name in TELLING}
         self.prepare([*urls])
-        return [name for url, name in urls.items() if not isinstance(self.opened[url], Missing)]
+        found = [self.opened[url] for url in urls]
+        if all(isinstance(each, Exception) for each in found):
+            for error in found:
+                if isinstance(error, Exception) and not isinstance(error, Missing):
+                    raise error
+        return [name for url, name in urls.items() if not isinstance(self.opened[url], Exception)]
 
     def entry(self, url: str) -> Entry | None:
         """Return what the listing of its folder says of a name, if that folder was listed."""
@@ -253,8 +258,10 @@ def exists(path: str) -> bool:
             return now.entry(path) is not None
         now.prepare([path])
         found = now.opened[path]
-        if isinstance(found, CkptToolError) and not isinstance(found, Missing):
-            raise now.opened.pop(path)  # type: ignore[misc]
+        # S3 behind https refuses, to who may not list, what is not there.
+        if isinstance(found, Exception) and not isinstance(found, Missing | Forbidden):
+            del now.opened[path]
+            raise found
         return not isinstance(found, Exception)
 
 

@@ -140,7 +140,7 @@ class RemoteSource(Source):
                 if begin <= offset < begin + len(data):
                     return begin, data
             following = min((begin for begin in self._known if begin > offset), default=self.size)
-            begin, end = offset, min(end, following)
+            begin, end = offset, min(max(end, offset + GUESS), following)
             if end == following == self.size:  # an archive has its directory there, and several ends of it
                 before = max((at + len(data) for at, data in self._known.items() if at <= offset), default=0)
                 begin = max(before, min(begin, self.size - GUESS))

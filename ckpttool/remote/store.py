@@ -69,6 +69,12 @@ class Missing(Unreadable):
     kind = "missing"
 
 
+class Forbidden(Unreadable):
+    """The server tells this user nothing of the object, not even whether there is one."""
+
+    kind = "forbidden"
+
+
 class Unranged(Unreadable):
     """The server sends an object only from front to back, whatever range is asked for."""
 

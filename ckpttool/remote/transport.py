@@ -16,7 +16,7 @@ from urllib.request import getproxies_environment, proxy_bypass
 
 from ..errors import Unreadable
 from .patience import Patience
-from .store import TRAFFIC, Facts, Missing, Unranged, changed
+from .store import TRAFFIC, Facts, Forbidden, Missing, Unranged, changed
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -55,7 +55,7 @@ class Response:
         if self.status in (404, 410):
             raise Missing(shown, f"no such object (status {self.status})")
         if self.status in (401, 403):
-            raise Unreadable(shown, f"access is refused (status {self.status})", hint=credentials)
+            raise Forbidden(shown, f"access is refused (status {self.status})", hint=credentials)
         raise Unreadable(shown, f"the server answers with status {self.status}")
 
 

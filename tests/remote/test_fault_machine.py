@@ -13,6 +13,7 @@ import pytest
 from tests.fault.remote import scenarios
 from tests.fault.remote.holes import HOLES
 from tests.fault.remote.judge import Bench, Fault
+from tests.fault.remote.runner import LONGEST
 from tests.fault.remote.trying import faults
 from tests.fault.trying import place_for_runs
 
@@ -22,6 +23,8 @@ pytest.importorskip("moto")
 INSPECT = "inspect, .pt"
 FILE, SHARDS = "strip-prefix, .pt over .safetensors", "strip-prefix, index of three shards over shards"
 HUB, BUCKET = "inspect, repository of the hub", "convert, .pt over an object in a bucket"
+
+TRIES = 5  # in which threads take turns in more than one order
 
 Benches = Callable[[str], Bench]
 
@@ -49,14 +52,16 @@ def test_whatever_an_answer_is_the_output_is_right_or_the_old_one(name: str, ben
     """Some faults of some commands, drawn; `make fault` tries them all."""
     ready = bench(name)
     assert ready.wrong == []
-    trials = [ready.try_fault(fault) for fault in faults(ready.requests, seed=1)[:4]]
+    trials = [ready.try_fault(fault) for fault in faults(ready.requests, seed=1)[:3]]
     assert [f"{trial.fault}: {each}" for trial in trials for each in trial.wrong] == []
     assert any(trial.is_reached for trial in trials)
 
 
 def test_an_interrupted_conversion_is_gone_on_with(bench: Benches) -> None:
-    trial = bench(FILE).try_fault(Fault(0, 3, "to a file"))
-    assert (trial.wrong, trial.is_resumed, trial.ended.code) == ([], True, 3)
+    """The last answer is mostly that of the last tensor, but two are asked for at once."""
+    trials = [bench(FILE).try_fault(Fault(0, 3, "to a file")) for _ in range(TRIES)]
+    assert any(trial.is_resumed for trial in trials)
+    assert [(trial.wrong, trial.ended.code) for trial in trials] == [([], 3)] * TRIES
 
 
 FOUND = {
@@ -74,6 +79,7 @@ FOUND = {
 def test_a_hole_is_found_and_nothing_without_one(hole: str, bench: Benches) -> None:
     name, fault, wanted = FOUND[hole]
     ready = bench(name)
-    found = ready.try_fault(fault, hole, longest=1.0 if hole == "wait-for-ever" else 15.0).wrong
-    assert re.search(wanted, "\n".join(found)), found
+    longest = 1.0 if hole == "wait-for-ever" else LONGEST
+    trials = (ready.try_fault(fault, hole, longest) for _ in range(TRIES))
+    assert any(re.search(wanted, "\n".join(trial.wrong)) for trial in trials)
     assert ready.try_fault(fault).wrong == []
