@@ -38,7 +38,7 @@ class Visit:
         """Return the store of a URL, and the key in it."""
         place = place_of(url)
         if place.scheme == HUB:
-            from .hub import Repository, split
+            from .hub.repository import Repository, split
 
             location = split(place.key)
             name: tuple[str, ...] = (HUB, location.kind, location.repo, location.revision or "")
@@ -48,12 +48,12 @@ class Visit:
         name = (place.scheme, place.store, place.query)
         if name not in self.stores:
             if place.scheme in WEB:
-                from .https import Https
+                from .web.https import Https
 
                 origin = f"{place.scheme}://{place.store}"
                 self.stores[name] = Https(origin, lambda key: place.query)
             else:
-                from .buckets import bucket
+                from .buckets.bucket import bucket
 
                 self.stores[name] = bucket(place.scheme, place.store)
         return self.stores[name], place.key

@@ -121,7 +121,7 @@ def _web(scheme: str, rest: str) -> str:
 
 def _of_hub(rest: str, revision: str | None) -> str:
     """Return the URL at a revision, if it names none itself; while offline, the path in the hub's cache."""
-    from .hub import cached, split
+    from .hub.repository import cached, split
 
     place = split(rest)
     if revision is not None and place.revision is None:

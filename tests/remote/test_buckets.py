@@ -22,8 +22,10 @@ from urllib.parse import unquote_plus
 import pytest
 
 from ckpttool.errors import CkptToolError, Damaged, OutputExists, Unreadable, UsageFault
-from ckpttool.remote import bucket_settings, bucket_uploads, buckets
-from ckpttool.remote.buckets import Bucket
+from ckpttool.remote.buckets import bucket as buckets
+from ckpttool.remote.buckets import settings as bucket_settings
+from ckpttool.remote.buckets import uploads as bucket_uploads
+from ckpttool.remote.buckets.bucket import Bucket
 from ckpttool.remote.patience import Patience
 from ckpttool.remote.store import TRAFFIC, Entry, Facts, Missing, Unranged
 from tests.support import bucket_servers as servers

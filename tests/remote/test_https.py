@@ -24,9 +24,10 @@ import pytest
 pytest.importorskip("urllib3")
 
 from ckpttool.errors import CkptToolError, Damaged, Unreadable, UsageFault
-from ckpttool.remote.https import Https, Transport, quoted
 from ckpttool.remote.patience import Patience
 from ckpttool.remote.store import TRAFFIC, Facts, Missing, Unranged
+from ckpttool.remote.web.https import Https, quoted
+from ckpttool.remote.web.transport import Transport
 from tests.support.range_server import FAULTS, RangeServer
 from tests.support.running import ROOT
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckpttool.errors import CkptToolError, Damaged, OutputExists, Unreadable, UsageFault
-from ckpttool.remote.hub import Location, Repository, cached, is_offline, split
+from ckpttool.remote.hub.repository import Location, Repository, cached, is_offline, split
 from ckpttool.remote.patience import Patience
 from ckpttool.remote.store import TRAFFIC, Entry, Facts, Missing
 from tests.support.hub_server import SECRET, Hub, Reply, Repo, Seen, git_blob, sha256
@@ -436,7 +436,8 @@ def test_the_library_says_nothing_and_keeps_its_settings(hub: Hub, capfd: pytest
 def test_endpoint_and_login_are_those_of_the_hubs_own_settings(hub: Hub, tmp_path: Path) -> None:
     hub.create("o/p", private=True).commit({"w.bin": b"0123456789"})
     (tmp_path / "token").write_text(hub.token)
-    code = "from ckpttool.remote.hub import Repository; print(Repository('o/p').head('w.bin', 4)[0])"
+    use = "from ckpttool.remote.hub.repository import Repository"
+    code = f"{use}; print(Repository('o/p').head('w.bin', 4)[0])"
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN_PATH": ""}
     del environment["HF_TOKEN_PATH"]
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

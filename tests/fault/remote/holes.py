@@ -8,7 +8,7 @@ from typing import Any
 
 def show_queries() -> None:
     """Name signed URLs in errors as they are."""
-    from ckpttool.remote.https import Https, quoted
+    from ckpttool.remote.web.https import Https, quoted
 
     def shown(self: Https, key: str) -> str:
         return f"{self._origin}/{quoted(key)}?{self._query(key)}"
@@ -18,7 +18,7 @@ def show_queries() -> None:
 
 def trust_identities() -> None:
     """Take bytes of whatever version of an object."""
-    from ckpttool.remote.transport import _Wanted
+    from ckpttool.remote.web.transport import _Wanted
 
     _Wanted._unchanged = lambda self, facts: facts  # type: ignore[method-assign]
     _Wanted.asked = _without_condition(_Wanted.asked)  # type: ignore[method-assign]
@@ -44,7 +44,7 @@ def wait_for_ever() -> None:
 
 def let_errors_through() -> None:
     """Take no error of the HTTP library for one of the server's."""
-    from ckpttool.remote.transport import Response, Transport
+    from ckpttool.remote.web.transport import Response, Transport
 
     def attempted(self: Transport, wanted: Any) -> Response:
         return self._attempt(wanted)
@@ -54,7 +54,7 @@ def let_errors_through() -> None:
 
 def upload_in_place() -> None:
     """Send an object in two halves, of which the first replaces what was there."""
-    from ckpttool.remote.buckets import Bucket
+    from ckpttool.remote.buckets.bucket import Bucket
 
     put = Bucket._put
 

@@ -27,10 +27,10 @@ IMPORTED = (
     *("ckpttool.formats.one_of_several", "ckpttool.transforms.keys", "ckpttool.transforms.layout"),
     *("ckpttool.transforms.selection", "ckpttool.files.resuming", "ckpttool.remote.source"),
     *(
-        "ckpttool.remote.https",
-        "ckpttool.remote.hub_commits",
-        "ckpttool.remote.hub",
-        "ckpttool.remote.buckets",
+        "ckpttool.remote.web.https",
+        "ckpttool.remote.hub.commits",
+        "ckpttool.remote.hub.repository",
+        "ckpttool.remote.buckets.bucket",
     ),
     *("urllib3", "obstore.store", "huggingface_hub.hf_api"),
 )

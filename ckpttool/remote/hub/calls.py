@@ -12,11 +12,11 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ..errors import CkptToolError, Unreadable
-from .patience import Patience
-from .store import TRAFFIC, Missing
-from .transport import PASSING
-from .waiting import started
+from ...errors import CkptToolError, Unreadable
+from ..patience import Patience
+from ..store import TRAFFIC, Missing
+from ..waiting import started
+from ..web.transport import PASSING
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Damaged, OutputExists, Unreadable
-from ..files.failures import naming
-from ..files.threads import cut
-from .bucket_errors import named, status_of
-from .bucket_settings import Settings, connected, settings_of
-from .bucket_uploads import BACK, upload
-from .patience import Patience
-from .store import TRAFFIC, Entry, Facts, Missing, Progress, changed
-from .waiting import interruptible
+from ...errors import Damaged, OutputExists, Unreadable
+from ...files.failures import naming
+from ...files.threads import cut
+from ..patience import Patience
+from ..store import TRAFFIC, Entry, Facts, Missing, Progress, changed
+from ..waiting import interruptible
+from .errors import named, status_of
+from .settings import Settings, connected, settings_of
+from .uploads import BACK, upload
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta

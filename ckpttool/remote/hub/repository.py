@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from ..errors import Unreadable
-from .hub_calls import About, client, offline, quiet, refused
-from .hub_commits import Upload
-from .hub_tree import Commit, look
-from .patience import Patience
-from .store import Entry, Facts, Missing, Progress, changed
-from .transport import Response, Transport
+from ...errors import Unreadable
+from ..patience import Patience
+from ..store import Entry, Facts, Missing, Progress, changed
+from ..web.transport import Response, Transport
+from .calls import About, client, offline, quiet, refused
+from .commits import Upload
+from .tree import Commit, look
 
 KINDS = {"models/": "model", "datasets/": "dataset", "spaces/": "space"}
 PREFIXES = {"model": "", "dataset": "datasets/", "space": "spaces/"}

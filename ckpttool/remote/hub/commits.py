@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ..errors import Damaged, OutputExists, Refused, UsageFault
-from .hub_calls import About, call, client
-from .hub_tree import SHA, Commit, look
-from .patience import Patience
-from .store import Facts, Progress
+from ...errors import Damaged, OutputExists, Refused, UsageFault
+from ..patience import Patience
+from ..store import Facts, Progress
+from .calls import About, call, client
+from .tree import SHA, Commit, look
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import quote
 
-from ..errors import Unreadable, UsageFault
-from .patience import Patience
-from .store import Entry, Facts, Progress
+from ...errors import Unreadable, UsageFault
+from ..patience import Patience
+from ..store import Entry, Facts, Progress
 
 if TYPE_CHECKING:
     pass

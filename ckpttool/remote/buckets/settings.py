@@ -12,8 +12,8 @@ from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ..errors import UsageFault
-from .patience import Patience
+from ...errors import UsageFault
+from ..patience import Patience
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store

@@ -6,9 +6,9 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from ..errors import FileError, Unreadable
-from .bucket_settings import HINTS
-from .store import Missing, Unranged
+from ...errors import FileError, Unreadable
+from ..store import Missing, Unranged
+from .settings import HINTS
 
 # An answer that is no success: its status, and the store's word for it, of XML or of Azure's header.
 STATUS = re.compile(r"status code: (\d{3})")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
-from ..files.failures import naming
-from .store import TRAFFIC, Progress
-from .waiting import interruptible, started
+from ...files.failures import naming
+from ..store import TRAFFIC, Progress
+from ..waiting import interruptible, started
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

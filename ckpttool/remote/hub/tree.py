@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .hub_calls import About, call, client
-from .patience import Patience
-from .store import Facts
+from ..patience import Patience
+from ..store import Facts
+from .calls import About, call, client
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import BlobLfsInfo

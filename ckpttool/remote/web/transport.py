@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
-from ..errors import Unreadable
-from .patience import Patience
-from .store import TRAFFIC, Facts, Forbidden, Missing, Unranged, changed
+from ...errors import Unreadable
+from ..patience import Patience
+from ..store import TRAFFIC, Facts, Forbidden, Missing, Unranged, changed
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager

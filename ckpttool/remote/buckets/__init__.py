@@ -1,0 +1,1 @@
+"""Objects in buckets: s3://, gs:// and az://, over obstore"""

@@ -1,0 +1,1 @@
+"""What speaks HTTP: https:// and http://, by ranges, over urllib3"""
