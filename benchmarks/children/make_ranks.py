@@ -1,8 +1,8 @@
 """Writes what the ranks of a run would: a file each, of DTensors placed on a mesh, with `torch.save`.
 
-python make_ranks.py FOLDER BYTES TENSORS fsdp|tp
+python make_ranks.py FOLDER BYTES TENSORS fsdp|tp [RANKS]
 
-The ranks are 8 in turn, in one process: a group that only pretends to communicate is enough to make DTensors.
+The ranks (8) are made in turn, in one process: a group that only pretends to communicate is enough for that.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-WORLD = 8
+WORLD = int(sys.argv[5]) if len(sys.argv) > 5 else 8
 COLUMNS = 4096
 
 folder, nbytes, tensors, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

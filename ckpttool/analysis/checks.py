@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..checkpoint.checksums import Checksums
+from ..checkpoint.checksums import Checksums, expect
 from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..checkpoint.state import State
 from ..errors import Refused
@@ -16,7 +16,12 @@ from ..tensors.ref import Computed, Storage, TensorRef
 
 
 def digest(
-    file: File, *, state: str | None = None, verify: bool = True, progress: Progress | None = None
+    file: File,
+    *,
+    state: str | None = None,
+    verify: bool = True,
+    progress: Progress | None = None,
+    known: hashing.Known | None = None,
 ) -> str:
     """Return one SHA-256 for a model's names, types, shapes and values, the same in every format.
 
@@ -27,6 +32,7 @@ def digest(
         state: dotted path of the model's state in the file; found when None.
         verify: compare what is read with the checksums that the file states.
         progress: called with the number of bytes after each piece.
+        known: digests of tensors in files whose hash a server tells, from calls before; gets those of this.
 
     Returns:
         64 hexadecimal digits.
@@ -40,9 +46,10 @@ def digest(
     """
     with opened(file) as checkpoint:
         chosen = checkpoint.state(state)
-        used = [(name, tensor.storage) for name, tensor in chosen.tensors.items()] if verify else []
-        with Checksums(checkpoint, used) as checksums:
-            value = hashing.digest(_with_parts(checkpoint.path, chosen), progress)
+        used = [(name, tensor.storage) for name, tensor in chosen.tensors.items()]
+        expect(used)
+        with Checksums(checkpoint, used if verify else []) as checksums:
+            value = hashing.digest(_with_parts(checkpoint.path, chosen), progress, known)
             checksums.finish()
         return value
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.checksums import Checksums
+from ..checkpoint.checksums import Checksums, expect
 from ..checkpoint.dotted_names import MAX_NAMES, contents
 from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.special_tensors import SpecialTensor
@@ -135,6 +135,7 @@ def diff(
             work.states(*states, ignore_prefix)
             if state is None and not model_only:
                 work.others(*states)
+        expect([*work.storages(0), *work.storages(1)])
         used = [work.storages(side) if verify else () for side in (0, 1)]
         with Checksums(mine, used[0]) as sums_of_a, Checksums(theirs, used[1]) as sums_of_b:
             comparison = work.result(progress)

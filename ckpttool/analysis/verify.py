@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.checksums import Checksums
+from ..checkpoint.checksums import Checksums, expect
 from ..checkpoint.ranks import require_all
 from ..errors import RanksDiffer
 from ..files.copying import Progress, map_bytes
@@ -127,10 +127,13 @@ def verify(
         checkpoint = stack.enter_context(opened(file))
         if (ranks := checkpoint.ranks) is not None:
             require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
+        expect(checkpoint.storages())
         with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums:
             differing = tensors_that_differ(checkpoint, verify=False)
             non_finite = dict(_non_finite(checkpoint, differing, progress))
             damaged = checksums.damaged(progress)
+        for source in (checkpoint.source, *checkpoint.shards):
+            source.check_rest()
         read = _Read(checkpoint)
         problems = _code(checkpoint, read.strays) if no_code else []
         problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
@@ -234,6 +237,7 @@ def _compare(
     """Return what was compared, the differences, and the next thing to do about them."""
     states = both_states(a, b, where)
     whole = where is None and (states is None or all(map(outside_of, (a, b), states)))
+    expect([*a.storages(), *b.storages()])
     with Checksums(b, b.storages()) as checksums:  # those of `a` are among the problems already
         comparison = diff(a, b, state=where, model_only=not whole, verify=False, progress=progress)
         checksums.finish()

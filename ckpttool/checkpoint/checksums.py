@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..errors import Damaged
 from ..files.copying import Progress, map_bytes
 from ..files.crc32 import combined, crc32, crc32_of
+from ..remote import ahead
 from ..tensors.ref import ByteRange, Source, Storage
 from .checkpoint import Checkpoint
 
@@ -33,6 +34,11 @@ def each_once(storages: Iterable[Named]) -> Iterator[Named]:
                 seen.add(id(storage))
                 below += storage.origins
                 yield name, storage
+
+
+def expect(storages: Iterable[Named]) -> None:
+    """Announce that storages will be read whole, to those of their sources that are not on this machine."""
+    ahead.expect(reads_of(storages))
 
 
 def reads_of(storages: Iterable[Named]) -> Iterator[ByteRange]:

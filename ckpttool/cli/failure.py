@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -39,12 +38,6 @@ EXTRAS |= dict.fromkeys(("urllib3", "obstore", "huggingface_hub"), "remote")
 
 
 GOES_ON = "; what was written is kept: the same command with --resume goes on with it"
-
-
-def can_go_on() -> bool:
-    """Return whether this process has left an output that the next one can go on with."""
-    resuming = sys.modules.get(f"{__package__.rpartition('.')[0]}.files.resuming")
-    return resuming is not None and bool(resuming.KEPT)
 
 
 @dataclass(slots=True)
@@ -100,7 +93,7 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
     hint: str | None
     if isinstance(error, CkptToolError):
         hint = _extra_of(error.__cause__) or _own_hint(error) or error.hint or _usual_hint(error, call)
-        hint += GOES_ON if can_go_on() else ""
+        hint += GOES_ON if hasattr(error, "kept_at") else ""
         return error.kind, _with_file(error, call), hint, error.exit_code
     if isinstance(error, click.ClickException):
         ctx = error.ctx if isinstance(error, click.UsageError) else None
@@ -117,7 +110,8 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
         named = error.filename if isinstance(error.filename, str | bytes) else None  # or a descriptor
         where = os.fsdecode(named) if named else "stdout" if _is_of_click(error) else ""
         message = f"{where}: " * bool(where) + reason(error)
-        return "system", message, HINTS.get(error.errno or 0, "check the disk and the permissions"), 3
+        hint = HINTS.get(error.errno or 0, "check the disk and the permissions")
+        return "system", message, hint + (GOES_ON if hasattr(error, "kept_at") else ""), 3
     if isinstance(error, ImportError) and (library := _library(error)) != "ckpttool":
         if (hint := _extra_of(error)) is not None:
             return "not-installed", f"this needs {library}, which is not installed", hint, 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -75,6 +76,10 @@ def flag(name: str, help: str, *names: str) -> Callable[[F], F]:
 def _note_output(ctx: click.Context, argument: click.Parameter, output: str) -> str:
     """Record for the report of an error that stdout is the output file."""
     ctx.ensure_object(Call).to_stderr = output == "-"
+    if "://" in output:
+        from ..formats.strangers import output_at
+
+        return output_at(output)
     return output
 
 
@@ -148,7 +153,7 @@ full_option = flag("--full", "Keep everything, also in safetensors: optimizer, c
 
 
 # Parameters that change no byte of an output
-SAYING = ("as_json", "quiet", "verbose", "force", "resume", "companions", "output")
+SAYING = ("as_json", "quiet", "verbose", "force", "resume", "verify", "companions", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +183,8 @@ class Job:
         """The command, but for what does not change a byte of its output."""
         ctx = click.get_current_context()
         said = {name: value for name, value in ctx.params.items() if name not in SAYING}
-        return repr((ctx.info_name, sorted(said.items())))
+        # Links that are signed anew lead to the same objects.
+        return re.sub(r"\?…[0-9a-f]{8}", "", repr((ctx.info_name, sorted(said.items()))))
 
     def require_new_output(self, *, alone: bool = True) -> None:
         """Refuse an OUTPUT that may be the last of several INPUTs."""

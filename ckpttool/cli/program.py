@@ -16,7 +16,7 @@ import click
 
 from .. import __version__
 from .commands import check, convert, convert_batchnorm, diff, inspect, keys, load, ranks, training
-from .failure import GOES_ON, Call, can_go_on, fail
+from .failure import GOES_ON, Call, fail
 
 EPILOG = """\
 \b
@@ -190,7 +190,7 @@ def main() -> NoReturn:
     try:
         code = run(sys.argv[1:])
     except Stopped as stopped:
-        _end_by(stopped.number)
+        _end_by(stopped.number, GOES_ON if hasattr(stopped, "kept_at") else "")
     if "ckpttool.models.factory" in sys.modules:  # code of the user's ran, and may have left work to atexit
         _close_stdout()
         sys.exit(code)
@@ -238,11 +238,11 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
-def _end_by(number: int) -> NoReturn:
+def _end_by(number: int, goes_on: str) -> NoReturn:
     """End by the signal itself: only then does a shell stop a loop in which this command runs."""
     signal.signal(number, signal.SIG_DFL)
     if number == signal.SIGINT:
         with suppress(OSError):
-            click.echo(f"interrupted{GOES_ON if can_go_on() else ''}", err=True)
+            click.echo(f"interrupted{goes_on}", err=True)
     os.kill(os.getpid(), number)
     os._exit(128 + number)  # the signal is blocked

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..errors import Damaged, Refused, UsageFault
+from ..errors import UsageFault
 from .copying import BUFFER, no_room_named
 from .failures import NO_ROOM, reason
 from .temporaries import PART, new_file, remove_abandoned
@@ -69,29 +69,27 @@ def _replacing(path: str, attempt: Attempt | None) -> Iterator[BinaryIO]:
     except OSError as error:
         raise not_writable(path, error) from error
     try:
-        with no_room_named(path), os.fdopen(fd, "w+b") as file:
-            yield file
-            file.flush()
-            with no_room_named(path, every=True):
-                with contextlib.suppress(FileNotFoundError):
-                    keep_permissions(fd, target)
-                os.fsync(fd)
-                os.replace(temporary, target)  # before the file, and with it the lock, is closed
+        with no_room_named(path), os.fdopen(fd, "w+b" if attempt is None else "r+b") as file:
+            try:
+                yield file
+                file.flush()
+                with no_room_named(path, every=True):
+                    with contextlib.suppress(FileNotFoundError):
+                        keep_permissions(fd, target)
+                    os.fsync(fd)
+                    os.replace(temporary, target)  # before the file, and with it the lock, is closed
+            except BaseException as error:
+                if attempt:
+                    attempt.give_up(error)
+                raise
             if attempt:
                 attempt.end()
-    except BaseException as error:
-        if attempt:
-            attempt.give_up(keep=can_go_on(error))
-        else:
+    except BaseException:
+        if not attempt:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
         raise
     sync_folder(folder)
-
-
-def can_go_on(error: BaseException) -> bool:
-    """Return whether what was written before an error is right: then the next attempt may go on with it."""
-    return not isinstance(error, Damaged | Refused | UsageFault)
 
 
 def require_folder(path: str) -> None:

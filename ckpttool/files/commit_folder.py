@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import CkptToolError, Unreadable, UsageFault
-from .commit import can_go_on, keep_permissions, not_writable, sync_folder
+from .commit import keep_permissions, not_writable, sync_folder
 from .copying import no_room_named
 from .failures import reason
 from .temporaries import (
@@ -99,7 +99,7 @@ def replacing_folder(
     except BaseException as error:
         with signals_deferred():
             if attempt:
-                attempt.give_up(keep=can_go_on(error))
+                attempt.give_up(error)
             else:
                 shutil.rmtree(temporary, ignore_errors=True)  # what stays is removed by the next save
         raise

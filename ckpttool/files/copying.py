@@ -360,6 +360,34 @@ class DryOutput(Output):
         pass
 
 
+class Planned(DryOutput):
+    """A dry output that tells plans apart: a hash of what is written, and of where all else comes from."""
+
+    def __init__(self, facts: object) -> None:
+        import hashlib  # loads OpenSSL, which most commands do without
+
+        super().__init__()
+        self.hash = hashlib.sha256(repr(facts).encode())
+
+    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
+        self.hash.update(b"%d %d " % (position, len(data)))
+        self.hash.update(data)
+
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
+        self._note(near, nbytes)
+        super().write_all(chunks, nbytes, near)
+
+    def copy(
+        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
+    ) -> None:
+        self._note(data if isinstance(data, ByteRange) else near, data.nbytes)
+        super().copy(data, then, near)
+
+    def _note(self, place: ByteRange | None, nbytes: int) -> None:
+        where = (place.source.version, place.offset, place.nbytes) if place else ()
+        self.hash.update(repr((self.position, nbytes, where)).encode())
+
+
 FICLONERANGE = 0x4020940D  # the ioctl by which files share extents, on btrfs and XFS (linux/fs.h)
 BLOCK = 4096  # whole blocks at the same place within one in both files can be shared
 

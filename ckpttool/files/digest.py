@@ -16,10 +16,15 @@ VERSION = b"ckpttool digest 1\n"
 PIECE = 16 << 20  # bytes of values hashed as one piece
 
 
-def digest(tensors: Mapping[str, TensorRef], progress: Progress | None = None) -> str:
-    """Return the digest of tensors by name, as 64 hexadecimal digits."""
+Known = dict[object, bytes]  # digests of values, by what tells them: `TensorRef.contents`
+
+
+def digest(
+    tensors: Mapping[str, TensorRef], progress: Progress | None = None, known: Known | None = None
+) -> str:
+    """Return the digest of tensors by name, as 64 hexadecimal digits; `known` as for `tensor_digests`."""
     contents = hashlib.sha256(VERSION)
-    for name, value in tensor_digests(tensors, progress):
+    for name, value in tensor_digests(tensors, progress, known):
         tensor, raw = tensors[name], name.encode("utf-8", "surrogatepass")
         kind = f" {tensor.dtype.name} [{','.join(map(str, tensor.shape))}] ".encode()
         contents.update(b"%d:%s%s%s\n" % (len(raw), raw, kind, value))
@@ -27,37 +32,37 @@ def digest(tensors: Mapping[str, TensorRef], progress: Progress | None = None) -
 
 
 def tensor_digests(
-    tensors: Mapping[str, TensorRef], progress: Progress | None = None
+    tensors: Mapping[str, TensorRef], progress: Progress | None = None, known: Known | None = None
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield each name and the digest of its tensor's values, as hexadecimal digits, in the order of names."""
+    """Yield each name and the digest of its tensor's values, as hexadecimal digits, in the order of names.
+
+    `known` holds digests of tensors in files whose hash a server tells, which are not read again, and gets
+    those of others.
+    """
     names = sorted(tensors, key=lambda name: name.encode("utf-8", "surrogatepass"))
-    keys = {name: tensors[name].contents for name in names}
-    unread = [name for name in names if keys[name] not in _known]
+    known = {} if known is None else known
+    told = {name: tensors[name].contents or name for name in names}
+    unread = {key: name for name, key in reversed(told.items()) if key not in known}  # the first of each
+    order = [name for name in names if unread.get(told[name]) == name]
 
     def work(number: int, chunks: Iterator[memoryview]) -> bytes:
-        tensor = tensors[unread[number]]
+        tensor = tensors[order[number]]
         if not tensor.is_plain:
-            require_bounded(unread[number], tensor, MAX_REPEATED)
+            require_bounded(order[number], tensor, MAX_REPEATED)
         return _hash(chunks)
 
-    made = map_bytes(work, [tensors[name] for name in unread], PIECE, progress)
+    made = map_bytes(work, [tensors[name] for name in order], PIECE, progress)
     for name in names:
-        key = keys[name]
-        if (value := _known.get(key)) is None:
+        if (value := known.get(key := told[name])) is None:
             pieces = hashlib.sha256()
             for piece, part in made:
                 pieces.update(part)
                 if piece.is_last:
                     break
             value = pieces.hexdigest().encode()
-            if key is not None and len(_known) < MOST_KNOWN:
-                _known[key] = value
+            if key is not name:
+                known[key] = value
         yield name, value
-
-
-# Digests of tensors in files whose hash a server tells: another revision may hold the same file.
-_known: dict[tuple[object, ...] | None, bytes] = {}
-MOST_KNOWN = 100_000
 
 
 def _hash(chunks: Iterator[memoryview]) -> bytes:

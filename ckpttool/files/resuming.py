@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from .temporaries import PART, begin_of
+from ..errors import Unreadable
+from .temporaries import PART, begin_of, is_at
 
 RECORD = f"{PART}.json"
-KEPT: list[str] = []  # what this process has left to be gone on with
+CREATED = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 NOTED = 64 << 20  # bytes, or seconds, after which the record is brought up to date
 NOTED_AFTER = 10.0
 LEAST = 1 << 20  # bytes for which it is worth keeping what was written
-
-
-def plan_of(facts: object) -> str:
-    """Return what differs whenever any of some facts does."""
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
 class Written:
@@ -66,6 +63,15 @@ class Written:
         return list(zip(self._starts, self._stops, strict=True))
 
 
+def _sorted_stretches(listed: object, size: int) -> list[tuple[int, int]]:
+    """Return the stretches that a record lists of a file of this size; none if it makes no sense."""
+    if not isinstance(listed, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in listed):
+        return []
+    ends = [end for pair in listed for end in pair]
+    is_ordered = all(type(end) is int for end in ends) and ends == sorted(ends) and (not ends or ends[0] >= 0)
+    return [(start, stop) for start, stop in listed if stop <= size] if is_ordered else []
+
+
 class Attempt:
     """An output that is being written for the first time, or again."""
 
@@ -82,10 +88,9 @@ class Attempt:
         self.place, self._record = folder + PART, folder + RECORD
         self._plan, self.computed = plan, computed
         record = self._read() if resume else None
-        self.is_other = record is not None and record.get("plan") != plan  # what is there is of another plan
-        self._before: dict[str, Any] = record["files"] if record and not self.is_other else {}
+        self._before: dict[str, Any] = record["files"] if record and record.get("plan") == plan else {}
         self.is_resumed = bool(self._before)
-        self.is_kept = False
+        self._is_claimed = False
         self._files: dict[str, Written] = {}
         self._unnoted, self._noted = 0, time.monotonic()
 
@@ -101,42 +106,58 @@ class Attempt:
 
         It is empty unless the attempt is resumed.
         """
-        fd = os.open(self.place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-        if not self._lock(fd):
-            return None
-        if not self.is_resumed:
+        if os.path.isdir(self.place):
+            shutil.rmtree(self.place)
+        fd = self._claimed(lambda: os.open(self.place, CREATED, mode))
+        if fd is not None and not self.is_resumed:
             os.ftruncate(fd, 0)
-        return fd, self.place
+        return None if fd is None else (fd, self.place)
 
     def claim_folder(self, mode: int) -> tuple[int, str] | None:
         """Return a descriptor of the part as `claim_file` does, of a folder."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self.place, mode)
-        fd = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if not self._lock(fd):
-            return None
-        if not self.is_resumed:
+
+        def create() -> int:
+            if os.path.isfile(self.place):
+                os.unlink(self.place)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.place, mode)
+            return os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+        fd = self._claimed(create)
+        if fd is not None and not self.is_resumed:
             for name in os.listdir(self.place):
                 os.unlink(os.path.join(self.place, name))
-        return fd, self.place
+        return None if fd is None else (fd, self.place)
 
-    def _lock(self, fd: int) -> bool:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return False
-        except OSError:  # a file system without locks
-            pass
+    def _claimed(self, create: Callable[[], int]) -> int | None:
+        """Open the part, and lock it; None if another process has the lock."""
+        while True:
+            fd = create()
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except OSError:  # a file system without locks
+                break
+            if is_at(fd, self.place):
+                facts = os.fstat(fd)
+                if facts.st_uid == os.geteuid() and (facts.st_nlink == 1 or stat.S_ISDIR(facts.st_mode)):
+                    break
+                self._remove()  # it is not ours, or has another name too
+            os.close(fd)  # it became the output meanwhile, or is gone
+        self._is_claimed = True
         if not self.is_resumed:
             self._forget()
-        return True
+        return fd
 
-    def written(self, file: BinaryIO) -> Written:
-        """Return what is on the disk of a file of this output, which is open now."""
+    def written(self, file: BinaryIO) -> Written | None:
+        """Return what is on the disk of a file of this output, which is open; None if it is not claimed."""
+        if not self._is_claimed:
+            return None
         name = os.path.basename(file.name) if isinstance(file.name, str) else ""
         size = os.fstat(file.fileno()).st_size
-        before = [(start, stop) for start, stop in self._before.get(name, []) if 0 <= start < stop <= size]
+        before = _sorted_stretches(self._before.get(name), size)
         self._files[name] = Written(self, file, before)
         return self._files[name]
 
@@ -150,36 +171,60 @@ class Attempt:
         """Record what is on the disk, once it is there."""
         files = {**self._before}
         for name, written in self._files.items():
-            if not written.file.closed:  # what is closed was flushed before
-                os.fdatasync(written.file.fileno())
+            self._flush(name, written.file)
             files[name] = written.stretches
         new = f"{self._record}.new"
-        with open(new, "wb") as file:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        with open(new, "xb") as file:
             file.write(json.dumps({"plan": self._plan, "files": files}).encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, self._record)
         self._unnoted, self._noted = 0, time.monotonic()
 
-    def give_up(self, *, keep: bool) -> None:
-        """End an attempt that failed: keep what can be gone on with, or remove all of it."""
+    def _flush(self, name: str, file: BinaryIO) -> None:
+        if not file.closed:
+            os.fdatasync(file.fileno())
+            return
+        fd = os.open(os.path.join(self.place, name), os.O_RDONLY | os.O_CLOEXEC)  # of a folder
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+    def give_up(self, error: BaseException) -> None:
+        """End an attempt that failed: keep what can be gone on with, as the error then tells, or nothing."""
         nbytes = sum(stop - start for written in self._files.values() for start, stop in written.stretches)
-        if keep and nbytes >= LEAST:
-            with contextlib.suppress(OSError):  # the last record stands
+        # After a signal, or a fault of the network or the disk, what was written before is right; of what was
+        # damaged nobody can tell.
+        is_right = not isinstance(error, Exception) or isinstance(error, Unreadable | OSError)
+        if is_right and nbytes >= LEAST:
+            with contextlib.suppress(OSError):  # a full disk: the last record stands
                 self.note()
-            self.is_kept = os.path.exists(self._record)
-            KEPT.append(self.place)
-        if not self.is_kept:
-            self._forget()
-            shutil.rmtree(self.place, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                os.unlink(self.place)
+            if os.path.exists(self._record):
+                error.kept_at = self.place  # type: ignore[attr-defined]
+                return
+        self._forget()
+        self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.place)
 
     def end(self) -> None:
         """Forget the record of an output that is in its place."""
         self._forget()
 
     def _forget(self) -> None:
+        """Remove the record, for good before anything it speaks of is changed."""
         for path in (self._record, f"{self._record}.new"):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+        with contextlib.suppress(OSError):
+            fd = os.open(os.path.dirname(self.place) or ".", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)

@@ -86,10 +86,11 @@ def _lock_new(fd: int, path: str) -> bool:
         return False
     except OSError:  # a file system without locks, on which nobody removes anything
         return True
-    return _is_at(fd, path)
+    return is_at(fd, path)
 
 
-def _is_at(fd: int, path: str) -> bool:
+def is_at(fd: int, path: str) -> bool:
+    """Return whether a descriptor is of what lies at a path now."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
@@ -152,7 +153,7 @@ def _is_abandoned(fd: int, path: str, boot: str) -> bool:
     except OSError:  # its writer lives, or nobody can tell
         return False
     changed = max(facts.st_mtime, facts.st_ctime)
-    return _is_at(fd, path) and (boot == _boot() or time.time() - changed > QUIET)
+    return is_at(fd, path) and (boot == _boot() or time.time() - changed > QUIET)
 
 
 @cache

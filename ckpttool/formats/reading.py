@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.checksums import reads_of
 from ..errors import Damaged, Unreadable, Unsupported, UsageFault
 from ..files.commit_folder import set_aside, unmoved
 from ..files.failures import reason
 from ..files.open_source import OF_MACOS, allow_open_files
 from ..remote import places
-from ..remote.ahead import expect
 from ..remote.places import is_folder, names_in, open_source_at
 from ..remote.urls import canonical
 from ..tensors.ref import Source
@@ -76,12 +74,9 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _ready(checkpoint: Checkpoint) -> Checkpoint:
-    """Announce what will be read of a checkpoint that is open now: what is written of it says so itself."""
-    sources = (checkpoint.source, *checkpoint.shards)
-    for source in sources:
+    """Let go of what was read to open a checkpoint: from now on values are read."""
+    for source in (checkpoint.source, *checkpoint.shards):
         source.opened()
-    if not all(source.is_local for source in sources):
-        expect(reads_of(checkpoint.storages()))
     return checkpoint
 
 

@@ -32,6 +32,7 @@ from .pytorch import zip as torch_zip
 from .ranks.cut import Shards, SplitOptimizer
 from .reading import open as open_any
 from .saving.saving import UNFIT, are_same, read_back
+from .strangers import output_at
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 
@@ -133,7 +134,7 @@ def split(
         NoState: the file holds no state, or none at `state`.
         Damaged: what was read does not have its checksum, or what was written does not read back as intended.
     """
-    named = os.fspath(path)
+    named = output_at(os.fspath(path))
     with uploading(named, replace=force, dry_run=dry_run, progress=progress) as name:
         device = device or (checkpoint.ranks.device if checkpoint.ranks else "") or "cuda"
         _require_sense(ranks, device)

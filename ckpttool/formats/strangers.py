@@ -7,7 +7,7 @@ import re
 import shlex
 
 from ..errors import Unsupported, UsageFault
-from ..remote.urls import BUCKETS, HUB, is_url
+from ..remote.urls import BUCKETS, HUB, canonical, is_url
 from ..tensors.ref import Source
 
 ONNX = re.compile(rb"\x08[\x01-\x20](\x12[\x01-\x40][\w.-]+)?[\x12\x1a\x3a\x42]")  # begins with a version
@@ -79,12 +79,15 @@ def stranger(source: Source) -> Unsupported:
     return Unsupported(source.path, "is not a checkpoint in any format known here")
 
 
-def refuse_output(path: str) -> None:
-    """Refuse a URL to which nothing is uploaded here."""
+def output_at(path: str) -> str:
+    """Return an output's URL in its one form, a path as it is; refuse a URL to which nothing is uploaded."""
     scheme = path.partition("://")[0].lower()
-    if is_url(path) and not os.path.isdir(f"{scheme}:") and scheme not in (*BUCKETS, HUB):
+    if not is_url(path) or os.path.isdir(f"{scheme}:"):
+        return path
+    if scheme not in (*BUCKETS, HUB, "file"):
         what = f"{path.partition('?')[0]}: is a URL of a kind that is not written here"
         raise UsageFault(what, hint="s3, gs, az and hf are written; for others write a file, then upload it")
+    return canonical(path)
 
 
 def unwritable(path: str) -> UsageFault | None:

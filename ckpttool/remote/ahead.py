@@ -6,7 +6,9 @@ Whoever reads one piece has the next ones fetched meanwhile, within bounds of re
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +23,9 @@ from ..tensors.ref import ByteRange, Source
 
 GAP = 256 << 10  # bytes between two ranges that are read along rather than asked for apart
 UNDER_WAY = 16  # requests at a time
+STALE = 2.0  # seconds after which a piece that was fetched ahead gives way to others
 HELD = 64 << 20  # bytes that are fetched and not yet taken, of all objects together
-LARGEST, SMALLEST = 8 << 20, 256 << 10  # bytes of a piece
+LARGEST, SMALLEST = 8 << 20, 64 << 10  # bytes of a piece: two of each object are held, of up to 512
 
 Fetch = Callable[[int, int], bytes]  # of a stretch, by its begin and end
 T = TypeVar("T")
@@ -57,37 +60,52 @@ class Piece:
         return self._result
 
 
-_jobs: SimpleQueue[tuple[Callable[[], bytes], Piece]] = SimpleQueue()
-_threads: list[threading.Thread] = []
-_lock = threading.RLock()
-
-
-class _Held:
-    """The pieces that are fetched, or under way, and not yet taken; the least recently used first."""
+class _Fetching:
+    """Threads that fetch, and the pieces that they have fetched, or will, and nobody has taken yet."""
 
     def __init__(self) -> None:
-        self.pieces: OrderedDict[Piece, Ahead] = OrderedDict()
+        self.jobs: SimpleQueue[tuple[Callable[[], bytes], Piece]] = SimpleQueue()
+        self.threads: list[threading.Thread] = []
+        self.lock = threading.RLock()
+        self.held: OrderedDict[Piece, Ahead] = OrderedDict()  # the least recently used first
         self.nbytes = 0
 
-    def add(self, piece: Piece, owner: Ahead) -> None:
+    def start(self, job: Callable[[], bytes], piece: Piece) -> Piece:
+        """Have a piece fetched by a thread that nobody has to wait for when the process ends."""
+        if threading.current_thread() in self.threads:  # all of them could be waiting for one another
+            _do(job, piece)
+            return piece
+        with self.lock:
+            if len(self.threads) < UNDER_WAY:
+                thread = threading.Thread(target=self.work, name="ckpttool fetcher", daemon=True)
+                thread.start()
+                self.threads.append(thread)
+        self.jobs.put((job, piece))
+        return piece
+
+    def work(self) -> None:
+        while True:
+            _do(*self.jobs.get())
+
+    def hold(self, piece: Piece, owner: Ahead) -> None:
         """Keep a piece, and drop the oldest ones where that is too much."""
-        self.pieces[piece] = owner
+        self.held[piece] = owner
         self.nbytes += piece.stop - piece.start
-        while self.nbytes > HELD and next(iter(self.pieces)) is not piece:
-            oldest, theirs = next(iter(self.pieces.items()))
+        while self.nbytes > HELD and next(iter(self.held)) is not piece:
+            oldest, theirs = next(iter(self.held.items()))
             theirs.drop(oldest)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether so many bytes more may be held; what nobody has read for a while gives way."""
+        limit = time.monotonic() - STALE
+        for piece, owner in [*self.held.items()] if self.nbytes + nbytes > HELD else ():
+            if owner.used < limit:
+                owner.drop(piece)
+        return self.nbytes + nbytes <= HELD
+
     def drop(self, piece: Piece) -> None:
-        if self.pieces.pop(piece, None) is not None:
+        if self.held.pop(piece, None) is not None:
             self.nbytes -= piece.stop - piece.start
-
-
-_held = _Held()
-
-
-def _work() -> None:
-    while True:
-        _do(*_jobs.get())
 
 
 def _do(job: Callable[[], bytes], piece: Piece) -> None:
@@ -97,18 +115,16 @@ def _do(job: Callable[[], bytes], piece: Piece) -> None:
         piece.settle(error)
 
 
-def start(job: Callable[[], bytes], piece: Piece) -> Piece:
-    """Have a piece fetched by a thread that nobody has to wait for when the process ends."""
-    if threading.current_thread() in _threads:  # all of them could be waiting for one another
-        _do(job, piece)
-        return piece
-    with _lock:
-        if len(_threads) < UNDER_WAY:
-            thread = threading.Thread(target=_work, name="ckpttool fetcher", daemon=True)
-            _threads.append(thread)
-            thread.start()
-    _jobs.put((job, piece))
-    return piece
+_now = _Fetching()
+
+
+def _begin_again() -> None:
+    """In a forked process there are no threads, and nobody will settle what they were fetching."""
+    global _now
+    _now = _Fetching()
+
+
+os.register_at_fork(after_in_child=_begin_again)
 
 
 class Ahead:
@@ -122,6 +138,7 @@ class Ahead:
         self._nbytes, self._depth = LARGEST, 1  # of a piece, and how many are fetched ahead
         self._wanted: dict[int, int] = {}  # begin of a piece -> how many of its bytes are read
         self._pieces: dict[int, Piece] = {}
+        self._by, self.used = _now, 0.0  # when bytes were taken for the last time
 
     def expect(self, ranges: Iterable[tuple[int, int]], nbytes: int, depth: int) -> None:
         """Announce what will be read: in pieces of how many bytes, and how many of them ahead."""
@@ -133,7 +150,7 @@ class Ahead:
             elif end > begin:
                 starts.append(begin)
                 stops.append(end)
-        with _lock:
+        with _now.lock:
             self.forget()
             self._starts, self._stops, self._nbytes, self._depth = starts, stops, nbytes, depth
             self._wanted = self._shares(ranges)
@@ -149,19 +166,14 @@ class Ahead:
 
     def forget(self) -> None:
         """Drop what was fetched and not taken."""
-        with _lock:
+        with _now.lock:
             for piece in [*self._pieces.values()]:
                 self.drop(piece)
 
     def fill(self, offset: int, view: memoryview) -> None:
         """Fill memory with the bytes from `offset`."""
         while view:
-            bounds = self._bounds(offset)
-            if bounds is None:  # nobody has said that this would be read
-                piece = Piece(offset, offset + len(view))
-                start(partial(self._fetch, piece.start, piece.stop), piece)
-            else:
-                piece = self._taken(bounds, min(len(view), bounds[1] - offset))
+            piece = self._taken(offset, len(view))
             data = memoryview(piece.wait())[offset - piece.start :][: len(view)]
             view[: len(data)] = data
             view, offset = view[len(data) :], offset + len(data)
@@ -186,28 +198,35 @@ class Ahead:
             yield found
             at = found[1]
 
-    def _taken(self, bounds: tuple[int, int], nbytes: int) -> Piece:
+    def _taken(self, offset: int, nbytes: int) -> Piece:
         """Return the piece of which some bytes are taken now, and have those behind it fetched."""
-        with _lock:
+        with _now.lock:
+            if self._by is not _now:  # this process was forked since
+                self._by, self._pieces = _now, {}
+            self.used = time.monotonic()
+            bounds = self._bounds(offset)
+            if bounds is None:  # nobody has said that this would be read
+                piece = Piece(offset, offset + nbytes)
+                return _now.start(partial(self._fetch, piece.start, piece.stop), piece)
             piece = self._pieces.get(bounds[0]) or self._begin(bounds)
-            piece.left -= nbytes
+            piece.left -= min(nbytes, bounds[1] - offset)
             if piece.left <= 0:
                 self.drop(piece)
             else:
-                _held.pieces.move_to_end(piece)
+                _now.held.move_to_end(piece)
             for begin, end in islice(self._following(bounds), self._depth):
-                if begin not in self._pieces and _held.nbytes + end - begin <= HELD:
+                if begin not in self._pieces and _now.has_room(end - begin):
                     self._begin((begin, end))
         return piece
 
     def _begin(self, bounds: tuple[int, int]) -> Piece:
         piece = self._pieces[bounds[0]] = Piece(*bounds, self._wanted[bounds[0]])
-        _held.add(piece, self)
-        return start(partial(self._fetch, *bounds), piece)
+        _now.hold(piece, self)
+        return _now.start(partial(self._fetch, *bounds), piece)
 
     def drop(self, piece: Piece) -> None:
         """Let a piece go; whoever waits for it still gets its bytes."""
-        _held.drop(piece)
+        _now.drop(piece)
         if self._pieces.get(piece.start) is piece:
             del self._pieces[piece.start]
 
@@ -219,7 +238,7 @@ def expect(ranges: Iterable[ByteRange]) -> None:
         if not place.source.is_local:
             of_source[place.source].append((place.offset, place.offset + place.nbytes))
     count = max(len(of_source), 1)
-    nbytes = max(SMALLEST, min(LARGEST, HELD // (2 * count)))  # four pieces of each object
+    nbytes = max(SMALLEST, min(LARGEST, HELD // (2 * count)))
     for source, stretches in of_source.items():
         source.expect(stretches, nbytes, max(1, HELD // nbytes // count - 1))
 
@@ -235,7 +254,7 @@ def all_at_once(jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:
             outcomes[number] = error
         return b""
 
-    pieces = [start(partial(run, number, job), Piece(0, 0)) for number, job in enumerate(jobs)]
+    pieces = [_now.start(partial(run, number, job), Piece(0, 0)) for number, job in enumerate(jobs)]
     for piece in pieces:
         piece.wait()
     return [outcomes[number] for number in range(len(jobs))]

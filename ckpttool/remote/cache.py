@@ -12,8 +12,9 @@ import json
 import os
 from collections.abc import Callable
 
+from ..errors import UsageFault
 from ..files.commit import replacing
-from .store import Facts
+from .store import DATED, Facts
 
 MOST = 100_000_000  # bytes of all files together
 LARGEST = 32 << 20  # bytes of one
@@ -33,7 +34,7 @@ def folder() -> str | None:
 
 def _path(url: str, facts: Facts) -> str | None:
     place = folder()
-    if place is None or not facts.identity:  # what has no identity may have changed since
+    if place is None or not facts.identity or facts.identity.startswith(DATED):  # it may have changed since
         return None
     key = json.dumps([url, facts.identity, facts.size])
     return os.path.join(place, hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest() + ENDING)
@@ -46,12 +47,19 @@ def kept(url: str, facts: Facts) -> Stretches:
         return {}
     try:
         with open(path, "rb") as file:
+            facts_of_file = os.fstat(file.fileno())
+            if facts_of_file.st_uid != os.geteuid() or facts_of_file.st_mode & 0o022:
+                return {}  # another user may have written what is in it
             digest, body = file.read(32), file.read(LARGEST + (1 << 20))
         os.utime(path)  # it is the least recently used that goes first
-    except OSError:
+        stretches = _parsed(body) if hashlib.sha256(body).digest() == digest else {}
+    except (OSError, ValueError, TypeError):
         return {}
-    if hashlib.sha256(body).digest() != digest:
-        return {}
+    inside = all(begin + len(data) <= facts.size for begin, data in stretches.items())
+    return stretches if inside and 0 in stretches else {}
+
+
+def _parsed(body: bytes) -> Stretches:
     length = int.from_bytes(body[:4], "little")
     at, stretches = 4 + length, Stretches()
     for begin, nbytes in json.loads(body[4:at]):
@@ -72,7 +80,7 @@ def keeper(url: str, facts: Facts, known: Stretches) -> Callable[[Stretches], No
         places = json.dumps([[begin, len(data)] for begin, data in stretches.items()]).encode()
         body = b"".join([len(places).to_bytes(4, "little"), places, *stretches.values()])
         # A cache that can't be written (a full disk, a home that is read-only) is only slower.
-        with contextlib.suppress(OSError, Exception):
+        with contextlib.suppress(OSError, UsageFault):
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             with replacing(path) as file:
                 file.write(hashlib.sha256(body).digest() + body)

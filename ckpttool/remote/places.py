@@ -33,6 +33,7 @@ class Visit:
         self.stores: dict[tuple[str, ...], Store] = {}
         self.listings: dict[str, list[Entry] | None] = {}
         self.opened: dict[str, Source | Exception] = {}
+        self.versions: set[str] = set()  # of all files and objects that were opened, as text
 
     def store(self, url: str) -> tuple[Store, str]:
         """Return the store of a URL, and the key in it."""
@@ -163,11 +164,20 @@ def open_source_at(path: str, *, shown: str | None = None) -> Source:
     Raises Unreadable where there is none, or it may not be read.
     """
     if not is_url(path):
-        return Source(shown or path, open_source_descriptor(path))
-    with visit() as now:
-        source = now.source(path)
-    source.path = shown or path
+        source = Source(shown or path, open_source_descriptor(path))
+    else:
+        with visit() as now:
+            source = now.source(path)
+        source.path = shown or path
+    if (current := _visit.get()) is not None:
+        current.versions.add(repr(source.version))
     return source
+
+
+def versions() -> list[str]:
+    """Return what the current visit has opened, also files of settings: each file and its version."""
+    current = _visit.get()
+    return sorted(current.versions) if current else []
 
 
 def prepare(paths: Sequence[str]) -> None:

@@ -7,11 +7,13 @@ import threading
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable
 
-from ..errors import Unreadable, Unsupported
+from ..errors import Refused, Unreadable, Unsupported
 from ..tensors.ref import Source
 from .ahead import Ahead
-from .store import Facts, Store
+from .store import DATED, Facts, Store
+from .urls import without_query
 
+MOST_OPENED = 512 << 20  # bytes that are read of an object before its tensors
 GUESS = 256 << 10  # bytes of the beginning and of the end that are fetched at once
 
 Check = Callable[[bytes], None]  # of the bytes before a stretch
@@ -32,7 +34,8 @@ class RemoteSource(Source):
         self._url = path
         self.observers = []
         self._store, self._key, self._facts = store, key, facts
-        self._ahead = Ahead(self._fetch)
+        # It does not refer to this source, which would then never end.
+        self._ahead = Ahead(lambda begin, end: store.read(key, facts, begin, end - begin))
         self._is_open = True
         # What was read while the checkpoint was opened: begin -> bytes, without overlaps.
         self._known: dict[int, bytes] = {}
@@ -52,6 +55,12 @@ class RemoteSource(Source):
     def place(self) -> str:
         """The URL, whatever messages call it."""
         return self._url
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        """The object and its version; a link that was signed anew leads to the same one."""
+        identity = self._facts.identity
+        return without_query(self._url), "" if identity.startswith(DATED) else identity, self._facts.size
 
     @property
     def identity(self) -> tuple[object, object]:
@@ -86,9 +95,14 @@ class RemoteSource(Source):
 
     def guard(self, start: int, nbytes: int, before: int, check: Check) -> None:
         """Have the bytes from `before` to `start` checked before any of those behind them is used."""
-        if nbytes:
-            insort(self._guarded, (start, start + nbytes, before))
-            self._checks[start] = check
+        insort(self._guarded, (start, start + nbytes, before))
+        self._checks[start] = check
+
+    def check_rest(self) -> None:
+        """Check what stands before stretches of which nothing was read."""
+        for start, _, before in self._guarded:
+            if check := self._checks.pop(start, None):
+                check(self._read(before, start - before))
 
     def close(self) -> None:
         """Let everything go; a second call does nothing."""
@@ -144,13 +158,13 @@ class RemoteSource(Source):
             if end == following == self.size:  # an archive has its directory there, and several ends of it
                 before = max((at + len(data) for at, data in self._known.items() if at <= offset), default=0)
                 begin = max(before, min(begin, self.size - GUESS))
+            if end - begin + sum(map(len, self._known.values())) > MOST_OPENED:
+                what = f"takes more than {MOST_OPENED >> 20} MiB to be opened"
+                raise Refused(self.path, what, hint="no ordinary file does; download it first")
             target = bytearray(end - begin)
             self._ahead.fill(begin, memoryview(target))
             self._known[begin] = bytes(target)
             return begin, self._known[begin]
-
-    def _fetch(self, begin: int, end: int) -> bytes:
-        return self._store.read(self._key, self._facts, begin, end - begin)
 
     def __repr__(self) -> str:
         return f"<RemoteSource {shlex.quote(self.path)}>"

@@ -21,6 +21,9 @@ class Facts(NamedTuple):
     is_ranged: bool = True  # the server sends ranges of it, not only all of it
 
 
+DATED = "date "  # how an identity begins that is only a time: two versions may share it
+
+
 class Entry(NamedTuple):
     """What a listing tells of one name in a folder."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from typing import NamedTuple
 
 from ..errors import Unreadable, Unsupported
@@ -19,7 +18,7 @@ ON = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 WEB, BUCKETS, HUB = ("https", "http"), ("s3", "gs", "az"), "hf"
 
 URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
-SIGNED = re.compile(r"\?…[0-9a-f]{8}")
+SIGNING = re.compile(r"\?(.*&)?(sig|signature|token|[\w-]*-(signature|credential|token))=", re.IGNORECASE)
 KEPT = re.compile(r"(%2f|%25)", re.IGNORECASE)  # a slash in a name, and the sign of escapes itself
 
 _queries: dict[str, str] = {}  # of canonical URLs
@@ -54,32 +53,46 @@ def canonical(path: str, revision: str | None = None) -> str:
     match = URL.match(path)
     assert match is not None
     scheme, rest = match[1].lower(), match[2]
+    if "@" in (authority := rest.partition("/")[0]) and (scheme != HUB or ":" in authority):
+        what = "holds a password, which others on this machine can see"
+        raise Unreadable(_shown(scheme, rest), what, hint="name it without; ask the owner for a signed link")
     if scheme == "file":
         return _local(path, rest)
     if scheme == HUB:
         return _of_hub(rest, revision)
     if os.environ.get(OFFLINE):
-        shown = f"{scheme}://{rest.partition('?')[0]}"
-        raise Unreadable(shown, "is not asked for while offline", hint="leave out --offline")
+        raise Unreadable(_shown(scheme, rest), "is not asked for while offline", hint="leave out --offline")
     if scheme in WEB:
         return _web(scheme, rest)
     if scheme in BUCKETS:
         if not rest.partition("/")[0]:
             raise Unreadable(path, "names no bucket", hint=f"for example: {scheme}://BUCKET/KEY")
+        if SIGNING.search(rest):
+            what = "is signed, and buckets are asked with the credentials of the environment"
+            raise Unreadable(_shown(scheme, rest), what, hint="name it by https://, or without what signs it")
         return f"{scheme}://{rest}"
-    shown = f"{scheme}://{rest.partition('?')[0]}"
     hint = "https, hf, s3, gs and az are read; download it first"
-    raise Unsupported(shown, "is a URL of a kind that is not read here", hint=hint)
+    raise Unsupported(_shown(scheme, rest), "is a URL of a kind that is not read here", hint=hint)
 
 
 def place_of(url: str) -> Place:
     """Return where a canonical URL leads."""
-    scheme, _, rest = url.partition("://")
+    scheme, _, rest = without_query(url).partition("://")
     if scheme == HUB:
         return Place(scheme, "", rest)
-    query = _queries.get(url, "")
-    store, _, key = SIGNED.sub("", rest).partition("/")
-    return Place(scheme, store, key, query)
+    store, _, key = rest.partition("/")
+    return Place(scheme, store, key, _queries.get(url, ""))
+
+
+def without_query(url: str) -> str:
+    """Return a canonical URL without what stands in the place of its query, if it has one."""
+    return url.rpartition("?…")[0] if url in _queries else url
+
+
+def _shown(scheme: str, rest: str) -> str:
+    """Return a URL for an error, without password and query."""
+    authority, slash, path = rest.partition("?")[0].partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
 
 
 def _local(path: str, rest: str) -> str:
@@ -97,15 +110,12 @@ def _web(scheme: str, rest: str) -> str:
     from urllib.parse import unquote, urlsplit
 
     begin, _, query = rest.partition("#")[0].partition("?")
-    shown = f"{scheme}://{begin.rpartition('@')[2]}"
-    if "@" in begin.partition("/")[0]:
-        what = "holds a password, which others on this machine can see"
-        raise Unreadable(shown, what, hint="name it without; ask the owner for a signed link")
+    shown = _shown(scheme, rest)
     try:
         parts = urlsplit(f"{scheme}://{begin}")
         host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise Unreadable(shown, f"is not a URL: {error}") from None
+    except ValueError:
+        raise Unreadable(shown, "is not a URL: its host or port is malformed") from None
     if not host:
         raise Unreadable(shown, "names no host", hint=f"for example: {scheme}://HOST/FILE")
     name = begin.partition("/")[2]
@@ -114,8 +124,11 @@ def _web(scheme: str, rest: str) -> str:
     url = f"{scheme}://{host}{'' if port is None else f':{port}'}/{path}"
     if not query:
         return url
-    url += f"?…{zlib.crc32(query.encode()):08x}"
-    _queries[url] = query
+    import hashlib  # loads OpenSSL, which a request loads anyway
+
+    url += f"?…{hashlib.sha256(query.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+    if _queries.setdefault(url, query) != query:
+        raise Unreadable(url, "can't be told from another URL of this process", hint="name one at a time")
     return url
 
 

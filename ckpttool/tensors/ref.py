@@ -55,6 +55,12 @@ class Source:
         return self.path
 
     @property
+    def version(self) -> tuple[object, ...]:
+        """What differs whenever the bytes do: of a file its inode, size and time of change."""
+        facts = os.fstat(self.fd)
+        return (*self.identity, facts.st_size, facts.st_mtime_ns)
+
+    @property
     def identity(self) -> tuple[object, object]:
         """What two sources share exactly when they are the same file: its device and inode."""
         facts = os.fstat(self.fd)
@@ -69,6 +75,9 @@ class Source:
     def guard(self, start: int, nbytes: int, before: int, check: Callable[[bytes], None]) -> None:
         """Have the bytes from `before` to `start` checked before any of those behind them is used."""
         check(self.read(before, start - before))
+
+    def check_rest(self) -> None:
+        """Check what stands before stretches of which nothing was read: of a file it was checked at once."""
 
     def opened(self) -> None:
         """Note that the checkpoint is open: from now on values are read."""

@@ -46,9 +46,9 @@ def test_a_small_inspection_of_shards_prints_every_way_and_what_the_server_count
 @pytest.mark.long
 def test_all_comparisons_print_every_way_and_target(tmp_path: Path) -> None:
     text = run(tmp_path, "--size", "4MB")
-    for way, times in ((OURS, 4), (LOCAL, 4), (DOWNLOAD, 4), (BARE, 2), (FSSPEC, 3), (FAKE, 1)):
+    for way, times in ((OURS, 5), (LOCAL, 5), (DOWNLOAD, 5), (BARE, 3), (FSSPEC, 3), (FAKE, 1)):
         assert len([row for row in cells(text, way) if row[0] == way]) == times
-    assert len(cells(text, f"{OURS}, of the link")) == 2
+    assert len(cells(text, f"{OURS}, of the link")) == 3
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_a_way_whose_library_is_missing_is_in_the_table_and_its_target_is_not(
     with subprocess.Popen(["true"], text=True) as process:
         hub = Hub(process, "", "", 1000, tmp_path)
     hub.counts |= {name: [Count(9, 9, 9), Count(2, 1000, 1)] for name in (LOCAL, OURS)}
-    case = remote._streamed("merge", [Way(name, []) for name in (LOCAL, OURS, DOWNLOAD)], 1000)
+    case = Case("merge", [Way(name, []) for name in (LOCAL, OURS, DOWNLOAD)], remote._targets(1000))
     results = {name: [Run(1e-5, 1e-5, 1 << 20)] for name in (LOCAL, OURS)}
-    text = remote.as_markdown(Case(case.title, case.ways, case.targets), results, hub)
+    text = remote.as_markdown(case, results, hub)
     assert cells(text, DOWNLOAD) == [[DOWNLOAD, "not installed"]]
     assert cells(text, f"{OURS}, of the link") == [[f"{OURS}, of the link", "≥ 0.90", "0.80", "MISSED"]]

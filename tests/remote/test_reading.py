@@ -307,6 +307,11 @@ def test_a_url_has_one_form_and_keeps_it(url: str) -> None:
     ("url", "said"),
     [
         ("https://user:secret@h/a.pt", "holds a password"),
+        ("ftp://user:secret@h/a.pt", "holds a password"),
+        ("hf://user:secret@o/r", "holds a password"),
+        ("s3://key:secret@bucket/a.pt", "holds a password"),
+        ("az://c/a.pt?sv=1&sig=secret", "is signed"),
+        ("s3://b/a.pt?X-Amz-Signature=secret", "is signed"),
         ("https:///a.pt", "names no host"),
         ("https://h:port/a.pt", "is not a URL"),
         ("s3:///a.pt", "names no bucket"),
@@ -432,3 +437,43 @@ def test_what_two_revisions_share_is_read_once_or_not_at_all(hub: Hub, tmp_path:
     digests = [line.split()[0] for line in ran.out.splitlines()]
     assert digests == [ckpttool.digest(tmp_path / f"{name}.safetensors") for name in ("model", "changed")]
     assert TRAFFIC.nbytes - before < size * 2
+
+
+def test_a_tie_in_a_file_of_a_known_hash_is_digested_once(hub: Hub, tmp_path: Path) -> None:
+    tied = torch.arange(1000.0)
+    state = {"a": tied, "b": tied, "c": torch.ones(1000), "d": torch.zeros(1000)}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    hub.create("o/tied").commit({"pytorch_model.bin": (tmp_path / "pytorch_model.bin").read_bytes()})
+    assert ckpttool.digest("hf://o/tied") == ckpttool.digest(tmp_path / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("output", ["S3://nowhere/a.pt", "HF://me/none/a.pt", "ftp://h/a.pt", "gs://"])
+def test_an_output_s_url_may_be_written_in_any_case(
+    output: str, tmp_path: Path, cli: Cli, bucket: str
+) -> None:
+    ran = cli("convert", put(tmp_path), output)
+    assert (ran.code in (2, 3), ran.err.startswith("error: "), len(ran.err.splitlines()) <= 2) == (True,) * 3
+    with pytest.raises(CkptToolError), ckpttool.open(put(tmp_path)) as checkpoint:
+        ckpttool.save(checkpoint, output)
+
+
+def test_a_header_that_can_not_be_so_long_is_not_read(server: RangeServer, tmp_path: Path) -> None:
+    """Between two records there may be anything, and it may be large: a gap is no header."""
+    path = put(tmp_path / "there")
+    gap = tmp_path / "there" / "gap.pt"
+    with zipfile.ZipFile(path) as archive, open(gap, "wb") as file, zipfile.ZipFile(file, "w") as other:
+        for number, name in enumerate(archive.namelist()):
+            if number == 1:
+                file.seek(5_000_000, os.SEEK_CUR)
+                other.start_dir = file.tell()
+            other.writestr(name, archive.read(name))
+    before = TRAFFIC.nbytes
+    with ckpttool.open(f"{server.url}/gap.pt") as checkpoint:
+        assert TRAFFIC.nbytes - before < 3_000_000
+        assert ckpttool.digest(checkpoint) == ckpttool.digest(path)
+
+
+def test_a_name_may_look_as_if_a_query_had_been_taken_off(server: RangeServer, tmp_path: Path) -> None:
+    put(tmp_path / "there", "m.safetensors")
+    with pytest.raises(CkptToolError, match="no such object"):
+        ckpttool.open(f"{server.url}/m%3F%E2%80%A6deadbeef.safetensors")

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.files.resuming import Attempt
 from ckpttool.remote import ahead
 from ckpttool.remote import cache as remote_cache
 from ckpttool.remote.store import TRAFFIC
@@ -126,8 +127,11 @@ def without(server: RangeServer, words: list[Any]) -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[RangeServer, list[Any]], None], str]] = {
-    "the object has changed": (touched, "begun from the start, as an earlier attempt was of another plan"),
-    "another selection": (another, "begun from the start, as an earlier attempt was of another plan"),
+    "the object has changed": (
+        touched,
+        "begun from the start, as no earlier attempt of the same plan is here",
+    ),
+    "another selection": (another, "begun from the start, as no earlier attempt of the same plan is here"),
     "not asked for": (without, ""),
 }
 
@@ -157,6 +161,87 @@ def test_what_is_of_another_plan_is_not_gone_on_with(
         assert_says(ran, 0, said)
         assert TRAFFIC.nbytes - before > SIZE * 0.9
     assert parts(tmp_path) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_equal_shapes_from_other_places_are_another_plan(tmp_path: Path, there: Path) -> None:
+    """Names, types and shapes are the same, but not whose bytes they get."""
+    output = tmp_path / "o.safetensors"
+
+    def save(checkpoint: ckpttool.Checkpoint, names: list[str], **choices: Any) -> None:
+        tensors = dict(zip(names, checkpoint.state().tensors.values(), strict=True))
+        ckpttool.save(
+            checkpoint.rebuilt(lambda value: tensors if isinstance(value, dict) else value), output, **choices
+        )
+
+    with RangeServer(there) as server, ckpttool.open(f"{server.url}/a.safetensors") as checkpoint:
+        names = [*checkpoint.state().tensors]
+        fail_after(server, 16 << 20, "a.")
+        with pytest.raises(ckpttool.errors.Unreadable):
+            save(checkpoint, names)
+        server.heal()
+        save(checkpoint, names[::-1], resume=True)
+        local = ckpttool.open(there / "a.safetensors").state()
+        with ckpttool.open(output) as written:
+            for name, other in zip(names[::-1], names, strict=True):
+                assert (written.state()[name].numpy() == local[other].numpy()).all()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_local_input_is_part_of_the_plan(there: Path, tmp_path: Path, cli: Cli) -> None:
+    other, output = tmp_path / "b.safetensors", tmp_path / "o.safetensors"
+    state = {f"module.{number}": torch.zeros(SIZE // 4 // 24) for number in range(24)}
+    save_file(state, other)
+    with RangeServer(there) as server:
+        words = ["average", f"{server.url}/a.safetensors", other, output]
+        fail_after(server, 16 << 20, "a.")
+        assert cli(*words).code == 3
+        server.heal()
+        save_file({name: value + 1 for name, value in state.items()}, other)
+        assert_says(cli(*words, "--resume"), 0, "begun from the start")
+    assert cli("average", there / "a.safetensors", other, tmp_path / "local.safetensors").code == 0
+    assert output.read_bytes() == (tmp_path / "local.safetensors").read_bytes()
+
+
+def test_two_processes_do_not_write_into_one_part(tmp_path: Path) -> None:
+    """The second one writes as if there were nothing to go on with, and leaves the first one's record."""
+    target = str(tmp_path / "o")
+    first, second = (Attempt(target, "plan", resume=False, computed=True) for _ in range(2))
+    claimed = first.claim_file(0o600)
+    assert claimed is not None
+    with os.fdopen(claimed[0], "r+b") as file:
+        written = first.written(file)
+        assert written is not None
+        written.add(0, 100)
+        first.note()
+        assert second.claim_file(0o600) is None
+        with open(tmp_path / "other", "w+b") as other:
+            assert second.written(other) is None
+        assert json.loads((tmp_path / ".o.ckpttool.part.json").read_text())["files"] == {"": [[0, 100]]}
+
+
+@pytest.mark.parametrize(
+    "record", ['{"plan": "p", "files": {"": [[0, 50], [10, 20]]}}', "[]", "{", '{"files": 3}']
+)
+def test_a_record_that_makes_no_sense_claims_nothing(record: str, tmp_path: Path) -> None:
+    (tmp_path / ".o.ckpttool.part").write_bytes(bytes(100))
+    (tmp_path / ".o.ckpttool.part.json").write_text(record)
+    attempt = Attempt(str(tmp_path / "o"), "p", resume=True, computed=True)
+    claimed = attempt.claim_file(0o600)
+    assert claimed is not None
+    with os.fdopen(claimed[0], "r+b") as file:
+        written = attempt.written(file)
+        assert written is not None and not written.covers(0, 10)
+
+
+def test_a_forked_process_fetches_by_itself(there: Path) -> None:
+    with RangeServer(there) as server, ckpttool.open(f"{server.url}/a.safetensors") as checkpoint:
+        tensor = checkpoint.state()["module.1"]
+        expected = tensor.numpy().sum()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if tensor.numpy().sum() == expected else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @pytest.mark.usefixtures("impatient")
@@ -273,3 +358,33 @@ def test_without_a_cache_all_works(
     monkeypatch.setenv("CKPTTOOL_CACHE", place)
     with RangeServer(there) as server:
         assert json.loads(cli("inspect", f"{server.url}/a.pt", "--json").out)["format"] == "torch-zip"
+
+
+@pytest.mark.parametrize("harm", ["another user's", "writable by others", "nonsense with a digest"])
+def test_a_cache_that_others_may_have_written_is_none(harm: str, there: Path, cache: Path, cli: Cli) -> None:
+    import hashlib
+
+    with RangeServer(there) as server:
+        assert cli("inspect", f"{server.url}/a.pt").code == 0
+        (entry,) = cache.iterdir()
+        if harm == "writable by others":
+            entry.chmod(0o666)
+        elif harm == "nonsense with a digest":
+            body = b"\x02\0\0\0{}"
+            entry.write_bytes(hashlib.sha256(body).digest() + body)
+        elif os.geteuid() == 0:
+            os.chown(entry, 12345, -1)
+        else:
+            pytest.skip("only root can give a file away")
+        server.requests.clear()
+        assert cli("inspect", f"{server.url}/a.pt").code == 0
+        assert len(server.requests) == 2
+
+
+def test_a_planted_part_is_not_written_into(there: Path, tmp_path: Path, cli: Cli) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    os.link(victim, tmp_path / ".o.safetensors.ckpttool.part")
+    with RangeServer(there) as server:
+        assert cli("strip-prefix", f"{server.url}/a.pt", tmp_path / "o.safetensors").code == 0
+    assert (victim.read_bytes(), victim.stat().st_nlink) == (b"mine", 1)

@@ -109,12 +109,16 @@ def digest(console: Console, files: tuple[str, ...], state: str | None, no_verif
     """
     from ...analysis import checks
 
+    known: dict[object, bytes] = {}  # of files that several FILEs share
+
     def answer(file: str) -> Answer:
         with open_file(console, file) as checkpoint:
             found = checkpoint.state(state)
             note_state(console, checkpoint, state)
             with console.progress(checkpoint.nbytes, "hashing") as progress:
-                value = checks.digest(checkpoint, state=state, verify=not no_verify, progress=progress)
+                value = checks.digest(
+                    checkpoint, state=state, verify=not no_verify, progress=progress, known=known
+                )
         data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
         return Answer(f"{value}  {printable(file)}", data, in_quiet=value)
 

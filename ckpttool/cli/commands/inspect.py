@@ -102,9 +102,10 @@ def _lines() -> int:
 
 def _measure(console: Console, checkpoint: Checkpoint, verify: bool) -> Mapping[str, Stats | None]:
     from ...analysis.tables import measure
-    from ...checkpoint.checksums import Checksums
+    from ...checkpoint.checksums import Checksums, expect
 
     found: dict[str, Stats | None] = {}
+    expect(checkpoint.storages())
     read = checkpoint.storages() if verify else ()
     with console.progress(checkpoint.nbytes, "reading") as progress, Checksums(checkpoint, read) as checksums:
         for name, tensor in checkpoint.tensors():

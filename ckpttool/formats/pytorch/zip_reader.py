@@ -239,6 +239,8 @@ def _records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[st
 
 ALIGNED = 64  # torch's storages begin at multiples of this
 
+LONGEST_HEADER = LOCAL_HEADER.size + 2 * FULL16
+
 # Bytes of a data descriptor: with signature and narrow or wide sizes, or without.
 DESCRIPTORS = (16, 24, 12, 20)
 
@@ -259,6 +261,8 @@ def _unseen_records(place: ByteRange, entries: Iterable[_Entry], limit: int) -> 
         if not starts:
             raise _Overlap(place.path, f"its record '{name[:80]}' runs into the one behind it")
         start = next((start for start in starts if start % ALIGNED == 0), starts[0])
+        if start - header > LONGEST_HEADER:  # nobody has written what lies between: it is read as in a file
+            return _records(place, listed, limit)
         data = ByteRange(place.source, place.offset + start, packed)
         check = partial(_check_header, place, entry, start)
         place.source.guard(data.offset, packed, place.offset + header, check)

@@ -23,7 +23,7 @@ from ..dcp import reading as dcp
 from ..dcp import tree as dcp_tree
 from ..pytorch import zip as torch_zip
 from ..pytorch.tensor_pickle import written_device
-from ..strangers import refuse_output, unwritable
+from ..strangers import unwritable
 
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
@@ -71,7 +71,6 @@ def destination(
 
     `keep`: a new folder gets the format of the folder that the checkpoint was read from.
     """
-    refuse_output(path)
     known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
     if to is not None and to not in known:
         raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")

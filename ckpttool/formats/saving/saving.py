@@ -20,10 +20,10 @@ from ...checkpoint.special_tensors import require_plain
 from ...errors import Damaged, FileError, Refused, UsageFault
 from ...files.commit import replacing, require_folder
 from ...files.commit_folder import replacing_folder
-from ...files.copying import DryOutput, Output, Progress
+from ...files.copying import DryOutput, Output, Planned, Progress
 from ...inert_pickle.values import OrderedDict_
 from ...remote import ahead
-from ...remote.places import uploading
+from ...remote.places import uploading, versions
 from ...remote.store import TRAFFIC
 from ...tensors.ref import Source, Storage
 from .. import folders, safetensors, shards
@@ -32,6 +32,7 @@ from ..dcp import tree as dcp_tree
 from ..pytorch import zip as torch_zip
 from ..reading import open as open_any
 from ..reading import read
+from ..strangers import output_at
 from .destination import PICKLES, Destination, Saved, destination, report, require_place, require_sense
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class SavePlan:
         return moved + (2 * sum(tensor.nbytes for tensor in self.tensors().values()) if verify else 0)
 
     def carried_out(
-        self, verify: bool | None, dry_run: bool, progress: Progress | None, resume: bool, recipe: str
+        self, verify: bool | None, dry_run: bool, progress: Progress | None, resume: bool | None, recipe: str
     ) -> Saved:
         """Write, and compare what was read and written before it takes its place."""
         is_compared = not dry_run if verify is None else verify
@@ -114,23 +115,31 @@ class SavePlan:
 
             return self.write(opened, check, attempt)
 
-    def _attempt(self, resume: bool, recipe: str, *, computed: bool) -> Attempt | None:
+    def _attempt(self, resume: bool | None, recipe: str, *, computed: bool) -> Attempt | None:
         """Return what keeps an interrupted output of remote files; None for any other."""
-        places = (place.source for place in reads_of(self.storages()) if not place.source.is_local)
-        sources = {source.identity: source.size for source in places}
-        if not sources or self.path == "-" or self.format == dcp.NAME:
+        sources = {place.source for place in reads_of(self.storages())}
+        if resume is None or self.path == "-" or self.format == dcp.NAME:
             return None
-        from ...files.resuming import Attempt, plan_of
+        if all(source.is_local for source in sources) or not all(source.version[1] for source in sources):
+            return None  # who could tell whether it has changed since?
+        from ...files.resuming import Attempt
 
-        if not all(version for _, version in sources):  # who could tell whether it has changed since?
-            return None
-        kinds = [(name, tensor.dtype.name, tensor.shape) for name, tensor in self.tensors().items()]
-        asked = [self.format, self.where, self.full, self.shard_size, self.checkpoint.device, recipe]
-        plan = plan_of([__version__, asked, [*sources.items()], kinds, [*self.ties.items()]])
-        attempt = Attempt(os.path.realpath(self.path), plan, resume=resume, computed=computed)
+        opened = sorted({*versions(), *(repr(source.version) for source in sources)})
+        plan = Planned((__version__, recipe, opened))
+        if self.format in folders.NAMES:
+            cut, index = self._shards()
+            for name, tensors in cut.items():
+                self._write_shard(name, tensors, plan)
+            plan.write(index.encode())
+        else:
+            self._write(plan)
+        attempt = Attempt(
+            os.path.realpath(self.path), plan.hash.hexdigest(), resume=resume, computed=computed
+        )
         if resume and not attempt.is_resumed:
-            why = "was of another plan or version" if attempt.is_other else "is not here"
-            TRAFFIC.remark(f"{self.path}: begun from the start, as an earlier attempt {why}")
+            TRAFFIC.remark(
+                f"{self.path}: begun from the start, as no earlier attempt of the same plan is here"
+            )
         return attempt
 
     def dry_run(self) -> Saved:
@@ -341,7 +350,7 @@ def save(
         Damaged: what was read does not have its checksum (nothing was written), or what was written does not
             read back as intended (it was removed).
     """
-    named = os.fspath(path)
+    named = output_at(os.fspath(path))
     with uploading(named, replace=force, dry_run=dry_run, progress=progress) as name:
         target = destination(name, checkpoint, to, full=full)
         require_sense(target, state, full, keep_copies, shard_size)
@@ -353,5 +362,6 @@ def save(
         plan = SavePlan(checkpoint, target, state, keep_copies, shard_size, kept)
         if expect is not None:
             expect(0 if dry_run else plan.work(bool(verify)))
-        saved = plan.carried_out(verify, dry_run, progress, resume, recipe)
+        going_on = resume if name == named else None  # what is uploaded is kept nowhere
+        saved = plan.carried_out(verify, dry_run, progress, going_on, recipe)
     return replace(saved, path=named)

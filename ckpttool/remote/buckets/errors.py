@@ -47,8 +47,10 @@ def named(shown: str, scheme: str, *, is_signed: bool) -> Iterator[None]:
     try:
         yield
     except (BaseError, FileNotFoundError, ValueError) as error:
-        # Not as its cause: a traceback would show what this leaves out.
-        raise _translated(error, shown, scheme, is_signed) from None
+        failure = _translated(error, shown, scheme, is_signed)
+    else:
+        return
+    raise failure  # outside: as its context too the error would show what this leaves out
 
 
 def status_of(error: BaseException) -> int:

@@ -80,10 +80,15 @@ def call(about: About, do: Callable[[], T], patience: Patience, *, reconnects: b
 
 def _bounded(about: About, do: Callable[[], T], seconds: float) -> T:
     """Return what a call returns, unless the hub takes more seconds for one answer."""
-    outcome = started(do)
+    awaited: dict[int, float] = {}  # requests that were sent, and whose answer has not ended: since when
+
+    def watched() -> T:
+        _of_thread.awaited = awaited
+        return do()
+
+    outcome = started(watched)
     while not waited([outcome], seconds / LONGEST).done:
-        if any(time.monotonic() > since + seconds for since in [*_awaited.values()]):
-            _awaited.clear()
+        if any(time.monotonic() > since + seconds for since in [*awaited.values()]):
             raise Unreadable(about.url, f"the hub's answer does not end within {seconds:g} s")
     return outcome.result()
 
@@ -143,7 +148,7 @@ def offline(about: About) -> Unreadable:
 
 _lock = threading.Lock()
 _under_way = 0
-_awaited: dict[int, float] = {}  # our requests that were sent, and whose answer has not ended: since when
+_of_thread = threading.local()
 _before: tuple[int, bool, bool] = (0, False, False)  # the library's settings while no call is under way
 
 
@@ -208,10 +213,11 @@ def _begun(request: Any) -> None:
 
 def _followed(request: int, event: str, info: object) -> None:
     """Note when an answer is waited for, and when it has ended: httpx bounds only each byte of it."""
+    awaited: dict[int, float] = getattr(_of_thread, "awaited", {})
     if event.endswith("receive_response_headers.started"):
-        _awaited[request] = time.monotonic()
+        awaited[request] = time.monotonic()
     elif event.endswith("response_closed.started"):
-        _awaited.pop(request, None)
+        awaited.pop(request, None)
 
 
 def _answered(response: Any) -> None:

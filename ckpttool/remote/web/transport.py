@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import threading
 import time
@@ -16,7 +17,7 @@ from urllib.request import getproxies_environment, proxy_bypass
 
 from ...errors import Unreadable
 from ..patience import Patience
-from ..store import TRAFFIC, Facts, Forbidden, Missing, Unranged, changed
+from ..store import DATED, TRAFFIC, Facts, Forbidden, Missing, Unranged, changed
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -78,7 +79,7 @@ class Transport:
     def __init__(self, patience: Patience) -> None:
         """Connect to nothing yet."""
         self._patience = patience
-        self._managers: dict[tuple[str, str | None], PoolManager] = {}
+        self._managers: dict[tuple[str, str | None, int], PoolManager] = {}
         self._lock = threading.Lock()
 
     def get(
@@ -213,10 +214,10 @@ class Transport:
         proxy = proxies.get(parts.scheme) or proxies.get("all")
         if proxy and proxy_bypass(parts.netloc.rpartition("@")[2]):
             proxy = None
-        way = parts.scheme, proxy
+        way = parts.scheme, proxy, os.getpid()  # a forked process has no part in its parent's connections
         with self._lock:
             if way not in self._managers:
-                self._managers[way] = manager_by(*way, self._patience.stall)
+                self._managers[way] = manager_by(*way[:2], self._patience.stall)
             return self._managers[way]
 
 
@@ -290,7 +291,7 @@ def _identity(answer: BaseHTTPResponse, size: int) -> str:
     etag, modified = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
     if re.fullmatch(r'"[!#-~]+"', etag):
         return etag
-    return f"{modified} {size}" if modified else ""
+    return f"{DATED}{modified} {size}" if modified else ""
 
 
 def _length(answer: BaseHTTPResponse) -> int | None:
