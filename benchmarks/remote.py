@@ -1,6 +1,6 @@
 """A checkpoint read where it lies: beside downloading it first, and beside fsspec with torch.load.
 
-    pip install 'ckpttool[remote]' 'fsspec[http]'
+    pip install -e '.[remote]' 'fsspec[http]'
     python -m benchmarks.remote
 
 A server of the project's own stands for the hub, behind a link of 1 Gbit/s that answers after 20 ms; all
