@@ -46,7 +46,7 @@ def digest(
     """
     with opened(file) as checkpoint:
         chosen = checkpoint.state(state)
-        used = [(name, tensor.storage) for name, tensor in chosen.tensors.items()]
+        used = [(name, tensor.storage) for name, tensor in sorted(chosen.tensors.items())]
         expect(used)
         with Checksums(checkpoint, used if verify else []) as checksums:
             value = hashing.digest(_with_parts(checkpoint.path, chosen), progress, known)

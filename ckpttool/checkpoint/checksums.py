@@ -37,8 +37,8 @@ def each_once(storages: Iterable[Named]) -> Iterator[Named]:
 
 
 def expect(storages: Iterable[Named]) -> None:
-    """Announce that storages will be read whole, to those of their sources that are not on this machine."""
-    ahead.expect(reads_of(storages))
+    """Announce that storages will be read, in this order, to those of their sources that are elsewhere."""
+    ahead.expect(storage for _, storage in storages)
 
 
 def reads_of(storages: Iterable[Named]) -> Iterator[ByteRange]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, in_brief, remade
 from ..remote import ahead
-from ..tensors.ref import ByteRange, TensorRef
+from ..tensors.ref import TensorRef
 from . import dotted_names, states
 from .dotted_names import Container, Entry, Path, contents, dotted, follow, is_tensor, regrouped
 from .pickled_modules import BadModules, is_module, named
@@ -107,9 +107,7 @@ class State:
         parts = (part for like in self.likes.values() for part in like.parts.values())
         paths = (tensor.storage.data.path for tensor in chain(self.tensors.values(), parts))
         require_plain(next(paths, self.where), self.likes, "can't be loaded as plain tensors")
-        ahead.expect(
-            place for tensor in self.tensors.values() if isinstance(place := tensor.storage.data, ByteRange)
-        )
+        ahead.expect(tensor.storage for tensor in self.tensors.values())
         return live_tensors(self.tensors)
 
     @property

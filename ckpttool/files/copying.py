@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from mmap import mmap
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
-from ..tensors.ref import ByteRange, Computed, Source, TensorRef
+from ..tensors.ref import ByteRange, Computed, TensorRef
 from ..tensors.values import stream
 from .crc32 import combined, crc32
 from .failures import NO_ROOM
@@ -321,15 +321,10 @@ def _start_flushing(fd: int, start: int) -> None:
 
 def _as_they_lie(copies: list[_Copy]) -> list[_Copy]:
     """Return copies in the order of their bytes where these are not on this machine, else as they came."""
-    sources: dict[Source, int] = {}
-    for copy in copies:
-        if copy.near is not None and not copy.near.source.is_local:
-            sources.setdefault(copy.near.source, len(sources))
-    if not sources:
-        return copies
 
-    def place(copy: _Copy) -> tuple[int, int]:
-        return (sources.get(copy.near.source, -1), copy.near.offset) if copy.near else (-1, 0)
+    def place(copy: _Copy) -> tuple[str, int]:
+        near = copy.near
+        return ("", 0) if near is None or near.source.is_local else (near.source.place, near.offset)
 
     return sorted(copies, key=place)
 

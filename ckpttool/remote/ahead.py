@@ -1,44 +1,46 @@
 """Bytes of remote objects, fetched by a few threads: what is asked for, and what will be asked for next.
 
-What an operation is going to read is announced by `expect`: sorted, neighbours joined, and cut into pieces.
-Whoever reads one piece has the next ones fetched meanwhile, within bounds of requests and of memory.
+What an operation is going to read is announced by `expect`: neighbours are joined, and cut into pieces, which
+stand in a line as they will be read. Whoever reads one has those behind it fetched meanwhile, of this object
+and of the next, within bounds of requests and of memory.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain
 from queue import SimpleQueue
 from typing import TypeVar
+from weakref import WeakSet
 
 from ..errors import CkptToolError
 from ..files.threads import is_dropped
-from ..tensors.ref import ByteRange, Source
+from ..tensors.ref import ByteRange, Source, Storage
 
 GAP = 256 << 10  # bytes between two ranges that are read along rather than asked for apart
 UNDER_WAY = 16  # requests at a time
-STALE = 2.0  # seconds after which a piece that was fetched ahead gives way to others
 HELD = 64 << 20  # bytes that are fetched and not yet taken, of all objects together
 LARGEST, SMALLEST = 8 << 20, 64 << 10  # bytes of a piece: two of each object are held, of up to 512
 
-Fetch = Callable[[int, int], bytes]  # of a stretch, by its begin and end
+Range = tuple[int, int]  # begin and end
+Fetch = Callable[[int, int], bytes]  # of a range
 T = TypeVar("T")
 
 
 class Piece:
     """A stretch of an object that is being fetched, or was."""
 
-    __slots__ = ("_done", "_result", "left", "start", "stop")
+    __slots__ = ("_done", "_result", "left", "line", "start", "stop")
 
-    def __init__(self, start: int, stop: int, left: int = 0) -> None:
+    def __init__(self, start: int, stop: int, left: int = 0, line: Line | None = None) -> None:
         self.start, self.stop = start, stop
         self.left = left  # bytes that are expected to be taken still
+        self.line = line  # in which it stands
         self._done = threading.Event()
         self._result: bytes | BaseException = b""
 
@@ -88,24 +90,21 @@ class _Fetching:
             _do(*self.jobs.get())
 
     def hold(self, piece: Piece, owner: Ahead) -> None:
-        """Keep a piece, and drop the oldest ones where that is too much."""
+        """Keep a piece, and drop those that nobody has read for the longest time where that is too much."""
         self.held[piece] = owner
-        self.nbytes += piece.stop - piece.start
+        self._count(piece, piece.stop - piece.start)
         while self.nbytes > HELD and next(iter(self.held)) is not piece:
             oldest, theirs = next(iter(self.held.items()))
             theirs.drop(oldest)
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether so many bytes more may be held; what nobody has read for a while gives way."""
-        limit = time.monotonic() - STALE
-        for piece, owner in [*self.held.items()] if self.nbytes + nbytes > HELD else ():
-            if owner.used < limit:
-                owner.drop(piece)
-        return self.nbytes + nbytes <= HELD
-
     def drop(self, piece: Piece) -> None:
         if self.held.pop(piece, None) is not None:
-            self.nbytes -= piece.stop - piece.start
+            self._count(piece, piece.start - piece.stop)
+
+    def _count(self, piece: Piece, nbytes: int) -> None:
+        self.nbytes += nbytes
+        if piece.line:
+            piece.line.held += nbytes
 
 
 def _do(job: Callable[[], bytes], piece: Piece) -> None:
@@ -127,24 +126,57 @@ def _begin_again() -> None:
 os.register_at_fork(after_in_child=_begin_again)
 
 
+class Line:
+    """The pieces of several objects, in the order in which an operation reads of them first."""
+
+    def __init__(self) -> None:
+        self.held = 0  # bytes that are fetched and not yet taken
+        self._pieces: list[tuple[Ahead, int, int]] = []
+        self._places: dict[tuple[Ahead, int], int] = {}
+        self._next = 0  # place of the piece that is fetched next
+
+    def add(self, owner: Ahead, begin: int, end: int) -> None:
+        """Append the pieces that hold a range, but for those that are there already."""
+        while begin < end and (bounds := owner.bounds(begin)):
+            if (owner, bounds[0]) not in self._places:
+                self._places[owner, bounds[0]] = len(self._pieces)
+                self._pieces.append((owner, *bounds))
+            begin = bounds[1]
+
+    def fetch_behind(self, owner: Ahead, begin: int, *, jumped: bool) -> None:
+        """Have pieces fetched behind the one that is read now, as far as there is room."""
+        place = self._places.get((owner, begin), -1)
+        self._next = place + 1 if jumped else max(place + 1, self._next)
+        room = HELD // len(_lines)  # two checkpoints that are compared are read by turns
+        while self._next < len(self._pieces):
+            theirs, begin, end = self._pieces[self._next]
+            if self.held + end - begin > room:
+                return
+            theirs.begin((begin, end))
+            self._next += 1
+
+
+_lines: WeakSet[Line] = WeakSet()  # of checkpoints that are open
+
+
 class Ahead:
-    """The pieces of one object that are expected to be read, about in the order in which they lie."""
+    """The pieces of one object that are expected to be read."""
 
     def __init__(self, fetch: Fetch) -> None:
         """Expect nothing yet: then each stretch is fetched when it is asked for, and no more."""
         self._fetch = fetch
         self._starts: list[int] = []  # of the expected stretches
         self._stops: list[int] = []
-        self._nbytes, self._depth = LARGEST, 1  # of a piece, and how many are fetched ahead
+        self._nbytes = LARGEST  # of a piece
         self._wanted: dict[int, int] = {}  # begin of a piece -> how many of its bytes are read
         self._pieces: dict[int, Piece] = {}
-        self._by, self.used = _now, 0.0  # when bytes were taken for the last time
+        self._line: Line | None = None
+        self._by = _now
 
-    def expect(self, ranges: Iterable[tuple[int, int]], nbytes: int, depth: int) -> None:
-        """Announce what will be read: in pieces of how many bytes, and how many of them ahead."""
+    def expect(self, ranges: Iterable[Range], stretches: Iterable[Range], nbytes: int, line: Line) -> None:
+        """Announce ranges that will be read, and stretches that hold them, in pieces of how many bytes."""
         starts, stops = list[int](), list[int]()
-        ranges = sorted(ranges)
-        for begin, end in ranges:
+        for begin, end in sorted(stretches):
             if stops and begin <= stops[-1] + GAP:
                 stops[-1] = max(stops[-1], end)
             elif end > begin:
@@ -152,33 +184,34 @@ class Ahead:
                 stops.append(end)
         with _now.lock:
             self.forget()
-            self._starts, self._stops, self._nbytes, self._depth = starts, stops, nbytes, depth
+            self._starts, self._stops, self._nbytes, self._line = starts, stops, nbytes, line
             self._wanted = self._shares(ranges)
 
-    def _shares(self, ranges: Iterable[tuple[int, int]]) -> dict[int, int]:
+    def _shares(self, ranges: Iterable[Range]) -> dict[int, int]:
         """Return how many bytes are read of each piece: what lies between two ranges nobody takes."""
         shares: dict[int, int] = defaultdict(int)
         for begin, end in ranges:
-            while begin < end and (bounds := self._bounds(begin)):
+            while begin < end and (bounds := self.bounds(begin)):
                 shares[bounds[0]] += min(end, bounds[1]) - begin
                 begin = bounds[1]
         return shares
 
     def forget(self) -> None:
-        """Drop what was fetched and not taken."""
+        """Drop what was fetched and not taken, and expect nothing."""
         with _now.lock:
             for piece in [*self._pieces.values()]:
                 self.drop(piece)
+            self._starts, self._stops, self._line = [], [], None
 
-    def fill(self, offset: int, view: memoryview) -> None:
-        """Fill memory with the bytes from `offset`."""
+    def fill(self, offset: int, view: memoryview, *, counts: bool = True) -> None:
+        """Fill memory with the bytes from `offset`; they count as taken unless they were not announced."""
         while view:
-            piece = self._taken(offset, len(view))
+            piece = self._taken(offset, len(view), counts=counts)
             data = memoryview(piece.wait())[offset - piece.start :][: len(view)]
             view[: len(data)] = data
             view, offset = view[len(data) :], offset + len(data)
 
-    def _bounds(self, offset: int) -> tuple[int, int] | None:
+    def bounds(self, offset: int) -> Range | None:
         """Return begin and end of the piece at `offset`; None where nothing is expected."""
         number = bisect_right(self._starts, offset) - 1
         if number < 0 or offset >= self._stops[number]:
@@ -186,43 +219,34 @@ class Ahead:
         begin = offset - (offset - self._starts[number]) % self._nbytes
         return begin, min(begin + self._nbytes, self._stops[number])
 
-    def _following(self, bounds: tuple[int, int]) -> Iterator[tuple[int, int]]:
-        """Yield the pieces behind one."""
-        at = bounds[1]
-        while True:
-            number = bisect_right(self._stops, at)
-            if number == len(self._starts):
-                return
-            found = self._bounds(max(at, self._starts[number]))
-            assert found is not None
-            yield found
-            at = found[1]
-
-    def _taken(self, offset: int, nbytes: int) -> Piece:
+    def _taken(self, offset: int, nbytes: int, *, counts: bool) -> Piece:
         """Return the piece of which some bytes are taken now, and have those behind it fetched."""
         with _now.lock:
             if self._by is not _now:  # this process was forked since
-                self._by, self._pieces = _now, {}
-            self.used = time.monotonic()
-            bounds = self._bounds(offset)
+                self._by, self._pieces, self._line = _now, {}, None
+            bounds = self.bounds(offset)
             if bounds is None:  # nobody has said that this would be read
                 piece = Piece(offset, offset + nbytes)
                 return _now.start(partial(self._fetch, piece.start, piece.stop), piece)
-            piece = self._pieces.get(bounds[0]) or self._begin(bounds)
-            piece.left -= min(nbytes, bounds[1] - offset)
+            jumped = bounds[0] not in self._pieces
+            piece = self.begin(bounds)
+            piece.left -= min(nbytes, bounds[1] - offset) if counts else 0
             if piece.left <= 0:
                 self.drop(piece)
             else:
                 _now.held.move_to_end(piece)
-            for begin, end in islice(self._following(bounds), self._depth):
-                if begin not in self._pieces and _now.has_room(end - begin):
-                    self._begin((begin, end))
+            if self._line:
+                self._line.fetch_behind(self, bounds[0], jumped=jumped)
         return piece
 
-    def _begin(self, bounds: tuple[int, int]) -> Piece:
-        piece = self._pieces[bounds[0]] = Piece(*bounds, self._wanted[bounds[0]])
-        _now.hold(piece, self)
-        return _now.start(partial(self._fetch, *bounds), piece)
+    def begin(self, bounds: Range) -> Piece:
+        """Return a piece that is fetched, or have it fetched."""
+        piece = self._pieces.get(bounds[0])
+        if piece is None:
+            piece = self._pieces[bounds[0]] = Piece(*bounds, self._wanted[bounds[0]], self._line)
+            _now.hold(piece, self)
+            _now.start(partial(self._fetch, *bounds), piece)
+        return piece
 
     def drop(self, piece: Piece) -> None:
         """Let a piece go; whoever waits for it still gets its bytes."""
@@ -231,16 +255,40 @@ class Ahead:
             del self._pieces[piece.start]
 
 
-def expect(ranges: Iterable[ByteRange]) -> None:
-    """Announce what an operation will read of remote objects, each byte about once and in order."""
-    of_source: dict[Source, list[tuple[int, int]]] = defaultdict(list)
-    for place in ranges:
-        if not place.source.is_local:
-            of_source[place.source].append((place.offset, place.offset + place.nbytes))
-    count = max(len(of_source), 1)
-    nbytes = max(SMALLEST, min(LARGEST, HELD // (2 * count)))
-    for source, stretches in of_source.items():
-        source.expect(stretches, nbytes, max(1, HELD // nbytes // count - 1))
+def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
+    """Announce what an operation will read of remote objects: each storage about once, and in this order.
+
+    Args:
+        storages: all that will be read; those in files of this machine are passed over.
+        as_they_lie: they are read in the order of their places instead, as copies are.
+    """
+    seen: set[int] = set()
+    jobs = [places for storage in storages if (places := _places(storage, seen))]
+    if as_they_lie:
+        jobs.sort(key=lambda places: (places[0].source.place, places[0].offset))
+    of_source: dict[Source, list[Range]] = defaultdict(list)
+    for place in chain.from_iterable(jobs):
+        of_source[place.source].append((place.offset, place.offset + place.nbytes))
+    # What is put together from many objects has a piece of each in use, and the next one is on its way.
+    together = max((len({place.source for place in places}) for places in jobs), default=1)
+    nbytes = max(SMALLEST, min(LARGEST, HELD // (2 * together)))
+    line = Line()
+    if jobs:
+        _lines.add(line)
+    waiting = {source: source.expect(ranges, nbytes, line) for source, ranges in of_source.items()}
+    for place in chain.from_iterable(jobs):
+        line.add(waiting[place.source], place.offset, place.offset + place.nbytes)
+
+
+def _places(storage: Storage, seen: set[int]) -> list[ByteRange]:
+    """Return where the bytes of a storage are read; a checksum is one of all that a part is taken from."""
+    if id(storage) in seen:
+        return []
+    seen.add(id(storage))
+    own = [storage.data] if isinstance(storage.data, ByteRange) else []
+    below = [origin for origin in storage.origins if not own or origin.crc32 is not None]
+    places = [*own, *(place for origin in below for place in _places(origin, seen))]
+    return [place for place in places if not place.source.is_local]
 
 
 def all_at_once(jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import threading
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from ..errors import Refused, Unreadable, Unsupported
 from ..tensors.ref import Source
-from .ahead import Ahead
+from .ahead import Ahead, Line
 from .store import DATED, Facts, Store
 from .urls import without_query
 
@@ -87,11 +87,11 @@ class RemoteSource(Source):
                 self._keep(self._known)
             self._known, self._keep = {}, None
 
-    def expect(self, ranges: Iterable[tuple[int, int]], nbytes: int, depth: int) -> None:
-        """Announce what will be read."""
-        # With what is checked before it.
-        ranges = [(self._begin_of(begin), end) for begin, end in ranges]
-        self._ahead.expect(ranges, nbytes, depth)
+    def expect(self, ranges: Sequence[tuple[int, int]], nbytes: int, line: Line) -> Ahead:
+        """Announce what will be read, and return what stands in a line for it."""
+        checked_too = [(self._begin_of(begin), end) for begin, end in ranges]
+        self._ahead.expect(ranges, checked_too, nbytes, line)
+        return self._ahead
 
     def guard(self, start: int, nbytes: int, before: int, check: Check) -> None:
         """Have the bytes from `before` to `start` checked before any of those behind them is used."""
@@ -131,14 +131,14 @@ class RemoteSource(Source):
         guarded = self._guarded_at(offset)
         if guarded and (check := self._checks.get(guarded[0])):
             before = bytearray(guarded[0] - guarded[2])
-            self._fill_here(guarded[2], memoryview(before))
+            self._fill_here(guarded[2], memoryview(before), counts=False)
             check(bytes(before))
             self._checks.pop(guarded[0], None)  # only now: another thread must not be ahead of it
         self._fill_here(offset, view)
 
-    def _fill_here(self, offset: int, view: memoryview) -> None:
+    def _fill_here(self, offset: int, view: memoryview, *, counts: bool = True) -> None:
         if self._keep is None:
-            self._ahead.fill(offset, view)
+            self._ahead.fill(offset, view, counts=counts)
             return
         end = offset + len(view)
         while offset < end:

@@ -186,6 +186,28 @@ def test_tensors_that_lie_together_are_one_request(server: RangeServer, tmp_path
     assert torch.load(out)["299"].tolist() == [299.0] * 10
 
 
+def test_many_files_are_opened_and_read_at_once(server: RangeServer, tmp_path: Path, cli: Cli) -> None:
+    """More than there are threads, each of them larger than its beginning and end."""
+    names = [f"{number}.pt" for number in range(20)]
+    for name in names:
+        put(tmp_path / "there", name)
+    urls = [f"{server.url}/{name}" for name in names]
+    before = TRAFFIC.nbytes
+    assert cli("average", *urls, tmp_path / "mean.pt").code == 0
+    assert TRAFFIC.nbytes - before < 20 * (3_200_000 + 600_000) * 1.1
+    assert ckpttool.digest(tmp_path / "mean.pt") == ckpttool.digest(tmp_path / "there" / "0.pt")
+
+
+def test_of_many_shards_each_is_read_once(server: RangeServer, tmp_path: Path, cli: Cli) -> None:
+    put(tmp_path, "b.safetensors")
+    shards = f"{tmp_path}/there/shards/"
+    ckpttool.convert(tmp_path / "b.safetensors", shards, shard_size=1000)
+    count = len(os.listdir(shards)) - 1
+    assert cli("convert", f"{server.url}/shards/model.safetensors.index.json", tmp_path / "o.pt").code == 0
+    assert len(server.requests) <= 2 * count + 1
+    assert ckpttool.digest(tmp_path / "o.pt") == ckpttool.digest(tmp_path / "b.safetensors")
+
+
 # A zip's records.
 
 

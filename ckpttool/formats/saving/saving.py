@@ -98,7 +98,7 @@ class SavePlan:
         """Write, and compare what was read and written before it takes its place."""
         is_compared = not dry_run if verify is None else verify
         if not dry_run:
-            ahead.expect(reads_of(self.storages()))
+            ahead.expect((storage for _, storage in self.storages()), as_they_lie=True)
         with Checksums(self.checkpoint, self.storages() if is_compared else ()) as checksums:
             if dry_run:
                 checksums.finish()
