@@ -144,7 +144,7 @@ def _usual_hint(error: CkptToolError, call: Call) -> str:
     if isinstance(error, errors.Damaged):
         return "copy or download it again, or use an older checkpoint"
     if isinstance(error, errors.Unreadable) and "://" in path:
-        return "check the name, and whether you may read it"
+        return "check the URL and the network, and whether you may read it"
     if isinstance(error, errors.Unreadable):
         return f"check what is there, and its permissions: ls -ld {shlex.quote(path)}"
     if isinstance(error, errors.Unsupported):  # inspect reads no more than the others

@@ -79,7 +79,7 @@ def _note_output(ctx: click.Context, argument: click.Parameter, output: str) -> 
     if "://" in output:
         from ..formats.strangers import output_at
 
-        return output_at(output)
+        return output_at(output, ctx.ensure_object(Call).revision)
     return output
 
 
@@ -245,7 +245,7 @@ reading = _all(
     flag("-v", "Show every name, not only the first few.", "--verbose"),
     option(
         "--revision NAME",
-        "Of hf:// inputs: the branch, tag or commit, where @NAME does not say it.",
+        "Of hf:// URLs: the branch, tag or commit, where @NAME does not say it.",
         is_eager=True,
         expose_value=False,
         callback=_note_revision,

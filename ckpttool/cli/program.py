@@ -166,7 +166,7 @@ def group() -> None:
     """A workbench for PyTorch checkpoints.
 
     Reads .pt files of any age and .safetensors without torch, without loading them, and without running
-    anything that they name.
+    anything that they name. Wherever a file stands, a URL may: hf://OWNER/REPO, https://, s3://, gs://, az://.
     """
 
 

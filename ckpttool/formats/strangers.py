@@ -79,7 +79,7 @@ def stranger(source: Source) -> Unsupported:
     return Unsupported(source.path, "is not a checkpoint in any format known here")
 
 
-def output_at(path: str) -> str:
+def output_at(path: str, revision: str | None = None) -> str:
     """Return an output's URL in its one form, a path as it is; refuse a URL to which nothing is uploaded."""
     scheme = path.partition("://")[0].lower()
     if not is_url(path) or os.path.isdir(f"{scheme}:"):
@@ -87,7 +87,7 @@ def output_at(path: str) -> str:
     if scheme not in (*BUCKETS, HUB, "file"):
         what = f"{path.partition('?')[0]}: is a URL of a kind that is not written here"
         raise UsageFault(what, hint="s3, gs, az and hf are written; for others write a file, then upload it")
-    return canonical(path)
+    return canonical(path, revision)
 
 
 def unwritable(path: str) -> UsageFault | None:

@@ -15,13 +15,14 @@ from ..files.copying import no_room_named
 from ..files.open_source import open_source_descriptor
 from ..tensors.ref import Source
 from .store import TRAFFIC, Entry, Facts, Forbidden, Missing, Progress, Store
-from .urls import HUB, WEB, is_url, place_of
+from .urls import BUCKETS, HUB, WEB, is_url, place_of
 
 MOST_NAMES = 10_000  # of a folder, that are looked at
 TELLING = (  # what a folder holds that nobody lists
     *("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata"),
     *("model.safetensors", "pytorch_model.bin", "config.json"),
 )
+OF_REPOSITORIES = (".gitattributes", "README.md")  # what a new one holds
 LAST = (".index.json", ".metadata")  # without which a folder's other files are no checkpoint
 SPOOLED = 1 << 30  # bytes of an object that is read from front to back, since its server knows no ranges
 
@@ -203,9 +204,17 @@ def uploading(
     is_folder_ = path.endswith("/")
     with visit() as now, tempfile.TemporaryDirectory(prefix="ckpttool-") as room:
         store, key = now.store(path)
-        if not replace and (names_in(path) if is_folder_ else exists(path)):
-            raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
-        local = os.path.join(room, os.path.basename(path.rstrip("/")) or "output")
+        name = os.path.basename(path.rstrip("/"))
+        if is_folder_:
+            there = [other for other in names_in(path) if other not in OF_REPOSITORIES]
+        else:
+            there = [name] if exists(path) else []
+        if there and not replace:
+            what = f"{path}: already exists" + f", and holds {', '.join(there[:3])}" * is_folder_
+            raise OutputExists(what, hint="write it anyway with --force")
+        # A key may be longer than a name can be here.
+        is_short = 0 < len(os.fsencode(name)) < 200
+        local = os.path.join(room, name if is_short else f"output{os.path.splitext(name)[1]}")
         yield f"{local}/" if is_folder_ else local
         if dry_run:
             return
@@ -253,8 +262,9 @@ def is_folder(path: str) -> bool:
             return False
         if not now.store(path)[1]:
             return True
-        if scheme == HUB:
-            now.entries(os.path.dirname(path))
+        if scheme in BUCKETS:  # a file has an ending, and asking costs a request
+            return not os.path.splitext(path)[1] and bool(now.entries(path))
+        now.entries(os.path.dirname(path))
         return (entry := now.entry(path)) is not None and entry.facts is None
 
 

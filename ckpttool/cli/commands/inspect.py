@@ -64,8 +64,8 @@ def command(
             summary = summarize(checkpoint, state)
             stats = _measure(console, checkpoint, verify) if measured else {}
             if unseen := sum(source.unchecked for source in (checkpoint.source, *checkpoint.shards)):
-                headers = counted(unseen, "header of a record", "headers of records")
-                console.note(f"{headers} inside not looked at: each is compared when its bytes are read")
+                records = counted(unseen, "record has a header", "records have headers")
+                console.note(f"only the directory was read: {records} too, compared when the bytes are read")
             if console.json:
                 return Answer("", _fields(summary, tensor_rows(checkpoint), stats))
             width = terminal_width(sys.stdout)

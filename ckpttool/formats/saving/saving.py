@@ -136,10 +136,9 @@ class SavePlan:
         attempt = Attempt(
             os.path.realpath(self.path), plan.hash.hexdigest(), resume=resume, computed=computed
         )
-        if resume and not attempt.is_resumed:
-            TRAFFIC.remark(
-                f"{self.path}: begun from the start, as no earlier attempt of the same plan is here"
-            )
+        if resume:
+            begun = "begun from the start, as no earlier attempt of the same plan is here"
+            TRAFFIC.remark(f"{self.path}: {'gone on with' if attempt.is_resumed else begun}")
         return attempt
 
     def dry_run(self) -> Saved:
