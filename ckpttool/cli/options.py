@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, TypeVar
@@ -93,9 +94,18 @@ def note_inputs(ctx: click.Context, argument: click.Parameter, given: Any) -> An
         from ..remote.urls import canonical
 
         ctx.with_resource(visit())  # so that a command asks each thing once
+        _return_memory()
         named = tuple(canonical(path, call.revision) for path in named)
     call.paths += named
     return named if isinstance(given, tuple) else named[0]
+
+
+def _return_memory() -> None:
+    """Have glibc give large blocks back as soon as they are free, though many threads ask for them."""
+    import ctypes
+
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD, of malloc.h
 
 
 def _note_revision(ctx: click.Context, option: click.Parameter, revision: str | None) -> None:

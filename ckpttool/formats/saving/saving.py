@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ... import __version__
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums, reads_of
@@ -125,7 +124,7 @@ class SavePlan:
         from ...files.resuming import Attempt
 
         opened = sorted({*versions(), *(repr(source.version) for source in sources)})
-        plan = Planned((__version__, recipe, opened))
+        plan = Planned((recipe, opened))
         if self.format in folders.NAMES:
             cut, index = self._shards()
             for name, tensors in cut.items():
