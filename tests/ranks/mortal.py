@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks.pool import PRELOADED
+
+
+# Starting a process asks all others how they ended. Of two threads that ask one, only the first is told, and
+# the second one takes it for 255.
+_asking = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -46,19 +52,22 @@ def run(
         context.Process(target=_live, args=(case, rank, size, store.port, folder), daemon=True)
         for rank in range(size)
     ]
-    for rank in ranks:
-        rank.start()
+    with _asking:
+        for rank in ranks:
+            rank.start()
     ends: dict[int, tuple[int | None, float]] = {}
     deadline = time.time() + patience
     while len(ends) < size and time.time() < deadline:
-        for number, rank in enumerate(ranks):
-            if number not in ends and rank.exitcode is not None:
-                ends[number] = rank.exitcode, time.time()
+        with _asking:
+            for number, rank in enumerate(ranks):
+                if number not in ends and rank.exitcode is not None:
+                    ends[number] = rank.exitcode, time.time()
         time.sleep(0.02)
-    for rank in ranks:
-        if rank.is_alive():
-            rank.kill()
-        rank.join()
+    with _asking:
+        for rank in ranks:
+            if rank.is_alive():
+                rank.kill()
+            rank.join()
     logs = [(folder / f"{number}.log").read_text() for number in range(size)]
     return [
         Ended(ends[number][0] if number in ends else None, said, ends.get(number, (None, 0.0))[1])
