@@ -18,7 +18,6 @@ from typing import Any
 
 from tests.ranks.pool import PRELOADED
 
-
 # Starting a process asks all others how they ended. Of two threads that ask one, only the first is told, and
 # the second one takes it for 255.
 _asking = threading.Lock()
