@@ -24,7 +24,7 @@ from ..tensors.ref import ByteRange, Source, Storage
 
 GAP = 256 << 10  # bytes between two ranges that are read along rather than asked for apart
 UNDER_WAY = 16  # requests at a time
-HELD = 48 << 20  # bytes that are fetched and not yet taken, of all objects together
+HELD = 64 << 20  # bytes that are fetched and not yet taken, of all objects together
 LARGEST, SMALLEST = 8 << 20, 64 << 10  # bytes of a piece: two of each object are held, of up to 512
 
 Range = tuple[int, int]  # begin and end
