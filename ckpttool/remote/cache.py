@@ -1,4 +1,6 @@
-"""What was read to open remote checkpoints, kept for the next time: headers, directories, pickles; no values.
+"""What was read to open remote checkpoints, kept for the next time: headers, directories, pickles.
+
+Values are there only as far as they lie within the 256 kB at a beginning or an end that are read at once.
 
 A file for each version of an object, named by a hash of its URL and identity, in the user's cache folder or
 in CKPTTOOL_CACHE, 100 MB at most. Processes share it: a file appears whole, and one that is damaged is none.

@@ -8,11 +8,10 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,7 +20,6 @@ import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, Unreadable, Unsupported
 from ckpttool.remote.store import TRAFFIC
 from ckpttool.remote.urls import canonical
-from tests.support.bucket_servers import moto
 from tests.support.every_format import INPUTS, as_dcp, training
 from tests.support.hub_server import Hub
 from tests.support.range_server import RangeServer
@@ -42,35 +40,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bucket(checkpoints: Path) -> Iterator[str]:
+def bucket(checkpoints: Path, s3: Any) -> str:
     """Return the URL of a folder in a bucket that holds the same checkpoints."""
-    settings = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "hidden", "AWS_REGION": "us-east-1"}
-    with moto() as address, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**settings, "AWS_ENDPOINT_URL": address}.items():
-            patch.setenv(name, value)
-        client = boto3.client("s3", endpoint_url=address, region_name="us-east-1")
-        client.create_bucket(Bucket="runs")
-        for path in sorted(checkpoints.rglob("*")):
-            if path.is_file():
-                client.put_object(
-                    Bucket="runs", Key=f"a/{path.relative_to(checkpoints)}", Body=path.read_bytes()
-                )
-        yield "s3://runs/a"
+    s3.create_bucket(Bucket="runs")
+    for path in filter(Path.is_file, sorted(checkpoints.rglob("*"))):
+        s3.put_object(Bucket="runs", Key=f"a/{path.relative_to(checkpoints)}", Body=path.read_bytes())
+    return "s3://runs/a"
 
 
 @pytest.fixture(scope="module")
-def hub(checkpoints: Path) -> Iterator[Hub]:
-    """A stand-in of the hub, whose repository o/r holds the same checkpoints."""
-    from huggingface_hub import constants
-
-    with Hub() as running, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constants, "ENDPOINT", running.endpoint)
-        template = running.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        patch.setenv("HF_TOKEN", running.token)
-        running.create("o/r").commit_folder(checkpoints)
-        yield running
+def hub(checkpoints: Path, hub_server: Hub) -> Hub:
+    """Return a stand-in of the hub, whose repository o/r holds the same checkpoints."""
+    hub_server.create("o/r").commit_folder(checkpoints)
+    return hub_server
 
 
 @pytest.mark.parametrize("name", INPUTS)

@@ -338,7 +338,7 @@ def test_a_damaged_cache_is_none(harm: Callable[[bytes], bytes], there: Path, ca
         assert len(server.requests) == 2
 
 
-def test_the_cache_holds_no_values_and_is_bounded(
+def test_the_cache_holds_what_opening_reads_and_is_bounded(
     there: Path, cache: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_cache, "MOST", 1_000_000)

@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import boto3
 import pytest
 import torch
 
 import ckpttool
 from ckpttool.remote.store import TRAFFIC
-from tests.support.bucket_servers import moto
 from tests.support.hub_server import Hub
 from tests.support.running import Cli, assert_says
 
-pytest.importorskip("obstore")
 
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[object]:
-    """Return a client of a server of buckets, in which there is one: `models`."""
-    settings = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "hidden", "AWS_REGION": "us-east-1"}
-    with moto() as address, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**settings, "AWS_ENDPOINT_URL": address}.items():
-            patch.setenv(name, value)
-        client = boto3.client("s3", endpoint_url=address, region_name="us-east-1")
-        client.create_bucket(Bucket="models")
-        yield client
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    from huggingface_hub import constants
-
-    with Hub() as running, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constants, "ENDPOINT", running.endpoint)
-        template = running.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        patch.setenv("HF_TOKEN", running.token)
-        running.create("me/model")
-        yield running
+@pytest.fixture(scope="module", autouse=True)
+def places(s3: Any, hub_server: Hub) -> None:
+    """A bucket and a repository, both `model…`."""
+    s3.create_bucket(Bucket="models")
+    hub_server.create("me/model")
 
 
 @pytest.fixture(params=["s3://models/a", "hf://me/model/a"])
-def top(request: pytest.FixtureRequest, s3: object, hub: Hub) -> str:
+def top(request: pytest.FixtureRequest) -> str:
     """Return the URL of a folder that nobody else has."""
     top.number = getattr(top, "number", 0) + 1  # type: ignore[attr-defined]
     return f"{request.param}{top.number}"  # type: ignore[attr-defined]
@@ -117,7 +94,6 @@ def test_from_url_to_url(top: str, model: Path, cli: Cli) -> None:
         ("s3://models/a.gguf", 2, "can't write GGUF"),
     ],
 )
-@pytest.mark.usefixtures("s3", "hub")
 def test_a_place_that_takes_nothing_is_named(
     output: str, code: int, said: str, model: Path, cli: Cli
 ) -> None:
