@@ -1,0 +1,148 @@
+"""Names as a tree of modules: leaves with their parameters, blocks with the number of elements below them.
+
+The number of elements is what a change of architecture conserves: fused, split, stacked or transposed, a
+block has as many as before. So blocks are paired by it, whatever they and their layers are called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from ...errors import Unsupported
+from .places import Place
+
+Sizes = tuple[int, ...]
+Parts = tuple[str, ...]
+Signature = tuple[tuple[str, Sizes, str], ...]  # (kind, shape, class of type) of each parameter
+
+NUMBER = re.compile("0|[1-9][0-9]{0,17}")  # a part that counts: `3`, but not `03` or `conv3`
+MAX_PARTS = 24  # of a name; what follows is one part
+MAX_NODES = 4_000_000
+
+KINDS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+OF_NORMS = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
+
+
+@dataclass(slots=True, eq=False)
+class Module:
+    """A module without others inside: its parameters by kind."""
+
+    parts: Parts
+    number: int  # of its first parameter in the file
+    names: dict[str, str] = field(default_factory=dict)  # kind -> name of the tensor
+    shapes: dict[str, Sizes] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def signature(self) -> Signature:
+        """What two modules must have in common for one to take the other's place unchanged."""
+        return tuple(sorted((kind, shape, self.types[kind]) for kind, shape in self.shapes.items()))
+
+    @property
+    def path(self) -> str:
+        """Its dotted name."""
+        return ".".join(self.parts)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A module with everything below it."""
+
+    parts: Parts
+    children: dict[str, Block] = field(default_factory=dict)
+    module: Module | None = None
+    total: int = 0  # elements of all tensors below
+    leaves: int = 0  # modules with parameters of their own below, itself included
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether it joins several things: a chain of single modules does not."""
+        return len(self.children) + (self.module is not None) > 1
+
+    def modules(self) -> Iterator[Module]:
+        """Yield the modules below, itself first."""
+        waiting = [self]
+        while waiting:
+            block = waiting.pop()
+            if block.module is not None:
+                yield block.module
+            waiting += reversed(block.children.values())
+
+
+def parameter(name: str, names: Mapping[str, Place]) -> tuple[str, str]:
+    """Return the module that a tensor belongs to, and its kind there: `attn.in_proj`, `weight`."""
+    path, dot, last = name.rpartition(".")
+    if last in KINDS and dot:
+        return path, last
+    if last in OF_NORMS and f"{path}.gamma" in names and f"{path}.beta" in names:
+        return path, OF_NORMS[last]
+    for kind in ("weight", "bias"):  # of torch.nn.MultiheadAttention and of stacked experts
+        if last.endswith(f"_{kind}"):
+            return name.removesuffix(f"_{kind}"), kind
+    return name, "weight"
+
+
+def tree(path: str, places: Mapping[str, Place]) -> Block:
+    """Return the modules of a state. Raises Unsupported for names of more parts than memory is for."""
+    root, nodes = Block(()), 1
+    for number, (name, place) in enumerate(places.items()):
+        where, kind = parameter(name, places)
+        block, parts = root, tuple(where.split(".", MAX_PARTS))
+        chain = [root]
+        for depth, part in enumerate(parts, 1):
+            if (below := block.children.get(part)) is None:
+                below = block.children[part] = Block(parts[:depth])
+                nodes += 1
+            block = below
+            chain.append(block)
+        if nodes > MAX_NODES:
+            raise Unsupported(path, f"its names have more than {MAX_NODES} parts")
+        if block.module is None:
+            block.module = Module(parts, number)
+            for above in chain:
+                above.leaves += 1
+        if kind in block.module.names:  # `a.weight` beside `a_weight`: each is a module of its own
+            kind = name
+        shape = place.shape or ()
+        block.module.names[kind], block.module.shapes[kind] = name, shape
+        block.module.types[kind] = class_of(place.dtype)
+        for above in chain:
+            above.total += prod(shape)
+    return root
+
+
+def class_of(dtype: str) -> str:
+    """Return what a type has to share with another for a cast between them to keep the meaning."""
+    return "float" if dtype in ("float64", "float32", "float16", "bfloat16") else dtype
+
+
+def natural(parts: Parts) -> tuple[tuple[tuple[int, int, str], ...], ...]:
+    """Return a key that sorts names as people do: `layer2` before `layer10`."""
+    return tuple(
+        tuple((0, int(text), "") if text.isdecimal() else (1, 0, text) for text in re.split(r"(\d{1,18})", part))
+        for part in parts
+    )
+
+
+def pattern(parts: Parts) -> Parts:
+    """Return a name with # for each run of digits, also within words."""
+    return tuple(re.sub(r"\d+", "#", part) for part in parts)
+
+
+def counted(parts: Parts) -> tuple[int, ...]:
+    """Return the numbers of a name, also those within words."""
+    return tuple(int(digits[:18]) for part in parts for digits in re.findall(r"\d+", part))
+
+
+def by_numbers(names: list[Parts]) -> list[int] | None:
+    """Return the order of names that differ in one number alone; None where more differs."""
+    if len({*map(pattern, names)}) != 1:
+        return None
+    columns = [*zip(*map(counted, names), strict=True)]
+    varying = [column for column in columns if len({*column}) > 1]
+    if len(varying) != 1 or len({*varying[0]}) != len(names):
+        return None
+    return sorted(range(len(names)), key=varying[0].__getitem__)
