@@ -79,6 +79,14 @@ def in_pieces(tensor: TensorRef, nbytes: int) -> Iterator[bytes | bytearray]:
         yield pending
 
 
+def same_values(one: TensorRef, other: TensorRef) -> bool:
+    """Return whether two tensors have the same type, shape and bytes. Reads them, unless they are tied."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    pairs = zip(in_pieces(one, CHUNK), in_pieces(other, CHUNK), strict=True)
+    return one.view == other.view or all(a == b for a, b in pairs)
+
+
 def read_into(out: memoryview, tensor: TensorRef) -> None:
     """Fill a buffer with the values of a tensor."""
     done = 0

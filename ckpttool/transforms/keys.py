@@ -44,7 +44,7 @@ def rename_keys(
         Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
         NoState: the file holds no state, or none at `state`.
     """
-    (target, *copies), rules = _with_copies(checkpoint, state), list(rules)
+    (target, *copies), rules = with_copies(checkpoint, state), list(rules)
     renaming = rename_names(_keys(target), rules)
     if not renaming.renamed:
         raise NothingToDo(f"{checkpoint.path}: no key would change", hint=_first_key(target))
@@ -118,7 +118,7 @@ def add_prefix(
         UsageFault: the prefix is empty.
         NoState: the file holds no state, or none at `state`.
     """
-    target, *copies = _with_copies(checkpoint, state)
+    target, *copies = with_copies(checkpoint, state)
     # Each wrapper is an nn.Module, so torch gives it a version of its own.
     parts = prefix.removesuffix(".").split(".")
     wrappers = {".".join(parts[:count]): {"version": 1} for count in range(len(parts))}
@@ -159,7 +159,7 @@ def _others(checkpoint: Checkpoint, state: State) -> list[State]:
     return list(states.values())
 
 
-def _with_copies(checkpoint: Checkpoint, where: str | None) -> list[State]:
+def with_copies(checkpoint: Checkpoint, where: str | None) -> list[State]:
     """Return a state and, if it is not named, the others that share most of their names with it: averages."""
     state = checkpoint.state(where)
     mine = state.tensors.keys()
@@ -219,12 +219,12 @@ def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, objec
     stay = ((key, value) for key, value in pairs if not isinstance(key, str) or key in names)
     new = remade(state.container, ((names.get(key, key), value) for key, value in stay))
     if isinstance(new, OrderedDict_) and isinstance(new.attributes, dict) and state.versions is not None:
-        versions = _renamed_versions(state.versions, renaming, wrappers)
+        versions = renamed_versions(state.versions, renaming, wrappers)
         new.attributes = {**new.attributes, "_metadata": versions}
     return new
 
 
-def _renamed_versions(
+def renamed_versions(
     versions: dict[object, object], renaming: Renaming, wrappers: Mapping[str, object]
 ) -> dict[object, object]:
     """Return `_metadata` under the new paths, without those of wrappers, which enclose no key any more."""

@@ -49,7 +49,7 @@ def reshape(checkpoint: Checkpoint, rules: Rules, *, state: str | None = None) -
         if prod(shape) != tensor.numel:
             counts = f"has {tensor.numel} elements, and {_listed(shape)} {prod(shape)}"
             raise UsageFault(f"{checkpoint.path}: '{key}' {counts}")
-        if (stride := _strides(tensor, shape)) is None:
+        if (stride := strides(tensor, shape)) is None:
             hint = "make it contiguous first: convert to .safetensors, then convert that"
             what = f"is a strided view and can't be viewed as {_listed(shape)}"
             raise UsageFault(f"{checkpoint.path}: '{key}' {what}", hint=hint)
@@ -58,7 +58,7 @@ def reshape(checkpoint: Checkpoint, rules: Rules, *, state: str | None = None) -
     return _by_pattern(checkpoint, rules, shaped, state)
 
 
-def _strides(tensor: TensorRef, shape: Sizes) -> Sizes | None:
+def strides(tensor: TensorRef, shape: Sizes) -> Sizes | None:
     """Return the strides that show a tensor's elements in another shape; None when no strides do."""
     if tensor.is_contiguous:
         return TensorRef.contiguous(tensor.storage, tensor.dtype, shape).stride

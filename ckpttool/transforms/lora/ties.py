@@ -18,7 +18,7 @@ from typing import Any
 from ...errors import CkptToolError, Refused
 from ...remote.places import is_folder
 from ...tensors.ref import TensorRef
-from ...tensors.values import CHUNK, in_pieces
+from ...tensors.values import same_values
 from ..renaming import MAX_LEVELS
 from .adapter import Adapter, json_object
 
@@ -100,7 +100,7 @@ class Ties:
         for name, output in product(embeddings, outputs):
             if tied is False or {name, output}.isdisjoint(self.alone):
                 continue
-            if tied or _are_equal(self.tensors[name], self.tensors[output]):
+            if tied or same_values(self.tensors[name], self.tensors[output]):
                 yield name, output
 
     def following(self) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class Ties:
         joined = False
         for output in outputs:
             layer = self.whole[output]
-            if same := next((name for name in embeddings if _are_equal(self.whole[name], layer)), None):
+            if same := next((name for name in embeddings if same_values(self.whole[name], layer)), None):
                 joined, self.whole[output] = True, self.whole[same]
                 if output not in self.tensors:
                     del self.whole[output]
@@ -171,9 +171,3 @@ def _config_of(base: str) -> Mapping[str, Any]:
         return {} if base == "-" else json_object(os.path.join(folder, "config.json"))
     except CkptToolError:
         return {}
-
-
-def _are_equal(one: TensorRef, other: TensorRef) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return all(a == b for a, b in zip(in_pieces(one, CHUNK), in_pieces(other, CHUNK), strict=True))

@@ -1,0 +1,84 @@
+"""Rules applied to a checkpoint: its state, copies of it, and what optimizers keep of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.states import is_optimizer
+from ...tensors.cast import CastReport
+from ..keys import with_copies
+from .optimizers import followed
+from .rules import Rules
+from .state_mapping import StateMapping
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """What rules made of a state.
+
+    Attributes:
+        names: new name -> the names that its tensor was made of, in the order of the output.
+        dropped: names that were left out, as the rules say.
+        tied: names that were added to a tensor, or taken away, as the rules say.
+        also: dotted paths of other states that were changed too.
+        casting: how many finite numbers became infinite by `cast`, complete once the output is saved.
+    """
+
+    names: Mapping[str, tuple[str, ...]] = field(metadata={"json": False})
+    dropped: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    casting: tuple[CastReport, ...] = field(default=(), metadata={"json": False})
+
+    @property
+    def renaming(self) -> dict[str, str]:
+        """Old name -> new name, for tensors that became one tensor."""
+        return {names[0]: new for new, names in self.names.items() if len(names) == 1}
+
+
+@takes_checkpoint
+def apply(
+    checkpoint: Checkpoint,
+    rules: Rules,
+    *,
+    config: Mapping[str, Any] | None = None,
+    state: str | None = None,
+    optimizers: bool = True,
+) -> tuple[Checkpoint, Mapped]:
+    """Return a checkpoint in another architecture's names and layout; its tensors still lie in the old file.
+
+    Names, shapes and types are all checked here, before anything is read or written.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        rules: what becomes of its tensors.
+        config: where the rules' numbers come from, such as what a `config.json` says.
+        state: dotted path of the model's state. When None it is found, and its copies, such as an average,
+            are changed too.
+        optimizers: take the optimizers of the file along.
+
+    Raises:
+        Refused: names, shapes, types or counts do not fit the rules, or a number is not known; an optimizer
+            keeps what can't follow, or it is not known which parameter is which.
+        Collision: two tensors would get the same name.
+        NoState: the file holds no state, or none at `state`.
+    """
+    targets = with_copies(checkpoint, state)
+    mappings = [StateMapping(checkpoint.path, target, rules, config or {}) for target in targets]
+    new = {id(each.state.container): each.container() for each in mappings}
+
+    def change(value: object) -> object:
+        if id(value) in new:
+            return new[id(value)]
+        if optimizers and isinstance(value, dict) and is_optimizer(value):
+            return followed(checkpoint, value, mappings[0], state)
+        return value
+
+    first, *copies = mappings
+    also = tuple(copy.state.where for copy in copies)
+    changed = checkpoint.changed(first.state, change, [copy.state for copy in copies])
+    reports = tuple(report for each in mappings for report in each.reports)
+    return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, reports)

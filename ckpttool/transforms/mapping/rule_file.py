@@ -1,0 +1,223 @@
+"""A rule file: TOML, read and checked, and written.
+
+from = "nanoGPT"
+to = "Hugging Face GPT-2"
+rest = "refuse"
+
+[numbers]
+heads = ["num_attention_heads", "n_heads"]
+
+[counts]
+i = "n_layer"
+block = { number = 4, first = 1 }
+
+[[rule]]
+from = ["layers.{i}.wq.weight", "layers.{i}.wk.weight", "layers.{i}.wv.weight"]
+to = "layers.{i}.qkv.weight"
+steps = [{ concat = 0 }]
+
+[[rule]]
+drop = "rope.freqs"
+computed = true
+
+[[rule]]
+tie = "lm_head.weight"
+of = "model.embed_tokens.weight"
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from ...errors import Damaged, UsageFault
+from ...remote.places import open_source_at
+from .numbers import Number, parsed
+from .rules import RESTS, Count, Drop, Rule, Rules, Tie
+from .templates import templates
+from .verbs import step_of
+
+MAX_BYTES = 16 << 20  # of a rule file: one with a rule for each of 100,000 tensors has that many
+
+TEXTS = {"name": "name", "from": "start", "to": "end", "source": "source"}  # entries at the top -> fields
+ENTRIES = {*TEXTS, "rest", "numbers", "counts", "rule"}
+OF_RULES = {
+    "from": {"from", "to", "steps", "optional"},
+    "drop": {"drop", "on", "computed"},
+    "tie": {"tie", "of", "on", "when"},
+    "untie": {"untie", "of", "on", "when"},
+}
+
+
+def read(path: str) -> Rules:
+    """Return the rules in a file. Raises Unreadable; UsageFault names what is wrong in it."""
+    source = open_source_at(path)
+    if source.size > MAX_BYTES:
+        raise Damaged(path, f"is longer than {MAX_BYTES >> 20} MiB, and holds rules alone")
+    try:
+        return rules_in(source.read(0, source.size).decode())
+    except UnicodeDecodeError:
+        raise Damaged(path, "is no text in UTF-8") from None
+    except UsageFault as fault:
+        raise UsageFault(f"{path}: {fault.message}", hint=fault.hint) from None
+
+
+def rules_in(text: str) -> Rules:
+    """Return the rules that a text holds. Raises UsageFault, which names what is wrong."""
+    table = _toml(text)
+    _require_known(table, ENTRIES, "a rule file")
+    texts = {name: _text(table.get(entry, ""), entry) for entry, name in TEXTS.items()}
+    rest = table.get("rest", "refuse")
+    if rest not in RESTS:
+        raise UsageFault(f"rest = {rest!r}", hint=f"rest is one of {', '.join(map(repr, RESTS))}")
+    numbers = {name: _number(value, name) for name, value in _table(table, "numbers").items()}
+    counts = {name: _count(value, name) for name, value in _table(table, "counts").items()}
+    listed = table.get("rule", [])
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed) or not listed:
+        raise UsageFault("it has no rules", hint="each begins with [[rule]]")
+    return Rules(tuple(map(_rule, listed)), rest, numbers, counts, **texts)
+
+
+def _toml(text: str) -> dict[str, Any]:
+    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        table: dict[str, Any] = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageFault(f"it is not TOML: {error}") from None
+    return table
+
+
+def _require_known(table: Mapping[str, Any], known: set[str], what: str) -> None:
+    for key in table:
+        if key not in known:
+            raise UsageFault(f"{what} has no '{key}'", hint=f"it may have {', '.join(sorted(known))}")
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise UsageFault(f"{where} = {value!r} is no text")
+    return value
+
+
+def _flag(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise UsageFault(f"{where} = {value!r}", hint=f"{where} = true or {where} = false")
+    return value
+
+
+def _table(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = table.get(name, {})
+    if not isinstance(value, dict):
+        raise UsageFault(f"{name} = {value!r} is no table")
+    return value
+
+
+def _expression(value: object, where: str) -> Number:
+    if isinstance(value, str):
+        parsed(value)
+        return value
+    if type(value) is int:
+        return value
+    raise UsageFault(f"{where} = {value!r} is no number", hint="a whole number, or the config's name of one")
+
+
+def _number(value: object, where: str) -> Number | tuple[Number, ...]:
+    if isinstance(value, list):
+        return tuple(_expression(each, where) for each in value)
+    return _expression(value, where)
+
+
+def _count(value: object, where: str) -> Count:
+    if not isinstance(value, dict):
+        return Count(_number(value, where))
+    _require_known(value, {"number", "first"}, f"the count '{where}'")
+    first = value.get("first", 0)
+    if type(first) is not int:
+        raise UsageFault(f"{where}: first = {first!r} is no number")
+    return Count(_number(value["number"], where) if "number" in value else None, first)
+
+
+def _rule(table: Mapping[str, Any]) -> Rule | Drop | Tie:
+    kind = next((kind for kind in OF_RULES if kind in table), None)
+    if kind is None:
+        raise UsageFault(
+            f"the rule {dict(table)} has no verb", hint="it has from and to, drop, tie, or untie"
+        )
+    _require_known(table, OF_RULES[kind], f"a rule with '{kind}'")
+    if kind == "from":
+        return _moving(table)
+    name, on = _text(table[kind], kind), table.get("on", "to" if kind == "tie" else "from")
+    templates([name])
+    if on not in ("from", "to"):
+        raise UsageFault(f"{kind} = '{name}': on = {on!r}", hint="on = 'from' or on = 'to'")
+    if kind == "drop":
+        return Drop(name, on, _flag(table.get("computed", False), "computed"))
+    if "of" not in table:
+        raise UsageFault(f"{kind} = '{name}' does not say of which tensor", hint="of = 'NAME'")
+    return Tie(name, _text(table["of"], "of"), kind == "tie", on, _text(table.get("when", ""), "when"))
+
+
+def _moving(table: Mapping[str, Any]) -> Rule:
+    sources, targets = (_names(table.get(side, []), side) for side in ("from", "to"))
+    steps = table.get("steps", [])
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise UsageFault(f"steps = {steps!r}", hint="steps = [{concat = 0}]")
+    return Rule(sources, targets, tuple(map(step_of, steps)), _flag(table.get("optional", False), "optional"))
+
+
+def _names(value: object, side: str) -> tuple[str, ...]:
+    return tuple(_text(each, side) for each in value) if isinstance(value, list) else (_text(value, side),)
+
+
+def written(rules: Rules) -> str:
+    """Return rules as the text of a file."""
+    top = {entry: getattr(rules, name) for entry, name in TEXTS.items()}
+    lines = [f"{key} = {_toml_of(value)}" for key, value in top.items() if value]
+    lines.append(f"rest = {_toml_of(rules.rest)}")
+    counts = {name: _count_table(count) for name, count in rules.counts.items()}
+    for title, table in (("numbers", rules.numbers), ("counts", counts)):
+        if table:
+            lines += ["", f"[{title}]", *(f"{_key(key)} = {_toml_of(value)}" for key, value in table.items())]
+    for rule in rules.rules:
+        lines += ["", "[[rule]]", *(f"{key} = {_toml_of(value)}" for key, value in _entries(rule))]
+    return "\n".join(lines) + "\n"
+
+
+def _count_table(count: Count) -> object:
+    if not count.first and count.number is not None:
+        return count.number
+    return {key: value for key, value in (("number", count.number), ("first", count.first)) if value}
+
+
+def _entries(rule: Rule | Drop | Tie) -> Iterator[tuple[str, object]]:
+    if isinstance(rule, Rule):
+        for side, names in (("from", rule.sources), ("to", rule.targets)):
+            yield side, names[0] if len(names) == 1 else list(names)
+        if rule.steps:
+            yield "steps", [step.table() for step in rule.steps]
+        if rule.optional:
+            yield "optional", True
+    elif isinstance(rule, Drop):
+        yield from (("drop", rule.name), ("on", rule.on))
+        if rule.computed:
+            yield "computed", True
+    else:
+        yield from (("tie" if rule.adds else "untie", rule.name), ("of", rule.of), ("on", rule.on))
+        if rule.when:
+            yield "when", rule.when
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml_of(key)
+
+
+def _toml_of(value: object) -> str:
+    """Return a value as TOML writes it. A text of JSON is one of TOML, but for DEL."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key(key)} = {_toml_of(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml_of, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,234 @@
+"""Rules that take a checkpoint from one architecture's names and layout to another's, and back.
+
+A `Rule` takes tensors through steps to tensors; a `Drop` leaves out what one side has and the other does not;
+a `Tie` gives a tensor a second name, or takes it away. `Rules` are all of them for one way, in any order:
+each tensor belongs to one rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+from ...errors import UsageFault
+from .numbers import Number
+from .templates import Template, templates
+from .verbs import Irreversible, Stack, Step, Unstack
+
+Side = Literal["from", "to"]
+Rest = Literal["keep", "drop", "refuse"]
+OTHER: dict[Side, Side] = {"from": "to", "to": "from"}
+RESTS: tuple[str, ...] = get_args(Rest)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors of the input that become tensors of the output.
+
+    Attributes:
+        sources: templates of the names in the input. All have the same placeholders.
+        targets: templates of the names in the output, likewise. What both sides have (`{i}` of a layer) makes
+            a case of its own for each value; what only the sources have is stacked, and what only the
+            targets have is unstacked.
+        steps: what is done, in order; none renames.
+        optional: it may match nothing, or only some of the layers.
+
+    Raises UsageFault where templates and steps do not go together.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    steps: tuple[Step, ...] = ()
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.sources or not self.targets:
+            raise UsageFault(f"{self}: a rule needs names on both sides", hint="to leave tensors out: drop")
+        for side in (self.inputs, self.outputs):
+            if any({*each.fields} != {*side[0].fields} for each in side):
+                names = " and ".join(f"'{each.text}'" for each in side)
+                raise UsageFault(f"{self}: {names} have different placeholders")
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Follow the placeholders, and the number of tensors, through the steps."""
+        fields, count = [*self.gathered], len(self.sources)
+        for step in self.steps:
+            if isinstance(step, Stack):
+                if step.field not in fields:
+                    raise UsageFault(f"{self}: it stacks '{step.field}', which only sources may have")
+                fields.remove(step.field)
+            elif isinstance(step, Unstack):
+                if step.field not in self.spread:
+                    raise UsageFault(f"{self}: it unstacks '{step.field}', which only targets may have")
+                fields.append(step.field)
+            elif step.verb in ("concat", "split"):
+                known = count, len(self.targets)
+                count = 1 if step.verb == "concat" else len(self.targets)
+                if step.verb == "split" and known[0] != 1:
+                    raise UsageFault(f"{self}: it splits {known[0]} tensors, and split takes one")
+        if {*fields} != {*self.spread}:
+            odd = sorted({*fields} ^ {*self.spread})
+            hint = "stack = 'NAME' takes it away, and unstack = 'NAME' adds it"
+            raise UsageFault(f"{self}: only one side has the placeholder '{odd[0]}'", hint=hint)
+        if count != len(self.targets):
+            hint = "concat makes one of several, and split several of one"
+            raise UsageFault(f"{self}: it makes {count} tensors and names {len(self.targets)}", hint=hint)
+        if words := {*self.gathered, *self.spread} - self._numbers:
+            raise UsageFault(f"{self}: only numbers are stacked, and '{min(words)}' is none")
+
+    def __str__(self) -> str:
+        return f"the rule '{', '.join(self.sources)}' -> '{', '.join(self.targets)}'"
+
+    @cached_property
+    def _templates(self) -> tuple[Template, ...]:
+        return templates((*self.sources, *self.targets))
+
+    @property
+    def inputs(self) -> tuple[Template, ...]:
+        """The templates of the sources."""
+        return self._templates[: len(self.sources)]
+
+    @property
+    def outputs(self) -> tuple[Template, ...]:
+        """The templates of the targets."""
+        return self._templates[len(self.sources) :]
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The placeholders that both sides have."""
+        return tuple(name for name in self.inputs[0].fields if name in self.outputs[0].fields)
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The placeholders that only the sources have."""
+        return tuple(name for name in self.inputs[0].fields if name not in self.outputs[0].fields)
+
+    @property
+    def spread(self) -> tuple[str, ...]:
+        """The placeholders that only the targets have."""
+        return tuple(name for name in self.outputs[0].fields if name not in self.inputs[0].fields)
+
+    @property
+    def _numbers(self) -> frozenset[str]:
+        return self.inputs[0].numbers | self.outputs[0].numbers
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The shared placeholders that are numbers, such as that of a layer."""
+        return tuple(name for name in self.shared if name in self._numbers)
+
+    def inverse(self) -> Rule:
+        """Return the rule that undoes this one. Raises Irreversible."""
+        try:
+            steps = tuple(step.inverse() for step in reversed(self.steps))
+        except Irreversible as fault:
+            raise Irreversible(f"{self}: {fault.message}", hint=fault.hint) from None
+        return Rule(self.targets, self.sources, steps, self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Tensors that one side has and the other does not.
+
+    Attributes:
+        name: a template.
+        on: the side that has them; on "to" this concerns the inverse alone.
+        computed: their values follow from the config, so that the way back can do without them.
+    """
+
+    name: str
+    on: Side = "from"
+    computed: bool = False
+
+    def __str__(self) -> str:
+        return f"drop = '{self.name}'"
+
+    def inverse(self) -> Drop:
+        """Return the rule for the other way. Raises Irreversible where values are lost."""
+        if not self.computed:
+            hint = "computed = true says that they follow from the config"
+            raise Irreversible(f"{self}: what is dropped is not there on the way back", hint=hint)
+        return replace(self, on=OTHER[self.on])
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Two names of one tensor, of which the other side has one.
+
+    Attributes:
+        name: the second name.
+        of: the first.
+        adds: it is added where it is missing; else it is taken away, and must have the same values.
+        on: "from" concerns the names of the input, before the rules; "to" those of the output, after them.
+        when: the entry of the config that says whether it holds, such as `tie_word_embeddings`; "" always.
+    """
+
+    name: str
+    of: str
+    adds: bool = True
+    on: Side = "to"
+    when: str = ""
+
+    def __str__(self) -> str:
+        return f"{'tie' if self.adds else 'untie'} = '{self.name}'"
+
+    def inverse(self) -> Tie:
+        """Return the rule for the other way."""
+        return replace(self, adds=not self.adds, on=OTHER[self.on])
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many values a placeholder takes, from `first` on; None where nothing says it."""
+
+    number: Number | tuple[Number, ...] | None = None
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A map from one architecture to another.
+
+    Attributes:
+        rules: in any order.
+        rest: what happens to tensors that no rule names: "keep", "drop" or "refuse".
+        numbers: what steps need to know, by name: a number, an expression of the config's entries, or several
+            of which the first counts whose entries the config has.
+        counts: how many values placeholders take, by name.
+        name, start, end: what the map is called, and the two architectures.
+        source: where the names and the layout were taken from.
+    """
+
+    rules: tuple[Rule | Drop | Tie, ...]
+    rest: Rest = "refuse"
+    numbers: Mapping[str, Number | tuple[Number, ...]] = field(default_factory=dict)
+    counts: Mapping[str, Count] = field(default_factory=dict)
+    name: str = ""
+    start: str = ""
+    end: str = ""
+    source: str = ""
+
+    def inverse(self) -> Rules:
+        """Return the rules for the way back. Raises Irreversible, which names the rule that has none."""
+        if self.rest == "drop":
+            raise Irreversible("rest = 'drop' can't be undone", hint="rest = 'keep' or 'refuse' can")
+        rules = tuple(rule.inverse() for rule in reversed(self.rules))
+        return replace(self, rules=rules, start=self.end, end=self.start)
+
+    @property
+    def reversible(self) -> bool:
+        """Whether there is a way back."""
+        try:
+            self.inverse()
+        except Irreversible:
+            return False
+        return True
+
+    def to_toml(self) -> str:
+        """Return the rules as the text of a rule file, which `rule_file.parsed` reads."""
+        from .rule_file import written
+
+        return written(self)

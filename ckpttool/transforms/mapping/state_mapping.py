@@ -1,0 +1,166 @@
+"""The rules as they apply to one state: its dict under the new names, each tensor after its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ...checkpoint.state import State
+from ...errors import Collision, Refused, UsageFault
+from ...inert_pickle.values import OrderedDict_, remade
+from ...tensors.cast import CastReport
+from ...tensors.ref import TensorRef
+from ...tensors.values import same_values
+from ..keys import renamed_versions
+from ..renaming import Renaming
+from .matching import Matched, Move, Numbers, matched
+from .numbers import Unknown, first_known
+from .rules import Rules, Side, Tie
+from .tensors import Misfit
+from .verbs import Bundle, Context, Index
+
+Container = dict[Any, Any]
+
+
+class StateMapping:
+    """The rules as they apply to one state."""
+
+    def __init__(self, path: str, state: State, rules: Rules, config: Mapping[str, Any]) -> None:
+        self.path, self.state, self.rules, self.config = path, state, rules, config
+        given = {name: first_known(value, config) for name, value in rules.numbers.items()}
+        self.numbers = {name: value for name, value in given.items() if value is not None}
+        counts = {
+            each: first_known(count.number, config) for each, count in rules.counts.items() if count.number
+        }
+        self.counts = Numbers(path, counts, {each: count.first for each, count in rules.counts.items()})
+        self.reports: list[CastReport] = []
+        self.tied: list[str] = []
+        self._done: dict[object, Bundle] = {}
+        self.values = self._tied({**state.container}, "from")
+        named = [name for name in self.values if isinstance(name, str)]
+        self.matched: Matched = matched(rules, named, config, path)
+        self.names: dict[str, tuple[str, ...]] = {}
+
+    def container(self) -> Container:
+        """Return the state's dict under the new names, in the order of the old ones."""
+        taken = {name: move for move in self.matched.moves for name in move.names}
+        left = {*self.matched.dropped}
+        new: Container = {}
+        seen: set[int] = set()
+        for name, value in self.values.items():
+            move = taken.get(name)
+            made: dict[Any, tuple[object, tuple[Any, ...]]]
+            if move is None:
+                made = {} if name in left else {name: (value, (name,))}
+            elif id(move) in seen:
+                continue
+            else:
+                seen.add(id(move))
+                made = {**self._moved(move)}
+            for target, (result, sources) in made.items():
+                if target in new:
+                    both = f"'{self.names[target][0]}' and '{sources[0]}'"
+                    raise Collision(f"{self.path}: {both} would both be named '{target}'")
+                new[target] = result
+                if isinstance(target, str):
+                    self.names[target] = sources
+        new = self._tied(new, "to")
+        return self._with_versions(remade(self.state.container, new.items()))
+
+    def _moved(self, move: Move) -> dict[str, tuple[object, tuple[str, ...]]]:
+        """Return what a case of a rule makes: new name -> value, and the names that it was made of."""
+        if not move.rule.steps:
+            (names,) = move.sources.values()
+            targets = move.targets((), ())
+            return {new: (self.values[old], (old,)) for new, old in zip(targets, names, strict=True)}
+        sources = {at: tuple(map(self.tensor, names)) for at, names in move.sources.items()}
+        made = self.through(move, sources)
+        whole = tuple(move.names)
+        self._check_spread(move, made)
+        pairs = (
+            (new, tensor)
+            for at, tensors in made.tensors.items()
+            for new, tensor in zip(move.targets(made.fields, at), tensors, strict=True)
+        )
+        if len(whole) == 1 and len(made.tensors) == 1:
+            value = self.values[whole[0]]
+            return {new: (with_plain_tensor(value, tensor), whole) for new, tensor in pairs}
+        return {new: (tensor, whole) for new, tensor in pairs}
+
+    def tensor(self, name: str) -> TensorRef:
+        """Return a tensor by its name in the input. Raises Refused where it is no plain one."""
+        tensor = plain_tensor(self.values[name])
+        if tensor is None or name in self.state.likes:
+            raise Refused(self.path, f"'{name[:80]}' is not a plain tensor: rules can rename it, no more")
+        return tensor
+
+    def through(self, move: Move, sources: Mapping[Index, tuple[TensorRef, ...]]) -> Bundle:
+        """Return tensors after the steps of a rule; the same ones for tensors that are tied."""
+        rule = move.rule
+        views = tuple((at, *(tensor.view for tensor in tensors)) for at, tensors in sources.items())
+        if (key := (rule.steps, views)) in self._done:
+            return self._done[key]
+        bundle = Bundle(rule.gathered, sources)
+        context = Context(self.numbers, len(rule.outputs), self.reports)
+        names = ", ".join(f"'{name[:80]}'" for name in list(move.names)[:4])
+        try:
+            for step in rule.steps:
+                bundle = step.apply(bundle, context)
+        except Misfit as fault:
+            raise Refused(self.path, f"{names} {fault}: {rule}") from None
+        except Unknown as fault:
+            hint = "give the model's config: --config config.json"
+            raise Refused(
+                self.path, f"nothing says the number '{fault}', which {rule} needs", hint=hint
+            ) from None
+        except UsageFault as fault:
+            raise Refused(self.path, f"{fault.message}: {rule}", hint=fault.hint) from None
+        return self._done.setdefault(key, bundle)
+
+    def _check_spread(self, move: Move, made: Bundle) -> None:
+        self.counts.check_all(made.fields, made.tensors, str(move.rule))
+
+    def _tied(self, values: Container, side: Side) -> Container:
+        """Return a dict of one side with the ties that the rules add there, and without those they take."""
+        for tie in (rule for rule in self.rules.rules if isinstance(rule, Tie) and rule.on == side):
+            if not (not tie.when or _is_set(self.config, tie.when)) or (tie.name in values) is tie.adds:
+                continue
+            if tie.of not in values:
+                raise Refused(self.path, f"has no '{tie.of}', which {tie} needs")
+            if tie.adds:
+                values[tie.name] = values[tie.of]
+            else:
+                self._require_equal(tie, values)
+                del values[tie.name]
+                self.names.pop(tie.name, None) if side == "to" else None
+            self.tied.append(tie.name)
+        return values
+
+    def _require_equal(self, tie: Tie, values: Container) -> None:
+        one, other = (plain_tensor(values[name]) for name in (tie.name, tie.of))
+        if one is None or other is None or not same_values(one, other):
+            what = f"'{tie.name}' is not '{tie.of}' under another name, and would be lost"
+            raise Refused(
+                self.path, f"{what}: {tie}", hint="a rule for it keeps it, and so does another config"
+            )
+
+    def _with_versions(self, new: Container) -> Container:
+        """Return the dict with torch's versions of modules under their new paths."""
+        if (
+            isinstance(new, OrderedDict_)
+            and isinstance(new.attributes, dict)
+            and self.state.versions is not None
+        ):
+            names = {old: target for target, sources in self.names.items() for old in sources}
+            versions = renamed_versions(self.state.versions, Renaming(names), {})
+            new.attributes = {**new.attributes, "_metadata": versions}
+        return new
+
+
+def _is_set(config: Mapping[str, Any], name: str) -> bool:
+    """Return whether an entry of a config, dotted where it is inside another, is true."""
+    value: Any = config
+    for step in name.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value is True

@@ -1,0 +1,350 @@
+"""The verbs of a rule, each a step from tensors to tensors, with its inverse and its form in a rule file.
+
+A rule's tensors are a Bundle: for each value of the placeholders that only one side of the rule has (the
+experts that are stacked), one tensor for each template of that side (q, k and v).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from dataclasses import field as with_default
+from math import isfinite
+from typing import Any, ClassVar
+
+from ...errors import UsageFault
+from ...tensors.cast import CastReport, target
+from ...tensors.ref import TensorRef
+from . import tensors as of
+from .numbers import Number, evaluated, parsed
+from .tensors import Misfit, Sizes
+
+Index = tuple[int, ...]
+
+
+class Irreversible(UsageFault):
+    """A rule that nothing undoes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The tensors of a rule on their way from its sources to its targets."""
+
+    fields: tuple[str, ...]  # the placeholders that tell them apart
+    tensors: Mapping[Index, tuple[TensorRef, ...]]  # by the values of these
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the steps of a rule need to know beside its tensors."""
+
+    numbers: Mapping[str, int]
+    parts: int  # how many tensors `split` makes: as many as the rule has templates on that side
+    reports: list[CastReport] = with_default(default_factory=list)
+
+    def sizes(self, given: Sequence[Number]) -> Sizes:
+        """Return sizes as numbers. Raises `numbers.Unknown`."""
+        return tuple(evaluated(size, self.numbers) for size in given)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A verb with what it needs to know."""
+
+    verb: ClassVar[str]
+    own: ClassVar[str]  # the field that the verb's value in a rule file gives
+    follows: ClassVar[bool] = True  # what an optimizer keeps of a parameter can be taken the same way
+
+    def apply(self, bundle: Bundle, context: Context) -> Bundle:
+        """Return the tensors after this step, unread. Raises Misfit where they do not fit it."""
+        raise NotImplementedError
+
+    def inverse(self) -> Step:
+        """Return the step that undoes this one. Raises Irreversible."""
+        raise Irreversible(f"'{self.verb}' can't be undone", hint="write rules for the way back")
+
+    def table(self) -> dict[str, Any]:
+        """Return the step as a rule file has it: the verb with its value, then what is not the default."""
+        more = {
+            WRITTEN.get(each.name, each.name): _plain(getattr(self, each.name))
+            for each in fields(self)
+            if each.name != self.own and getattr(self, each.name) != each.default
+        }
+        return {self.verb: _plain(getattr(self, self.own)), **more}
+
+
+@dataclass(frozen=True, slots=True)
+class OnEach(Step):
+    """A verb that makes one tensor of each; `parts` limits it to those of some of the rule's templates."""
+
+    parts: tuple[int, ...] = with_default(default=(), kw_only=True)
+
+    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+        """Return what becomes of one tensor. Raises Misfit."""
+        raise NotImplementedError
+
+    def apply(self, bundle: Bundle, context: Context) -> Bundle:
+        def changed(tensors: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
+            if max(self.parts, default=0) >= len(tensors):
+                raise Misfit(f"are {len(tensors)}, and {self.verb} names the parts {list(self.parts)}")
+            chosen = self.parts or range(len(tensors))
+            return tuple(self.one(each, context) if n in chosen else each for n, each in enumerate(tensors))
+
+        return replace(bundle, tensors={at: changed(those) for at, those in bundle.tensors.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose(OnEach):
+    """Axes in another order, as `torch.permute` has them."""
+
+    verb: ClassVar[str] = "transpose"
+    own: ClassVar[str] = "axes"
+    axes: Sizes = (1, 0)
+
+    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+        return of.transposed(tensor, self.axes)
+
+    def inverse(self) -> Step:
+        return replace(self, axes=tuple(self.axes.index(axis) for axis in range(len(self.axes))))
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(OnEach):
+    """The same elements in another shape; the inverse needs `before`."""
+
+    verb: ClassVar[str] = "reshape"
+    own: ClassVar[str] = "shape"
+    shape: tuple[Number, ...] = ()
+    before: tuple[Number, ...] = ()
+
+    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+        before = context.sizes(self.before)
+        if self.before and (len(before) != len(tensor.shape) or not _fits(before, tensor.shape)):
+            raise Misfit(f"has shape {list(tensor.shape)}, not {list(before)}")
+        return of.reshaped(tensor, context.sizes(self.shape))
+
+    def inverse(self) -> Step:
+        if not self.before:
+            raise Irreversible(
+                "'reshape' without the shape before can't be undone", hint="give it: from = [-1, 64]"
+            )
+        return replace(self, shape=self.before, before=self.shape)
+
+
+def _fits(wanted: Sizes, shape: Sizes) -> bool:
+    return all(size in (-1, there) for size, there in zip(wanted, shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class PermuteHeads(OnEach):
+    """The rows of each head in the order of another rotary embedding: in "halves", or in "pairs"."""
+
+    verb: ClassVar[str] = "permute-heads"
+    own: ClassVar[str] = "heads"
+    heads: Number = 1
+    to: str = ""
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        if self.to not in ("halves", "pairs"):
+            raise UsageFault(
+                f"permute-heads: to = {self.to!r}", hint="to = 'halves' (Hugging Face) or 'pairs' (Meta)"
+            )
+
+    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+        return of.heads_reordered(tensor, evaluated(self.heads, context.numbers), self.to, self.axis)
+
+    def inverse(self) -> Step:
+        return replace(self, to="pairs" if self.to == "halves" else "halves")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(OnEach):
+    """Each element times a number, rounded once."""
+
+    verb: ClassVar[str] = "scale"
+    own: ClassVar[str] = "by"
+    follows: ClassVar[bool] = False
+    by: float = 1.0
+
+    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+        return of.scaled(tensor, self.by)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(OnEach):
+    """Another element type."""
+
+    verb: ClassVar[str] = "cast"
+    own: ClassVar[str] = "to"
+    follows: ClassVar[bool] = False
+    to: str = "float32"
+
+    def __post_init__(self) -> None:
+        target(self.to.lower())
+
+    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+        new, report = of.cast(tensor, self.to)
+        context.reports.append(report)
+        return new
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(Step):
+    """The tensors of all templates joined along an axis, of these `sizes` there, or all of one size."""
+
+    verb: ClassVar[str] = "concat"
+    own: ClassVar[str] = "axis"
+    axis: int = 0
+    sizes: tuple[Number, ...] = ()
+
+    def apply(self, bundle: Bundle, context: Context) -> Bundle:
+        sizes = context.sizes(self.sizes) if self.sizes else None
+
+        def joined(tensors: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
+            return (of.concatenated(tensors, self.axis, sizes),)
+
+        return replace(bundle, tensors={at: joined(those) for at, those in bundle.tensors.items()})
+
+    def inverse(self) -> Step:
+        return Split(self.axis, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Step):
+    """One tensor cut along an axis, in these `sizes`, or in equal ones: a tensor for each template."""
+
+    verb: ClassVar[str] = "split"
+    own: ClassVar[str] = "axis"
+    axis: int = 0
+    sizes: tuple[Number, ...] = ()
+
+    def apply(self, bundle: Bundle, context: Context) -> Bundle:
+        sizes = context.sizes(self.sizes) if self.sizes else None
+
+        def parts(tensors: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
+            return of.cut(_only(tensors, self.verb), self.axis, sizes, context.parts)
+
+        return replace(bundle, tensors={at: parts(those) for at, those in bundle.tensors.items()})
+
+    def inverse(self) -> Step:
+        return Concat(self.axis, self.sizes)
+
+
+def _only(tensors: tuple[TensorRef, ...], verb: str) -> TensorRef:
+    if len(tensors) != 1:
+        raise Misfit(f"are {len(tensors)}, and {verb} takes one")
+    return tensors[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(Step):
+    """The tensors of all values of a placeholder along a new axis, in the order of its numbers."""
+
+    verb: ClassVar[str] = "stack"
+    own: ClassVar[str] = "field"
+    field: str = ""
+    axis: int = 0
+
+    def apply(self, bundle: Bundle, context: Context) -> Bundle:
+        if self.field not in bundle.fields:
+            raise Misfit(f"are not told apart by '{self.field}', along which they are to be stacked")
+        place = bundle.fields.index(self.field)
+        groups: dict[Index, list[tuple[TensorRef, ...]]] = {}
+        for at in sorted(bundle.tensors):
+            groups.setdefault(at[:place] + at[place + 1 :], []).append(bundle.tensors[at])
+        fields = bundle.fields[:place] + bundle.fields[place + 1 :]
+        return Bundle(fields, {at: self._stacked(those) for at, those in groups.items()})
+
+    def _stacked(self, those: list[tuple[TensorRef, ...]]) -> tuple[TensorRef, ...]:
+        return tuple(of.stacked(column, self.axis) for column in zip(*those, strict=True))
+
+    def inverse(self) -> Step:
+        return Unstack(self.field, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack(Step):
+    """A tensor for each place along an axis, which a placeholder numbers from 0."""
+
+    verb: ClassVar[str] = "unstack"
+    own: ClassVar[str] = "field"
+    field: str = ""
+    axis: int = 0
+
+    def apply(self, bundle: Bundle, context: Context) -> Bundle:
+        new: dict[Index, tuple[TensorRef, ...]] = {}
+        for at, those in bundle.tensors.items():
+            columns = [of.unstacked(tensor, self.axis) for tensor in those]
+            if len({*map(len, columns)}) > 1:
+                raise Misfit(f"have {' and '.join(str(len(each)) for each in columns)} of '{self.field}'")
+            new |= {(*at, place): row for place, row in enumerate(zip(*columns, strict=True))}
+        return Bundle((*bundle.fields, self.field), new)
+
+    def inverse(self) -> Step:
+        return Stack(self.field, self.axis)
+
+
+VERBS: dict[str, type[Step]] = {
+    step.verb: step for step in (Concat, Split, Stack, Unstack, Transpose, PermuteHeads, Reshape, Scale, Cast)
+}
+
+
+WRITTEN = {"before": "from"}  # fields that a rule file calls otherwise
+READ = {written: name for name, written in WRITTEN.items()}
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def step_of(table: Mapping[str, Any]) -> Step:
+    """Return the step that a table of a rule file describes. Raises UsageFault."""
+    found = [verb for verb in table if verb in VERBS]
+    if len(found) != 1:
+        hint = f"a step is a table with one of {', '.join(VERBS)}, such as {{concat = 0}}"
+        raise UsageFault(f"the step {dict(table)} has {len(found)} verbs", hint=hint)
+    kind = VERBS[found[0]]
+    known = {each.name for each in fields(kind)}
+    given: dict[str, Any] = {}
+    for key, value in table.items():
+        name = kind.own if key == kind.verb else READ.get(key, key)
+        if name not in known or (key != kind.verb and name == kind.own):
+            raise UsageFault(f"the step '{kind.verb}' takes no '{key}'")
+        given[name] = _of_kind(f"{kind.verb}: {key}", value, name)
+    return kind(**given)
+
+
+def _of_kind(where: str, value: Any, name: str) -> Any:
+    """Return the value of a field, lists as tuples. Raises UsageFault for one of another kind."""
+    if isinstance(value, list):
+        value = tuple(value)
+    if not KINDS[name](value):
+        raise UsageFault(f"{where} = {value!r} is of another kind than it takes")
+    return value
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int or (isinstance(value, str) and bool(parsed(value)))
+
+
+def _all(kind: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, tuple) and all(map(kind, value))
+
+
+KINDS: dict[str, Callable[[object], bool]] = {
+    "axis": _is_int,
+    "axes": _all(_is_int),
+    "parts": _all(lambda part: type(part) is int and part >= 0),
+    "sizes": _all(_is_number),
+    "shape": _all(_is_number),
+    "before": _all(_is_number),
+    "heads": _is_number,
+    "by": lambda value: type(value) in (int, float) and isfinite(value),  # type: ignore[arg-type]
+    "to": lambda value: isinstance(value, str),
+    "field": lambda value: isinstance(value, str),
+}
