@@ -114,6 +114,21 @@ class CheckFailed(CkptToolError):
     exit_code = 1
 
 
+class Ambiguous(CkptToolError):
+    """There are several ways to do what was asked, and nothing tells which is right.
+
+    Attributes:
+        candidates: what is open, each with the ways that there are.
+    """
+
+    kind = "ambiguous"
+    exit_code = 1
+
+    def __init__(self, message: str, *, candidates: tuple[str, ...] = (), hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.candidates = candidates
+
+
 class Mismatch(CkptToolError):
     """A state does not fit a model.
 

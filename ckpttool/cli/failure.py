@@ -76,6 +76,8 @@ def error_fields(error: BaseException, call: Call) -> dict[str, object]:
     body: dict[str, object] = dict(zip(("kind", "message", "hint"), describe(error, call), strict=False))
     if isinstance(error, Mismatch):
         return {"loaded": 0, **mismatch_fields(error), "error": body | mismatch_fields(error)}
+    if isinstance(error, errors.Ambiguous):
+        body["candidates"] = error.candidates
     return {"error": body}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...tensors.ref import TensorRef
+from ...transforms.conforming.places import Place
 
 if TYPE_CHECKING:
     import torch
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
 COUNTER = "num_batches_tracked"
 
 SHOWN = 3  # names in a message, which counts the rest
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """An entry of a model's state dict."""
-
-    shape: tuple[int, ...] | None  # None where any value fits: `_extra_state`, and lazy parameters
-    dtype: str  # as `float32`; "" where there is none
-    first: str  # the first name of the same memory: another than its own for a tied parameter
 
 
 @dataclass(frozen=True, slots=True)

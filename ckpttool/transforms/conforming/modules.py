@@ -7,7 +7,7 @@ block has as many as before. So blocks are paired by it, whatever they and their
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -23,7 +23,12 @@ MAX_PARTS = 24  # of a name; what follows is one part
 MAX_NODES = 4_000_000
 
 KINDS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-OF_NORMS = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
+OF_NORMS = {
+    "gamma": "weight",
+    "beta": "bias",
+    "moving_mean": "running_mean",
+    "moving_variance": "running_var",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -62,14 +67,10 @@ class Block:
         """Whether it joins several things: a chain of single modules does not."""
         return len(self.children) + (self.module is not None) > 1
 
-    def modules(self) -> Iterator[Module]:
-        """Yield the modules below, itself first."""
-        waiting = [self]
-        while waiting:
-            block = waiting.pop()
-            if block.module is not None:
-                yield block.module
-            waiting += reversed(block.children.values())
+    @property
+    def path(self) -> str:
+        """Its dotted name."""
+        return ".".join(self.parts)
 
 
 def parameter(name: str, names: Mapping[str, Place]) -> tuple[str, str]:
@@ -117,14 +118,6 @@ def tree(path: str, places: Mapping[str, Place]) -> Block:
 def class_of(dtype: str) -> str:
     """Return what a type has to share with another for a cast between them to keep the meaning."""
     return "float" if dtype in ("float64", "float32", "float16", "bfloat16") else dtype
-
-
-def natural(parts: Parts) -> tuple[tuple[tuple[int, int, str], ...], ...]:
-    """Return a key that sorts names as people do: `layer2` before `layer10`."""
-    return tuple(
-        tuple((0, int(text), "") if text.isdecimal() else (1, 0, text) for text in re.split(r"(\d{1,18})", part))
-        for part in parts
-    )
 
 
 def pattern(parts: Parts) -> Parts:

@@ -18,13 +18,13 @@ Role = tuple[str, ...]  # the parts that a layer holds: ("q",), or ("q", "k", "v
 # What stands behind the name of a norm or of a layer's scale without meaning anything
 IDLE = ("scale", "gamma", "g", "lambda1", "linear", "base_layer")
 
+_WORDS = {"q": "query", "k": "key", "v": "value"}
 _LETTERS = {
-    letter: rf"({letter}|{word}|{letter}_proj|to_{letter}|{letter}_lin|w{letter}|c_{letter}|{word}_proj|linear_{letter})"
-    for letter, word in (("q", "query"), ("k", "key"), ("v", "value"))
+    a: f"({a}|{word}|{a}_proj|to_{a}|{a}_lin|w{a}|c_{a}|{word}_proj|linear_{a})" for a, word in _WORDS.items()
 }
 _NORMS = {
-    f"{letter} norm": rf"({letter}_norm|norm_{letter}|{word}_norm|{word}_layernorm|{letter}_layernorm|ln_{letter})"
-    for letter, word in (("q", "query"), ("k", "key"))
+    f"{a} norm": f"({a}_norm|norm_{a}|{word}_norm|{word}_layernorm|{a}_layernorm|ln_{a})"
+    for a, word in _WORDS.items()
 }
 _SINGLE = {
     **_LETTERS,
@@ -76,7 +76,9 @@ NORM_PAIRS = (
 )
 
 # Names of embeddings of positions: a model that has one needs no rotary embedding
-POSITIONS = re.compile(r"(^|[._])(wpe|pos(ition(al)?)?_emb\w*|embed_positions|relative_\w*|rel_pos\w*)($|[._])")
+POSITIONS = re.compile(
+    r"(^|[._])(wpe|pos(ition(al)?)?_emb\w*|embed_positions|relative_\w*|rel_pos\w*)($|[._])"
+)
 
 
 def has_positions(names: Iterable[str]) -> bool:

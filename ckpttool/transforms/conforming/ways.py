@@ -1,4 +1,4 @@
-"""How layers of one checkpoint become one layer of another: the ways that shapes allow, each as steps of rules.
+"""How layers of one checkpoint become one of another: the ways that shapes allow, as steps of rules.
 
 Layers are fused, stacked and transposed in one direction only; the other direction is the inverse of the
 steps. What shapes leave open (a square matrix, the order of pieces, rotary embeddings) is several ways.
@@ -72,6 +72,8 @@ class Way:
         if len(names) > 1:
             said.append(", ".join(names[place] for place in self.order))
             said += ["dealt by heads" if self.groups != 1 else "one after another"]
+        elif self.groups != 1:
+            said.append("in another layout")
         said += ["transposed"] if self.transposed else []
         said += [f"heads reordered to {self.turned}"] if self.turned else []
         return ", ".join(said) or "as it is"
@@ -120,16 +122,16 @@ class Joint:
 
     def numbered(self, way: Way) -> Iterator[Way]:
         """Yield a way with every number of heads that the shapes allow, where it leaves them open."""
+        if len(self.pieces) == 1 and way.groups == 0:
+            return
         rows = [self.pieces[place].weight[0] for place in way.order]
         common = gcd(*rows)
         groups = [n for n in _divisors(common) if n > 1] if way.groups == 0 else [way.groups]
         heads: Iterator[tuple[int, ...]] = iter([way.heads])
         if way.turned:
-            sizes = [n for n in _divisors(gcd(*(r for r, h in zip(rows, way.heads, strict=True) if not h)))]
-            sizes = [n for n in sizes if n % 2 == 0]
-            heads = (
-                tuple(-1 if h else r // n for r, h in zip(rows, way.heads, strict=True)) for n in sizes
-            )
+            rotated = gcd(*(r for r, h in zip(rows, way.heads, strict=True) if not h))
+            sizes = [n for n in _divisors(rotated) if n % 2 == 0]
+            heads = (tuple(-1 if h else r // n for r, h in zip(rows, way.heads, strict=True)) for n in sizes)
         for number, each in product(groups, [*heads]):
             yield replace(way, groups=number, heads=tuple(0 if n < 0 else n for n in each))
 

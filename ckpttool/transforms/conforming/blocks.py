@@ -1,0 +1,175 @@
+"""Blocks of two checkpoints paired from the top: by their number of elements, their names and their numbers.
+
+A pair of blocks is solved for itself (`layers.solve`); equal pairs, as the layers of a transformer, once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from .layers import Doubts, Match, Solution, Tangle, alone, solve
+from .modules import Block, Module, by_numbers, pattern
+from .ways import Unit
+
+Pairs = list[tuple[Block, Block]]
+TOP = ""  # the scope of what lies in no repeated block
+
+
+@dataclass(slots=True)
+class Search:
+    """What is found, pair of blocks by pair of blocks.
+
+    Attributes:
+        doubts: what names are not believed to say.
+        matches, tangles: each with its scope: the repeated block that it lies in, or TOP.
+        left, right: modules without a counterpart.
+        uneven: blocks of one kind of which the sides have different numbers.
+    """
+
+    doubts: Doubts
+    matches: list[tuple[str, Match]] = field(default_factory=list)
+    tangles: list[tuple[str, Tangle]] = field(default_factory=list)
+    left: list[Module] = field(default_factory=list)
+    right: list[Module] = field(default_factory=list)
+    uneven: list[tuple[list[Block], list[Block]]] = field(default_factory=list)
+    _solved: dict[object, tuple[list[Module], Solution]] = field(default_factory=dict)
+
+    def pair(self, left: Block, right: Block, scope: str = TOP) -> None:
+        """Match everything below two blocks."""
+        taken: set[int] = set()
+        for pairs in self._classes(left, right, taken):
+            inner = scope
+            if scope == TOP and len(pairs) > 1:
+                inner = ".".join(pattern(pairs[0][0].parts))
+            for a, b in pairs:
+                self.pair(a, b, inner)
+        rest = [[*_uncovered(side, taken)] for side in (left, right)]
+        if rest[0] and rest[1]:
+            self._solve(rest[0], rest[1], (len(left.parts), len(right.parts)), scope)
+        else:
+            self.left += rest[0]
+            self.right += rest[1]
+
+    def _classes(self, left: Block, right: Block, taken: set[int]) -> Iterator[Pairs]:
+        """Yield the pairs of blocks below two, the largest blocks first; `taken` has what lies in them."""
+        sides = [_by_total(left), _by_total(right)]
+        for total in sorted(sides[0].keys() & sides[1].keys(), reverse=True):
+            both = [_outermost(side[total], taken) for side in sides]
+            if pairs := _aligned(both[0], both[1], (len(left.parts), len(right.parts))):
+                yield _taking(pairs, taken)
+            elif not self.uneven and len(both[0]) != len(both[1]) and all(map(_is_stack, both)):
+                self.uneven.append((both[0], both[1]))
+        # What only one side has (a bias, an expert) changes the total: then the number of blocks tells.
+        stacks = [_stacks(side, taken) for side in (left, right)]
+        for count in stacks[0].keys() & stacks[1].keys():
+            if len(stacks[0][count]) == len(stacks[1][count]) == 1:
+                (a,), (b,) = stacks[0][count], stacks[1][count]
+                yield _taking([*zip(a, b, strict=True)], taken)
+
+    def _solve(self, left: list[Module], right: list[Module], cut: tuple[int, int], scope: str) -> None:
+        both = ((left, cut[0]), (right, cut[1]))
+        known = [[(pattern(m.parts), m.parts[n:], m.signature) for m in side] for side, n in both]
+        key = (tuple(known[0]), tuple(known[1]))
+        modules = [*left, *right]
+        if key not in self._solved:
+            self._solved[key] = modules, solve(left, right, cut, self.doubts)
+        solved, solution = self._solved[key]
+        here = dict(zip(map(id, solved), modules, strict=True))
+        for match in solution.matches:
+            moved = [_moved(units, here) for units in (match.joint.pieces, (match.joint.whole,))]
+            joint = replace(match.joint, pieces=moved[0], whole=moved[1][0])
+            sides = moved[::-1] if match.joint.whole in match.left else moved
+            self.matches.append((scope, Match(sides[0], sides[1], joint, match.rests)))
+        for tangle in solution.tangles:
+            self.tangles.append((scope, Tangle(_moved(tangle.left, here), _moved(tangle.right, here))))
+        self.left += [here[id(unit.first)] for unit in alone(solution.left)]
+        self.right += [here[id(unit.first)] for unit in alone(solution.right)]
+
+
+def _moved(units: Iterable[Unit], here: dict[int, Module]) -> tuple[Unit, ...]:
+    return tuple(Unit(unit.parts, tuple(here[id(member)] for member in unit.members)) for unit in units)
+
+
+def _composites(block: Block) -> Iterator[Block]:
+    """Yield the composite blocks below one, outer ones first; of a chain of blocks the innermost."""
+    waiting = [*block.children.values()]
+    while waiting:
+        inner = waiting.pop()
+        if inner.is_composite:
+            yield inner
+        waiting += reversed(inner.children.values())
+
+
+def _by_total(block: Block) -> dict[int, list[Block]]:
+    groups: dict[int, list[Block]] = defaultdict(list)
+    for inner in _composites(block):
+        groups[inner.total].append(inner)
+    return groups
+
+
+def _all_below(block: Block) -> Iterator[Block]:
+    waiting = [block]
+    while waiting:
+        yield (inner := waiting.pop())
+        waiting += inner.children.values()
+
+
+def _outermost(blocks: Sequence[Block], taken: set[int]) -> list[Block]:
+    """Return the blocks that lie in none of the others and are not taken."""
+    inside: set[int] = set()
+    found = []
+    for block in sorted(blocks, key=lambda each: len(each.parts)):
+        if id(block) not in taken and id(block) not in inside:
+            found.append(block)
+            if len(blocks) > 1:
+                inside.update(map(id, _all_below(block)))
+    return found
+
+
+def _taking(pairs: Pairs, taken: set[int]) -> Pairs:
+    for pair in pairs:
+        for block in pair:
+            taken.update(map(id, _all_below(block)))
+    return pairs
+
+
+def _uncovered(block: Block, taken: set[int]) -> Iterator[Module]:
+    return (each.module for each in _all_below(block) if each.module is not None and id(each) not in taken)
+
+
+def _aligned(left: list[Block], right: list[Block], cut: tuple[int, int]) -> Pairs:
+    """Return which of several blocks belong together; [] where nothing tells."""
+    if len(left) != len(right) or not left:
+        return []
+    if len(left) == 1:
+        return [(left[0], right[0])]
+    names = [{block.parts[n:]: block for block in side} for side, n in zip((left, right), cut, strict=True)]
+    if names[0].keys() == names[1].keys():
+        return [(block, names[1][parts]) for parts, block in names[0].items()]
+    orders = [by_numbers([block.parts for block in side]) for side in (left, right)]
+    if orders[0] is None or orders[1] is None:
+        return []
+    return [(left[a], right[b]) for a, b in zip(*orders, strict=True)]
+
+
+def _is_stack(blocks: Sequence[Block]) -> bool:
+    return len(blocks) == 1 or by_numbers([block.parts for block in blocks]) is not None
+
+
+def _stacks(block: Block, taken: set[int]) -> dict[int, list[list[Block]]]:
+    """Return the outermost runs of blocks that one number tells apart, by their length."""
+    groups: dict[object, list[Block]] = defaultdict(list)
+    for inner in _composites(block):
+        if id(inner) not in taken:
+            groups[pattern(inner.parts)].append(inner)
+    found: dict[int, list[list[Block]]] = defaultdict(list)
+    inside: set[int] = set()
+    for blocks in groups.values():
+        order = by_numbers([each.parts for each in blocks]) if len(blocks) > 1 else None
+        if order is not None and id(blocks[0]) not in inside:
+            found[len(blocks)].append([blocks[place] for place in order])
+            for each in blocks:
+                inside.update(map(id, _all_below(each)))
+    return found

@@ -1,0 +1,318 @@
+"""A checkpoint's tensors under another one's names and in its shapes; refused where it is not certain how."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.state import State
+from ...checkpoint.states import is_optimizer
+from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused
+from ...formats.reading import File, opened
+from ...inert_pickle.values import walk
+from ...tensors.chunks import Part, assembled
+from ...tensors.dtypes import DTYPES, DType
+from ...tensors.ref import Computed, Storage, TensorRef
+from ...tensors.values import same_values
+from ..mapping.applying import apply
+from ..mapping.rules import Rules
+from ..selection import replace_state
+from .modules import Module
+from .places import Place, Places, places_of
+from .rules import Row, as_rules, rows
+from .search import COUNTER, Found, search
+from .values import Values, differing
+
+SHOWN = 4  # names or candidates in a message, which counts the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Conformed:
+    """How a state came under other names.
+
+    Attributes:
+        table: each rule, with what it rests on.
+        rules: the same as a map, without what depends on the reference alone (padding, counters).
+        renamed: old name -> new name, for tensors that became one tensor.
+        dropped: names of buffers that the reference lacks, as its model computes them.
+        untied: second names of tied tensors that the reference has once.
+        tied: names that the reference ties to another.
+        counted: BatchNorm's counters that were added, as 0.
+        lacking: names of buffers that the reference has, and whose values its model computes.
+        padded: names of tensors that got rows of zeros.
+        types: (type here, type in the reference, how many tensors).
+        proven: how many tensors have the reference's values, bit for bit; 0 where they were not compared.
+    """
+
+    table: tuple[Row, ...] = field(metadata={"json": False})
+    rules: Rules = field(metadata={"json": False})
+    renamed: Mapping[str, str] = field(metadata={"json": False})
+    dropped: tuple[str, ...] = ()
+    untied: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+    padded: tuple[str, ...] = ()
+    types: tuple[tuple[str, str, int], ...] = ()
+    proven: int = 0
+
+
+@takes_checkpoint
+def conform(
+    checkpoint: Checkpoint,
+    like: File | Places,
+    *,
+    state: str | None = None,
+    like_state: str | None = None,
+    check_values: bool = False,
+    pad_vocab: bool = False,
+) -> tuple[Checkpoint, Conformed]:
+    """Return a checkpoint whose state has the names and shapes of a reference.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        like: a checkpoint that loads where this one should, of which only the header is read; or a model's
+            places, as `models.diagnosis.fit.Blueprint` has them.
+        state, like_state: dotted paths of the states; found when None.
+        check_values: the reference is the same model: what names and shapes leave open is decided by values,
+            and all of the result is compared.
+        pad_vocab: give embeddings and heads that have fewer rows than the reference's rows of zeros.
+
+    Returns:
+        The new checkpoint, whose tensors still lie in the old file, and how each came to its name.
+
+    Raises:
+        Ambiguous: there are several ways of equal merit; names the candidates.
+        Mismatch: a tensor has no counterpart.
+        CheckFailed: values differ from the reference's.
+        NothingToDo: the state has these names and shapes already.
+        Refused: an optimizer's state can't follow.
+        NoState, Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+    """
+    target = checkpoint.state(state)
+    mine = places_of(checkpoint.path, target)
+    if isinstance(like, Mapping):
+        return _conformed(checkpoint, target, mine, like, {}, state, pad_vocab)
+    with opened(like) as reference:
+        other = reference.state(like_state)
+        theirs, values = places_of(reference.path, other), other.tensors if check_values else {}
+        return _conformed(checkpoint, target, mine, theirs, values, state, pad_vocab)
+
+
+def _conformed(
+    checkpoint: Checkpoint,
+    target: State,
+    mine: Places,
+    theirs: Places,
+    values: Mapping[str, TensorRef],
+    state: str | None,
+    pad_vocab: bool,
+) -> tuple[Checkpoint, Conformed]:
+    path = checkpoint.path
+    if _shapes(mine) == _shapes(theirs) and not values:
+        hint = f"ckpttool convert {path} OUT writes it as it is"
+        raise NothingToDo(f"{path}: its names and shapes are the reference's already", hint=hint)
+    found = search(path, mine, theirs, with_values=bool(values))
+    if values:
+        _tie_by_values(found, target.tensors, values)
+    require_complete(path, found, pad_vocab=pad_vocab)
+    if values:
+        Values(target.tensors, values).decide(found)
+    require_certain(path, found, by_values=bool(values))
+    table = rows(found, mine)
+    rules = as_rules(found, table)
+    if found.resized and any(isinstance(v, dict) and is_optimizer(v) for v in walk(checkpoint.tree)):
+        hint = "write the state alone first: ckpttool slim"
+        raise Refused(path, "its optimizer's state can't follow a vocabulary that is padded", hint=hint)
+    changed, mapped = apply(checkpoint, rules, state=state)
+    after = changed.state(state)
+    padded = {new: _padded(new, after.tensors[new], theirs[new]) for new in _resized_names(found)}
+    counters = {name: _zero(path, theirs[name]) for name in found.lacking if name.endswith(COUNTER)}
+    changed = replace_state(changed, after, lambda old: _in_order({**old, **padded, **counters}, theirs))
+    made = changed.state(state)
+    if values:
+        compared = {name: tensor for name, tensor in values.items() if name in made.tensors}
+        if (name := differing(made.tensors, compared)) is not None:
+            hint = "--check-values is for a reference that holds the same model"
+            raise CheckFailed(f"{path}: as '{name[:80]}' it has other values than the reference", hint=hint)
+    types = Counter(
+        (tensor.dtype.name, theirs[name].dtype)
+        for name, tensor in made.tensors.items()
+        if name in theirs and tensor.dtype.name != theirs[name].dtype
+    )
+    return changed, Conformed(
+        tuple(table),
+        rules,
+        mapped.renaming,
+        found.dropped,
+        tuple(name for name, _ in found.untied),
+        tuple(name for name, _ in found.ties),
+        tuple(counters),
+        tuple(name for name in found.lacking if name not in counters),
+        tuple(padded),
+        tuple((*pair, count) for pair, count in types.items()),
+        len(compared) if values else 0,
+    )
+
+
+def _shapes(places: Places) -> dict[str, object]:
+    return {name: (place.shape, place.dtype == "") for name, place in places.items()}
+
+
+def _in_order(entries: dict[Any, Any], theirs: Places) -> dict[Any, Any]:
+    """Return entries in the order of the reference, others after them."""
+    return {name: entries[name] for name in theirs if name in entries} | entries
+
+
+def _tie_by_values(found: Found, left: Mapping[str, TensorRef], right: Mapping[str, TensorRef]) -> None:
+    """Take what has no counterpart and the values of another tensor of its side for a second name of that."""
+    for modules, tensors in ((found.left, left), (found.right, right)):
+        for module in [*modules]:
+            others = {kind: _equal(name, tensors) for kind, name in module.names.items()}
+            if all(others.values()):
+                pairs = tuple((module.names[kind], other or "") for kind, other in others.items())
+                modules.remove(module)
+                if tensors is left:
+                    found.untied += pairs
+                else:
+                    found.ties += pairs
+
+
+def _equal(name: str, tensors: Mapping[str, TensorRef]) -> str | None:
+    this = tensors[name]
+    alike = (other for other in tensors if other != name and tensors[other].shape == this.shape)
+    return next((other for other in alike if this.numel > 1 and same_values(tensors[other], this)), None)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+
+
+def require_complete(path: str, found: Found, *, pad_vocab: bool = False) -> None:
+    """Raise Mismatch where a tensor of either side has no counterpart."""
+    left, right = ([*_names(side)] for side in (found.left, found.right))
+    if left or right:
+        reasons = [*found.uneven]
+        reasons += [f"{len(left)} of its tensors have no counterpart ({_some(left)})"] if left else []
+        reasons += [f"the reference has {len(right)} that nothing becomes ({_some(right)})"] if right else []
+        raise Mismatch(
+            f"{path}: {'; '.join(reasons)}",
+            missing=tuple(name for name, _ in right),
+            unexpected=tuple(name for name, _ in left),
+            hint=_way_out(left, right),
+        )
+    for a, b in found.resized:
+        rows_here, rows_there = (next(iter(module.shapes.values()))[0] for module in (a, b))
+        what = f"{path}: '{a.path}' has {rows_here} rows and the reference's '{b.path}' {rows_there}"
+        if rows_here > rows_there:
+            raise Mismatch(what, hint="rows are never cut off: take a reference of this vocabulary")
+        if not pad_vocab:
+            raise Mismatch(what, hint="--pad-vocab adds rows of zeros")
+
+
+def _way_out(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> str | None:
+    if left and not right:
+        return f"leave out what the other side does not want: --exclude '{left[0][0]}'"
+    if right and not left and len(right) == 1:
+        name = right[0][0]
+        return f"if it is tied to another: ckpttool convert INPUT TIED --tie {name}=NAME, and conform that"
+    return None
+
+
+def _names(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
+    for module in modules:
+        yield from ((name, str([*module.shapes[kind]])) for kind, name in module.names.items())
+
+
+def _some(names: list[tuple[str, str]]) -> str:
+    """Return the first few, with one for each kind of layer."""
+    kinds: dict[str, tuple[str, str]] = {}
+    for name, shape in names:
+        bare = ".".join("#" if part.isdecimal() else part for part in name.split("."))
+        kinds.setdefault(bare, (name, shape))
+    shown = [f"'{name[:80]}' {shape[:40]}" for name, shape in [*kinds.values()][:SHOWN]]
+    return ", ".join(shown) + (", …" if len(kinds) > SHOWN or len(names) > len(kinds) else "")
+
+
+def require_certain(path: str, found: Found, *, by_values: bool = False) -> None:
+    """Raise Ambiguous where there are several ways, and nothing but values tells which is right."""
+    candidates = tuple(dict.fromkeys(_candidates(found)))
+    if not candidates:
+        return
+    if by_values:
+        what, hint = (
+            "no way gives the reference's values",
+            "--check-values is for a reference that holds the same model",
+        )
+    else:
+        what = "names and shapes allow several ways"
+        hint = (
+            "--check-values decides where the reference holds the same model; else write rules: convert --map"
+        )
+    more = f"; and {len(candidates) - SHOWN} more" if len(candidates) > SHOWN else ""
+    listed = "; ".join(candidates[:SHOWN]) + more
+    raise Ambiguous(f"{path}: {what}: {listed}", candidates=candidates, hint=hint)
+
+
+def _candidates(found: Found) -> Iterator[str]:
+    """Yield what is open in words, once for all layers of a kind."""
+    said: set[object] = set()
+    for scope, match in found.matches:
+        joint = match.joint
+        if len(joint.ways) < 2:
+            continue
+        bare = [
+            tuple("#" if p.isdecimal() else p for p in unit.first.parts)
+            for unit in (*joint.pieces, joint.whole)
+        ]
+        if (key := (scope, *bare)) in said:
+            continue
+        said.add(key)
+        sides = [" and ".join(f"'{unit.first.path}'" for unit in side) for side in (match.left, match.right)]
+        pieces = [unit.first.path.rpartition(".")[2] for unit in joint.pieces]
+        ways = [*dict.fromkeys(way.words(pieces) for way in joint.ways)]
+        if joint.is_crossed and len(ways) == 1:
+            ways.append("another layer transposed")
+        more = f", … ({len(ways)} ways)" if len(ways) > SHOWN else ""
+        yield f"{sides[0]} to {sides[1]}: {' | '.join(ways[:SHOWN])}{more}"
+    for _, tangle in found.tangles:
+        sides = [
+            ", ".join(f"'{unit.first.path}'" for unit in side[:SHOWN]) for side in (tangle.left, tangle.right)
+        ]
+        more = ", …" if len(tangle.left) > SHOWN else ""
+        shape = [*tangle.left[0].weight]
+        yield f"{sides[0]}{more} are of one shape {shape}, as are {sides[1]}{more}"
+
+
+# ---- tensors that the input does not have --------------------------------------------------------------
+
+
+def _resized_names(found: Found) -> list[str]:
+    return [name for _, right in found.resized for name in right.names.values()]
+
+
+def _padded(name: str, tensor: TensorRef, place: Place) -> TensorRef:
+    """Return a tensor with rows of zeros after its own."""
+    assert place.shape is not None
+    rows = tensor.shape[0]
+    nothing = _zeros(tensor.storage.data.path, tensor.dtype, (place.shape[0] - rows, *place.shape[1:]))
+    begin = (rows, *(0 for _ in place.shape[1:]))
+    parts = [Part((0,) * len(place.shape), tensor), Part(begin, nothing)]
+    return assembled(name, tensor.storage.data.path, tensor.dtype, place.shape, parts)
+
+
+def _zeros(path: str, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
+    """Return zeros that take no memory."""
+
+    def fill(start: int, buffer: memoryview) -> None:
+        buffer[:] = bytes(len(buffer))
+
+    data = Computed.filling(path, prod(shape) * dtype.itemsize, fill)
+    return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, shape)
+
+
+def _zero(path: str, place: Place) -> TensorRef:
+    return _zeros(path, DTYPES[place.dtype], place.shape or ())

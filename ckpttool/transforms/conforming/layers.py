@@ -1,0 +1,291 @@
+"""The layers of one block and of its counterpart: which become which, by names, roles and shapes.
+
+In this order, from certain to weak: equal names, equal roles, pieces of a fused layer by their roles, a shape
+that only one layer has on each side, and numbers that rise on both sides. Layers that nothing tells apart
+stay a `Tangle`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from .modules import Module, Parts, by_numbers, pattern
+from .roles import Role, is_rotary, is_unclear, roles
+from .ways import Joint, Unit, Way, joint, with_layouts, with_turns
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Layers of one side that become layers of the other.
+
+    Attributes:
+        left, right: their places among the units of the block; one of the two has a single place.
+        joint: how the several make up the single one.
+        rests: what it rests on: "name", "role", "shape", "numbers", "order" or "values".
+    """
+
+    left: tuple[Unit, ...]
+    right: tuple[Unit, ...]
+    joint: Joint
+    rests: str
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the whole is on the left."""
+        return len(self.right) > 1 or len(self.right[0].members) > len(self.left[0].members)
+
+
+@dataclass(frozen=True, slots=True)
+class Tangle:
+    """Layers of equal shapes that nothing tells apart."""
+
+    left: tuple[Unit, ...]
+    right: tuple[Unit, ...]
+
+
+@dataclass(slots=True)
+class Solution:
+    """What is known of the layers of two blocks."""
+
+    matches: list[Match] = field(default_factory=list)
+    tangles: list[Tangle] = field(default_factory=list)
+    left: list[Unit] = field(default_factory=list)  # without a counterpart
+    right: list[Unit] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubts:
+    """What names are not believed to say."""
+
+    rotary: bool  # whether queries and keys are in the order of one rotary embedding
+    layout: bool = False  # how the pieces of fused layers lie
+
+
+def solve(left: Sequence[Module], right: Sequence[Module], cut: tuple[int, int], doubts: Doubts) -> Solution:
+    """Match the layers of two blocks.
+
+    Args:
+        left, right: the layers.
+        cut: how many parts of their names belong to the blocks, on each side.
+        doubts: what names are not believed to say.
+    """
+    sides = [
+        [Unit(m.parts[n:], (m,)) for m in modules] for modules, n in zip((left, right), cut, strict=True)
+    ]
+    work = _Work(sides[0], sides[1], doubts)
+    work.run()
+    work.left, work.right = families(work.left), families(work.right)
+    work.run()
+    work.stacked()
+    work.left, work.right = alone(work.left), alone(work.right)
+    work.tangle()
+    return Solution(work.matches, work.tangles, families(work.left), families(work.right))
+
+
+def families(units: Iterable[Unit]) -> list[Unit]:
+    """Return layers that differ in one number of their names alone as one unit, in its order."""
+    groups: dict[tuple[object, ...], list[Unit]] = defaultdict(list)
+    for unit in units:
+        bare = tuple("#" if part.isdecimal() else part for part in unit.parts)
+        groups[bare, unit.first.signature].append(unit)
+    made: list[Unit] = []
+    for group in groups.values():
+        order = by_numbers([unit.parts for unit in group]) if len(group) > 1 else None
+        if order is None:
+            made += group
+            continue
+        sample = [*zip(*(unit.parts for unit in group), strict=True)]
+        parts = tuple("#" if len({*column}) > 1 else column[0] for column in sample)
+        made.append(Unit(parts, tuple(group[place].first for place in order)))
+    return made
+
+
+def alone(units: Iterable[Unit]) -> list[Unit]:
+    """Return the members of units, each as one again."""
+    return [
+        Unit(module.parts[len(module.parts) - len(unit.parts) :], (module,))
+        for unit in units
+        for module in unit.members
+    ]
+
+
+class _Work:
+    """The matching of two lists of units, which become shorter."""
+
+    def __init__(self, left: list[Unit], right: list[Unit], doubts: Doubts) -> None:
+        self.left, self.right, self.doubts = left, right, doubts
+        self.matches: list[Match] = []
+        self.tangles: list[Tangle] = []
+        self.roles: dict[int, Role] = {}
+
+    def run(self) -> None:
+        """Match what can be matched, the certain first."""
+        self.roles = {id(unit): role for side in (self.left, self.right) for unit, role in _with_roles(side)}
+        self._by(self._names(), "name")
+        self._by([[*map(self._role, side)] for side in (self.left, self.right)], "role")
+        self._fused(reverse=False)
+        self._fused(reverse=True)
+        self._by_shapes()
+
+    def _role(self, unit: Unit) -> Role:
+        return self.roles.get(id(unit), ())
+
+    def _names(self) -> list[list[Parts]]:
+        """Return the names of both sides, () where the other side counts otherwise: from 1 and not from 0."""
+        sides = [[unit.parts for unit in side] for side in (self.left, self.right)]
+        groups: list[dict[Parts, set[Parts]]] = [defaultdict(set), defaultdict(set)]
+        for side, group in zip(sides, groups, strict=True):
+            for parts in side:
+                group[pattern(parts)].add(parts)
+        same = {bare for bare, names in groups[0].items() if groups[1].get(bare) == names}
+        return [[parts if pattern(parts) in same else () for parts in side] for side in sides]
+
+    def _take(self, left: Sequence[Unit], right: Sequence[Unit], found: Joint, rests: str) -> None:
+        self.matches.append(Match(tuple(left), tuple(right), found, rests))
+        self._leave(left, right)
+
+    def _leave(self, *units: Sequence[Unit]) -> None:
+        gone = {id(unit) for each in units for unit in each}
+        self.left = [unit for unit in self.left if id(unit) not in gone]
+        self.right = [unit for unit in self.right if id(unit) not in gone]
+
+    def _by(self, names: Sequence[Sequence[tuple[str, ...]]], rests: str) -> None:
+        """Match units of which one on each side has a key."""
+        keys = [_once(each, side) for each, side in zip(names, (self.left, self.right), strict=True)]
+        pairs = [(keys[0][name], keys[1][name], name) for name in keys[0] if name and name in keys[1]]
+        taken: list[tuple[Unit, Unit, Joint]] = []
+        for left, right, _ in pairs:
+            if (found := one(left, right)) is not None:
+                role = self._role(left) or self._role(right)
+                taken.append((left, right, self._doubted(found, role, (left,), right)))
+        self._take_all(taken, rests)
+
+    def _take_all(self, taken: list[tuple[Unit, Unit, Joint]], rests: str) -> None:
+        self.matches += (Match((left,), (right,), found, rests) for left, right, found in taken)
+        self._leave(*((left, right) for left, right, _ in taken))
+
+    def _doubted(self, found: Joint, role: Role, pieces: Sequence[Unit], whole: Unit) -> Joint:
+        """Return a joint with the ways that names leave open."""
+        alike = all(piece.first.parts[-2:-1] == whole.first.parts[-2:-1] for piece in pieces)
+        same = len(pieces) == 1 and pieces[0].first.parts[-1:] == whole.first.parts[-1:]
+        rotated = [is_rotary((part,)) for part in role]
+        rotary = self.doubts.rotary and any(rotated)
+        rotary = rotary and (self.doubts.layout or not (alike and (same or len(role) > 1)))
+        if len(pieces) == 1 and len(role) > 1:  # both fused, perhaps each in its own layout
+            unclear = not same and any(is_unclear(unit.first.parts) for unit in (*pieces, whole))
+            others = [replace(way, groups=0) for way in found.ways] if unclear or rotary else []
+            return replace(found, ways=(*found.ways, *others))
+        if len(pieces) > 1:
+            unclear = self.doubts.layout or is_unclear(whole.first.parts)
+            # gpt-oss deals gate and up out to even and odd rows, other families of this layout do not
+            dealt = unclear or (role[-1].endswith("up") and found.ways[0].transposed)
+            found = with_layouts(found, by_order=unclear, dealt=dealt)
+        return with_turns(found, rotated) if rotary else found
+
+    def _fused(self, *, reverse: bool) -> None:
+        """Match layers that hold several roles with those that hold one each."""
+        whole_side, piece_side = (self.left, self.right) if reverse else (self.right, self.left)
+        single = {role[0]: unit for unit in piece_side if len(role := self._role(unit)) == 1}
+        for whole in whole_side:
+            role = self._role(whole)
+            if len(role) < 2 or any(part not in single for part in role):
+                continue
+            pieces = [single[part] for part in role]
+            if (found := joint(pieces, whole)) is None:
+                continue
+            found = self._doubted(found, role, pieces, whole)
+            sides = ([whole], pieces) if reverse else (pieces, [whole])
+            self._take(*sides, found, "role")
+
+    def _by_shapes(self) -> None:
+        """Match units by shapes that few have, and by numbers that rise on both sides."""
+        for exact in (True, False):
+            for left, right in self._classes(exact):
+                pairs, rests = _paired(left, right)
+                joints = [one(*pair) for pair in pairs]
+                if pairs and all(joints) and not self._conflict(pairs):
+                    crossed = exact and self._is_crossed(left[0])
+                    made = zip(pairs, filter(None, joints), strict=True)
+                    self._take_all([(*pair, replace(j, is_crossed=crossed)) for pair, j in made], rests)
+
+    def tangle(self) -> None:
+        """Set apart what has as many counterparts as it counts itself, none likelier than another."""
+        for left, right in self._classes(exact=True):
+            if len(left) == len(right):
+                self.tangles.append(Tangle(tuple(left), tuple(right)))
+                self._leave(left, right)
+
+    def _is_crossed(self, unit: Unit) -> bool:
+        """Return whether a layer on the other side has this one's shape transposed."""
+        turned = [other.normal == unit.normal and other.weight != unit.weight for other in self.right]
+        return any(turned)
+
+    def _conflict(self, pairs: Sequence[tuple[Unit, Unit]]) -> bool:
+        """Return whether roles speak against pairs: two that differ, or one that numbers can't vouch for."""
+        both = [(self._role(left), self._role(right)) for left, right in pairs]
+        if len(pairs) > 1 and any(a != b and not (a or b)[0].startswith("norm") for a, b in both):
+            return True
+        return any(a and b and a != b for a, b in both)
+
+    def _classes(self, exact: bool) -> Iterator[tuple[list[Unit], list[Unit]]]:
+        """Yield the units of both sides that have one signature, or one but for the order of axes."""
+        sides = []
+        for side in (self.left, self.right):
+            groups: dict[object, list[Unit]] = defaultdict(list)
+            for unit in side:
+                groups[(len(unit.members), unit.first.signature) if exact else unit.normal].append(unit)
+            sides.append(groups)
+        yield from ((units, sides[1][key]) for key, units in sides[0].items() if key in sides[1])
+
+    def stacked(self) -> None:
+        """Match the few units left that fit only one other as a stack, or in axes of size 1."""
+        if len(self.left) * len(self.right) > MOST_PAIRS:
+            return
+        fits = [(a, b, found) for a in self.left for b in self.right if (found := one(a, b)) is not None]
+        for left, right, found in fits:
+            alone = [sum(side[n] is unit for side in fits) for n, unit in enumerate((left, right))]
+            if alone == [1, 1]:
+                self._take([left], [right], found, "shape")
+
+
+MOST_PAIRS = 10_000
+
+
+def one(left: Unit, right: Unit) -> Joint | None:
+    """Return how one unit becomes another: as it is, transposed, stacked or taken apart."""
+    if len(right.members) > len(left.members):
+        return joint([right], left)
+    return joint([left], right)
+
+
+def _with_roles(units: Sequence[Unit]) -> Iterator[tuple[Unit, Role]]:
+    return zip(units, roles([(unit.first.parts, unit.weight) for unit in units]), strict=True)
+
+
+def _once(keys: Sequence[tuple[str, ...]], units: Sequence[Unit]) -> dict[tuple[str, ...], Unit]:
+    """Return units by their keys, without keys that several have."""
+    found: dict[tuple[str, ...], Unit] = {}
+    twice: set[tuple[str, ...]] = set()
+    for key, unit in zip(keys, units, strict=True):
+        twice |= {key} if key in found else set()
+        found[key] = unit
+    return {key: unit for key, unit in found.items() if key not in twice}
+
+
+def _paired(left: Sequence[Unit], right: Sequence[Unit]) -> tuple[list[tuple[Unit, Unit]], str]:
+    """Return which of several units of equal shape become which, and why; [] where nothing tells."""
+    if len(left) != len(right):
+        return [], ""
+    if len(left) == 1:
+        return [(left[0], right[0])], "shape"
+    orders = [by_numbers([unit.parts for unit in side]) for side in (left, right)]
+    if orders[0] is None or orders[1] is None:
+        return [], ""
+    return [(left[a], right[b]) for a, b in zip(*orders, strict=True)], "numbers"
+
+
+def as_way(found: Joint, way: Way) -> Joint:
+    """Return a joint for which one way is decided."""
+    return replace(found, ways=(way,))
