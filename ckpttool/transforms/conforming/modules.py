@@ -80,10 +80,12 @@ def parameter(name: str, names: Mapping[str, Place]) -> tuple[str, str]:
         return path, last
     if last in OF_NORMS and f"{path}.gamma" in names and f"{path}.beta" in names:
         return path, OF_NORMS[last]
-    for kind in ("weight", "bias"):  # of torch.nn.MultiheadAttention and of stacked experts
-        if last.endswith(f"_{kind}"):
-            return name.removesuffix(f"_{kind}"), kind
-    return name, "weight"
+    bare = name.removesuffix("_weight")
+    if bare != name:  # torch.nn.MultiheadAttention's `in_proj_weight`
+        return bare, "weight"
+    bare = name.removesuffix("_bias")
+    has_weight = bare in names or f"{bare}_weight" in names  # also the experts' `gate_up_proj`
+    return (bare, "bias") if has_weight and bare != name else (name, "weight")
 
 
 def tree(path: str, places: Mapping[str, Place]) -> Block:

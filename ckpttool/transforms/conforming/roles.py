@@ -129,8 +129,8 @@ def _swiglu(modules: Sequence[tuple[Parts, Sizes]]) -> Iterable[tuple[int, Role]
     """Yield the roles of w1, w2 and w3, which families number differently: the shape says which is `down`."""
     groups: dict[Parts, dict[str, int]] = defaultdict(dict)
     for place, (parts, _) in enumerate(modules):
-        if parts[-1] in ("w1", "w2", "w3"):
-            groups[parts[:-1]][parts[-1]] = place
+        if re.fullmatch("w[123](_[A-Z]+)?", parts[-1]):  # torchtitan's `w1_EFD` names the axes
+            groups[parts[:-1]][parts[-1][:2]] = place
     for group in groups.values():
         shapes = {name: modules[place][1] for name, place in group.items()}
         if len(group) == 3 and shapes["w1"] == shapes["w3"] != shapes["w2"]:
