@@ -72,6 +72,8 @@ NORM_PAIRS = (
     ("layernorm_before", "layernorm_after"),
     ("self_attn_layer_norm", "final_layer_norm"),
     ("sa_layer_norm", "output_layer_norm"),
+    ("ln_pre", "ln_post"),
+    ("pre_layrnorm", "post_layernorm"),
     ("attention.output.LayerNorm", "output.LayerNorm"),
 )
 

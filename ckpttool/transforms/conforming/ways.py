@@ -182,7 +182,7 @@ def _by_shapes(pieces: tuple[Unit, ...], whole: Unit, stacked: bool) -> Joint | 
         if any(piece.first.types[kind] != theirs.types[kind] for piece in pieces):
             return None
         made = _sum(shapes, lead)
-        is_matrix = kind == "weight" and (len(made) == 2 or (len(made) == 3 and _of_experts(whole)))
+        is_matrix = kind == "weight" and len(made) == len(shape) in ((2, 3) if _of_experts(whole) else (2,))
         if is_matrix and made[-2] == made[-1] > 1 and made == shape:
             is_square = True
         elif is_matrix and made == (*shape[:-2], shape[-1], shape[-2]) and made != shape:
