@@ -142,11 +142,8 @@ files_argument = argument("files", "FILE…", nargs=-1, required=True)
 state_option = option(
     "--state WHERE", "Which state to use if the file holds several, dotted for nesting, e.g. model.ema."
 )
-model_option = option(
-    "--model SPEC",
-    "The model: torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10). Its code is run.",
-    required=True,
-)
+MODEL = "The model: torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10). Its code is run."
+model_option = option("--model SPEC", MODEL, required=True)
 dry_run_option = flag("--dry-run", "Say what would be written, but write nothing.")
 no_verify_option = flag("--no-verify", "Do not compare the bytes read with their checksums.")
 device_option = option(

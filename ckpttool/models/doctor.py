@@ -13,7 +13,7 @@ from ..errors import UsageFault
 from ..formats.reading import File, opened
 from . import factory
 from .diagnosis import Diagnosis, diagnose
-from .diagnosis.fit import Blueprint, Case, Fit, Respec, compare
+from .diagnosis.fit import Aim, Blueprint, Case, Fit, Respec, compare
 from .skeleton import accepts, skeleton
 
 if TYPE_CHECKING:
@@ -25,13 +25,19 @@ OUTPUTS = ("num_classes", "num_labels", "out_features")
 
 
 def doctor(
-    file: File, model: torch.nn.Module, *, state: str | None = None, spec: str | None = None
+    file: File,
+    model: torch.nn.Module | None = None,
+    *,
+    like: File | None = None,
+    state: str | None = None,
+    spec: str | None = None,
 ) -> Diagnosis:
     """Find out why a checkpoint does not load into a model, and which commands fix it.
 
     Args:
         file: a path, or an open checkpoint; no values are read.
         model: the model that it should load into; it is not changed, and may be on the meta device.
+        like: in the place of a model, a checkpoint that loads into it: its header says all that is asked.
         state: dotted path of the model's state in the file; the one that fits best when None.
         spec: the SPEC that built the model, for the commands and to run its factory again with other sizes.
 
@@ -39,16 +45,23 @@ def doctor(
         The problems, the command that fixes each, and the line of Python that loads the result.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or both or neither of `model` and `like` are given.
         NoState: `state` is given, and the file has no state there.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
+    if like is not None and model is None:
+        with opened(file) as checkpoint, opened(like) as reference:
+            blueprint = Blueprint.like(reference.path, reference.state())
+            return diagnose(checkpoint, blueprint, Aim(reference.path, "--like"), state=state)
+    if like is not None:
+        raise TypeError("doctor() takes a model, or a checkpoint that loads into it as `like`, not both")
     require_module("doctor", model)
+    assert model is not None
     with opened(file) as checkpoint:
         return diagnose(
             checkpoint,
             Blueprint.of(model),
-            spec or "SPEC",
+            Aim(spec or "SPEC"),
             state=state,
             accepts=partial(accepts, model),
             rebuild=partial(resized, spec) if spec else None,

@@ -24,7 +24,7 @@ from ..tensors.to_torch import live_tensors
 from ..transforms.ema_names import Parameters, with_names
 from .diagnosis import Diagnosis
 from .diagnosis.fit import Blueprint, Case, Fit, compare
-from .diagnosis.report import command_line
+from .diagnosis.script_lines import command_line
 from .diagnosis.treatment import as_reloaded
 from .doctor import doctor, require_module, resized
 from .skeleton import accepts, with_versions

@@ -26,10 +26,11 @@ WIDTH = 110  # Columns of a comment, if the terminal has no fewer
 
 @click.command("doctor")
 @options.file_argument
-@options.model_option
+@options.option("--model SPEC", options.MODEL)
+@options.option("--like REF", "In the place of a model: a checkpoint that loads into it. No code is run.")
 @options.state_option
 @options.reading
-def doctor(console: Console, file: str, model: str, state: str | None) -> None:
+def doctor(console: Console, file: str, model: str | None, like: str | None, state: str | None) -> None:
     """Say why FILE does not load into a model, and which commands fix it.
 
     The output is a script: the commands are ready to paste, or to pipe into sh, and what follows # is for
@@ -38,15 +39,21 @@ def doctor(console: Console, file: str, model: str, state: str | None) -> None:
     a problem for torch alone: reload strips it by itself, and a remark says so.
 
     \b
-    Example:
+    Examples:
       ckpttool doctor last.pt --model torchvision:resnet18
+      ckpttool doctor model.safetensors --like other-side.safetensors
     """
     from ...models import doctor as models
     from ...models.skeleton import skeleton
 
+    if (model is None) == (like is None):
+        raise click.UsageError("name what FILE should load into: --model SPEC, or --like REF")
     with open_file(console, file) as checkpoint, stdout_kept_for_results():
-        diagnosis = models.doctor(checkpoint, skeleton(model), state=state, spec=model)
-    console.result("\n".join(_script(diagnosis, model)), _fields(diagnosis))
+        if model is None:
+            diagnosis = models.doctor(checkpoint, like=like, state=state)
+        else:
+            diagnosis = models.doctor(checkpoint, skeleton(model), state=state, spec=model)
+    console.result("\n".join(_script(diagnosis, model or f"what {like} loads into")), _fields(diagnosis))
     if any(not problem.is_remark for problem in diagnosis.problems):
         raise click.exceptions.Exit(1)
 

@@ -6,14 +6,15 @@ No values are read. `Blueprint.of` imports torch; the comparison does not.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...tensors.ref import TensorRef
-from ...transforms.conforming.places import Place
+from ...transforms.conforming.places import Place, places_of
+from .script_lines import command_line
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,15 @@ class Blueprint:
     """The names, shapes and types of a model's state dict."""
 
     places: Mapping[str, Place]  # in the order of `state_dict()`
-    parameters: tuple[str, ...]  # in the order in which optimizers number them
+    parameters: tuple[str, ...]  # in the order in which optimizers number them; () where it is not known
     norms: tuple[str, ...]  # paths of the BatchNorm layers of any kind
+
+    @classmethod
+    def like(cls, path: str, state: State) -> Blueprint:
+        """Return the blueprint of whatever a reference's state loads into. Raises Refused for odd tensors."""
+        places = places_of(path, state)
+        ends = ".running_mean"
+        return cls(places, (), tuple(name.removesuffix(ends) for name in places if name.endswith(ends)))
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Blueprint:
@@ -64,6 +72,24 @@ def _memory(name: str, value: Any) -> tuple[object, ...]:
     if value.is_meta:
         return (id(value),)
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a state should fit, as commands name it: a model, or a checkpoint that fits one."""
+
+    name: str
+    flag: str = "--model"
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The option that names it."""
+        return self.flag, self.name
+
+    def trial(self, file: str, where: Iterable[str] = ()) -> str:
+        """Return the command that shows that a file fits: it loads it, or compares it with the reference."""
+        verb = "reload" if self.flag == "--model" else "doctor"
+        return command_line(["ckpttool", verb, file, *self.words, *where])
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +186,7 @@ class Case:
     # Flags of the `slim` that takes the state out of the file; None if it needs no `slim`.
     taken_out: tuple[str, ...] | None
     original: State  # as it lies in the file
+    aim: Aim = Aim("SPEC")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +219,7 @@ class Treatment:
 
     case: Case
     remedies: tuple[Remedy, ...] = ()
+    open_question: str = ""  # what nothing decides, so that no command is advised
 
 
 # (kind, regular expression of the names, what they are and what to do)

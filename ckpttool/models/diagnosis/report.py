@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -19,7 +18,8 @@ from ...remote.urls import is_url
 from ...tensors.ref import Storage, TensorRef
 from ...transforms.optimizer.rekey import to_indices
 from ...transforms.optimizer.slots import OrderCheck, mismatched_order
-from .fit import Case, Fit, Rebuild, Treatment, shortened, unfixable
+from .fit import Aim, Case, Fit, Rebuild, Treatment, shortened, unfixable
+from .script_lines import command_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class Report:
     """Write a treatment as commands, each of which reads what the one before it wrote."""
 
     def __init__(
-        self, checkpoint: Checkpoint, case: Case, treatment: Treatment, spec: str, loads: bool
+        self, checkpoint: Checkpoint, case: Case, treatment: Treatment, aim: Aim, loads: bool
     ) -> None:
         self.original, self.case, self.treatment = checkpoint, case, treatment
-        self.spec, self.loads = spec, loads
+        self.aim, self.loads = aim, loads
         path = case.checkpoint.path
         self.file = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
         self.output = free_output(self.file, checkpoint)
@@ -91,9 +91,11 @@ class Report:
         then: str | None = None
         if not after.fit.distance:
             self._add_optimizers()
-            then = self._reload(self.spec) if not self._add_objects() else None
+            then = self._trial(self.aim) if not self._add_objects() else None
+        elif question := self.treatment.open_question:
+            self.problems.append(Problem("ambiguous", question))
         elif rebuild is not None and (respec := rebuild(after)) is not None:
-            then = self._reload(respec.spec)
+            then = self._trial(Aim(respec.spec))
             self.problems.append(Problem("size", respec.message, then))
         else:
             self.problems += [Problem(kind, message) for kind, message in unfixable(after)]
@@ -134,15 +136,15 @@ class Report:
         again = ["--force"] if self._is_written else []
         return command_line(["ckpttool", verb, self.file, self.output, *flags, *again])
 
-    def _reload(self, spec: str) -> str:
-        return command_line(["ckpttool", "reload", self.file, "--model", spec, *self._where])
+    def _trial(self, aim: Aim) -> str:
+        return aim.trial(self.file, self._where)
 
     def _as_it_is(self, prefix: str, fitted: Case) -> list[Problem]:
         """Return a remark if `reload` strips the prefix by itself, which torch's load_state_dict does not."""
-        if self.loads or not prefix or fitted.fit.distance:
+        if self.loads or not prefix or fitted.fit.distance or self.aim.flag != "--model":
             return []
         message = f"ckpttool reload strips '{prefix}' by itself and loads the file; load_state_dict does not"
-        return [Problem("reload", message, self._reload(self.spec), is_remark=True)]
+        return [Problem("reload", message, self._trial(self.aim), is_remark=True)]
 
     def _add_objects(self) -> bool:
         """Add a problem if the model asks for objects, which torch.load creates and this package does not."""
@@ -162,8 +164,9 @@ class Report:
         """Add a problem if an optimizer, which counts parameters, would give momentum to other parameters."""
         after = self.treatment.case
         places = after.blueprint.places
-        if not all(name in places for name in after.blueprint.parameters):
-            return  # the model leaves parameters out of its state, so their shapes are unknown
+        parameters = after.blueprint.parameters
+        if not parameters or not all(name in places for name in parameters):
+            return  # their order or their shapes are unknown: of a reference, or outside of the model's state
         parameters = {name: places[name].shape or () for name in after.blueprint.parameters}
         for value in walk(self.case.checkpoint.tree):
             if isinstance(value, dict) and is_optimizer(value):
@@ -173,7 +176,7 @@ class Report:
                     return
 
     def _add_order(self, message: str, parameters: Mapping[str, tuple[int, ...]]) -> None:
-        checkpoint, flags = self.treatment.case.checkpoint, ["--to", "indices", "--model", self.spec]
+        checkpoint, flags = self.treatment.case.checkpoint, ["--to", "indices", *self.aim.words]
         try:
             try:
                 to_indices(checkpoint, parameters=parameters)
@@ -258,31 +261,7 @@ def free_output(file: str, checkpoint: Checkpoint) -> str:
     return output
 
 
-# ---- lines to paste ------------------------------------------------------------------------------------
-
-
-def command_line(words: Iterable[str]) -> str:
-    """Join words into a line that a shell splits into the same words, as `shlex.join` does."""
-    return " ".join(map(_quoted, words))
-
-
-def _quoted(word: str) -> str:
-    if word.isprintable():
-        return shlex.quote(word)
-    # bash, zsh and POSIX.1-2024 know $'…'. It contains no quote, so that a shell that does not know it reads
-    # another word, never a command.
-    return "$'" + "".join(map(_escaped, word)) + "'"
-
-
-def _escaped(character: str) -> str:
-    if character.isprintable() and character not in "'\\":
-        return character
-    try:
-        raw = os.fsencode(character)  # keeps bytes of a file's name that are not text
-    except UnicodeEncodeError:
-        raw = character.encode("utf-8", "surrogatepass")
-    return "".join(f"\\{byte:03o}" for byte in raw)
-
+# ---- what torch makes of the result ----------------------------------------------------------------
 
 PICKLED = ("torch-zip", "torch-legacy", "torch-tar")  # the formats that torch.load reads
 NEW_PROTOCOL = 4  # from it on, Python's pickler uses opcodes that `weights_only` lacks

@@ -16,14 +16,15 @@ from ...checkpoint.checkpoint import SHARDING, Checkpoint
 from ...checkpoint.dotted_names import dotted
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
-from ...errors import CkptToolError, NoState
+from ...errors import Ambiguous, CkptToolError, NoState
 from ...formats.one_of_several import piece_of
 from ...formats.reading import open as open_checkpoint
 from ...inert_pickle.values import walk
 from ...transforms import selection
-from . import name_remedies, value_remedies
-from .fit import Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_same_architecture
-from .report import Diagnosis, Problem, Report, command_line, free_output
+from . import dialects, name_remedies, value_remedies
+from .fit import Aim, Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_same_architecture
+from .report import Diagnosis, Problem, Report, free_output
+from .script_lines import command_line
 
 # From certain to guessed: earlier ones are tried first.
 FINDERS: tuple[Finder, ...] = (
@@ -37,9 +38,9 @@ FINDERS: tuple[Finder, ...] = (
     value_remedies.ties,
     value_remedies.layouts,
     value_remedies.shapes,
-    name_remedies.same_order,
-    value_remedies.extras,
 )
+# By order and shapes alone, where no other way was found
+GUESSES: tuple[Finder, ...] = (name_remedies.same_order, value_remedies.extras)
 
 MAX_REMEDIES = 12
 MAX_STATES = 8  # states of one file that are tried
@@ -55,7 +56,7 @@ def declines(_: State) -> bool:
 def diagnose(
     checkpoint: Checkpoint,
     blueprint: Blueprint,
-    spec: str,
+    aim: Aim,
     *,
     state: str | None = None,
     accepts: Accepts = declines,
@@ -66,20 +67,20 @@ def diagnose(
     def of_whole(part: Part) -> Diagnosis:
         with part.opened() as whole:
             if whole is None:
-                return part.diagnosis(checkpoint, None, spec)
-            below = diagnose(whole, blueprint, spec, accepts=accepts, rebuild=rebuild)
-            return part.diagnosis(checkpoint, below, spec)
+                return part.diagnosis(checkpoint, None, aim)
+            below = diagnose(whole, blueprint, aim, accepts=accepts, rebuild=rebuild)
+            return part.diagnosis(checkpoint, below, aim)
 
     if part := rank_s_pieces(checkpoint, state):
         return of_whole(part)
     try:
-        cases = _cases(checkpoint, blueprint, state)
+        cases = [replace(case, aim=aim) for case in _cases(checkpoint, blueprint, state)]
     except NoState as error:
         if state is not None:
             raise
         part = named_part(checkpoint.path)
         return of_whole(part) if part else _without_state(checkpoint, error)
-    treatments = _until_one_fits(treat(case, accepts=accepts) for case in cases)
+    treatments = _until_one_fits(treated(case, accepts) for case in cases)
     best = min(range(len(treatments)), key=lambda number: treatments[number].case.fit.distance)
     if treatments[best].case.fit.distance and (part := named_part(checkpoint.path)):
         return of_whole(part)
@@ -90,7 +91,7 @@ def diagnose(
     loads = not case.fit.distance or accepts(case.state)
     # Whoever does not know that the state has to be named does not load it.
     is_default = state is not None or best == 0
-    report = Report(checkpoint, case, treatments[best], spec, loads and is_default)
+    report = Report(checkpoint, case, treatments[best], aim, loads and is_default)
     return report.written(rebuild, as_reloaded(checkpoint, case.original, blueprint))
 
 
@@ -103,7 +104,9 @@ def _until_one_fits(treatments: Iterator[Treatment]) -> list[Treatment]:
     return tried
 
 
-def treat(case: Case, finders: tuple[Finder, ...] = FINDERS, accepts: Accepts = declines) -> Treatment:
+def treat(
+    case: Case, finders: tuple[Finder, ...] = FINDERS + GUESSES, accepts: Accepts = declines
+) -> Treatment:
     """Apply remedies as long as they bring a state nearer to its model."""
     used: list[Remedy] = []
     while case.fit.distance and len(used) < MAX_REMEDIES:
@@ -115,6 +118,21 @@ def treat(case: Case, finders: tuple[Finder, ...] = FINDERS, accepts: Accepts = 
         remedy, case = step
         used.append(remedy)
     return Treatment(case, tuple(used))
+
+
+def treated(case: Case, accepts: Accepts) -> Treatment:
+    """Return the treatment by what is certain, else as another dialect of the model, else by guesses."""
+    certain = treat(case, FINDERS, accepts)
+    if not certain.case.fit.distance:
+        return certain
+    question = ""
+    try:
+        step = _best(case, dialects.conforming)
+    except Ambiguous as error:
+        step, question = None, "; ".join(error.candidates[:3])
+    if step is not None and not step[1].fit.distance:
+        return Treatment(step[1], (step[0],))
+    return replace(treat(case, FINDERS + GUESSES, accepts), open_question=question)
 
 
 def _best(case: Case, finder: Finder) -> tuple[Remedy, Case] | None:
@@ -204,7 +222,7 @@ class Part:
                 whole = stack.enter_context(open_checkpoint(self.folder)) if self.folder else None
             yield None if whole is None or (whole.ranks and whole.ranks.missing) else whole
 
-    def diagnosis(self, part: Checkpoint, below: Diagnosis | None, spec: str) -> Diagnosis:
+    def diagnosis(self, part: Checkpoint, below: Diagnosis | None, aim: Aim) -> Diagnosis:
         """Return the diagnosis of the file, by that of the whole."""
         message, folder = self.message, self.folder
         if below is None:
@@ -214,7 +232,7 @@ class Part:
         if all(problem.is_remark for problem in below.problems):
             output = free_output(folder, part)
             problem = Problem(self.kind, message, command_line(["ckpttool", "merge", folder, output]))
-            then: str | None = command_line(["ckpttool", "reload", output, "--model", spec])
+            then: str | None = aim.trial(output)
         else:
             problem = Problem(self.kind, f"{message}; what follows is of the whole folder")
             then = below.then

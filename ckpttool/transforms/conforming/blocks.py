@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .layers import Doubts, Match, Solution, Tangle, alone, solve
-from .modules import Block, Module, by_numbers, pattern
+from .modules import Block, Module, Parts, by_numbers, pattern
 from .ways import Unit
 
 Pairs = list[tuple[Block, Block]]
@@ -26,6 +26,7 @@ class Search:
         matches, tangles: each with its scope: the repeated block that it lies in, or TOP.
         left, right: modules without a counterpart.
         uneven: blocks of one kind of which the sides have different numbers.
+        trusted: names of what was paired by numbers alone, once for each kind.
     """
 
     doubts: Doubts
@@ -34,6 +35,7 @@ class Search:
     left: list[Module] = field(default_factory=list)
     right: list[Module] = field(default_factory=list)
     uneven: list[tuple[list[Block], list[Block]]] = field(default_factory=list)
+    trusted: dict[object, tuple[list[Parts], list[Parts]]] = field(default_factory=dict)
     _solved: dict[object, tuple[list[Module], Solution]] = field(default_factory=dict)
 
     def pair(self, left: Block, right: Block, scope: str = TOP) -> None:
@@ -43,6 +45,7 @@ class Search:
             inner = scope
             if scope == TOP and len(pairs) > 1:
                 inner = ".".join(pattern(pairs[0][0].parts))
+            self._trust([a.parts for a, _ in pairs], [b.parts for _, b in pairs])
             for a, b in pairs:
                 self.pair(a, b, inner)
         rest = [[*_uncovered(side, taken)] for side in (left, right)]
@@ -51,6 +54,15 @@ class Search:
         else:
             self.left += rest[0]
             self.right += rest[1]
+
+    def _trust(self, left: list[Parts], right: list[Parts]) -> None:
+        """Note names that were paired by numbers."""
+        if (
+            len(left) > 1
+            and pattern(left[0]) == pattern(left[-1])
+            and pattern(right[0]) == pattern(right[-1])
+        ):
+            self.trusted.setdefault((pattern(left[0]), pattern(right[0])), (left, right))
 
     def _classes(self, left: Block, right: Block, taken: set[int]) -> Iterator[Pairs]:
         """Yield the pairs of blocks below two, the largest blocks first; `taken` has what lies in them."""
@@ -82,6 +94,8 @@ class Search:
             joint = replace(match.joint, pieces=moved[0], whole=moved[1][0])
             sides = moved[::-1] if match.joint.whole in match.left else moved
             self.matches.append((scope, Match(sides[0], sides[1], joint, match.rests)))
+        for group in solution.numbered:
+            self._trust(*([here[id(unit.first)].parts for unit in side] for side in group))
         for tangle in solution.tangles:
             self.tangles.append((scope, Tangle(_moved(tangle.left, here), _moved(tangle.right, here))))
         self.left += [here[id(unit.first)] for unit in alone(solution.left)]

@@ -113,6 +113,7 @@ def _conformed(
     pad_vocab: bool,
 ) -> tuple[Checkpoint, Conformed]:
     path = checkpoint.path
+    theirs = {name: place for name, place in theirs.items() if place.shape is not None}
     if _shapes(mine) == _shapes(theirs) and not values:
         hint = f"ckpttool convert {path} OUT writes it as it is"
         raise NothingToDo(f"{path}: its names and shapes are the reference's already", hint=hint)
@@ -278,6 +279,7 @@ def _candidates(found: Found) -> Iterator[str]:
             ways.append("another layer transposed")
         more = f", … ({len(ways)} ways)" if len(ways) > SHOWN else ""
         yield f"{sides[0]} to {sides[1]}: {' | '.join(ways[:SHOWN])}{more}"
+    yield from found.falling
     for _, tangle in found.tangles:
         sides = [
             ", ".join(f"'{unit.first.path}'" for unit in side[:SHOWN]) for side in (tangle.left, tangle.right)

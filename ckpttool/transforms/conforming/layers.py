@@ -7,12 +7,12 @@ stay a `Tangle`.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from .modules import Module, Parts, by_numbers, pattern
-from .roles import Role, is_rotary, is_unclear, roles
+from .modules import Module, Parts, Sizes, by_numbers, pattern
+from .roles import Role, is_rotary, is_unclear, perhaps, roles, stem
 from .ways import Joint, Unit, Way, joint, with_layouts, with_turns
 
 
@@ -53,13 +53,14 @@ class Solution:
     tangles: list[Tangle] = field(default_factory=list)
     left: list[Unit] = field(default_factory=list)  # without a counterpart
     right: list[Unit] = field(default_factory=list)
+    numbered: list[tuple[list[Unit], list[Unit]]] = field(default_factory=list)  # paired by numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Doubts:
     """What names are not believed to say."""
 
-    rotary: bool  # whether queries and keys are in the order of one rotary embedding
+    rotary: Set[Parts]  # the towers whose queries and keys may be in the order of another rotary embedding
     layout: bool = False  # how the pieces of fused layers lie
 
 
@@ -81,7 +82,7 @@ def solve(left: Sequence[Module], right: Sequence[Module], cut: tuple[int, int],
     work.stacked()
     work.left, work.right = alone(work.left), alone(work.right)
     work.tangle()
-    return Solution(work.matches, work.tangles, families(work.left), families(work.right))
+    return Solution(work.matches, work.tangles, families(work.left), families(work.right), work.numbered)
 
 
 def families(units: Iterable[Unit]) -> list[Unit]:
@@ -119,6 +120,7 @@ class _Work:
         self.matches: list[Match] = []
         self.tangles: list[Tangle] = []
         self.roles: dict[int, Role] = {}
+        self.numbered: list[tuple[list[Unit], list[Unit]]] = []
 
     def run(self) -> None:
         """Match what can be matched, the certain first."""
@@ -131,6 +133,9 @@ class _Work:
 
     def _role(self, unit: Unit) -> Role:
         return self.roles.get(id(unit), ())
+
+    def _either(self, left: Unit, right: Unit) -> Role:
+        return self._role(left) or self._role(right)
 
     def _names(self) -> list[list[Parts]]:
         """Return the names of both sides, () where the other side counts otherwise: from 1 and not from 0."""
@@ -154,24 +159,25 @@ class _Work:
     def _by(self, names: Sequence[Sequence[tuple[str, ...]]], rests: str) -> None:
         """Match units of which one on each side has a key."""
         keys = [_once(each, side) for each, side in zip(names, (self.left, self.right), strict=True)]
-        pairs = [(keys[0][name], keys[1][name], name) for name in keys[0] if name and name in keys[1]]
-        taken: list[tuple[Unit, Unit, Joint]] = []
-        for left, right, _ in pairs:
+        pairs = [(keys[0][name], keys[1][name]) for name in keys[0] if name and name in keys[1]]
+        taken: list[tuple[Unit, Unit, Joint, str]] = []
+        for left, right in pairs:
             if (found := one(left, right)) is not None:
-                role = self._role(left) or self._role(right)
-                taken.append((left, right, self._doubted(found, role, (left,), right)))
-        self._take_all(taken, rests)
+                found = self._doubted(found, self._either(left, right), (left,), right)
+                taken.append((left, right, found, rests))
+        self._take_all(taken)
 
-    def _take_all(self, taken: list[tuple[Unit, Unit, Joint]], rests: str) -> None:
-        self.matches += (Match((left,), (right,), found, rests) for left, right, found in taken)
-        self._leave(*((left, right) for left, right, _ in taken))
+    def _take_all(self, taken: list[tuple[Unit, Unit, Joint, str]]) -> None:
+        self.matches += (Match((left,), (right,), found, rests) for left, right, found, rests in taken)
+        self._leave(*((left, right) for left, right, *_ in taken))
 
     def _doubted(self, found: Joint, role: Role, pieces: Sequence[Unit], whole: Unit) -> Joint:
         """Return a joint with the ways that names leave open."""
         alike = all(piece.first.parts[-2:-1] == whole.first.parts[-2:-1] for piece in pieces)
         same = len(pieces) == 1 and pieces[0].first.parts[-1:] == whole.first.parts[-1:]
         rotated = [is_rotary((part,)) for part in role]
-        rotary = self.doubts.rotary and any(rotated)
+        towers = [stem(unit.first.parts) for unit in (*pieces, whole)]
+        rotary = any(rotated) and all(tower in self.doubts.rotary for tower in towers)
         rotary = rotary and (self.doubts.layout or not (alike and (same or len(role) > 1)))
         if len(pieces) == 1 and len(role) > 1:  # both fused, perhaps each in its own layout
             unclear = not same and any(is_unclear(unit.first.parts) for unit in (*pieces, whole))
@@ -189,7 +195,7 @@ class _Work:
         whole_side, piece_side = (self.left, self.right) if reverse else (self.right, self.left)
         single = {role[0]: unit for unit in piece_side if len(role := self._role(unit)) == 1}
         for whole in whole_side:
-            role = self._role(whole)
+            role = self._role(whole) or perhaps(whole.first.parts)
             if len(role) < 2 or any(part not in single for part in role):
                 continue
             pieces = [single[part] for part in role]
@@ -201,14 +207,23 @@ class _Work:
 
     def _by_shapes(self) -> None:
         """Match units by shapes that few have, and by numbers that rise on both sides."""
+        weights: dict[object, set[Sizes]] = defaultdict(set)
+        for unit in self.right:
+            weights[unit.normal].add(unit.weight)
         for exact in (True, False):
+            taken: list[tuple[Unit, Unit, Joint, str]] = []
             for left, right in self._classes(exact):
                 pairs, rests = _paired(left, right)
                 joints = [one(*pair) for pair in pairs]
-                if pairs and all(joints) and not self._conflict(pairs):
-                    crossed = exact and self._is_crossed(left[0])
-                    made = zip(pairs, filter(None, joints), strict=True)
-                    self._take_all([(*pair, replace(j, is_crossed=crossed)) for pair, j in made], rests)
+                if not pairs or not all(joints) or self._conflict(pairs):
+                    continue
+                if rests == "numbers":
+                    self.numbered.append(([a for a, _ in pairs], [b for _, b in pairs]))
+                crossed = exact and len(weights[left[0].normal]) > 1
+                for (a, b), found in zip(pairs, filter(None, joints), strict=True):
+                    found = self._doubted(replace(found, is_crossed=crossed), self._either(a, b), (a,), b)
+                    taken.append((a, b, found, rests))
+            self._take_all(taken)
 
     def tangle(self) -> None:
         """Set apart what has as many counterparts as it counts itself, none likelier than another."""
@@ -216,11 +231,6 @@ class _Work:
             if len(left) == len(right):
                 self.tangles.append(Tangle(tuple(left), tuple(right)))
                 self._leave(left, right)
-
-    def _is_crossed(self, unit: Unit) -> bool:
-        """Return whether a layer on the other side has this one's shape transposed."""
-        turned = [other.normal == unit.normal and other.weight != unit.weight for other in self.right]
-        return any(turned)
 
     def _conflict(self, pairs: Sequence[tuple[Unit, Unit]]) -> bool:
         """Return whether roles speak against pairs: two that differ, or one that numbers can't vouch for."""
@@ -244,9 +254,9 @@ class _Work:
         if len(self.left) * len(self.right) > MOST_PAIRS:
             return
         fits = [(a, b, found) for a in self.left for b in self.right if (found := one(a, b)) is not None]
+        often = Counter(id(unit) for left, right, _ in fits for unit in (left, right))
         for left, right, found in fits:
-            alone = [sum(side[n] is unit for side in fits) for n, unit in enumerate((left, right))]
-            if alone == [1, 1]:
+            if often[id(left)] == often[id(right)] == 1:
                 self._take([left], [right], found, "shape")
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
-from .modules import Parts, Sizes
+from .modules import Parts, Sizes, pattern
 
 Role = tuple[str, ...]  # the parts that a layer holds: ("q",), or ("q", "k", "v") of a fused one
 
@@ -20,7 +21,8 @@ IDLE = ("scale", "gamma", "g", "lambda1", "linear", "base_layer")
 
 _WORDS = {"q": "query", "k": "key", "v": "value"}
 _LETTERS = {
-    a: f"({a}|{word}|{a}_proj|to_{a}|{a}_lin|w{a}|c_{a}|{word}_proj|linear_{a})" for a, word in _WORDS.items()
+    a: f"(?i:w_?{a}|{a}|{word}|{a}_?proj|to_{a}|{a}_lin(ear)?|c_{a}|{word}_?(proj|layer)|linear_{a}|{a}_net)"
+    for a, word in _WORDS.items()
 }
 _NORMS = {
     f"{a} norm": f"({a}_norm|norm_{a}|{word}_norm|{word}_layernorm|{a}_layernorm|ln_{a})"
@@ -39,13 +41,15 @@ _SINGLE = {
 _FUSED: dict[Role, str] = {
     ("q", "k", "v"): "(qkv|to_qkv|Wqkv|in_proj|(self_attn|attention).qkv_proj)",
     ("k", "v"): "(kv|to_kv|Wkv)",
-    ("gate", "up"): "(gate_up_proj|w13|w12)",
+    ("gate", "up"): "(gate_up_proj|w13|w12|weights_in)",
 }
 # Fused layers of which the name does not say how the pieces lie
 _UNCLEAR: dict[Role, str] = {
     ("q", "k", "v"): "(query_key_value|linear_qkv|wqkv|c_attn|W_pack|qkv_proj|att_proj|attn_qkv|qkv_linear)",
-    ("gate", "up"): "(linear_fc1|dense_h_to_4h|Wi|fc1|gate_up)",
+    ("gate", "up"): "gate_up",
 }
+# Layers that hold both where the other side has both, and one alone elsewhere
+_PERHAPS: dict[Role, str] = {("gate", "up"): "(linear_fc1|dense_h_to_4h|Wi|fc1|input_linear)"}
 
 
 def _compiled(words: dict[Role, str]) -> list[tuple[Role, re.Pattern[str]]]:
@@ -53,7 +57,7 @@ def _compiled(words: dict[Role, str]) -> list[tuple[Role, re.Pattern[str]]]:
 
 
 SINGLE = _compiled({(role,): expression for role, expression in _SINGLE.items()})
-FUSED, UNCLEAR = _compiled(_FUSED), _compiled(_UNCLEAR)
+FUSED, UNCLEAR, PERHAPS = map(_compiled, (_FUSED, _UNCLEAR, _PERHAPS))
 ACROSS = re.compile(r"(^|\.)(cross\w*|encoder_attn|EncDecAttention|multihead_attn|enc_dec_attn)(\.|$)")
 
 # The two norms of a block, that of its attention first
@@ -77,15 +81,36 @@ NORM_PAIRS = (
     ("attention.output.LayerNorm", "output.LayerNorm"),
 )
 
-# Names of embeddings of positions: a model that has one needs no rotary embedding
+# Names of embeddings of positions: a tower that has one hardly rotates its queries and keys
 POSITIONS = re.compile(
     r"(^|[._])(wpe|pos(ition(al)?)?_emb\w*|embed_positions|relative_\w*|rel_pos\w*)($|[._])"
 )
 
 
-def has_positions(names: Iterable[str]) -> bool:
-    """Return whether a model learns its positions, so that its queries and keys are hardly rotated."""
-    return any(map(POSITIONS.search, names))
+def stem(parts: Parts) -> Parts:
+    """Return the part of a name before its first number: the tower that a layer belongs to."""
+    return tuple(takewhile(lambda part: not re.search(r"\d", part), parts))
+
+
+def rotary_stems(names: Iterable[Parts]) -> set[Parts]:
+    """Return the towers of layers with attention that no embedding of positions is nearest to.
+
+    A file may hold an image model with learned positions beside a language model that rotates its queries.
+    """
+    kinds = {pattern(parts): parts for parts in names}
+    towers = {stem(parts) for parts in kinds.values() if "q" in [p[-1:] for p in _by_word(_bare(parts))]}
+    if not towers:
+        return set()
+    learned = [parts for bare, parts in kinds.items() if POSITIONS.search(".".join(bare))]
+
+    def nearness(parts: Parts, tower: Parts) -> int:
+        return len([*takewhile(lambda pair: pair[0] == pair[1], zip(parts, tower, strict=False))])
+
+    served: set[Parts] = set()
+    for parts in learned:
+        near = {tower: nearness(parts, tower) for tower in towers}
+        served |= {tower for tower, count in near.items() if count == max(near.values())}
+    return towers - served
 
 
 def is_rotary(role: Role) -> bool:
@@ -108,8 +133,12 @@ def roles(modules: Sequence[tuple[Parts, Sizes]]) -> list[Role]:
 
 def is_unclear(parts: Parts) -> bool:
     """Return whether a fused layer's name leaves open how its pieces lie."""
-    bare = _bare(parts)
-    return not _first(FUSED, bare) and bool(_first(UNCLEAR, bare))
+    return not _first(FUSED, _bare(parts))
+
+
+def perhaps(parts: Parts) -> Role:
+    """Return the parts that a layer may hold, as the other side has them."""
+    return _first(PERHAPS, _bare(parts))
 
 
 def _bare(parts: Parts) -> str:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from .blocks import TOP, Search
+from .counting import falling
 from .layers import Doubts, Match, Tangle
-from .modules import Module, tree
+from .modules import MAX_PARTS, Module, Parts, parameter, tree
 from .places import Place, Places
-from .roles import has_positions, roles
+from .roles import roles, rotary_stems
 from .ways import Joint, joint
 
 COUNTER = "num_batches_tracked"
@@ -40,6 +42,7 @@ class Found:
         untied: (name, the name that is kept) of the input.
         resized: pairs that differ in the first size alone, as vocabularies do.
         uneven: blocks of one kind of which both sides have different numbers, in words.
+        falling: where numbers that pair blocks count up on one side and not on the other, in words.
     """
 
     matches: list[tuple[str, Match]] = field(default_factory=list)
@@ -52,6 +55,7 @@ class Found:
     untied: tuple[tuple[str, str], ...] = ()
     resized: list[tuple[Module, Module]] = field(default_factory=list)
     uneven: tuple[str, ...] = ()
+    falling: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -61,7 +65,8 @@ class Found:
     @property
     def is_certain(self) -> bool:
         """Whether there is one way alone."""
-        return self.is_complete and not self.tangles and all(len(m.joint.ways) == 1 for _, m in self.matches)
+        is_open = self.tangles or self.falling or any(len(m.joint.ways) > 1 for _, m in self.matches)
+        return self.is_complete and not is_open
 
 
 def search(path: str, left: Places, right: Places, *, with_values: bool = False) -> Found:
@@ -85,7 +90,7 @@ def search(path: str, left: Places, right: Places, *, with_values: bool = False)
     for side, pairs in zip(bare, (untied, ties), strict=True):
         for name, _ in pairs:
             del side[name]
-    rotary = not (has_positions(left) or has_positions(right))
+    rotary = rotary_stems(_parts(left)) | rotary_stems(_parts(right))
     work = Search(Doubts(rotary, layout=with_values))
     work.pair(tree(path, bare[0]), tree(path, bare[1]))
     found = Found(work.matches, work.tangles, work.left, work.right, dropped, lacking, ties, untied)
@@ -95,9 +100,14 @@ def search(path: str, left: Places, right: Places, *, with_values: bool = False)
     )
     _resize(found)
     if not with_values:
+        found.falling = tuple(falling((m for _, m in found.matches), work.trusted.values()))
         _by_order(found, [*left] == sorted(left) or [*right] == sorted(right))
         found.matches = _decided(found.matches, kernels={_ends(left), _ends(right)})
     return found
+
+
+def _parts(places: Places) -> Iterator[Parts]:
+    return (tuple(parameter(name, places)[0].split(".", MAX_PARTS)) for name in places)
 
 
 def _ends(places: Places) -> bool:

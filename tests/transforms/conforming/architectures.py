@@ -1,4 +1,4 @@
-"""Public architectures in tiny configurations, each in two libraries' names. Imports the libraries when called.
+"""Public architectures in tiny configurations, each in the names of two libraries, which are imported late.
 
 The truth of a pair is either the library's own conversion, or that both models give the same outputs once the
 weights are brought over.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-State = dict[str, torch.Tensor]
+from tests.support.dialects import State, meta, value
 
 
 @dataclass
@@ -60,22 +60,19 @@ def converted(left: State, right: State) -> Made:
     return Made(left, right, equal(right), equal(left))
 
 
-def scrambled(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Give a model random values everywhere, so that no two of its tensors are equal."""
-    torch.manual_seed(seed)
+def scrambled(model: nn.Module) -> nn.Module:
+    """Give a model values everywhere that follow from the names, so that no two of its tensors are equal."""
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape) * 0.2 + (1 if tensor.ndim == 1 else 0))
-                if name.endswith("running_var"):
-                    tensor.abs_()
+                tensor.copy_(value(name, tuple(tensor.shape)))
     return model.eval()
 
 
 def compared(left: nn.Module, right: nn.Module, *inputs: Any, pick: Callable[[Any], torch.Tensor]) -> Made:
     """Return a pair whose truth is that both models give the same outputs for the same inputs."""
-    scrambled(left, 1).double()
-    scrambled(right, 2).double()
+    scrambled(left).double()
+    scrambled(right).double()
 
     def outputs(model: nn.Module) -> torch.Tensor:
         with torch.no_grad():
@@ -108,9 +105,9 @@ def hugging_face(kind: str, task: str = "AutoModelForCausalLM", **settings: Any)
 
     transformers.logging.set_verbosity_error()
     config = transformers.AutoConfig.for_model(kind)
-    for name, value in {**TINY, **settings}.items():
+    for name, setting in {**TINY, **settings}.items():
         if hasattr(config, name) or name in settings:
-            setattr(config, name, value)
+            setattr(config, name, setting)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
     return scrambled(getattr(transformers, task).from_config(config))
@@ -195,27 +192,10 @@ def titan(kind: str, module: str, adapter: str, *, experts: bool = False) -> Mad
     return converted(written, plain(convert.from_hf({**written})))
 
 
-def to_meta(state: State) -> State:
-    """Return a Llama of transformers in Meta's names: rows of queries and keys in pairs, not in halves."""
-    words = {"embed_tokens": "tok_embeddings", "self_attn": "attention", "mlp": "feed_forward"}
-    words |= {f"{letter}_proj": f"w{letter}" for letter in "qkvo"}
-    words |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "lm_head": "output"}
-    words |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
-    made: State = {}
-    for name, tensor in state.items():
-        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
-        if heads:
-            rows, columns = tensor.shape
-            tensor = tensor.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
-        parts = (words.get(part, part) for part in name.removeprefix("model.").split("."))
-        made[".".join(parts)] = tensor.clone()
-    return made
-
-
-def meta() -> Made:
+def of_meta() -> Made:
     """Return a Llama in transformers' names and in Meta's."""
     state = plain(hugging_face("llama").state_dict())
-    return converted(state, to_meta(state))
+    return converted(state, meta(state))
 
 
 def nano() -> Made:
@@ -323,9 +303,6 @@ def encoders() -> Made:
 # ---- images --------------------------------------------------------------------------------------------
 
 VISION = {
-    "resnet18": "resnet18",
-    "resnet50": "resnet50",
-    "resnext50_32x4d": "resnext50_32x4d",
     "vgg11": "vgg11",
     "vgg11_bn": "vgg11_bn",
     "densenet121": "densenet121",
@@ -342,7 +319,6 @@ VISION = {
     "swin_t": "swin_tiny_patch4_window7_224",
     "swin_v2_t": "swinv2_tiny_window8_256",
     "vit_b_16": "vit_base_patch16_224",
-    "googlenet": "",
 }
 
 
@@ -455,9 +431,8 @@ def pairs() -> Iterator[Pair]:
     """Yield all pairs."""
     outputs = "equal outputs (float64)"
     for theirs, ours in VISION.items():
-        if ours:
-            make = lambda theirs=theirs, ours=ours: torchvision_timm(theirs, ours)  # noqa: E731
-            yield Pair(f"{theirs}, torchvision", f"{ours}, timm", outputs, make)
+        make = lambda theirs=theirs, ours=ours: torchvision_timm(theirs, ours)  # noqa: E731
+        yield Pair(f"{theirs}, torchvision", f"{ours}, timm", outputs, make)
     yield Pair("ViT, timm", "torchvision", outputs, vit_torchvision)
     yield Pair("ViT, timm", "transformers", outputs, vit_hugging_face)
     yield Pair("DINOv2, timm", "transformers", outputs, dino)
@@ -493,7 +468,7 @@ def pairs() -> Iterator[Pair]:
         adapter,
         lambda: titan("deepseek_v3", "deepseek_v3", "DeepSeekV3StateDictAdapter", experts=True),
     )
-    yield Pair("Llama, transformers", "Meta", "Meta's permutation of heads", meta)
+    yield Pair("Llama, transformers", "Meta", "Meta's permutation of heads", of_meta)
     yield Pair("GPT-2, transformers", "nanoGPT", "nanoGPT's list of transposed layers", nano)
     yield Pair("Whisper, transformers", "OpenAI", "transformers' table of names", whisper)
     yield Pair("BERT with its head", "below 'model.'", "the same values", base_of_bert)

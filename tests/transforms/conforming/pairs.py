@@ -1,17 +1,19 @@
 """Bring each pair of `architectures` over, both ways, and say what came of it: right, refused or wrong.
 
-    python -m tests.transforms.conforming.pairs [WORD…] [--write]
+    python -m tests.transforms.conforming.pairs [WORD…] [--write[=PAGE]] [--record]
 
-`--write` puts the table into docs/dialects.md; words choose the pairs whose names have one of them.
+`--write` puts the table into docs/dialects.md, and `--record` what some of the pairs are into recorded.json,
+for machines without the libraries. Words choose the pairs whose names have one of them.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -19,67 +21,137 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import CkptToolError
 from ckpttool.transforms.conforming.conform import conform
-from tests.transforms.conforming.architectures import Made, Pair, State, pairs
+from tests.support.dialects import State, checksum
+from tests.support.generated_page import regenerate
+from tests.support.running import ROOT
+from tests.transforms.conforming.architectures import Made, Pair, equal, pairs
+
+PAGE = ROOT / "docs" / "dialects.md"
+MARKS = "<!-- pairs -->\n", "<!-- /pairs -->"
+RECORDED = Path(__file__).parent / "recorded.json"
+# Pairs that tests know without the libraries
+KEPT = (
+    "mixtral",
+    "jamba",
+    "granitemoe",
+    "Llama 3",
+    "Llama, transformers <-> Phi",
+    "GPT-2",
+    "ViT, timm",
+    "CLIP",
+)
+KEPT += ("DeepSeek V3, transformers 4 <-> torchtitan",)
 
 
-def brought(state: State, like: State, folder: Path, *, values: bool) -> tuple[str, State]:
-    """Return why a state can't be brought under the names of another, or what it is there."""
-    save_file({k: v.contiguous() for k, v in state.items()}, folder / "in.safetensors")
-    save_file({k: v.contiguous() for k, v in like.items()}, folder / "like.safetensors")
-    with ckpttool.open(folder / "in.safetensors") as checkpoint:
-        try:
-            new, _ = conform(checkpoint, folder / "like.safetensors", check_values=values)
-        except CkptToolError as error:
-            return f"refused ({error.kind}): {error.message.partition(': ')[2]}", {}
-        ckpttool.save(new, folder / "out.safetensors", force=True)
-    return "", load_file(folder / "out.safetensors")
-
-
-def result(state: State, like: State, holds: Callable[[State], bool], *, values: bool = False) -> str:
-    """Return `right`, `wrong`, or why it was refused."""
+def brought(state: State, like: State, *, values: bool = False) -> State:
+    """Return a state under the names of another. Raises CkptToolError where it is refused."""
     with tempfile.TemporaryDirectory() as folder:
-        refused, made = brought(state, like, Path(folder), values=values)
-    if refused:
-        return refused
+        names = [str(Path(folder) / f"{name}.safetensors") for name in ("in", "like", "out")]
+        for tree, name in zip((state, like), names, strict=False):
+            save_file({key: tensor.contiguous() for key, tensor in tree.items()}, name)
+        with ckpttool.open(names[0]) as checkpoint:
+            new, _ = conform(checkpoint, names[1], check_values=values)
+            ckpttool.save(new, names[2])
+        return load_file(names[2])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of bringing one state over."""
+
+    word: str  # right, refused or WRONG
+    why: str = ""
+    made: State | None = None
+
+
+def result(state: State, like: State, holds: Callable[[State], bool], *, values: bool = False) -> Result:
+    """Bring a state over, and hold it against the truth."""
     try:
-        return "right" if holds(made) else "WRONG"
-    except RuntimeError as error:
-        return f"WRONG: {str(error)[:200]}"
+        made = brought(state, like, values=values)
+    except CkptToolError as error:
+        return Result("refused", f"{error.kind}: {error.message.partition(': ')[2]}")
+    try:
+        return Result("right", made=made) if holds(made) else Result("WRONG")
+    except RuntimeError as error:  # of load_state_dict
+        return Result("WRONG", str(error)[:200])
 
 
-def results(made: Made) -> list[str]:
-    """Return what comes of a pair there and back, by header alone and by values."""
+def results(made: Made) -> list[Result]:
+    """Return what comes of a pair there and back, by header alone, and the same by values."""
     found = [result(made.left, made.right, made.is_right), result(made.right, made.left, made.is_left)]
-    if made.same:
-        found += [
-            result(made.left, made.right, made.is_right, values=True),
-            result(made.right, made.left, made.is_left, values=True),
-        ]
+    right = made.right if made.same else found[0].made
+    if right is not None:
+        found.append(result(made.left, right, made.is_right, values=True))
+        found.append(result(right, made.left, equal(made.left), values=True))
     return found
 
 
-def row(pair: Pair) -> tuple[list[str], float]:
-    """Return the results of a pair, and the seconds that they took."""
-    started = time.perf_counter()
-    return results(pair.make()), time.perf_counter() - started
+def recorded(pair: Pair, made: Made, found: list[Result]) -> dict[str, object]:
+    """Return a pair as shapes and checksums."""
+    right = found[0].made or made.right
+
+    def shapes(state: State) -> dict[str, object]:
+        return {name: [*t.shape] if t.is_floating_point() else "counter" for name, t in state.items()}
+
+    there = {name: (shape, checksum(right[name])) for name, shape in shapes(right).items()}
+    certain = found[0].word == "right"
+    about = {"left": pair.left, "right": pair.right, "truth": pair.truth, "certain": certain}
+    return {**about, "from": shapes(made.left), "to": there}
+
+
+def line(pair: Pair, found: list[Result]) -> str:
+    """Return the row of the table."""
+    header, values = found[:2], found[2:]
+    cells = [_both(header), _both(values) if values else "not tried"]
+    return f"| {pair.left} | {pair.right} | {cells[0]} | {cells[1]} | {pair.truth} |"
+
+
+def _both(found: list[Result]) -> str:
+    words = [each.word for each in found]
+    why = dict.fromkeys(each.why.partition(":")[0] for each in found if each.why)
+    said = words[0] if words[0] == words[1] else " / ".join(words)
+    return said + (f" ({', '.join(why)})" if why else "")
+
+
+def table(lines: list[str], counts: Counter[str]) -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield from (
+        "",
+        "| from | to and back | by header alone | by values | truth |",
+        "|---|---|---|---|---|",
+        *lines,
+    )
+    said = ", ".join(f"{count} {word.lower()}" for word, count in sorted(counts.items()))
+    yield f"\n{len(lines)} pairs, both ways, by header and by values: {said}; {counts['WRONG']} wrong.\n"
 
 
 def main(words: list[str]) -> None:
-    """Print the table, or write it."""
+    """Print the results, and write what is asked."""
     chosen = [word for word in words if not word.startswith("--")]
     counts: Counter[str] = Counter()
+    lines, kept = [], []
     for pair in pairs():
         title = f"{pair.left} <-> {pair.right}"
-        if chosen and not any(word in title for word in chosen):
+        if (chosen and not any(word in title for word in chosen)) or (
+            "--record" in words and not title.startswith(KEPT)
+        ):
             continue
         try:
-            found, seconds = row(pair)
-        except Exception as error:
+            made = pair.make()
+        except Exception as error:  # a library that lacks the model, or that this machine lacks
             print(f"{title}: cannot be made: {error!r:.300}", flush=True)
             continue
-        counts.update(each.partition(" ")[0] for each in found)
-        print(f"{title}: {seconds:.1f} s", *(f"    {each[:400]}" for each in found), sep="\n", flush=True)
+        found = results(made)
+        counts.update(each.word for each in found)
+        print(title, *(f"    {each.word} {each.why[:300]}" for each in found), sep="\n", flush=True)
+        lines.append(line(pair, found))
+        if "--record" in words:
+            kept.append(recorded(pair, made, found))
     print(dict(counts))
+    if "--record" in words:
+        RECORDED.write_text(json.dumps(kept, separators=(",", ":")).replace("},{", "},\n{") + "\n")
+    for page in [word.partition("=")[2] for word in words if word.startswith("--write")]:
+        regenerate(Path(page or PAGE), *MARKS, "\n".join(table(lines, counts)))
 
 
 if __name__ == "__main__":
