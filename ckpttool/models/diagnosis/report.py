@@ -164,10 +164,10 @@ class Report:
         """Add a problem if an optimizer, which counts parameters, would give momentum to other parameters."""
         after = self.treatment.case
         places = after.blueprint.places
-        parameters = after.blueprint.parameters
-        if not parameters or not all(name in places for name in parameters):
+        names = after.blueprint.parameters
+        if not names or not all(name in places for name in names):
             return  # their order or their shapes are unknown: of a reference, or outside of the model's state
-        parameters = {name: places[name].shape or () for name in after.blueprint.parameters}
+        parameters = {name: places[name].shape or () for name in names}
         for value in walk(self.case.checkpoint.tree):
             if isinstance(value, dict) and is_optimizer(value):
                 check = mismatched_order(after.state.tensors, value, parameters)

@@ -40,6 +40,7 @@ class Search:
 
     def pair(self, left: Block, right: Block, scope: str = TOP) -> None:
         """Match everything below two blocks."""
+        left, right = _unwrapped(left), _unwrapped(right)
         taken: set[int] = set()
         for pairs in self._classes(left, right, taken):
             inner = scope
@@ -106,9 +107,19 @@ def _moved(units: Iterable[Unit], here: dict[int, Module]) -> tuple[Unit, ...]:
     return tuple(Unit(unit.parts, tuple(here[id(member)] for member in unit.members)) for unit in units)
 
 
+def _unwrapped(block: Block) -> Block:
+    """Return the first block below a chain of modules that hold nothing else."""
+    while len(block.children) == 1 and block.module is None:
+        (inner,) = block.children.values()
+        if not inner.children:
+            return block
+        block = inner
+    return block
+
+
 def _composites(block: Block) -> Iterator[Block]:
     """Yield the composite blocks below one, outer ones first; of a chain of blocks the innermost."""
-    waiting = [*block.children.values()]
+    waiting = [*reversed(block.children.values())]
     while waiting:
         inner = waiting.pop()
         if inner.is_composite:
@@ -127,7 +138,7 @@ def _all_below(block: Block) -> Iterator[Block]:
     waiting = [block]
     while waiting:
         yield (inner := waiting.pop())
-        waiting += inner.children.values()
+        waiting += reversed(inner.children.values())
 
 
 def _outermost(blocks: Sequence[Block], taken: set[int]) -> list[Block]:

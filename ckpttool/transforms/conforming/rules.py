@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..mapping.rules import Drop, Rule, Rules, Tie
 from ..mapping.templates import literal
 from ..mapping.verbs import Step
-from .modules import NUMBER, Module
+from .modules import NUMBER, Module, Parts
 from .search import Found
 from .ways import STACKED
 
@@ -24,8 +24,8 @@ PLACEHOLDER = re.compile(r"(?<!\{)\{([a-z])\}(?!\})")
 class Case:
     """One match of one kind of parameter: a rule for it alone."""
 
-    sources: tuple[str, ...]  # names; those that are stacked have STACKED's placeholder
-    targets: tuple[str, ...]
+    sources: tuple[Parts, ...]  # names; those that are stacked have a MARK
+    targets: tuple[Parts, ...]
     steps: tuple[Step, ...]
     rests: str
     shapes: tuple[str, str]  # before and after, for the table
@@ -71,7 +71,7 @@ def rows(found: Found, names: Iterable[str]) -> list[Row]:
         groups[key].append((case, [numbers for _, numbers in split]))
     buckets: dict[Template, set[Numbers]] = defaultdict(set)
     for name in names:
-        template, numbers = _split(name)
+        template, numbers = _split(tuple(name.split(".")))
         buckets[template].add(numbers)
     found_rows = [row for group in groups.values() for row in _rows(group, buckets)]
     return [*_gapless(found_rows)]
@@ -111,10 +111,10 @@ def cases(found: Found) -> Iterator[Case]:
         for kind in joint.whole.first.shapes:
             pieces = [joint.pieces[place] for place in way.order]
             steps = joint.steps(way, kind)
-            ends = tuple(_with_field(unit.members, kind) if joint.stacked else "" for unit in pieces)
+            ends = tuple(_with_field(unit.members, kind) if joint.stacked else () for unit in pieces)
             for place in range(1 if joint.stacked else len(joint.whole.members)):
-                parts = ends if joint.stacked else tuple(u.members[place].names[kind] for u in pieces)
-                whole = (joint.whole.members[place].names[kind],)
+                parts = ends if joint.stacked else tuple(_name(u.members[place], kind) for u in pieces)
+                whole = (_name(joint.whole.members[place], kind),)
                 shapes = str([*pieces[0].first.shapes[kind]]), str([*joint.whole.first.shapes[kind]])
                 if match.is_split or (joint.whole in match.left and joint.whole not in match.right):
                     undone = tuple(step.inverse() for step in reversed(steps))
@@ -122,22 +122,31 @@ def cases(found: Found) -> Iterator[Case]:
                 else:
                     yield Case(parts, whole, steps, match.rests, shapes)
 
+    for left, right in found.resized:
+        for kind, shape in left.shapes.items():
+            shapes = str([*shape]), str([*right.shapes[kind]])
+            yield Case((_name(left, kind),), (_name(right, kind),), (), "role", shapes)
 
-def _with_field(members: Sequence[Module], kind: str) -> str:
-    """Return the names of what is stacked as one template; the other braces are doubled later."""
-    names = [member.names[kind].split(".") for member in members]
+
+def _name(module: Module, kind: str) -> Parts:
+    return tuple(module.names[kind].split("."))
+
+
+# Stands for STACKED's placeholder; told by its identity, as a name may hold any text
+MARK = "".join(("#", "stacked"))
+
+
+def _with_field(members: Sequence[Module], kind: str) -> Parts:
+    """Return the names of what is stacked as one, with the MARK where they count."""
+    names = [_name(member, kind) for member in members]
     columns = [*zip(*names, strict=True)]
     places = [place for place, column in enumerate(columns) if len({*column}) > 1]
     if not places:  # one expert
         places = [place for place, part in enumerate(names[0]) if NUMBER.fullmatch(part)][-1:]
-    return ".".join(MARK if place in places else part for place, part in enumerate(names[0]))
+    return tuple(MARK if place in places else part for place, part in enumerate(names[0]))
 
 
-MARK = "\0"  # stands for STACKED's placeholder, as no name has it
-
-
-def _split(name: str) -> tuple[Template, Numbers]:
-    parts = name.split(".")
+def _split(parts: Parts) -> tuple[Template, Numbers]:
     is_number = [NUMBER.fullmatch(part) is not None for part in parts]
     template = tuple(None if is_n else part for part, is_n in zip(parts, is_number, strict=True))
     return template, tuple(int(part) for part, is_n in zip(parts, is_number, strict=True) if is_n)
@@ -182,7 +191,7 @@ def _text(template: Template, columns: Sequence[Numbers], fields: Mapping[Number
             column = next(numbers)
             parts.append(f"{{{fields[column]}}}" if column in fields else str(column[0]))
         else:
-            parts.append(f"{{{STACKED}}}" if part == MARK else literal(part))
+            parts.append(f"{{{STACKED}}}" if part is MARK else literal(part))
     return ".".join(parts)
 
 
@@ -191,7 +200,7 @@ def _is_whole(
 ) -> bool:
     """Return whether a source with placeholders matches no name of the input but those of its cases."""
     template = split[0]
-    if MARK in template:
+    if any(part is MARK for part in template):
         return True
     fixed = {place: column[0] for place, column in enumerate(columns) if len({*column}) == 1}
     fitting = {n for n in buckets[template] if all(n[place] == value for place, value in fixed.items())}

@@ -276,10 +276,11 @@ def test_what_has_no_counterpart_is_named(what: str, cli: Cli, tmp_path: Path) -
 
 def test_an_expert_too_few_is_named(tmp_path: Path) -> None:
     def experts(count: int) -> State:
-        names = [f"moe.experts.{n}.{w}.weight" for n in range(count) for w in ("w1", "w3")]
-        return filled({"norm.weight": (4,), **dict.fromkeys(names, (6, 4))})
+        names = [f"moe.experts.{n}.w{w}.weight" for n in range(count) for w in (1, 3, 2)]
+        return filled({"norm.weight": (4,), **{name: (4, 6) if "w2" in name else (6, 4) for name in names}})
 
     like = {"norm.weight": torch.ones(4), "moe.experts.gate_up_proj": torch.zeros(4, 12, 4)}
+    like["moe.experts.down_proj"] = torch.zeros(4, 4, 6)
     brought(experts(4), like, tmp_path)
     with pytest.raises(Mismatch, match=r"moe\.experts\.gate_up_proj"):
         brought(experts(3), like, tmp_path)
