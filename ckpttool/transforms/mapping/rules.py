@@ -15,12 +15,16 @@ from typing import Literal, get_args
 from ...errors import UsageFault
 from .numbers import Number
 from .templates import Template, templates
+from .toml_text import lines
 from .verbs import Irreversible, Stack, Step, Unstack
 
 Side = Literal["from", "to"]
 Rest = Literal["keep", "drop", "refuse"]
 OTHER: dict[Side, Side] = {"from": "to", "to": "from"}
 RESTS: tuple[str, ...] = get_args(Rest)
+
+# What a rule file says at its top -> where `Rules` have it
+TEXTS = {"name": "name", "from": "start", "to": "end", "source": "source"}
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,15 @@ class Rule:
             raise Irreversible(f"{self}: {fault.message}", hint=fault.hint) from None
         return Rule(self.targets, self.sources, steps, self.optional)
 
+    def table(self) -> dict[str, object]:
+        """Return the rule as a rule file has it."""
+        sides = {"from": self.sources, "to": self.targets}
+        table: dict[str, object] = {
+            side: names[0] if len(names) == 1 else names for side, names in sides.items()
+        }
+        table |= {"steps": [step.table() for step in self.steps]} if self.steps else {}
+        return table | ({"optional": True} if self.optional else {})
+
 
 @dataclass(frozen=True, slots=True)
 class Drop:
@@ -152,6 +165,10 @@ class Drop:
             hint = "computed = true says that they follow from the config"
             raise Irreversible(f"{self}: what is dropped is not there on the way back", hint=hint)
         return replace(self, on=OTHER[self.on])
+
+    def table(self) -> dict[str, object]:
+        """Return the rule as a rule file has it."""
+        return {"drop": self.name, "on": self.on, **({"computed": True} if self.computed else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +196,11 @@ class Tie:
         """Return the rule for the other way."""
         return replace(self, adds=not self.adds, on=OTHER[self.on])
 
+    def table(self) -> dict[str, object]:
+        """Return the rule as a rule file has it."""
+        verb = "tie" if self.adds else "untie"
+        return {verb: self.name, "of": self.of, "on": self.on, **({"when": self.when} if self.when else {})}
+
 
 @dataclass(frozen=True, slots=True)
 class Count:
@@ -186,6 +208,13 @@ class Count:
 
     number: Number | tuple[Number, ...] | None = None
     first: int = 0
+
+    @property
+    def entry(self) -> object:
+        """The count as a rule file has it."""
+        if not self.first and self.number is not None:
+            return self.number
+        return {key: value for key, value in (("number", self.number), ("first", self.first)) if value}
 
 
 @dataclass(frozen=True)
@@ -228,7 +257,13 @@ class Rules:
         return True
 
     def to_toml(self) -> str:
-        """Return the rules as the text of a rule file, which `rule_file.parsed` reads."""
-        from .rule_file import written
-
-        return written(self)
+        """Return the rules as the text of a rule file, which `rule_file.rules_in` reads."""
+        texts = {entry: getattr(self, name) for entry, name in TEXTS.items()}
+        top = {entry: value for entry, value in texts.items() if value} | {"rest": self.rest}
+        counts = {name: count.entry for name, count in self.counts.items()}
+        tables = [("[numbers]", self.numbers), ("[counts]", counts)]
+        tables += [("[[rule]]", rule.table()) for rule in self.rules]
+        return (
+            "\n".join(line for title, table in (("", top), *tables) for line in lines(title, table)).lstrip()
+            + "\n"
+        )
