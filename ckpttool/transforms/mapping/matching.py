@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from ...errors import Refused
+from ..wrappers import found_prefixes
 from .numbers import first_known
 from .rules import Drop, Rule, Rules
 from .templates import Template, templates
@@ -73,6 +75,13 @@ def matched(rules: Rules, names: Iterable[str], config: Mapping[str, object], pa
     return Matched(found.moves, found.dropped, rest)
 
 
+def _why_none(names: list[str]) -> str:
+    """Return a hint for a rule that finds nothing: a wrapper's prefix is the usual cause."""
+    for wrapper in found_prefixes(names):
+        return f"take the wrapper's prefix off first: ckpttool strip-prefix IN OUT --prefix {wrapper.prefix}"
+    return f"the first name is '{next(iter(names), '')[:80]}'; optional = true in a rule allows that"
+
+
 def _fitting(
     template: Template, names: Iterable[str], known: Mapping[str, object]
 ) -> Iterator[tuple[str, dict[str, str]]]:
@@ -108,8 +117,7 @@ class _Found:
                 case = tuple(bindings[each] for each in rule.shared)
                 cases[case][tuple(int(bindings[each]) for each in rule.gathered)][number] = name
         if not cases and not rule.optional:
-            hint = "optional = true in the rule allows that"
-            raise Refused(self.path, f"{rule} finds no tensor", hint=hint)
+            raise Refused(self.path, f"{rule} finds no tensor", hint=_why_none(names))
         for case, parts in cases.items():
             bindings = dict(zip(rule.shared, case, strict=True))
             sources = {at: self._whole(rule, found, bindings, at) for at, found in sorted(parts.items())}
@@ -127,6 +135,11 @@ class _Found:
         return tuple(found[number] for number in range(len(rule.inputs)))
 
 
+def _required(rule: Rule) -> tuple[str, ...]:
+    """Return the placeholders all of whose values a rule must find: numbers, then words."""
+    return (*rule.levels, *(name for name in rule.shared if name in rule.inputs[0].words))
+
+
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """Checks that placeholders take all their values, from the first one on and without a gap."""
@@ -137,22 +150,33 @@ class Numbers:
 
     def check(self, moves: Iterable[Move], rules: Iterable[object]) -> None:
         """Check the layers of all rules together, what each rule stacks, and that none misses a layer."""
-        by_rule: dict[int, set[Index]] = defaultdict(set)
+        by_rule: dict[int, set[tuple[str, ...]]] = defaultdict(set)
         layers: dict[tuple[str, ...], set[Index]] = defaultdict(set)
+        groups: dict[tuple[bool | str, tuple[str, ...]], set[Index]] = defaultdict(set)
         for move in moves:
             levels = move.rule.levels
             values = tuple(int(move.bindings[each]) for each in levels)
-            by_rule[id(move.rule)].add(values)
+            by_rule[id(move.rule)].add(tuple(move.bindings[each] for each in _required(move.rule)))
+            groups[move.rule.optional, levels].add(values)
             for count in range(1, len(levels) + 1):
                 layers[levels[:count]].add(values[:count])
             self.check_all(move.rule.gathered, move.sources, str(move.rule))
         for levels, found in layers.items():
             self._check_last(levels, found, "its rules")
-        for rule in (each for each in rules if isinstance(each, Rule)):
-            missing = sorted(layers.get(rule.levels, set()) - by_rule[id(rule)])
-            if rule.levels and missing and not rule.optional:
+        for rule in (each for each in rules if isinstance(each, Rule) and each.optional is not True):
+            names, wanted = by_rule[id(rule)], groups[rule.optional, rule.levels]
+            if not rule.optional or (rule.optional == "all" and names):
+                wanted = layers.get(rule.levels, {()})
+            self._check_all_there(rule, names, wanted)
+
+    def _check_all_there(self, rule: Rule, found: set[tuple[str, ...]], layers: Iterable[Index]) -> None:
+        """Check that a rule has found a name for each layer, and each of its words."""
+        words = list(product(*(rule.inputs[0].words[each] for each in _required(rule)[len(rule.levels) :])))
+        for layer, said in product(sorted(layers), words):
+            values = (*map(str, layer), *said)
+            if values not in found:
                 where = ", ".join(
-                    f"{name} = {value}" for name, value in zip(rule.levels, missing[0], strict=True)
+                    f"{name} = {value}" for name, value in zip(_required(rule), values, strict=True)
                 )
                 hint = "optional = true in the rule allows that"
                 raise Refused(self.path, f"{rule} finds no tensor for {where}", hint=hint)

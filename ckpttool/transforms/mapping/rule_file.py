@@ -163,7 +163,12 @@ def _moving(table: Mapping[str, Any]) -> Rule:
     steps = table.get("steps", [])
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
         raise UsageFault(f"steps = {steps!r}", hint="steps = [{concat = 0}]")
-    return Rule(sources, targets, tuple(map(step_of, steps)), _flag(table.get("optional", False), "optional"))
+    optional = table.get("optional", False)
+    if not isinstance(optional, bool | str):
+        raise UsageFault(
+            f"optional = {optional!r}", hint="optional = true, 'all', or the name of a group of rules"
+        )
+    return Rule(sources, targets, tuple(map(step_of, steps)), optional)
 
 
 def _names(value: object, side: str) -> tuple[str, ...]:

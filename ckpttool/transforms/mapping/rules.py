@@ -37,7 +37,8 @@ class Rule:
             a case of its own for each value; what only the sources have is stacked, and what only the
             targets have is unstacked.
         steps: what is done, in order; none renames.
-        optional: it may match nothing, or only some of the layers.
+        optional: it may match nothing, or only some of the layers and words; "all": nothing, or all of them;
+            any other text: the layers that the rules with the same text match, each with all its words.
 
     Raises UsageFault where templates and steps do not go together.
     """
@@ -45,7 +46,7 @@ class Rule:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     steps: tuple[Step, ...] = ()
-    optional: bool = False
+    optional: bool | str = False
 
     def __post_init__(self) -> None:
         if not self.sources or not self.targets:
@@ -139,7 +140,7 @@ class Rule:
             side: names[0] if len(names) == 1 else names for side, names in sides.items()
         }
         table |= {"steps": [step.table() for step in self.steps]} if self.steps else {}
-        return table | ({"optional": True} if self.optional else {})
+        return table | ({"optional": self.optional} if self.optional else {})
 
 
 @dataclass(frozen=True, slots=True)

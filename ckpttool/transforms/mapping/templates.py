@@ -28,12 +28,14 @@ class Template:
         text: as it is written.
         fields: its placeholders, each once, in order.
         numbers: those of them that stand for numbers.
+        words: the words that others stand for, by placeholder; none for any text.
         literal: the name itself, where there are no placeholders.
     """
 
     text: str
     fields: tuple[str, ...]
     numbers: frozenset[str]
+    words: Mapping[str, tuple[str, ...]]
     literal: str | None
     _expression: re.Pattern[str]
     _parts: tuple[tuple[str, str | None], ...]  # text, and the placeholder after it
@@ -91,8 +93,9 @@ def _compiled(text: str, kinds: Mapping[str, str]) -> Template:
     if sum(kinds.get(field) == "*" for field in fields) > MAX_ANY:
         raise UsageFault(f"'{text}': two placeholders for any text match a name in several ways")
     numbers = frozenset(field for field in fields if field not in kinds)
+    words = {field: tuple(kinds[field].split("|")) for field in fields if kinds.get(field, "*") != "*"}
     name = None if fields else before
-    return Template(text, tuple(fields), numbers, name, re.compile(expression), tuple(parts))
+    return Template(text, tuple(fields), numbers, words, name, re.compile(expression), tuple(parts))
 
 
 def _values(kind: str | None) -> str:

@@ -137,13 +137,17 @@ def _fits(wanted: Sizes, shape: Sizes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PermuteHeads(OnEach):
-    """The rows of each head in the order of another rotary embedding: in "halves", or in "pairs"."""
+    """The rows of each head in the order of another rotary embedding: in "halves", or in "pairs".
+
+    `size` are the rows of a head, which a wrong number of heads does not fit.
+    """
 
     verb: ClassVar[str] = "permute-heads"
     own: ClassVar[str] = "heads"
     heads: Number = 1
     to: str = ""
     axis: int = 0
+    size: Number = 0
 
     def __post_init__(self) -> None:
         if self.to not in ("halves", "pairs"):
@@ -152,7 +156,10 @@ class PermuteHeads(OnEach):
             )
 
     def one(self, tensor: TensorRef, context: Context) -> TensorRef:
-        return of.heads_reordered(tensor, evaluated(self.heads, context.numbers), self.to, self.axis)
+        heads, size = context.sizes((self.heads, self.size))
+        if size and (rows := tensor.shape[of.axis_of(tensor, self.axis)]) != heads * size:
+            raise Misfit(f"has {rows} rows, not those of {heads} heads of {size}")
+        return of.heads_reordered(tensor, heads, self.to, self.axis)
 
     def inverse(self) -> Step:
         return replace(self, to="pairs" if self.to == "halves" else "halves")
@@ -344,6 +351,7 @@ KINDS: dict[str, Callable[[object], bool]] = {
     "shape": _all(_is_number),
     "before": _all(_is_number),
     "heads": _is_number,
+    "size": _is_number,
     "by": lambda value: type(value) in (int, float) and isfinite(value),  # type: ignore[arg-type]
     "to": lambda value: isinstance(value, str),
     "field": lambda value: isinstance(value, str),
