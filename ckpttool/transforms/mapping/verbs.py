@@ -316,7 +316,7 @@ def step_of(table: Mapping[str, Any]) -> Step:
     given: dict[str, Any] = {}
     for key, value in table.items():
         name = kind.own if key == kind.verb else READ.get(key, key)
-        if name not in known or (key != kind.verb and name == kind.own):
+        if name not in known or key in WRITTEN or (key != kind.verb and name == kind.own):
             raise UsageFault(f"the step '{kind.verb}' takes no '{key}'")
         given[name] = _of_kind(f"{kind.verb}: {key}", value, name)
     return kind(**given)
