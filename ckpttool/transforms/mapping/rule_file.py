@@ -36,8 +36,8 @@ from ...errors import Damaged, UsageFault
 from ...remote.places import open_source_at
 from .numbers import Number, parsed
 from .rules import RESTS, TEXTS, Count, Drop, Rule, Rules, Tie
+from .step_table import step_of
 from .templates import templates
-from .verbs import step_of
 
 MAX_BYTES = 16 << 20  # of a rule file: one with a rule for each of 100,000 tensors has that many
 
@@ -131,11 +131,12 @@ def _number(value: object, where: str) -> Number | tuple[Number, ...]:
 def _count(value: object, where: str) -> Count:
     if not isinstance(value, dict):
         return Count(_number(value, where))
-    _require_known(value, {"number", "first"}, f"the count '{where}'")
+    _require_known(value, {"number", "first", "gaps"}, f"the count '{where}'")
     first = value.get("first", 0)
     if type(first) is not int:
         raise UsageFault(f"{where}: first = {first!r} is no number")
-    return Count(_number(value["number"], where) if "number" in value else None, first)
+    number = _number(value["number"], where) if "number" in value else None
+    return Count(number, first, _flag(value.get("gaps", False), "gaps"))
 
 
 def _rule(table: Mapping[str, Any]) -> Rule | Drop | Tie:

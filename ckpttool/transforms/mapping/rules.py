@@ -205,17 +205,22 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How many values a placeholder takes, from `first` on; None where nothing says it."""
+    """How many values a placeholder takes, from `first` on; None where nothing says it.
+
+    With `gaps` it may take any: the layers of experts among others that no rule names.
+    """
 
     number: Number | tuple[Number, ...] | None = None
     first: int = 0
+    gaps: bool = False
 
     @property
     def entry(self) -> object:
         """The count as a rule file has it."""
-        if not self.first and self.number is not None:
+        if self == Count(self.number) and self.number is not None:
             return self.number
-        return {key: value for key, value in (("number", self.number), ("first", self.first)) if value}
+        entries = (("number", self.number), ("first", self.first), ("gaps", self.gaps))
+        return {key: value for key, value in entries if value}
 
 
 @dataclass(frozen=True)
