@@ -17,9 +17,9 @@ import ckpttool
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.builtin import named
 from ckpttool.transforms.mapping.config import config_of
+from tests.support.dialects import CASES, GPT, LLAMA, of_meta
 from tests.support.mapped import State, assert_equal, mapped, random_state
 from tests.support.titan import adapter
-from tests.transforms.mapping.test_maps import CASES, GPT, LLAMA, of_meta
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -152,7 +152,7 @@ def whole(folder: Path) -> State:
     return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
 
 
-@pytest.mark.parametrize("model", ["resnet18", "resnet50", "wide_resnet50_2", "resnext50_32x4d"])
+@pytest.mark.parametrize("model", ["resnet18", "resnext50_32x4d"])
 def test_a_resnet_of_timm_computes_the_same_in_torchvision(model: str, tmp_path: Path) -> None:
     timm, torchvision = pytest.importorskip("timm"), pytest.importorskip("torchvision")
     torch.manual_seed(0)
@@ -160,12 +160,12 @@ def test_a_resnet_of_timm_computes_the_same_in_torchvision(model: str, tmp_path:
     made, _ = mapped(theirs.state_dict(), tmp_path, named("timm-torchvision-resnet"))
     mine = getattr(torchvision.models, model)(num_classes=3).eval()
     mine.load_state_dict(made)
-    image = torch.randn(1, 3, 64, 64)
+    image = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(mine(image), theirs(image))
 
 
-@pytest.mark.parametrize("model", ["resnet50d", "seresnet50", "resnet50_gn", "ecaresnet50t"])
+@pytest.mark.parametrize("model", ["resnet18d", "seresnet18", "resnet50_gn"])
 def test_timm_s_other_resnets_are_refused(model: str, tmp_path: Path) -> None:
     state = pytest.importorskip("timm").create_model(model, num_classes=3).state_dict()
     with pytest.raises(ckpttool.errors.Refused):
