@@ -85,6 +85,7 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
 
 def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
     state = target.state
+    from ...tensors.cast import Overflows
     from ...transforms import layout
     from ...transforms.selection import cast, drop, select
 
@@ -111,8 +112,11 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
         checkpoint, names = change_parts(checkpoint, state=state)
         outcome.done += f", {counted(len(names), 'complex tensor')} {done}"
     if (dtype := changes["dtype"]) is not None:
-        checkpoint, outcome.casting = cast(checkpoint, dtype, state=state)
-        outcome.done += f", {counted(outcome.casting.tensors, 'tensor')} cast to {dtype.name}"
+        checkpoint, casting = cast(checkpoint, dtype, state=state)
+        outcome.casting = (
+            casting if outcome.casting is None else Overflows(reports=[outcome.casting, casting])
+        )
+        outcome.done += f", {counted(casting.tensors, 'tensor')} cast to {dtype.name}"
     return checkpoint
 
 
@@ -129,6 +133,7 @@ def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: d
     outcome.renamed = {old: new for old, new in mapped.renaming.items() if old != new}
     outcome.left_out += mapped.dropped
     outcome.result = mapped
+    outcome.casting = mapped.casting if mapped.casting.reports else None
     outcome.done += f", {counted(len(mapped.names), 'tensor')} made by {changes['map_']}"
     return checkpoint
 

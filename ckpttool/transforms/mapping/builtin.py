@@ -28,8 +28,8 @@ def maps() -> Iterator[Rules]:
 def path_of(name: str) -> str:
     """Return where the file of a map is. Raises UsageFault for a name that there is none of."""
     if name not in (known := names()):
-        close = get_close_matches(name, known, cutoff=0.4)
-        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        close = get_close_matches(name, known, 1)
+        meant = f"did you mean {close[0]}? " if close else ""
         hint = f"{meant}a rule file's name ends in {ENDING}; ckpttool maps lists the maps"
         raise UsageFault(f"--map {name}: there is no such map", hint=hint)
     return os.path.join(FOLDER, name + ENDING)

@@ -85,42 +85,46 @@ class Rule:
             raise UsageFault(f"{self}: only numbers are stacked, and '{min(words)}' is none")
 
     def __str__(self) -> str:
+        return self._said
+
+    @cached_property
+    def _said(self) -> str:
         return f"the rule '{', '.join(self.sources)}' -> '{', '.join(self.targets)}'"
 
     @cached_property
     def _templates(self) -> tuple[Template, ...]:
         return templates((*self.sources, *self.targets))
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[Template, ...]:
         """The templates of the sources."""
         return self._templates[: len(self.sources)]
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[Template, ...]:
         """The templates of the targets."""
         return self._templates[len(self.sources) :]
 
-    @property
+    @cached_property
     def shared(self) -> tuple[str, ...]:
         """The placeholders that both sides have."""
         return tuple(name for name in self.inputs[0].fields if name in self.outputs[0].fields)
 
-    @property
+    @cached_property
     def gathered(self) -> tuple[str, ...]:
         """The placeholders that only the sources have."""
         return tuple(name for name in self.inputs[0].fields if name not in self.outputs[0].fields)
 
-    @property
+    @cached_property
     def spread(self) -> tuple[str, ...]:
         """The placeholders that only the targets have."""
         return tuple(name for name in self.outputs[0].fields if name not in self.inputs[0].fields)
 
-    @property
+    @cached_property
     def _numbers(self) -> frozenset[str]:
         return self.inputs[0].numbers | self.outputs[0].numbers
 
-    @property
+    @cached_property
     def levels(self) -> tuple[str, ...]:
         """The shared placeholders that are numbers, such as that of a layer."""
         return tuple(name for name in self.shared if name in self._numbers)
