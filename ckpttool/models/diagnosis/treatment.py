@@ -21,7 +21,7 @@ from ...formats.one_of_several import piece_of
 from ...formats.reading import open as open_checkpoint
 from ...inert_pickle.values import walk
 from ...transforms import selection
-from . import name_remedies, value_remedies
+from . import map_remedies, name_remedies, value_remedies
 from .fit import Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_same_architecture
 from .report import Diagnosis, Problem, Report, command_line, free_output
 
@@ -30,6 +30,7 @@ FINDERS: tuple[Finder, ...] = (
     value_remedies.complex_parts,
     name_remedies.wrappers,
     name_remedies.wrappers_inside,
+    map_remedies.mapped,
     name_remedies.renumbered,
     name_remedies.prefixes,
     name_remedies.renamed_parts,
