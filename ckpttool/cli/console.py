@@ -51,6 +51,11 @@ class Console:
         if said is not None:
             click.echo(said, err=self.to_stderr)
 
+    def listed(self, text: str, items: Sequence[Mapping[str, object]]) -> None:
+        """Print an outcome that is a list in JSON."""
+        if not self.quiet or self.json:
+            click.echo(json.dumps(items, indent=2) if self.json else text, err=self.to_stderr)
+
     def note(self, text: str, *, pasted: bool = False) -> None:
         """Print something worth knowing about the result, on stderr."""
         if not (self.quiet or self.json):

@@ -15,7 +15,19 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
-from .commands import check, conform, convert, convert_batchnorm, diff, inspect, keys, load, ranks, training
+from .commands import (
+    check,
+    conform,
+    convert,
+    convert_batchnorm,
+    diff,
+    inspect,
+    keys,
+    load,
+    maps,
+    ranks,
+    training,
+)
 from .failure import GOES_ON, Call, fail
 
 EPILOG = """\
@@ -40,6 +52,7 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
     "Convert": {
         convert.convert: "Write another format, or other element types",
         conform.command: "Write it under the names and shapes of another file",
+        maps.command: "The architectures that convert --map changes between",
         ranks.merge: "Write what many ranks wrote as one checkpoint",
         ranks.split: "Write one checkpoint as files for many ranks",
         convert.slim: "Write only the model's state, without unused bytes",

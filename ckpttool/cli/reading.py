@@ -40,6 +40,10 @@ SAID = {
         "followed": "tied to an updated weight, and changed with it as in PEFT's merge",
         "untied": 'no longer tied: set "tie_word_embeddings": false in config.json',
     },
+    "Mapped": {
+        "tied": "other names of one tensor, added or taken away",
+        "also": "changed too",
+    },
     "Reloaded": {
         "kept": "kept as they are in the model",
         "ignored": "ignored, as the model does not have them",

@@ -28,6 +28,7 @@ ARGUMENTS = {
     "add-prefix": "last.pt OUT",
     "rename-keys": "last.pt OUT --map module=m",
     "convert": "last.pt OUT",
+    "maps": "",
     "slim": "last.pt OUT",
     "disarm": "last.pt OUT",
     "convert-batchnorm": "old.pt OUT --to sync",

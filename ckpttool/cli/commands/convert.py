@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 )
 @options.several("--only GLOB", "Keep only the keys that match, e.g. 'layer1.*'.")
 @options.several("--exclude GLOB", "Leave out the keys that match.")
+@options.option(
+    "--map NAME", "Change the architecture by a map (ckpttool maps), or by the rules in a .toml file.", "map_"
+)
+@options.flag("--inverse", "Apply the --map backwards.")
+@options.option("--config FILE", "The model's config, which --map takes numbers from; default: beside INPUT.")
 @options.several("--permute GLOB=AXES", "Put axes in another order: 'fc.weight=1,0' transposes.", sizes_for)
 @options.several(
     "--reshape GLOB=SHAPE", "Give the same elements another shape: 'fc.weight=10,64,1,1'.", sizes_for
@@ -61,21 +66,26 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
     """
     from ...tensors import cast
 
+    for flag in ("inverse", "config"):
+        if changes[flag] and changes["map_"] is None:
+            raise UsageFault(
+                f"--{flag} is of --map, which is not given", hint="--map NAME; ckpttool maps lists them"
+            )
     if changes["dtype"]:
         changes["dtype"] = cast.target(changes["dtype"].lower())
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
         outcome = Outcome(f"converted {checkpoint.format}", of_state=of_state)
-        checkpoint = _changed(checkpoint, outcome, target.state, changes)
+        checkpoint = _changed(checkpoint, outcome, target, changes)
         return _described(checkpoint, dict(changes["metadata"]), target), outcome
 
     rewrite(job, transform, full=full, keep_copies=keep_copies, to=to)
 
 
-def _changed(
-    checkpoint: Checkpoint, outcome: Outcome, state: str | None, changes: dict[str, Any]
-) -> Checkpoint:
+def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
+    state = target.state
+    from ...tensors.cast import Overflows
     from ...transforms import layout
     from ...transforms.selection import cast, drop, select
 
@@ -86,6 +96,8 @@ def _changed(
         only, exclude = changes["only"], changes["exclude"]
         checkpoint, selection = select(checkpoint, only=only, exclude=exclude, state=state)
         outcome.left_out += selection.left_out
+    if changes["map_"] is not None:
+        checkpoint = _mapped(checkpoint, outcome, target, changes)
     in_layout = ("permute", layout.permute, "permuted"), ("reshape", layout.reshape, "reshaped")
     for flag, change, done in in_layout:
         if changes[flag]:
@@ -100,8 +112,29 @@ def _changed(
         checkpoint, names = change_parts(checkpoint, state=state)
         outcome.done += f", {counted(len(names), 'complex tensor')} {done}"
     if (dtype := changes["dtype"]) is not None:
-        checkpoint, outcome.casting = cast(checkpoint, dtype, state=state)
-        outcome.done += f", {counted(outcome.casting.tensors, 'tensor')} cast to {dtype.name}"
+        checkpoint, casting = cast(checkpoint, dtype, state=state)
+        outcome.casting = (
+            casting if outcome.casting is None else Overflows(reports=[outcome.casting, casting])
+        )
+        outcome.done += f", {counted(casting.tensors, 'tensor')} cast to {dtype.name}"
+    return checkpoint
+
+
+def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
+    from ...transforms.mapping.applying import apply
+    from ...transforms.mapping.builtin import rules_of
+    from ...transforms.mapping.config import config_of
+
+    rules = rules_of(changes["map_"])
+    rules = rules.inverse() if changes["inverse"] else rules
+    config = config_of(checkpoint, changes["config"])
+    optimizers = target.place.holds_all
+    checkpoint, mapped = apply(checkpoint, rules, config=config, state=target.state, optimizers=optimizers)
+    outcome.renamed = {old: new for old, new in mapped.renaming.items() if old != new}
+    outcome.left_out += mapped.dropped
+    outcome.result = mapped
+    outcome.casting = mapped.casting if mapped.casting.reports else None
+    outcome.done += f", {counted(len(mapped.names), 'tensor')} made by {changes['map_']}"
     return checkpoint
 
 

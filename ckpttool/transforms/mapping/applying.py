@@ -8,7 +8,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.states import is_optimizer
-from ...tensors.cast import CastReport
+from ...tensors.cast import Overflows
 from ..keys import with_copies
 from .optimizers import followed
 from .rules import Rules
@@ -31,7 +31,7 @@ class Mapped:
     dropped: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    casting: tuple[CastReport, ...] = field(default=(), metadata={"json": False})
+    casting: Overflows = field(default_factory=Overflows, metadata={"json": False})
 
     @property
     def renaming(self) -> dict[str, str]:
@@ -80,5 +80,5 @@ def apply(
     first, *copies = mappings
     also = tuple(copy.state.where for copy in copies)
     changed = checkpoint.changed(first.state, change, [copy.state for copy in copies])
-    reports = tuple(report for each in mappings for report in each.reports)
-    return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, reports)
+    casting = Overflows(reports=[report for each in mappings for report in each.reports])
+    return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, casting)

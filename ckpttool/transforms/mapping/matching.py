@@ -1,4 +1,4 @@
-"""Which names each rule takes, and whether they are all it needs: no layer, expert or part is missing."""
+"""Which names each rule takes: no name twice, and none left that the rules refuse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import Refused
-from .numbers import first_known
+from ..wrappers import found_prefixes
 from .rules import Drop, Rule, Rules
 from .templates import Template, templates
 from .verbs import Index
@@ -43,11 +43,11 @@ class Matched:
     rest: list[str] = field(default_factory=list)
 
 
-def matched(rules: Rules, names: Iterable[str], config: Mapping[str, object], path: str) -> Matched:
+def matched(rules: Rules, names: Iterable[str], path: str) -> Matched:
     """Return what each rule takes of some names.
 
-    Raises Refused where a rule that is not optional finds nothing, a part or a number of a layer is missing,
-    two rules claim one name, or a name is left that the rules refuse.
+    Raises Refused where a rule that is not optional finds nothing, one of several names that go together is
+    missing, two rules claim one name, or a name is left that the rules refuse.
     """
     names = list(names)
     known = dict.fromkeys(names)
@@ -60,9 +60,6 @@ def matched(rules: Rules, names: Iterable[str], config: Mapping[str, object], pa
             for name, _ in _fitting(template, names, known):
                 found.claim(name, str(rule))
                 found.dropped.append(name)
-    counts = {each: first_known(count.number, config) for each, count in rules.counts.items() if count.number}
-    firsts = {each: count.first for each, count in rules.counts.items()}
-    Numbers(path, counts, firsts).check(found.moves, rules.rules)
     rest = [name for name in names if name not in found.owners]
     if rest and rules.rest == "refuse":
         listed = ", ".join(f"'{name[:80]}'" for name in rest[:FEW]) + (", …" if rest[FEW:] else "")
@@ -71,6 +68,13 @@ def matched(rules: Rules, names: Iterable[str], config: Mapping[str, object], pa
     if rules.rest == "drop":
         return Matched(found.moves, [*found.dropped, *rest])
     return Matched(found.moves, found.dropped, rest)
+
+
+def _why_none(names: list[str]) -> str:
+    """Return a hint for a rule that finds nothing: a wrapper's prefix is the usual cause."""
+    for wrapper in found_prefixes(names):
+        return f"take the wrapper's prefix off first: ckpttool strip-prefix IN OUT --prefix {wrapper.prefix}"
+    return f"the first name is '{next(iter(names), '')[:80]}'; optional = true in a rule allows that"
 
 
 def _fitting(
@@ -108,8 +112,7 @@ class _Found:
                 case = tuple(bindings[each] for each in rule.shared)
                 cases[case][tuple(int(bindings[each]) for each in rule.gathered)][number] = name
         if not cases and not rule.optional:
-            hint = "optional = true in the rule allows that"
-            raise Refused(self.path, f"{rule} finds no tensor", hint=hint)
+            raise Refused(self.path, f"{rule} finds no tensor", hint=_why_none(names))
         for case, parts in cases.items():
             bindings = dict(zip(rule.shared, case, strict=True))
             sources = {at: self._whole(rule, found, bindings, at) for at, found in sorted(parts.items())}
@@ -125,59 +128,3 @@ class _Found:
                 what = f"has '{next(iter(found.values()))[:80]}' and no '{template.fill(all_bindings)[:80]}'"
                 raise Refused(self.path, f"{what}, and {rule} needs both")
         return tuple(found[number] for number in range(len(rule.inputs)))
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """Checks that placeholders take all their values, from the first one on and without a gap."""
-
-    path: str
-    counts: Mapping[str, int | None]
-    firsts: Mapping[str, int]
-
-    def check(self, moves: Iterable[Move], rules: Iterable[object]) -> None:
-        """Check the layers of all rules together, what each rule stacks, and that none misses a layer."""
-        by_rule: dict[int, set[Index]] = defaultdict(set)
-        layers: dict[tuple[str, ...], set[Index]] = defaultdict(set)
-        for move in moves:
-            levels = move.rule.levels
-            values = tuple(int(move.bindings[each]) for each in levels)
-            by_rule[id(move.rule)].add(values)
-            for count in range(1, len(levels) + 1):
-                layers[levels[:count]].add(values[:count])
-            self.check_all(move.rule.gathered, move.sources, str(move.rule))
-        for levels, found in layers.items():
-            self._check_last(levels, found, "its rules")
-        for rule in (each for each in rules if isinstance(each, Rule)):
-            missing = sorted(layers.get(rule.levels, set()) - by_rule[id(rule)])
-            if rule.levels and missing and not rule.optional:
-                where = ", ".join(
-                    f"{name} = {value}" for name, value in zip(rule.levels, missing[0], strict=True)
-                )
-                hint = "optional = true in the rule allows that"
-                raise Refused(self.path, f"{rule} finds no tensor for {where}", hint=hint)
-
-    def check_all(self, fields: Sequence[str], found: Iterable[Index], rule: str) -> None:
-        """Check the values of several placeholders, each for all values of those before it."""
-        found = list(found)
-        for count in range(1, len(fields) + 1):
-            self._check_last(tuple(fields[:count]), {at[:count] for at in found}, rule)
-
-    def _check_last(self, fields: tuple[str, ...], found: set[Index], rule: str) -> None:
-        last = fields[-1]
-        groups: dict[Index, list[int]] = defaultdict(list)
-        for index in sorted(found):
-            groups[index[:-1]].append(index[-1])
-        first, count = self.firsts.get(last, 0), self.counts.get(last)
-        for before, values in groups.items():
-            names = zip(fields, before, strict=False)
-            where = "".join(f", {name} = {value}" for name, value in names)
-            expected = range(first, first + len(values))
-            if values != [*expected]:
-                gap = next(each for each in expected if each not in values)
-                raise Refused(
-                    self.path, f"has no '{last}' = {gap}{where}, and others up to {values[-1]}: {rule}"
-                )
-            if count is not None and count != len(values):
-                what = f"has {len(values)} of '{last}'{where}, and the config says {count}: {rule}"
-                raise Refused(self.path, what)

@@ -1,4 +1,4 @@
-"""A rule file: TOML, read and checked, and written.
+"""A rule file: TOML, read and checked (`Rules.to_toml` writes it).
 
 from = "nanoGPT"
 to = "Hugging Face GPT-2"
@@ -27,22 +27,20 @@ of = "model.embed_tokens.weight"
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from ...errors import Damaged, UsageFault
 from ...remote.places import open_source_at
 from .numbers import Number, parsed
-from .rules import RESTS, Count, Drop, Rule, Rules, Tie
+from .rules import RESTS, TEXTS, Count, Drop, Rule, Rules, Tie
+from .step_table import step_of
 from .templates import templates
-from .verbs import step_of
 
 MAX_BYTES = 16 << 20  # of a rule file: one with a rule for each of 100,000 tensors has that many
 
-TEXTS = {"name": "name", "from": "start", "to": "end", "source": "source"}  # entries at the top -> fields
 ENTRIES = {*TEXTS, "rest", "numbers", "counts", "rule"}
 OF_RULES = {
     "from": {"from", "to", "steps", "optional"},
@@ -133,11 +131,12 @@ def _number(value: object, where: str) -> Number | tuple[Number, ...]:
 def _count(value: object, where: str) -> Count:
     if not isinstance(value, dict):
         return Count(_number(value, where))
-    _require_known(value, {"number", "first"}, f"the count '{where}'")
+    _require_known(value, {"number", "first", "gaps"}, f"the count '{where}'")
     first = value.get("first", 0)
     if type(first) is not int:
         raise UsageFault(f"{where}: first = {first!r} is no number")
-    return Count(_number(value["number"], where) if "number" in value else None, first)
+    number = _number(value["number"], where) if "number" in value else None
+    return Count(number, first, _flag(value.get("gaps", False), "gaps"))
 
 
 def _rule(table: Mapping[str, Any]) -> Rule | Drop | Tie:
@@ -165,59 +164,13 @@ def _moving(table: Mapping[str, Any]) -> Rule:
     steps = table.get("steps", [])
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
         raise UsageFault(f"steps = {steps!r}", hint="steps = [{concat = 0}]")
-    return Rule(sources, targets, tuple(map(step_of, steps)), _flag(table.get("optional", False), "optional"))
+    optional = table.get("optional", False)
+    if not isinstance(optional, bool | str):
+        raise UsageFault(
+            f"optional = {optional!r}", hint="optional = true, 'all', or the name of a group of rules"
+        )
+    return Rule(sources, targets, tuple(map(step_of, steps)), optional)
 
 
 def _names(value: object, side: str) -> tuple[str, ...]:
     return tuple(_text(each, side) for each in value) if isinstance(value, list) else (_text(value, side),)
-
-
-def written(rules: Rules) -> str:
-    """Return rules as the text of a file."""
-    top = {entry: getattr(rules, name) for entry, name in TEXTS.items()}
-    lines = [f"{key} = {_toml_of(value)}" for key, value in top.items() if value]
-    lines.append(f"rest = {_toml_of(rules.rest)}")
-    counts = {name: _count_table(count) for name, count in rules.counts.items()}
-    for title, table in (("numbers", rules.numbers), ("counts", counts)):
-        if table:
-            lines += ["", f"[{title}]", *(f"{_key(key)} = {_toml_of(value)}" for key, value in table.items())]
-    for rule in rules.rules:
-        lines += ["", "[[rule]]", *(f"{key} = {_toml_of(value)}" for key, value in _entries(rule))]
-    return "\n".join(lines) + "\n"
-
-
-def _count_table(count: Count) -> object:
-    if not count.first and count.number is not None:
-        return count.number
-    return {key: value for key, value in (("number", count.number), ("first", count.first)) if value}
-
-
-def _entries(rule: Rule | Drop | Tie) -> Iterator[tuple[str, object]]:
-    if isinstance(rule, Rule):
-        for side, names in (("from", rule.sources), ("to", rule.targets)):
-            yield side, names[0] if len(names) == 1 else list(names)
-        if rule.steps:
-            yield "steps", [step.table() for step in rule.steps]
-        if rule.optional:
-            yield "optional", True
-    elif isinstance(rule, Drop):
-        yield from (("drop", rule.name), ("on", rule.on))
-        if rule.computed:
-            yield "computed", True
-    else:
-        yield from (("tie" if rule.adds else "untie", rule.name), ("of", rule.of), ("on", rule.on))
-        if rule.when:
-            yield "when", rule.when
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml_of(key)
-
-
-def _toml_of(value: object) -> str:
-    """Return a value as TOML writes it. A text of JSON is one of TOML, but for DEL."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(key)} = {_toml_of(each)}" for key, each in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml_of, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -15,12 +15,16 @@ from typing import Literal, get_args
 from ...errors import UsageFault
 from .numbers import Number
 from .templates import Template, templates
+from .toml_text import lines
 from .verbs import Irreversible, Stack, Step, Unstack
 
 Side = Literal["from", "to"]
 Rest = Literal["keep", "drop", "refuse"]
 OTHER: dict[Side, Side] = {"from": "to", "to": "from"}
 RESTS: tuple[str, ...] = get_args(Rest)
+
+# What a rule file says at its top -> where `Rules` have it
+TEXTS = {"name": "name", "from": "start", "to": "end", "source": "source"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Rule:
             a case of its own for each value; what only the sources have is stacked, and what only the
             targets have is unstacked.
         steps: what is done, in order; none renames.
-        optional: it may match nothing, or only some of the layers.
+        optional: it may match nothing, or only some of the layers and words; "all": nothing, or all of them;
+            any other text: the layers that the rules with the same text match, each with all its words.
 
     Raises UsageFault where templates and steps do not go together.
     """
@@ -41,7 +46,7 @@ class Rule:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     steps: tuple[Step, ...] = ()
-    optional: bool = False
+    optional: bool | str = False
 
     def __post_init__(self) -> None:
         if not self.sources or not self.targets:
@@ -80,42 +85,46 @@ class Rule:
             raise UsageFault(f"{self}: only numbers are stacked, and '{min(words)}' is none")
 
     def __str__(self) -> str:
+        return self._said
+
+    @cached_property
+    def _said(self) -> str:
         return f"the rule '{', '.join(self.sources)}' -> '{', '.join(self.targets)}'"
 
     @cached_property
     def _templates(self) -> tuple[Template, ...]:
         return templates((*self.sources, *self.targets))
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[Template, ...]:
         """The templates of the sources."""
         return self._templates[: len(self.sources)]
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[Template, ...]:
         """The templates of the targets."""
         return self._templates[len(self.sources) :]
 
-    @property
+    @cached_property
     def shared(self) -> tuple[str, ...]:
         """The placeholders that both sides have."""
         return tuple(name for name in self.inputs[0].fields if name in self.outputs[0].fields)
 
-    @property
+    @cached_property
     def gathered(self) -> tuple[str, ...]:
         """The placeholders that only the sources have."""
         return tuple(name for name in self.inputs[0].fields if name not in self.outputs[0].fields)
 
-    @property
+    @cached_property
     def spread(self) -> tuple[str, ...]:
         """The placeholders that only the targets have."""
         return tuple(name for name in self.outputs[0].fields if name not in self.inputs[0].fields)
 
-    @property
+    @cached_property
     def _numbers(self) -> frozenset[str]:
         return self.inputs[0].numbers | self.outputs[0].numbers
 
-    @property
+    @cached_property
     def levels(self) -> tuple[str, ...]:
         """The shared placeholders that are numbers, such as that of a layer."""
         return tuple(name for name in self.shared if name in self._numbers)
@@ -127,6 +136,15 @@ class Rule:
         except Irreversible as fault:
             raise Irreversible(f"{self}: {fault.message}", hint=fault.hint) from None
         return Rule(self.targets, self.sources, steps, self.optional)
+
+    def table(self) -> dict[str, object]:
+        """Return the rule as a rule file has it."""
+        sides = {"from": self.sources, "to": self.targets}
+        table: dict[str, object] = {
+            side: names[0] if len(names) == 1 else names for side, names in sides.items()
+        }
+        table |= {"steps": [step.table() for step in self.steps]} if self.steps else {}
+        return table | ({"optional": self.optional} if self.optional else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +170,10 @@ class Drop:
             hint = "computed = true says that they follow from the config"
             raise Irreversible(f"{self}: what is dropped is not there on the way back", hint=hint)
         return replace(self, on=OTHER[self.on])
+
+    def table(self) -> dict[str, object]:
+        """Return the rule as a rule file has it."""
+        return {"drop": self.name, "on": self.on, **({"computed": True} if self.computed else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +201,30 @@ class Tie:
         """Return the rule for the other way."""
         return replace(self, adds=not self.adds, on=OTHER[self.on])
 
+    def table(self) -> dict[str, object]:
+        """Return the rule as a rule file has it."""
+        verb = "tie" if self.adds else "untie"
+        return {verb: self.name, "of": self.of, "on": self.on, **({"when": self.when} if self.when else {})}
+
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How many values a placeholder takes, from `first` on; None where nothing says it."""
+    """How many values a placeholder takes, from `first` on; None where nothing says it.
+
+    With `gaps` it may take any: the layers of experts among others that no rule names.
+    """
 
     number: Number | tuple[Number, ...] | None = None
     first: int = 0
+    gaps: bool = False
+
+    @property
+    def entry(self) -> object:
+        """The count as a rule file has it."""
+        if self == Count(self.number) and self.number is not None:
+            return self.number
+        entries = (("number", self.number), ("first", self.first), ("gaps", self.gaps))
+        return {key: value for key, value in entries if value}
 
 
 @dataclass(frozen=True)
@@ -228,7 +267,13 @@ class Rules:
         return True
 
     def to_toml(self) -> str:
-        """Return the rules as the text of a rule file, which `rule_file.parsed` reads."""
-        from .rule_file import written
-
-        return written(self)
+        """Return the rules as the text of a rule file, which `rule_file.rules_in` reads."""
+        texts = {entry: getattr(self, name) for entry, name in TEXTS.items()}
+        top = {entry: value for entry, value in texts.items() if value} | {"rest": self.rest}
+        counts = {name: count.entry for name, count in self.counts.items()}
+        tables = [("[numbers]", self.numbers), ("[counts]", counts)]
+        tables += [("[[rule]]", rule.table()) for rule in self.rules]
+        return (
+            "\n".join(line for title, table in (("", top), *tables) for line in lines(title, table)).lstrip()
+            + "\n"
+        )

@@ -14,7 +14,8 @@ from ...tensors.ref import TensorRef
 from ...tensors.values import same_values
 from ..keys import renamed_versions
 from ..renaming import Renaming
-from .matching import Matched, Move, Numbers, matched
+from .completeness import Completeness
+from .matching import Matched, Move, matched
 from .numbers import Unknown, first_known
 from .rules import Rules, Side, Tie
 from .tensors import Misfit
@@ -30,16 +31,14 @@ class StateMapping:
         self.path, self.state, self.rules, self.config = path, state, rules, config
         given = {name: first_known(value, config) for name, value in rules.numbers.items()}
         self.numbers = {name: value for name, value in given.items() if value is not None}
-        counts = {
-            each: first_known(count.number, config) for each, count in rules.counts.items() if count.number
-        }
-        self.counts = Numbers(path, counts, {each: count.first for each, count in rules.counts.items()})
+        self.complete = Completeness(path, rules, config)
         self.reports: list[CastReport] = []
         self.tied: list[str] = []
         self._done: dict[object, Bundle] = {}
         self.values = self._tied({**state.container}, "from")
         named = [name for name in self.values if isinstance(name, str)]
-        self.matched: Matched = matched(rules, named, config, path)
+        self.matched: Matched = matched(rules, named, path)
+        self.complete.check(self.matched.moves)
         self.names: dict[str, tuple[str, ...]] = {}
 
     def container(self) -> Container:
@@ -77,7 +76,7 @@ class StateMapping:
         sources = {at: tuple(map(self.tensor, names)) for at, names in move.sources.items()}
         made = self.through(move, sources)
         whole = tuple(move.names)
-        self._check_spread(move, made)
+        self.complete.check_all(made.fields, made.tensors, str(move.rule))
         pairs = (
             (new, tensor)
             for at, tensors in made.tensors.items()
@@ -117,9 +116,6 @@ class StateMapping:
         except UsageFault as fault:
             raise Refused(self.path, f"{fault.message}: {rule}", hint=fault.hint) from None
         return self._done.setdefault(key, bundle)
-
-    def _check_spread(self, move: Move, made: Bundle) -> None:
-        self.counts.check_all(made.fields, made.tensors, str(move.rule))
 
     def _tied(self, values: Container, side: Side) -> Container:
         """Return a dict of one side with the ties that the rules add there, and without those they take."""

@@ -6,20 +6,21 @@ experts that are stacked), one tensor for each template of that side (q, k and v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from dataclasses import field as with_default
-from math import isfinite
 from typing import Any, ClassVar
 
 from ...errors import UsageFault
 from ...tensors.cast import CastReport, target
 from ...tensors.ref import TensorRef
 from . import tensors as of
-from .numbers import Number, evaluated, parsed
+from .numbers import Number, evaluated
 from .tensors import Misfit, Sizes
 
 Index = tuple[int, ...]
+
+WRITTEN = {"before": "from"}  # fields that a rule file calls otherwise
 
 
 class Irreversible(UsageFault):
@@ -137,13 +138,17 @@ def _fits(wanted: Sizes, shape: Sizes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PermuteHeads(OnEach):
-    """The rows of each head in the order of another rotary embedding: in "halves", or in "pairs"."""
+    """The rows of each head in the order of another rotary embedding: in "halves", or in "pairs".
+
+    `size` are the rows of a head, which a wrong number of heads does not fit.
+    """
 
     verb: ClassVar[str] = "permute-heads"
     own: ClassVar[str] = "heads"
     heads: Number = 1
     to: str = ""
     axis: int = 0
+    size: Number = 0
 
     def __post_init__(self) -> None:
         if self.to not in ("halves", "pairs"):
@@ -152,7 +157,10 @@ class PermuteHeads(OnEach):
             )
 
     def one(self, tensor: TensorRef, context: Context) -> TensorRef:
-        return of.heads_reordered(tensor, evaluated(self.heads, context.numbers), self.to, self.axis)
+        heads, size = context.sizes((self.heads, self.size))
+        if size and (rows := tensor.shape[of.axis_of(tensor, self.axis)]) != heads * size:
+            raise Misfit(f"has {rows} rows, not those of {heads} heads of {size}")
+        return of.heads_reordered(tensor, heads, self.to, self.axis)
 
     def inverse(self) -> Step:
         return replace(self, to="pairs" if self.to == "halves" else "halves")
@@ -285,66 +293,5 @@ class Unstack(Step):
         return Stack(self.field, self.axis)
 
 
-VERBS: dict[str, type[Step]] = {
-    step.verb: step for step in (Concat, Split, Stack, Unstack, Transpose, PermuteHeads, Reshape, Scale, Cast)
-}
-
-
-WRITTEN = {"before": "from"}  # fields that a rule file calls otherwise
-READ = {written: name for name, written in WRITTEN.items()}
-
-
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
-
-
-def step_of(table: Mapping[str, Any]) -> Step:
-    """Return the step that a table of a rule file describes. Raises UsageFault."""
-    found = [verb for verb in table if verb in VERBS]
-    if len(found) != 1:
-        hint = f"a step is a table with one of {', '.join(VERBS)}, such as {{concat = 0}}"
-        raise UsageFault(f"the step {dict(table)} has {len(found)} verbs", hint=hint)
-    kind = VERBS[found[0]]
-    known = {each.name for each in fields(kind)}
-    given: dict[str, Any] = {}
-    for key, value in table.items():
-        name = kind.own if key == kind.verb else READ.get(key, key)
-        if name not in known or (key != kind.verb and name == kind.own):
-            raise UsageFault(f"the step '{kind.verb}' takes no '{key}'")
-        given[name] = _of_kind(f"{kind.verb}: {key}", value, name)
-    return kind(**given)
-
-
-def _of_kind(where: str, value: Any, name: str) -> Any:
-    """Return the value of a field, lists as tuples. Raises UsageFault for one of another kind."""
-    if isinstance(value, list):
-        value = tuple(value)
-    if not KINDS[name](value):
-        raise UsageFault(f"{where} = {value!r} is of another kind than it takes")
-    return value
-
-
-def _is_int(value: object) -> bool:
-    return type(value) is int
-
-
-def _is_number(value: object) -> bool:
-    return type(value) is int or (isinstance(value, str) and bool(parsed(value)))
-
-
-def _all(kind: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, tuple) and all(map(kind, value))
-
-
-KINDS: dict[str, Callable[[object], bool]] = {
-    "axis": _is_int,
-    "axes": _all(_is_int),
-    "parts": _all(lambda part: type(part) is int and part >= 0),
-    "sizes": _all(_is_number),
-    "shape": _all(_is_number),
-    "before": _all(_is_number),
-    "heads": _is_number,
-    "by": lambda value: type(value) in (int, float) and isfinite(value),  # type: ignore[arg-type]
-    "to": lambda value: isinstance(value, str),
-    "field": lambda value: isinstance(value, str),
-}

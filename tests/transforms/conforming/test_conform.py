@@ -18,7 +18,7 @@ from ckpttool.transforms.conforming.places import Place
 from ckpttool.transforms.conforming.search import search
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.rule_file import rules_in
-from tests.support.dialects import State, checksum, filled, fused, llama, meta, renamed
+from tests.support.two_dialects import State, checksum, filled, fused, llama, meta, renamed
 from tests.support.running import Cli
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())

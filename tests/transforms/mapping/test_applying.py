@@ -1,0 +1,201 @@
+"""Rules on whole checkpoints: what they claim, keep, drop and refuse, and what stays as it was beside it."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckpttool
+from ckpttool.errors import Collision, Refused
+from ckpttool.transforms.mapping.applying import apply
+from ckpttool.transforms.mapping.builtin import named
+from ckpttool.transforms.mapping.rules import Rule, Rules
+from tests.support.layouts import big_endian
+from tests.support.mapped import mapped, random_state, refusal, rules
+from tests.support.saved import opened
+
+AB = {"a.w": torch.arange(6.0).reshape(2, 3), "b.w": torch.ones(3)}
+A = 'from = "a.w"\nto = "x.w"'
+TURN = f"{A}\nsteps = [{{ transpose = [1, 0] }}]"
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        (['from = "c"\nto = "d"'], "the rule 'c' -> 'd' finds no tensor\n  hint: the first name is 'a.w'"),
+        ([A], "no rule names 1 of 2 tensors: 'b.w'"),
+        ([A, 'from = "{m:a|b}.w"\nto = "{m}.v"'], "two rules claim 'a.w': the rule 'a.w' -> 'x.w'"),
+        (['from = ["a.w", "{m:a|b}.w"]\nto = ["c", "d"]'], "have different placeholders"),
+        ([A, 'drop = "{m:*}.w"'], "two rules claim 'a.w'"),
+        ([A, 'from = "b.w"\nto = "x.w"'], "'a.w' and 'b.w' would both be named 'x.w'"),
+        ([A, 'from = ["b.w", "c.w"]\nto = "d"\nsteps = [{ concat = 0 }]'], "has 'b.w' and no 'c.w'"),
+        ([A, 'from = "b.w"\nto = "c"\nsteps = [{ transpose = [1, 0] }]'], "'b.w' has shape [3], whose axes"),
+        ([A, 'from = "b.w"\nto = "c"\nsteps = [{ reshape = ["n"] }]'], "nothing says the number 'n'"),
+        ([A, 'from = "b.w"\nto = "c"\nsteps = [{ reshape = ["7 // 2"] }]'], "7 does not divide by 2"),
+        ([A, 'from = "b.w"\nto = "c.{i}"\nsteps = [{ unstack = "i" }, { cast = "bf16" }]'], ""),
+        ([A, 'from = "b.w"\nto = "c"', 'tie = "d"\nof = "e"'], "has no 'e', which tie = 'd' needs"),
+        ([A, 'from = "b.w"\nto = "c"', 'untie = "c"\nof = "x.w"\non = "to"'], "'c' is not 'x.w' under"),
+        ([A, 'from = "b.w"\nto = "c"', 'untie = "a.w"\nof = "b.w"'], "'a.w' is not 'b.w' under another name"),
+    ],
+)  # fmt: skip
+def test_what_rules_can_t_do_is_refused_by_name(tables: list[str], said: str, tmp_path: Path) -> None:
+    if not said:
+        assert [*mapped(AB, tmp_path, rules(*tables))[0]] == ["x.w", "c.0", "c.1", "c.2"]
+        return
+    try:
+        assert said in refusal(AB, tmp_path, rules(*tables))
+    except ckpttool.CkptToolError as fault:
+        assert said in str(fault)
+
+
+def test_the_rest_is_kept_dropped_or_refused_as_the_rules_say(tmp_path: Path) -> None:
+    kept, _ = mapped(AB, tmp_path, rules(A, top='rest = "keep"'))
+    assert [*kept] == ["x.w", "b.w"]
+    dropped, report = mapped(AB, tmp_path, rules(A, top='rest = "drop"'))
+    assert ([*dropped], report.dropped) == (["x.w"], ("b.w",))
+    with (
+        opened({"a.w": torch.ones(1), "x.w": torch.ones(1)}, tmp_path) as checkpoint,
+        pytest.raises(Collision),
+    ):
+        apply(checkpoint, rules(A, top='rest = "keep"'))
+
+
+def test_names_may_be_exchanged(tmp_path: Path) -> None:
+    made, report = mapped(AB, tmp_path, rules('from = ["a.w", "b.w"]\nto = ["b.w", "a.w"]'))
+    assert torch.equal(made["b.w"], AB["a.w"]) and torch.equal(made["a.w"], AB["b.w"])
+    assert report.renaming == {"a.w": "b.w", "b.w": "a.w"}
+
+
+def test_ties_stay_ties_through_the_same_rules_and_end_where_rules_differ(tmp_path: Path) -> None:
+    both = {"a.w": AB["a.w"], "b.w": AB["a.w"], "c.w": AB["a.w"]}
+    by = rules(
+        'from = "{m:a|b}.w"\nto = "{m}.v"\nsteps = [{ transpose = [1, 0] }, { reshape = [6] }]',
+        'from = "c.w"\nto = "c.v"',
+    )
+    made, _ = mapped(both, tmp_path, by)
+    assert made["a.v"].data_ptr() == made["b.v"].data_ptr() != made["c.v"].data_ptr()
+
+
+def test_a_view_shares_its_storage_and_a_joined_tensor_has_its_own(tmp_path: Path) -> None:
+    made, _ = mapped(
+        AB,
+        tmp_path,
+        rules('from = "a.w"\nto = ["x", "y"]\nsteps = [{ split = 0 }]', 'from = "b.w"\nto = "z"'),
+    )
+    assert made["x"].untyped_storage().data_ptr() == made["y"].untyped_storage().data_ptr()
+    assert made["y"].tolist() == [[3.0, 4.0, 5.0]]
+
+
+def test_a_model_that_was_pickled_whole_gives_its_state(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    torch.save(model, tmp_path / "in.pt")
+    by = rules('from = "0.weight"\nto = "fc.weight"\nsteps = [{ transpose = [1, 0] }]', top='rest = "keep"')
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        made, _ = apply(checkpoint, by)
+        ckpttool.save(made, tmp_path / "out.safetensors")
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["fc.weight"], model[0].weight.t())
+
+
+def test_torch_s_versions_of_modules_move_along(tmp_path: Path) -> None:
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    made, _ = mapped(state, tmp_path, rules('from = "0.{p:*}"\nto = "norm.{p}"'))
+    assert made._metadata["norm"] == {"version": 2}
+
+
+def test_nested_dicts_and_a_named_state(tmp_path: Path) -> None:
+    tree = {"state_dict": OrderedDict(AB), "other": OrderedDict(AB), "epoch": 3}
+    made, _ = mapped(tree, tmp_path, rules(A, top='rest = "keep"'), state="other")
+    assert [*made["state_dict"]] == ["a.w", "b.w"] and [*made["other"]] == ["x.w", "b.w"]
+    made, _ = mapped(
+        {"a": {"w": AB["a.w"]}, "b": {"w": AB["b.w"]}}, tmp_path, rules(TURN, top='rest = "keep"')
+    )
+    assert torch.equal(made["x.w"], AB["a.w"].t()) and "b.w" in made
+
+
+def test_what_is_no_plain_tensor_is_renamed_and_no_more(tmp_path: Path) -> None:
+    state = {"a.w": torch.eye(3).to_sparse(), "b.w": torch.ones(3), "c": 7}
+    by = rules(A, 'from = "{n:b.w|c}"\nto = "new.{n}"')
+    made, _ = mapped(state, tmp_path, by)
+    assert made["x.w"].is_sparse and made["new.c"] == 7
+    said = refusal(state, tmp_path, rules(TURN, top='rest = "keep"'))
+    assert "'a.w' is not a plain tensor: rules can rename it, no more" in said
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), ()])
+def test_tensors_without_elements_or_axes_go_through(shape: tuple[int, ...], tmp_path: Path) -> None:
+    state = {f"l.{i}.w": torch.zeros(shape) for i in range(2)}
+    made, _ = mapped(state, tmp_path, rules('from = "l.{i}.w"\nto = "w"\nsteps = [{ stack = "i" }]'))
+    assert made["w"].shape == (2, *shape)
+
+
+def test_bits_are_kept_of_any_type(tmp_path: Path) -> None:
+    kinds = [torch.float8_e4m3fn, torch.bfloat16, torch.float64, torch.int8, torch.complex64, torch.bool]
+    for dtype in kinds:
+        raw = torch.arange(48 * dtype.itemsize, dtype=torch.int64).remainder(2).to(torch.uint8)
+        state = {"a.w": raw.view(dtype).reshape(6, 8), "b.w": raw.view(dtype).reshape(6, 8)}
+        steps = '{ concat = 0 }, { permute-heads = 2, to = "pairs" }, { transpose = [1, 0] }'
+        by = rules(f'from = ["a.w", "b.w"]\nto = "c"\nsteps = [{steps}]')
+        there, _ = mapped(state, tmp_path, by)
+        back, _ = mapped(there, tmp_path, by.inverse())
+        assert all(back[n].contiguous().view(torch.uint8).equal(state[n].view(torch.uint8)) for n in state), (
+            dtype
+        )
+
+
+def test_a_file_of_another_byte_order_gives_the_same_values(tmp_path: Path) -> None:
+    tensor = torch.arange(48.0).reshape(6, 8)
+    big_endian(tensor, tmp_path / "in.pt")
+    turned = 'from = "t"\nto = "u"\nsteps = [{ transpose = [1, 0] }, { permute-heads = 2, to = "halves" }'
+    for step, wanted in ((" ]", tensor), (", { scale = 3 } ]", tensor * 3)):
+        with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+            made, _ = apply(checkpoint, rules(turned + step))
+            ckpttool.save(made, tmp_path / "out.safetensors", force=True)
+        made_of = load_file(tmp_path / "out.safetensors")["u"]
+        assert torch.equal(made_of, wanted.t()[[0, 2, 1, 3, 4, 6, 5, 7]])
+
+
+def test_no_state_and_an_empty_one(tmp_path: Path) -> None:
+    assert "holds no" in refusal({"epoch": 3}, tmp_path, rules(A))
+    assert "finds no tensor" in refusal({}, tmp_path, rules(A))
+    optional = rules(f"{A}\noptional = true")
+    assert mapped({}, tmp_path, optional)[0] == {}
+
+
+def test_many_names_take_a_moment(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    state = {f"layers.{i}.experts.{e}.w{n}": one for i in range(20) for e in range(100) for n in (1, 2, 3)}
+    tables = [
+        f'from = "layers.{{i}}.experts.{{e}}.w{n}"\nto = "m.{{i}}.w{n}"\nsteps = [{{ stack = "e" }}]'
+        for n in (1, 2, 3)
+    ]
+    started = time.perf_counter()
+    with opened(state, tmp_path) as checkpoint:
+        made, _ = apply(checkpoint, rules(*tables))
+    assert made.state("")["m.19.w3"].shape == (100, 1)
+    exact = Rules(tuple(Rule((name,), (f"new.{name}",)) for name in state))
+    with opened(state, tmp_path) as checkpoint:
+        apply(checkpoint, exact)
+    assert time.perf_counter() - started < 30
+
+
+def test_nothing_is_read_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = random_state({"transformer.wte.weight": (11, 8), "lm_head.weight": (11, 8)})
+    with opened(state, tmp_path) as checkpoint:
+        read: list[int] = []
+        checkpoint.source.observers.append(lambda offset, data: read.append(len(data)))
+        with pytest.raises(Refused):
+            apply(checkpoint, named("nanogpt-gpt2"))
+        apply(
+            checkpoint,
+            rules(
+                'from = "transformer.wte.weight"\nto = "w"\nsteps = [{ transpose = [1, 0] }]',
+                top='rest = "keep"',
+            ),
+        )
+        assert read == []

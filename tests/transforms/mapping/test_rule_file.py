@@ -1,0 +1,208 @@
+"""A rule file is read, written and refused: every mistake in it is named before a checkpoint is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpttool.errors import Damaged, Unreadable, UsageFault
+from ckpttool.transforms.mapping.numbers import Unknown, evaluated, first_known
+from ckpttool.transforms.mapping.rule_file import read, rules_in
+from ckpttool.transforms.mapping.rules import Count, Drop, Rule, Rules, Tie
+from ckpttool.transforms.mapping.templates import literal, templates
+from ckpttool.transforms.mapping.verbs import Concat, Irreversible, Stack
+from tests.support.mapped import rules
+
+RENAME = 'from = "a"\nto = "b"'
+
+ALL = Rules(
+    (
+        Rule(("a.{i}.{p:w|b}",), ("b.{i}.{p}",), optional=True),
+        Rule(("e.{i}.{e}.x", "e.{i}.{e}.y"), ("f.{i}",), (Concat(0, ("h", 2)), Stack("e")), optional="moe"),
+        Rule((literal('x{"}\\\x7f\t日'),), ("z",)),
+        Drop("d.{i}", "to", computed=True),
+        Tie("head", "b.0.w", when="tied"),
+        Tie("tail", "b.1.w", adds=False, on="from"),
+    ),
+    rest="keep",
+    numbers={"h": ("hidden", "a.b // 2", 7), "n": 3, "odd key": "x"},
+    counts={"i": Count("layers"), "e": Count(4, first=1), "k": Count(gaps=True), "m": Count(("a", "b"))},
+    name="all",
+    start="one",
+    end="another",
+    source="here",
+)
+
+
+def test_rules_are_read_as_they_are_written() -> None:
+    assert rules_in(ALL.to_toml()) == ALL
+    assert rules_in(ALL.inverse().to_toml()) == ALL.inverse()
+    assert ALL.inverse().inverse() == ALL
+    assert (ALL.inverse().start, ALL.inverse().end) == ("another", "one")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_any_name_can_be_written_and_matches_itself_alone(name: str) -> None:
+    by = Rules((Rule((literal(name),), (literal(name + "!"),)),))
+    assert rules_in(by.to_toml()) == by
+    (template,) = by.rules[0].inputs  # type: ignore[union-attr]
+    assert template.literal == template.fill({}) == name
+    assert template.match(name) == {} and template.match(name + "x") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "found"),
+    [
+        ("l.{i}.w", "l.10.w", {"i": "10"}),
+        ("l.{i}.w", "l.01.w", None),
+        ("l.{i}.w", "l.-1.w", None),
+        ("l.{i}.w", "xl.1.w", None),
+        ("l.{i}.w", "l.1.w.x", None),
+        ("l.{i}.w", "l.１.w", None),  # another digit of Unicode
+        ("l.{i}.{i}", "l.1.1", {"i": "1"}),
+        ("l.{i}.{i}", "l.1.2", None),
+        ("l{i}x.{p:w|w.b}", "l3x.w.b", {"i": "3", "p": "w.b"}),
+        ("{r:*}.w", "a.b.w", {"r": "a.b"}),
+        ("{r:*}.w", ".w", None),
+        ("a.b", "aXb", None),
+    ],
+)
+def test_a_template_matches_whole_names(text: str, name: str, found: dict[str, str] | None) -> None:
+    (template,) = templates([text])
+    assert (template.match(name) if template.literal is None else None if name != text else {}) == found
+    if found:
+        assert template.fill(found) == name
+
+
+@pytest.mark.parametrize(
+    ("said", "known", "value"),
+    [
+        ("heads * size", {"heads": 4, "size": 8}, 32),
+        ("(h - 1) * 2 // 3 + -1", {"h": 4}, 1),
+        ("text.hidden", {"text": {"hidden": 5}}, 5),
+        (7, {}, 7),
+    ],
+)
+def test_a_number_is_an_expression_of_the_config(
+    said: str | int, known: dict[str, object], value: int
+) -> None:
+    assert evaluated(said, known) == value
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "2 ** 9",
+        "f(1)",
+        "1.5",
+        "[1]",
+        "a if b else c",
+        "'a'",
+        "1 +",
+        "~1",
+        "",
+        "a" * 201,
+        "True",
+        "a[0]",
+        "__import__",
+    ],
+)
+def test_nothing_else_is_one(said: str) -> None:
+    with pytest.raises((UsageFault, Unknown)):
+        evaluated(said, {})
+
+
+def test_a_number_that_the_config_lacks_is_looked_for_under_other_names() -> None:
+    assert first_known(("kv", "heads"), {"kv": None, "heads": 4}) == 4
+    assert first_known(("kv", "heads"), {"heads": True}) is None
+    with pytest.raises(UsageFault, match="7 does not divide by 2"):
+        first_known(("h // 2",), {"h": 7})
+    with pytest.raises(UsageFault, match="does not divide by 0"):
+        evaluated("1 // h", {"h": 0})
+    with pytest.raises(UsageFault, match="larger than any tensor"):
+        evaluated("*".join(["h"] * 9), {"h": 2**40})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it has no rules"),
+        ("rule = 3", "it has no rules"),
+        ("[[rule]", "it is not TOML"),
+        ("a = " + "[" * 3000, "it is not TOML"),
+        (f"extra = 1\n[[rule]]\n{RENAME}", "a rule file has no 'extra'"),
+        (f"rest = 'some'\n[[rule]]\n{RENAME}", "rest = 'some'"),
+        (f"from = 3\n[[rule]]\n{RENAME}", "from = 3 is no text"),
+        (f"numbers = 3\n[[rule]]\n{RENAME}", "numbers = 3 is no table"),
+        (f"[numbers]\nh = 1.5\n[[rule]]\n{RENAME}", "h = 1.5 is no number"),
+        (f"[numbers]\nh = 'f()'\n[[rule]]\n{RENAME}", "'f()' is no number"),
+        (f"[counts]\ni = {{ last = 3 }}\n[[rule]]\n{RENAME}", "the count 'i' has no 'last'"),
+        (f"[counts]\ni = {{ first = 'a' }}\n[[rule]]\n{RENAME}", "first = 'a' is no number"),
+        ("[[rule]]\nrename = 'a'", "has no verb"),
+        ("[[rule]]\nfrom = 'a'", "a rule needs names on both sides"),
+        ("[[rule]]\nfrom = 'a'\nto = 3", "to = 3 is no text"),
+        ("[[rule]]\nfrom = 'a'\nto = ['b', 3]", "to = 3 is no text"),
+        ("[[rule]]\nfrom = 'a'\nto = 'b'\nsteps = 3", "steps = 3"),
+        ("[[rule]]\nfrom = 'a'\nto = 'b'\noptional = 3", "optional = 3"),
+        ("[[rule]]\nfrom = 'a'\nto = 'b'\ncomputed = true", "a rule with 'from' has no 'computed'"),
+        ("[[rule]]\nfrom = 'a'\nto = 'b'\ndrop = 'c'", "a rule with 'from' has no 'drop'"),
+        ("[[rule]]\ndrop = 'a'\non = 'side'", "on = 'side'"),
+        ("[[rule]]\ndrop = 'a'\ncomputed = 1", "computed = 1"),
+        ("[[rule]]\ntie = 'a'", "does not say of which tensor"),
+        ("[[rule]]\ndrop = 'a.{'", "its brace at 2 belongs to no placeholder"),
+        ("[[rule]]\nfrom = 'a.{0}'\nto = 'b'", "belongs to no placeholder"),
+        ("[[rule]]\nfrom = '{a:*}.{b:*}'\nto = '{a}.{b}'", "two placeholders for any text"),
+        ("[[rule]]\nfrom = 'a.{p:x|y}'\nto = 'b.{p:x}'", "described in two ways"),
+        ("[[rule]]\nfrom = ['a.{i}', 'b']\nto = 'c.{i}'\nsteps = [{ concat = 0 }]", "different placeholders"),
+        ("[[rule]]\nfrom = 'a.{i}'\nto = 'b'", "only one side has the placeholder 'i'"),
+        ("[[rule]]\nfrom = 'a'\nto = 'b.{i}'", "only one side has the placeholder 'i'"),
+        ("[[rule]]\nfrom = 'a.{i}'\nto = 'b.{i}'\nsteps = [{ stack = 'i' }]", "which only sources may have"),
+        (
+            "[[rule]]\nfrom = 'a.{i}'\nto = 'b.{i}'\nsteps = [{ unstack = 'i' }]",
+            "which only targets may have",
+        ),
+        ("[[rule]]\nfrom = 'a.{p:x|y}'\nto = 'b'\nsteps = [{ stack = 'p' }]", "only numbers are stacked"),
+        ("[[rule]]\nfrom = ['a', 'b']\nto = 'c'", "it makes 2 tensors and names 1"),
+        ("[[rule]]\nfrom = 'a'\nto = ['b', 'c']", "it makes 1 tensors and names 2"),
+        ("[[rule]]\nfrom = ['a', 'b']\nto = ['c', 'd']\nsteps = [{ split = 0 }]", "it splits 2 tensors"),
+        ("[[rule]]\nfrom = 'a'\nto = 'b'\nsteps = [{ concat = 0, split = 1 }]", "has 2 verbs"),
+    ],
+)
+def test_a_mistake_in_a_rule_file_is_named(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageFault) as fault:
+        read(str(tmp_path / "rules.toml"))
+    assert said in str(fault.value) and "rules.toml" in str(fault.value)
+
+
+def test_a_file_that_is_no_rule_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unreadable):
+        read(str(tmp_path / "none.toml"))
+    (tmp_path / "rules.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(Damaged, match="no text in UTF-8"):
+        read(str(tmp_path / "rules.toml"))
+    with (tmp_path / "rules.toml").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(Damaged, match="is longer than 16 MiB"):
+        read(str(tmp_path / "rules.toml"))
+
+
+@pytest.mark.parametrize(
+    ("table", "top", "said"),
+    [
+        ('drop = "x"', 'rest = "refuse"', "drop = 'x': what is dropped is not there on the way back"),
+        (RENAME, 'rest = "drop"', "rest = 'drop' can't be undone"),
+        (f"{RENAME}\nsteps = [{{ scale = 2 }}]", 'rest = "refuse"', "'scale' can't be undone"),
+        (f"{RENAME}\nsteps = [{{ cast = 'bf16' }}]", 'rest = "refuse"', "'cast' can't be undone"),
+        (f"{RENAME}\nsteps = [{{ reshape = [4] }}]", 'rest = "refuse"', "without the shape before"),
+    ],
+)
+def test_rules_without_a_way_back_say_which(table: str, top: str, said: str) -> None:
+    by = rules(table, top=top)
+    assert not by.reversible
+    with pytest.raises(Irreversible) as fault:
+        by.inverse()
+    assert said in str(fault.value)
