@@ -103,6 +103,7 @@ def _outcome(conformed: Conformed, like: str, *, verbose: bool) -> Outcome:
         ("left out, as the other side has a tied tensor once", conformed.untied),
         ("tied, as on the other side", conformed.tied),
         ("added as 0, as BatchNorm's counters are", conformed.counted),
+        ("taken from the other side, whose model computes them", conformed.taken),
         ("not written, as the other side's model computes them", conformed.lacking),
         ("rows of zeros added", conformed.padded),
     ):

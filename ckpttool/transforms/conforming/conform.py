@@ -12,7 +12,8 @@ from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused
-from ...formats.reading import File, opened
+from ...formats.reading import File
+from ...formats.reading import open as open_checkpoint
 from ...inert_pickle.values import walk
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DTYPES, DType
@@ -42,7 +43,8 @@ class Conformed:
         untied: second names of tied tensors that the reference has once.
         tied: names that the reference ties to another.
         counted: BatchNorm's counters that were added, as 0.
-        lacking: names of buffers that the reference has, and whose values its model computes.
+        taken: names of buffers that the reference's model computes, with the reference's values.
+        lacking: names of such buffers that are not written, as a model in the place of a file has no values.
         padded: names of tensors that got rows of zeros.
         types: (type here, type in the reference, how many tensors).
         proven: how many tensors have the reference's values, bit for bit; 0 where they were not compared.
@@ -55,6 +57,7 @@ class Conformed:
     untied: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
     padded: tuple[str, ...] = ()
     types: tuple[tuple[str, str, int], ...] = ()
@@ -75,8 +78,8 @@ def conform(
 
     Args:
         checkpoint: the checkpoint; it stays as it is.
-        like: a checkpoint that loads where this one should, of which only the header is read; or a model's
-            places, as `models.diagnosis.fit.Blueprint` has them.
+        like: a checkpoint that loads where this one should, of which only the header is read (and buffers
+            that its model computes, if this one lacks them); or a model's places, as a `Blueprint` has them.
         state, like_state: dotted paths of the states; found when None.
         check_values: the reference is the same model: what names and shapes leave open is decided by values,
             and all of the result is compared.
@@ -96,11 +99,12 @@ def conform(
     target = checkpoint.state(state)
     mine = places_of(checkpoint.path, target)
     if isinstance(like, Mapping):
-        return _conformed(checkpoint, target, mine, like, {}, state, pad_vocab)
-    with opened(like) as reference:
-        other = reference.state(like_state)
-        theirs, values = places_of(reference.path, other), other.tensors if check_values else {}
-        return _conformed(checkpoint, target, mine, theirs, values, state, pad_vocab)
+        return _conformed(checkpoint, target, mine, like, {}, state, False, pad_vocab)
+    # Not closed here: buffers of the output may lie in it, and its last tensor closes it.
+    reference = like if isinstance(like, Checkpoint) else open_checkpoint(like)
+    other = reference.state(like_state)
+    theirs = places_of(reference.path, other)
+    return _conformed(checkpoint, target, mine, theirs, other.tensors, state, check_values, pad_vocab)
 
 
 def _conformed(
@@ -108,11 +112,12 @@ def _conformed(
     target: State,
     mine: Places,
     theirs: Places,
-    values: Mapping[str, TensorRef],
+    reference: Mapping[str, TensorRef],
     state: str | None,
+    check_values: bool,
     pad_vocab: bool,
 ) -> tuple[Checkpoint, Conformed]:
-    path = checkpoint.path
+    path, values = checkpoint.path, reference if check_values else {}
     theirs = {name: place for name, place in theirs.items() if place.shape is not None}
     if _shapes(mine) == _shapes(theirs) and not values:
         hint = f"ckpttool convert {path} OUT writes it as it is"
@@ -133,7 +138,9 @@ def _conformed(
     after = changed.state(state)
     padded = {new: _padded(new, after.tensors[new], theirs[new]) for new in _resized_names(found)}
     counters = {name: _zero(path, theirs[name]) for name in found.lacking if name.endswith(COUNTER)}
-    changed = replace_state(changed, after, lambda old: _in_order({**old, **padded, **counters}, theirs))
+    taken = {name: reference[name] for name in found.lacking if name in reference and name not in counters}
+    more = {**padded, **counters, **taken}
+    changed = replace_state(changed, after, lambda old: _in_order({**old, **more}, theirs))
     made = changed.state(state)
     if values:
         compared = {name: tensor for name, tensor in values.items() if name in made.tensors}
@@ -153,7 +160,8 @@ def _conformed(
         tuple(name for name, _ in found.untied),
         tuple(name for name, _ in found.ties),
         tuple(counters),
-        tuple(name for name in found.lacking if name not in counters),
+        tuple(taken),
+        tuple(name for name in found.lacking if name not in more),
         tuple(padded),
         tuple((*pair, count) for pair, count in types.items()),
         len(compared) if values else 0,

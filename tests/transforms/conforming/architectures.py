@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +113,7 @@ def hugging_face(kind: str, task: str = "AutoModelForCausalLM", **settings: Any)
     for name, setting in {**TINY, **settings}.items():
         if hasattr(config, name) or name in settings:
             setattr(config, name, setting)
-    if getattr(config, "layer_types", None):
+    with suppress(AttributeError, TypeError):  # some configurations compute it
         config.layer_types = config.layer_types[:2]
     return scrambled(getattr(transformers, task).from_config(config))
 
@@ -158,14 +159,14 @@ def plain(state: Any) -> State:
 
 
 def saved(kind: str) -> Made:
-    """Return what transformers 5 writes, which is the names of version 4, and what its model has."""
+    """Return what a model of transformers 5 has, and what it writes, which is the names of version 4."""
     from safetensors.torch import load_file
 
     model = hugging_face(kind)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         written = load_file(Path(folder) / "model.safetensors")
-    return converted(written, plain(model.state_dict()))
+    return converted(plain(model.state_dict()), written)
 
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "olmoe", "glm4_moe", "phimoe")
@@ -176,7 +177,7 @@ def mixtures() -> Iterator[Pair]:
     """Yield mixtures of experts in the names of transformers 4 and 5."""
     for kind in MIXTURES:
         truth = "transformers' conversion (save_pretrained)"
-        yield Pair(f"{kind}, transformers 4", "transformers 5", truth, lambda kind=kind: saved(kind))
+        yield Pair(f"{kind}, transformers 5", "transformers 4", truth, lambda kind=kind: saved(kind))
 
 
 # ---- torchtitan, Meta, nanoGPT -------------------------------------------------------------------------
@@ -192,7 +193,8 @@ def titan(kind: str, module: str, adapter: str, *, experts: bool = False) -> Mad
     config = SimpleNamespace(layers=[layer] * 2, dim=32, enable_weight_tying=False, mtp_layers=[])
     convert = getattr(made, adapter)(config, None)
     convert._validate_hf_rope_config = lambda *_: None
-    written = saved(kind).left if experts else plain(hugging_face(kind).state_dict())
+    written = saved(kind).right if experts else plain(hugging_face(kind).state_dict())
+    written = {name: value(name, tuple(tensor.shape)) for name, tensor in written.items()}
     return converted(written, plain(convert.from_hf({**written})))
 
 
@@ -311,10 +313,9 @@ VISION = {
     "mobilenet_v3_small": "mobilenetv3_small_100",
     "mobilenet_v3_large": "mobilenetv3_large_100",
     "efficientnet_b0": "efficientnet_b0",
-    "efficientnet_v2_s": "efficientnetv2_rw_s",
+    "efficientnet_v2_s": "efficientnetv2_s",
     "convnext_tiny": "convnext_tiny",
     "regnet_y_400mf": "regnety_004",
-    "regnet_x_400mf": "regnetx_004",
     "mnasnet1_0": "mnasnet_100",
     "swin_t": "swin_tiny_patch4_window7_224",
     "swin_v2_t": "swinv2_tiny_window8_256",

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import CkptToolError
 from ckpttool.transforms.conforming.conform import conform
-from tests.support.two_dialects import State, checksum
 from tests.support.generated_page import regenerate
 from tests.support.running import ROOT
+from tests.support.two_dialects import State, checksum
 from tests.transforms.conforming.architectures import Made, Pair, equal, pairs
 
 PAGE = ROOT / "docs" / "dialects.md"
@@ -93,7 +93,10 @@ def recorded(pair: Pair, made: Made, found: list[Result]) -> dict[str, object]:
     def shapes(state: State) -> dict[str, object]:
         return {name: [*t.shape] if t.is_floating_point() else "counter" for name, t in state.items()}
 
-    there = {name: (shape, checksum(right[name])) for name, shape in shapes(right).items()}
+    there = {
+        name: (shape, checksum(right[name].float() if right[name].is_floating_point() else right[name]))
+        for name, shape in shapes(right).items()
+    }
     certain = found[0].word == "right"
     about = {"left": pair.left, "right": pair.right, "truth": pair.truth, "certain": certain}
     return {**about, "from": shapes(made.left), "to": there}
