@@ -86,8 +86,9 @@ def diagnose(
     if treatments[best].case.fit.distance and (part := named_part(checkpoint.path)):
         return of_whole(part)
     if not is_same_architecture(treatments[best].case):  # a fit by chance is no reason for commands
+        question = treatments[best].open_question
         best = 0
-        treatments[0] = Treatment(cases[0])
+        treatments[0] = Treatment(cases[0], open_question=question)
     case = cases[best]
     loads = not case.fit.distance or accepts(case.state)
     # Whoever does not know that the state has to be named does not load it.

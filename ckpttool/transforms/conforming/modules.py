@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
 from math import prod
 
 from ...errors import Unsupported
@@ -122,14 +124,24 @@ def class_of(dtype: str) -> str:
     return "float" if dtype in ("float64", "float32", "float16", "bfloat16") else dtype
 
 
+@lru_cache(1 << 16)  # names repeat the same few words
+def _bare(part: str) -> str:
+    return re.sub(r"\d+", "#", part)
+
+
+@lru_cache(1 << 16)
+def _numbers(part: str) -> tuple[int, ...]:
+    return tuple(int(digits[:18]) for digits in re.findall(r"\d+", part))
+
+
 def pattern(parts: Parts) -> Parts:
     """Return a name with # for each run of digits, also within words."""
-    return tuple(re.sub(r"\d+", "#", part) for part in parts)
+    return tuple(map(_bare, parts))
 
 
 def counted(parts: Parts) -> tuple[int, ...]:
     """Return the numbers of a name, also those within words."""
-    return tuple(int(digits[:18]) for part in parts for digits in re.findall(r"\d+", part))
+    return tuple(chain.from_iterable(map(_numbers, parts)))
 
 
 def by_numbers(names: list[Parts]) -> list[int] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import takewhile
 
 from .modules import Parts, Sizes, pattern
@@ -152,8 +153,13 @@ def _first(words: list[tuple[Role, re.Pattern[str]]], path: str) -> Role:
 
 
 def _by_word(path: str) -> Role:
-    role = _first(SINGLE, path) or _first(FUSED, path) or _first(UNCLEAR, path)
-    return tuple(f"cross {part}" for part in role) if ACROSS.search(path) else role
+    role = _by_end(".".join(path.rsplit(".", 2)[-2:]))
+    return tuple(f"cross {part}" for part in role) if role and ACROSS.search(path) else role
+
+
+@lru_cache(1 << 16)
+def _by_end(path: str) -> Role:
+    return _first(SINGLE, path) or _first(FUSED, path) or _first(UNCLEAR, path)
 
 
 def _swiglu(modules: Sequence[tuple[Parts, Sizes]]) -> Iterable[tuple[int, Role]]:

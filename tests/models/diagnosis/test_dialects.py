@@ -1,0 +1,79 @@
+"""The doctor's script for a reference in the place of a model: one code, which only asks for names and shapes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.running import Cli
+from tests.support.two_dialects import filled, fused, llama, meta, renamed
+
+
+def kinds(ran: Any) -> list[str]:
+    return [problem["kind"] for problem in ran.json["problems"] if not problem["remark"]]
+
+
+def test_the_script_brings_a_file_over_and_the_result_fits(cli: Cli, tmp_path: Path) -> None:
+    save_file(llama(), tmp_path / "in.safetensors")
+    save_file(fused(llama()), tmp_path / "like.safetensors")
+    arguments = ("doctor", tmp_path / "in.safetensors", "--like", tmp_path / "like.safetensors")
+    found = cli(*arguments, "--json")
+    assert (found.code, kinds(found), found.json["loads"]) == (1, ["dialect"], False)
+    script = [shlex.split(line) for line in cli(*arguments).out.splitlines() if not line.startswith("#")]
+    assert [words[1] for words in script] == ["conform", "doctor"]
+    assert [cli(*words[1:]).code for words in script] == [0, 0]
+    made = load_file(script[0][3])
+    assert all(torch.equal(made[name], tensor) for name, tensor in fused(llama()).items())
+
+
+def test_a_prefix_is_stripped_by_the_simpler_command(cli: Cli, tmp_path: Path) -> None:
+    torch.save({f"module.{name}": tensor for name, tensor in llama().items()}, tmp_path / "in.pt")
+    torch.save(llama(), tmp_path / "like.pt")
+    found = cli("doctor", tmp_path / "in.pt", "--like", tmp_path / "like.pt", "--json")
+    assert kinds(found) == ["prefix"]
+    assert found.json["problems"][0]["command"].startswith("ckpttool strip-prefix")
+    assert found.json["then"].startswith("ckpttool doctor")
+
+
+def test_a_model_and_its_checkpoint_get_the_same_commands(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch.nn import Linear, Sequential\n\n\n"
+        "def net():\n    return Sequential(Linear(6, 4), Linear(4, 2))\n"
+    )
+    shapes = {"0.weight": (4, 6), "0.bias": (4,), "1.weight": (2, 4), "1.bias": (2,)}
+    save_file(filled(shapes), tmp_path / "like.safetensors")
+    state = filled({"net.a.weight": (4, 6), "net.a.bias": (4,), "net.c.weight": (4, 2), "net.c.bias": (2,)})
+    save_file(state, tmp_path / "in.safetensors")
+    sides = ("--like", tmp_path / "like.safetensors"), ("--model", f"{tmp_path}/nets.py:net")
+    found = [cli("doctor", tmp_path / "in.safetensors", *side, "--json") for side in sides]
+    commands = [
+        [str(problem.get("command")).partition(side[0])[0] for problem in ran.json["problems"]]
+        for ran, side in zip(found, sides, strict=True)
+    ]
+    assert commands[0] == commands[1]
+    assert found[0].json["then"].startswith("ckpttool doctor")
+    assert found[1].json["then"].startswith("ckpttool reload")
+
+
+def test_several_ways_are_said_and_no_command_is_printed(cli: Cli, tmp_path: Path) -> None:
+    save_file(renamed(llama(), {"model": "m"}), tmp_path / "in.safetensors")
+    save_file({f"a.{k}": v for k, v in meta(llama()).items()}, tmp_path / "like.safetensors")
+    found = cli("doctor", tmp_path / "in.safetensors", "--like", tmp_path / "like.safetensors", "--json")
+    assert (found.code, kinds(found)) == (1, ["ambiguous"])
+    assert "heads reordered" in found.json["problems"][0]["message"]
+
+
+@pytest.mark.parametrize("sides", [(), ("--like", "a", "--model", "b:c")])
+def test_one_side_to_fit_is_named(sides: tuple[str, ...], cli: Cli, tmp_path: Path) -> None:
+    torch.save(llama(), tmp_path / "in.pt")
+    assert cli("doctor", tmp_path / "in.pt", *sides).code == 2
+
+
+def test_a_file_that_fits_is_exit_0(cli: Cli, tmp_path: Path) -> None:
+    torch.save(llama(), tmp_path / "in.pt")
+    assert cli("doctor", tmp_path / "in.pt", "--like", tmp_path / "in.pt").code == 0
