@@ -1,4 +1,4 @@
-"""The doctor's script for a reference in the place of a model: one code, which only asks for names and shapes."""
+"""The doctor's script for a reference in the place of a model: one code, asking for names and shapes."""
 
 from __future__ import annotations
 
