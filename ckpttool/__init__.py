@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .proving.proof import prove as prove
     from .tensors.ref import TensorRef as TensorRef
     from .transforms.average import average as average
+    from .transforms.conforming.conform import conform as conform
     from .transforms.disarm import disarm as disarm
     from .transforms.keys import add_prefix as add_prefix
     from .transforms.keys import rename_keys as rename_keys
@@ -86,6 +87,7 @@ else:
             "models.skeleton": "skeletons",
             "tensors.ref": "TensorRef",
             "transforms.average": "average",
+            "transforms.conforming.conform": "conform",
             "transforms.layout": "join_complex split_complex",
             "transforms.disarm": "disarm",
             "transforms.keys": "add_prefix rename_keys strip_prefix",

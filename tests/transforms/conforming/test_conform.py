@@ -297,6 +297,41 @@ def test_names_and_shapes_of_one_library_in_another_order_of_layers_are_not_cros
     assert same(brought(state, others(like), tmp_path)[0], like)
 
 
+def test_blocks_that_count_down_on_the_other_side_are_not_paired_upwards(tmp_path: Path) -> None:
+    """A U-Net's: of four blocks two are equal, and the other two show the direction."""
+    sizes = ((8, 8), (8, 8), (8, 6), (6, 4))
+    state: State = {}
+    like: State = {}
+    for number, (wide, narrow) in enumerate(sizes):
+        shapes = {"conv1.weight": (narrow, wide, 3), "conv2.weight": (narrow, narrow, 3)}
+        made = filled({f"up_blocks.{number}.{name}": shape for name, shape in shapes.items()})
+        state |= made
+        like |= {name.replace(f"up_blocks.{number}", f"up.{3 - number}"): t for name, t in made.items()}
+    with pytest.raises(Ambiguous, match="do not count in the same direction"):
+        brought(state, others(like), tmp_path)
+
+
+def test_positions_of_a_picture_do_not_vouch_for_the_language_model_beside_it(tmp_path: Path) -> None:
+    picture = {
+        "vision.pos_embed": torch.randn(1, 5, 16),
+        "vision.blocks.0.attn.qkv.weight": torch.randn(48, 16),
+    }
+    picture["vision.blocks.0.attn.proj.weight"] = torch.randn(16, 16)
+    state = {**picture, **{f"text.{name}": t for name, t in llama().items()}}
+    like = {**picture, **{f"text.{name}": t for name, t in meta(llama()).items()}}
+    with pytest.raises(Ambiguous) as refused:
+        brought(state, others(like), tmp_path)
+    assert all("heads reordered" in each and "text" in each for each in refused.value.candidates)
+    assert same(brought(state, like, tmp_path, check_values=True)[0], like)
+
+
+def test_a_fused_layer_and_one_whose_name_says_nothing_may_differ_in_layout(tmp_path: Path) -> None:
+    state = filled({"experts.gate_up_proj": (4, 12, 6), "experts.down_proj": (4, 6, 5)})
+    like = renamed(state, {"gate_up_proj": "input_linear", "down_proj": "output_linear"})
+    with pytest.raises(Ambiguous, match="in another layout"):
+        brought(state, others(like), tmp_path)
+
+
 # ---- values --------------------------------------------------------------------------------------------
 
 
