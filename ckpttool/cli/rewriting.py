@@ -43,6 +43,7 @@ class Outcome:
     where: str | None = None  # dotted path of the state in the new checkpoint, if it moved
     casting: CastReport | None = None  # complete once the output is written
     notes: list[str] = field(default_factory=list)  # said when the output is written
+    table: Sequence[str] = ()  # lines of the result after the first, which says what was written
     settings: Mapping[str, object] = field(default_factory=dict)  # what a config.json copied along must say
     result: object = None  # the library's report; its fields go into the JSON, and into notes
     fields: Mapping[str, object] = field(default_factory=dict)  # more of the JSON
@@ -206,17 +207,26 @@ def _report(
     about = "about " if dry and saved.format == "dcp" else ""
     shards = f" in {counted(saved.shards, 'shard')}" if saved.shards else ""
     size = f"{about}{show_bytes(saved.nbytes)}{shards}"
-    report_written(console, outcome.done, saved.path, size, seconds, data, dry=dry)
+    report_written(console, outcome.done, saved.path, size, seconds, data, dry=dry, table=outcome.table)
 
 
 def report_written(
-    console: Console, done: str, path: str, size: str, seconds: float, data: dict[str, object], *, dry: bool
+    console: Console,
+    done: str,
+    path: str,
+    size: str,
+    seconds: float,
+    data: dict[str, object],
+    *,
+    dry: bool,
+    table: Sequence[str] = (),
 ) -> None:
-    """Print what was done and where it was written, in one line or as JSON."""
+    """Print what was done and where it was written, in one line before those of a table, or as JSON."""
     data["seconds"] = round(seconds, 4)
     if dry:
         done, data["dry_run"] = f"would have {done}", True
-    console.result(f"{done} -> {printable(path)} ({size}, {seconds:.2f} s)", data)
+    line = f"{done} -> {printable(path)} ({size}, {seconds:.2f} s)"
+    console.result("\n".join([line, *map(printable, table)]), data)
 
 
 def _warnings(console: Console, saved: Saved, versions: Sequence[str]) -> Iterator[str]:

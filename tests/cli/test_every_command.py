@@ -28,6 +28,7 @@ ARGUMENTS = {
     "add-prefix": "last.pt OUT",
     "rename-keys": "last.pt OUT --map module=m",
     "convert": "last.pt OUT",
+    "conform": "last.pt OUT --like plain.pt",
     "maps": "",
     "slim": "last.pt OUT",
     "disarm": "last.pt OUT",
@@ -62,6 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"model": prefixed(net.state_dict(), "module."), "optimizer": adam.state_dict()}, folder / "last.pt"
     )
     torch.save({k: v for k, v in net.state_dict().items() if "num_" not in k}, folder / "old.pt")
+    torch.save(net.state_dict(), folder / "plain.pt")
     saved_predictions(folder, 1, 4)
     return folder
 

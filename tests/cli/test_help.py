@@ -41,6 +41,8 @@ def prepare(folder: Path, example: str) -> None:
     torch.save(prefixed(state, "backbone."), folder / "model.pt")
     torch.save(state, folder / "model.bin")
     save_file(state, folder / "model.safetensors")
+    save_file(prefixed(state, "net."), folder / "other-side.safetensors")
+    torch.save(prefixed(state, "net."), folder / "ref.pt")
     lightning = {"state_dict": prefixed(state, "model."), "hyper_parameters": {"lr": 0.1}}
     torch.save(lightning, folder / "lightning.ckpt")
     norm = torch.nn.BatchNorm1d(2).state_dict()

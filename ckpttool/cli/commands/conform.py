@@ -96,7 +96,7 @@ def _outcome(conformed: Conformed, like: str, *, verbose: bool) -> Outcome:
     lines = [*_table(conformed.table)]
     if len(lines) > LINES and not verbose:
         lines = [*lines[:LINES], f"… and {len(lines) - LINES} more lines (-v)"]
-    outcome = Outcome(done, conformed.renamed, result=conformed, notes=lines)
+    outcome = Outcome(done, conformed.renamed, result=conformed, table=lines)
     outcome.fields = {"mapping": [_entry(row) for row in conformed.table]}
     for said, names in (
         ("left out, as the other side has no such buffer", conformed.dropped),

@@ -444,8 +444,8 @@ def test_what_would_be_done_is_said_and_nothing_written(cli: Cli, tmp_path: Path
     arguments = ("conform", tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--dry-run")
     ran = cli(*arguments, "--like", tmp_path / "like.safetensors")
     assert ran.code == 0
-    assert "model.layers.{0..1}.mlp.gate_proj.weight" in ran.err
-    assert "concat  by role" in ran.err
+    assert "model.layers.{0..1}.mlp.gate_proj.weight" in ran.out
+    assert "concat  by role" in ran.out
     found = cli(*arguments, "--like", tmp_path / "like.safetensors", "--json").json
     assert {entry["rests_on"] for entry in found["mapping"]} == {"name", "role"}
     assert not (tmp_path / "out.safetensors").exists()
