@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from .transforms.layout import split_complex as split_complex
     from .transforms.lora.adapter import open_adapter as open_adapter
     from .transforms.lora.merge import merge_lora as merge_lora
+    from .transforms.mapping.applying import apply_map as apply_map
+    from .transforms.mapping.builtin import maps as maps
     from .transforms.selection import drop as drop
     from .transforms.selection import select as select
     from .transforms.selection import slim as slim
@@ -91,6 +93,8 @@ else:
             "transforms.keys": "add_prefix rename_keys strip_prefix",
             "transforms.lora.merge": "merge_lora",
             "transforms.lora.adapter": "open_adapter",
+            "transforms.mapping.applying": "apply_map",
+            "transforms.mapping.builtin": "maps",
             "transforms.selection": "drop select slim with_metadata",
         },
     )

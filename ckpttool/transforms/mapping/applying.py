@@ -10,6 +10,8 @@ from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.states import is_optimizer
 from ...tensors.cast import Overflows
 from ..keys import with_copies
+from .builtin import rules_of
+from .config import config_of
 from .optimizers import followed
 from .rules import Rules
 from .state_mapping import StateMapping
@@ -82,3 +84,37 @@ def apply(
     changed = checkpoint.changed(first.state, change, [copy.state for copy in copies])
     casting = Overflows(reports=[report for each in mappings for report in each.reports])
     return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, casting)
+
+
+@takes_checkpoint
+def apply_map(
+    checkpoint: Checkpoint,
+    rules: str,
+    *,
+    inverse: bool = False,
+    config: str | None = None,
+    state: str | None = None,
+    optimizers: bool = True,
+) -> tuple[Checkpoint, Mapped]:
+    """Return a checkpoint in another architecture's names and layout, by a map or a rule file.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        rules: the name of a map, as `ckpttool maps` lists them, or the path of a rule file, which ends in
+            `.toml`.
+        inverse: take the way back.
+        config: the path of the model's config; None looks beside the checkpoint, and in it.
+        state, optimizers: as for `apply`.
+
+    Returns:
+        The new checkpoint, whose tensors still lie in the old file, and what was made of which tensors.
+
+    Raises:
+        UsageFault: there is no such map, the rules are malformed, or have no way back.
+        Unreadable, Damaged: a file of rules or settings can't be read.
+        Refused, Collision, NoState: the checkpoint does not fit the rules, as for `apply`.
+    """
+    found = rules_of(rules)
+    found = found.inverse() if inverse else found
+    settings = config_of(checkpoint, config)
+    return apply(checkpoint, found, config=settings, state=state, optimizers=optimizers)

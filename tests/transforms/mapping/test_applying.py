@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpttool
-from ckpttool.errors import Collision, Refused
+from ckpttool.errors import Collision, Refused, UsageFault
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.builtin import named
 from ckpttool.transforms.mapping.rules import Rule, Rules
@@ -199,3 +199,16 @@ def test_nothing_is_read_before_it_is_written(tmp_path: Path, monkeypatch: pytes
             ),
         )
         assert read == []
+
+
+def test_a_map_is_applied_by_name_or_file_both_ways(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(rules(TURN, top='rest = "keep"').to_toml(), encoding="utf-8")
+    with opened(AB, tmp_path) as checkpoint:
+        there, report = ckpttool.apply_map(checkpoint, str(tmp_path / "mine.toml"))
+        assert report.names == {"x.w": ("a.w",), "b.w": ("b.w",)}
+        back, _ = ckpttool.apply_map(there, str(tmp_path / "mine.toml"), inverse=True)
+        assert back.state("").tensors["a.w"].shape == (2, 3)
+        with pytest.raises(UsageFault, match="no such map"):
+            ckpttool.apply_map(checkpoint, "mine")
+        with pytest.raises(TypeError, match="takes an open checkpoint, not a path"):
+            ckpttool.apply_map("in.pt", "meta-llama")  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.errors import UsageFault
+from ckpttool.errors import Irreversible, UsageFault
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import TensorRef
 from ckpttool.tensors.values import stream
@@ -24,7 +24,6 @@ from ckpttool.transforms.mapping.verbs import (
     Cast,
     Concat,
     Context,
-    Irreversible,
     PermuteHeads,
     Reshape,
     Scale,
