@@ -60,7 +60,7 @@ def apply(
         config: where the rules' numbers come from, such as what a `config.json` says.
         state: dotted path of the model's state. When None it is found, and its copies, such as an average,
             are changed too.
-        optimizers: take the optimizers of the file along.
+        optimizers: take along what else the file has of the model: optimizers, and copies of the state.
 
     Raises:
         Refused: names, shapes, types or counts do not fit the rules, or a number is not known; an optimizer
@@ -68,8 +68,12 @@ def apply(
         Collision: two tensors would get the same name.
         NoState: the file holds no state, or none at `state`.
     """
-    targets = with_copies(checkpoint, state)
-    mappings = [StateMapping(checkpoint.path, target, rules, config or {}) for target in targets]
+    targets = with_copies(checkpoint, state) if optimizers else [checkpoint.state(state)]
+    places = [checkpoint.path, *(f"{checkpoint.path}, {copy.where}" for copy in targets[1:])]
+    mappings = [
+        StateMapping(place, target, rules, config or {})
+        for place, target in zip(places, targets, strict=True)
+    ]
     new = {id(each.state.container): each.container() for each in mappings}
 
     def change(value: object) -> object:

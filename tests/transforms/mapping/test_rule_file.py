@@ -68,6 +68,7 @@ def test_any_name_can_be_written_and_matches_itself_alone(name: str) -> None:
         ("l{i}x.{p:w|w.b}", "l3x.w.b", {"i": "3", "p": "w.b"}),
         ("{r:*}.w", "a.b.w", {"r": "a.b"}),
         ("{r:*}.w", ".w", None),
+        ("{r:*}.w", "a\nb.w", {"r": "a\nb"}),
         ("a.b", "aXb", None),
     ],
 )
