@@ -74,7 +74,7 @@ class _Fetching:
 
     def start(self, job: Callable[[], bytes], piece: Piece) -> Piece:
         """Have a piece fetched by a thread that nobody has to wait for when the process ends."""
-        if threading.current_thread() in self.threads:  # all of them could be waiting for one another
+        if self.is_here():  # all of them could be waiting for one another
             _do(job, piece)
             return piece
         with self.lock:
@@ -84,6 +84,10 @@ class _Fetching:
                 self.threads.append(thread)
         self.jobs.put((job, piece))
         return piece
+
+    def is_here(self) -> bool:
+        """Return whether the caller is one of the threads."""
+        return threading.current_thread() in self.threads
 
     def work(self) -> None:
         while True:
@@ -205,6 +209,9 @@ class Ahead:
 
     def fill(self, offset: int, view: memoryview, *, counts: bool = True) -> None:
         """Fill memory with the bytes from `offset`; they count as taken unless they were not announced."""
+        if view and _now.is_here():  # whose lock would keep all others waiting
+            view[:] = self._fetch(offset, offset + len(view))
+            return
         while view:
             piece = self._taken(offset, len(view), counts=counts)
             data = memoryview(piece.wait())[offset - piece.start :][: len(view)]
@@ -291,18 +298,18 @@ def _places(storage: Storage, seen: set[int]) -> list[ByteRange]:
     return [place for place in places if not place.source.is_local]
 
 
-def all_at_once(jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:
-    """Return what some jobs return, or the error of each, having run UNDER_WAY of them at a time."""
-    outcomes: dict[int, T | Exception] = {}
+def begin(job: Callable[[], T]) -> Callable[[], T]:
+    """Have a job run beside others, UNDER_WAY at a time; return what waits for its outcome, and gives it."""
+    outcomes: list[T] = []
 
-    def run(number: int, job: Callable[[], T]) -> bytes:
-        try:
-            outcomes[number] = job()
-        except Exception as error:
-            outcomes[number] = error
+    def run() -> bytes:
+        outcomes.append(job())
         return b""
 
-    pieces = [_now.start(partial(run, number, job), Piece(0, 0)) for number, job in enumerate(jobs)]
-    for piece in pieces:
+    piece = _now.start(run, Piece(0, 0))
+
+    def outcome() -> T:
         piece.wait()
-    return [outcomes[number] for number in range(len(jobs))]
+        return outcomes[0]
+
+    return outcome
