@@ -11,7 +11,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from queue import SimpleQueue
@@ -24,8 +24,8 @@ from ..tensors.ref import ByteRange, Source, Storage
 
 GAP = 256 << 10  # bytes between two ranges that are read along rather than asked for apart
 UNDER_WAY = 16  # requests at a time
-HELD = 64 << 20  # bytes that are fetched and not yet taken, of all objects together
-LARGEST, SMALLEST = 8 << 20, 64 << 10  # bytes of a piece: two of each object are held, of up to 512
+HELD = 36 << 20  # bytes that are fetched and not yet taken, of all objects: in memory, 64 MB with buffers
+LARGEST, SMALLEST = 8 << 20, 64 << 10  # bytes of a piece: two of each object are held, of up to 288
 
 Range = tuple[int, int]  # begin and end
 Fetch = Callable[[int, int], bytes]  # of a range

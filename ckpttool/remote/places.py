@@ -79,7 +79,7 @@ class Visit:
             try:
                 self.opened[url]()
                 found.append(name)
-            except Missing:
+            except Missing:  # noqa: PERF203
                 pass
             except Exception as error:  # raised where nothing else is there
                 failed.append(error)
