@@ -24,6 +24,7 @@ TELLING = (  # what a folder holds that nobody lists
 )
 OF_REPOSITORIES = (".gitattributes", "README.md")  # what a new one holds
 LAST = (".index.json", ".metadata")  # without which a folder's other files are no checkpoint
+WAITING = 24  # objects that are opened before they are asked for, each with up to half a megabyte of it
 SPOOLED = 1 << 30  # bytes of an object that is read from front to back, since its server knows no ranges
 
 
@@ -34,6 +35,7 @@ class Visit:
         self.stores: dict[tuple[str, ...], Store] = {}
         self.listings: dict[str, list[Entry] | None] = {}
         self.opened: dict[str, Callable[[], Source]] = {}  # what waits for each
+        self.next: dict[str, None] = {}  # to be opened when some of those were handed out
         self.versions: set[str] = set()  # of all files and objects that were opened, as text
 
     def store(self, url: str) -> tuple[Store, str]:
@@ -77,7 +79,7 @@ class Visit:
         found, failed = list[str](), list[Exception]()
         for url, name in urls.items():
             try:
-                self.opened[url]()
+                self.begun(url)()
                 found.append(name)
             except Missing:  # noqa: PERF203
                 pass
@@ -94,18 +96,25 @@ class Visit:
 
     def source(self, url: str) -> Source:
         """Open an object."""
-        if url not in self.opened:
-            self.prepare([url])
-        return self.opened.pop(url)()
+        outcome = self.begun(url)
+        del self.opened[url]
+        self.prepare(())
+        return outcome()
 
     def prepare(self, urls: Sequence[str]) -> None:
         """Begin to ask for the beginnings of several objects; `source` hands each out when it is there."""
+        self.next |= dict.fromkeys(url for url in urls if url not in self.opened)
+        while self.next and len(self.opened) < WAITING:
+            self.begun(next(iter(self.next)))
+
+    def begun(self, url: str) -> Callable[[], Source]:
         from .ahead import begin
 
-        for url in urls:
-            if url not in self.opened:
-                self.store(url)  # in this thread: each once
-                self.opened[url] = begin(partial(self._open, url))
+        self.next.pop(url, None)
+        if url not in self.opened:
+            self.store(url)  # in this thread: each once
+            self.opened[url] = begin(partial(self._open, url))
+        return self.opened[url]
 
     def _open(self, url: str) -> Source:
         from . import cache
@@ -279,9 +288,8 @@ def exists(path: str) -> bool:
         listed = now.entries(os.path.dirname(path.rstrip("/")))
         if listed is not None:
             return now.entry(path) is not None
-        now.prepare([path])
         try:
-            now.opened[path]()
+            now.begun(path)()
         except (Missing, Forbidden):  # S3 behind https refuses, to who may not list, what is not there
             return False
         except Exception:

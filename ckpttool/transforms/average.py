@@ -170,7 +170,7 @@ class _Averaging:
                 return Computed(path, nbytes, stretches, is_divisible=True)
             return Computed(path, nbytes, partial(_means, work, inputs))
         batch = self.batches.get(part.name)
-        if batch is None or batch.nbytes > BATCH:
+        if batch is None or batch.nbytes > BATCH or not batch.is_near(inputs[-1]):
             self.batches[part.name] = batch = _Batch(self.weights, part)
         return Computed(path, nbytes, partial(_stretch_of, partial(self.held, batch), batch.add(inputs)))
 
@@ -201,6 +201,12 @@ class _Batch:
         self.nbytes = 0
         self._weights, self._part = weights, part
         self._tensors: list[list[TensorRef]] = []
+
+    def is_near(self, tensor: TensorRef) -> bool:
+        """Return whether a tensor lies next to the last of these: others are read when their turn comes."""
+        last, data = self._tensors[-1][-1].data, tensor.data
+        ends = last.offset + last.nbytes if isinstance(last, ByteRange) else 0
+        return isinstance(data, ByteRange) and 0 <= data.offset - ends < BATCH
 
     def add(self, inputs: list[TensorRef]) -> int:
         """Add a tensor of each file; return where its means begin."""

@@ -105,7 +105,7 @@ def _asked(about: About, url: str, transport: Transport) -> tuple[Any, str]:
     if response.status != 200:
         raise refused(about, response.status, response.headers)
     with understood(about):
-        return json.loads(response.body), response.headers.get("Link", "")
+        return json.loads(bytes(response.body)), response.headers.get("Link", "")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ...errors import Unreadable
 from ..patience import Patience
-from ..store import Entry, Facts, Missing, Progress, changed
+from ..store import Bytes, Entry, Facts, Missing, Progress, changed
 from ..web.transport import Response, Transport
 from .api import About, authorization, endpoint, is_offline, offline, refused
 from .tree import Commit, look
@@ -126,9 +126,9 @@ class Repository:
         facts = self._facts(key)
         data = self._bytes(key, facts, 0, min(nbytes, facts.size))
         place = self._places.get(key)
-        return data, facts._replace(is_ranged=place is None or place.facts.is_ranged)
+        return bytes(data), facts._replace(is_ranged=place is None or place.facts.is_ranged)
 
-    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> bytes:
+    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> Bytes:
         """Return bytes of a file. Raises Damaged, by `changed`, where the pinned commit has another one."""
         known = self._facts(key)
         if (known.size, known.identity) != (facts.size, facts.identity):
@@ -180,7 +180,7 @@ class Repository:
             raise Missing(self.shown(key), "no such file in the repository", hint=hint)
         return facts
 
-    def _bytes(self, key: str, facts: Facts, start: int, stop: int) -> bytes:
+    def _bytes(self, key: str, facts: Facts, start: int, stop: int) -> Bytes:
         """Return bytes of a file from where they were found last, or ask the hub where they are."""
         if start >= stop:
             return b""
@@ -202,7 +202,7 @@ class Repository:
         shown, headers = self.shown(key), authorization() if self._is_hubs(place.url) else None
         return self._transport.get(place.url, start, stop, shown=shown, headers=headers, expected=place.facts)
 
-    def _resolved(self, key: str, facts: Facts, start: int, stop: int) -> bytes:
+    def _resolved(self, key: str, facts: Facts, start: int, stop: int) -> Bytes:
         """Return bytes of a file by way of the hub, and remember where it led."""
         shown, commit = self.shown(key), self._commit()
         url = f"{endpoint()}/{PREFIXES[self.kind]}{commit.name}/resolve/{commit.sha}/{quote(key)}"

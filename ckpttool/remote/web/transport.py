@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, BinaryIO
+from mmap import mmap
+from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from ...errors import Unreadable
 from ..patience import Patience
-from ..store import DATED, TRAFFIC, Facts, Forbidden, Missing, Unranged, changed
+from ..store import DATED, TRAFFIC, Bytes, Facts, Forbidden, Missing, Unranged, changed
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -41,7 +42,7 @@ class Response:
 
     status: int
     headers: Mapping[str, str] = field(repr=False)  # names in any case
-    body: bytes = field(repr=False)  # b"" unless the status is 200 or 206
+    body: Bytes = field(repr=False)  # b"" unless the status is 200 or 206
     url: str = field(repr=False)  # that answered, perhaps signed: for later requests, never for a message
     redirects: tuple[Mapping[str, str], ...] = field(repr=False)  # the headers of each answer before
     facts: Facts | None  # None where the server refused
@@ -99,9 +100,13 @@ class Transport:
         From a server that ignores ranges it returns the first bytes while `expected` is None, and raises
         Unranged after that.
         """
-        body = io.BytesIO()
-        response = self._patiently(_Wanted(url, shown, start, stop, headers or {}, expected, body))
-        return replace(response, body=body.getvalue())
+        # Pages of its own, which go back at once: a thread's heap keeps what was freed for the next time.
+        room = mmap(-1, stop - start) if expected and expected.size else io.BytesIO()
+        response = self._patiently(
+            _Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
+        )
+        body = memoryview(room) if isinstance(room, mmap) else room.getbuffer()
+        return replace(response, body=body[: room.tell()])
 
     def download(
         self,
