@@ -110,7 +110,7 @@ class _Merging:
         factors, self.whole = adapter.parts()
         self._against: str | None = None
         self._square: str | None = None
-        self._kinds = _orientations(state.tensors)
+        self._kinds = orientations(state.tensors)
         self.ranks = adapter.settings("rank_pattern", "r", factors)
         self.alphas = adapter.settings("alpha_pattern", "lora_alpha", factors)
         self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
@@ -240,7 +240,7 @@ class _Merging:
         return remade(old, [*pairs, *more.items()])
 
 
-def _orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str]:
+def orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str]:
     """Return layers by their parent and whether a bias says that they are Conv1D, not Linear."""
     layers: dict[tuple[str, bool], str] = {}
     for name, bias in tensors.items():
