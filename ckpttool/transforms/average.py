@@ -88,8 +88,8 @@ def average(
             enough beside a base.
         weights: one per file; all 1 when None. Of a mean at least 0, not all 0.
         state: dotted path of the model's state in each; found when None.
-        method: `linear`, the mean; `slerp`, between two files; `task`, `ties` or `dare`, which add to the base
-            what the files have learnt.
+        method: `linear`, the mean; `slerp`, between two files; `task`, `ties` or `dare`, which add what the
+            files have learnt to the base.
         base: the model that the files were trained from; for `slerp`, where it starts.
         t: how far `slerp` goes, from 0 to 1; 0.5 when None.
         scale: λ, by which the sum of what was learnt is multiplied; 1 when None.

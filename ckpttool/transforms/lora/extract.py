@@ -1,9 +1,8 @@
 """A LoRA adapter made of what lies between a model and the one it was trained from: `merge_lora` backwards.
 
-The weight of each layer gets the product of two thin matrices that is nearest to its difference. What can't be
-such a product (norms, biases, embeddings, parameters outside of layers) goes whole into the adapter, or is
-left out, as the caller says. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and
-`utils/save_and_load.py`, 0.21.
+The weight of each layer gets the product of two thin matrices that is nearest to its difference. What can't
+be one (norms, biases, embeddings, parameters outside of layers) goes whole into the adapter, or is left out,
+as the caller says. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and `utils/save_and_load.py`, 0.21.
 """
 
 from __future__ import annotations
@@ -271,7 +270,9 @@ class _Differences:
         square = [m for m in matrices if len({*self.a[f"{m}.weight"].shape}) == 1]
         if self.turned and square and self.turned != {*matrices}:
             other = next(module for module in matrices if module not in self.turned)
-            what = f"'{other}' is no Conv1D as others are, and the kind of '{square[0]}', which is square, is lost"
+            what = (
+                f"'{other}' is no Conv1D, others are, and of which kind '{square[0]}' is (a square) is lost"
+            )
             hint = "PEFT's settings say one kind for all of them; leave one kind as it is in BASE"
             raise Refused(self.paths[1], what, hint=hint)
 
@@ -330,7 +331,7 @@ class _Differences:
 
 
 def _patterns(rank: int, ranks: Mapping[str, int]) -> dict[str, int]:
-    """Return the ranks of layers that have another; a key fits the names that end in it, the first one wins."""
+    """Return the ranks of layers that have another. A key fits names that end in it; the first one wins."""
     lowered = {name for name, each in ranks.items() if each != rank}
     endings = {name: {name[at + 1 :] for at, c in enumerate(name) if c == "."} for name in ranks}
     needed = [name for name in ranks if name in lowered or not lowered.isdisjoint(endings[name])]

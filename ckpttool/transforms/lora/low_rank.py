@@ -1,9 +1,9 @@
 """The best product of two thin matrices for a difference of two weights. Imports numpy.
 
 A small matrix is decomposed whole. A larger one is passed over row by row, so that it need not fit into
-memory: DᵀDQ of an orthonormal Q takes one pass, and repeating it turns Q towards the largest singular vectors
-(subspace iteration: Halko, Martinsson and Tropp, SIAM Review 53, 2011). It ends when a pass hardly adds to what
-the product captures of ‖D‖², which can only grow towards what an SVD captures.
+memory: DᵀDQ of an orthonormal Q takes one pass, and repeating it turns Q towards the largest singular
+vectors (subspace iteration: Halko, Martinsson and Tropp, SIAM Review 53, 2011). It ends when a pass hardly
+adds to what the product captures of ‖D‖², which can only grow towards what an SVD captures.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ class Kept:
         )
         generator = np.random.Philox(key=key, counter=start // 4)  # which counts four numbers at a time
         random: NDArray[np.uint64] = generator.random_raw(len(values))
-        return random < np.uint64(int(self.probability * 2**64))
+        kept: NDArray[np.bool_] = random < np.uint64(int(self.probability * 2**64))
+        return kept
 
 
 def _difference(base: Numbers, other: Numbers) -> Numbers:

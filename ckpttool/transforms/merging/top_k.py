@@ -85,4 +85,5 @@ def _digits(values: NDArray[Any], high: int, shift: int) -> NDArray[np.int64]:
 def _bits(values: NDArray[Any]) -> NDArray[np.uint64]:
     import numpy as np
 
-    return values.view(np.uint64) & np.uint64(MAGNITUDE)
+    bits: NDArray[np.uint64] = values.view(np.uint64) & np.uint64(MAGNITUDE)
+    return bits
