@@ -1,4 +1,4 @@
-"""SLERP, task arithmetic, TIES and DARE: each formula, written again for whole tensors, and mergekit's own."""
+"""SLERP, task arithmetic, TIES and DARE: each formula, written again for whole tensors, and mergekit's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import ckpttool
 from ckpttool.errors import Refused, UsageFault
 from ckpttool.transforms.average import Averaged, average
 from ckpttool.transforms.merging.aligned import BLOCK
+from ckpttool.transforms.merging.methods import Kept
 from tests.support.layouts import big_endian
 from tests.support.memory import MOST, peak
 
@@ -130,21 +131,31 @@ def test_slerp_is_mergekit_s(case: str, t: float, mergekit: Any, tmp_path: Path)
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.5, 2.0, -1.0], [0.0, 1.0, 0.0]])
 @pytest.mark.parametrize("density", [0.01, 0.4, 1.0])
-@pytest.mark.parametrize("method", ["task", "ties"])
-def test_task_arithmetic_and_ties_are_mergekit_s(
-    method: str, density: float, weights: list[float], mergekit: Any, tmp_path: Path
+@pytest.mark.parametrize("method", ["task", "ties", "dare"])
+def test_what_is_added_to_the_base_is_mergekit_s(
+    method: str,
+    density: float,
+    weights: list[float],
+    mergekit: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With the random choice of ours, as torch's is another."""
     base, *others = models(3, 60, 70, dtype=torch.float64)
     entries = [SimpleNamespace(id=number, tensor=each) for number, each in enumerate(others)]
     group = SimpleNamespace(base=SimpleNamespace(tensor=base), non_base=entries)
-    name = {"task": "task_arithmetic"}.get(method, method)
-    theirs = next(each for each in mergekit.STATIC_MERGE_METHODS if getattr(each, "method_name", "") == name)
+    theirs = mergekit.get({"task": "task_arithmetic", "dare": "dare_linear"}.get(method, method))
+    chosen = iter(Kept(f"0\0w\0{number}", density).mask(0, np.empty(4200)) for number in range(3))
+    monkeypatch.setattr(
+        torch, "bernoulli", lambda like: torch.from_numpy(next(chosen)).reshape(like.shape).to(like.dtype)
+    )
     given = {"weight": dict(enumerate(weights)), "density": dict.fromkeys(range(3), density), "lambda": 0.8}
     more = {"normalize": theirs.default_normalize, "rescale": theirs.default_rescale, "int8_mask": False}
     wanted = theirs.merge_group(group, **given, **more)
-    kept = {"density": density} if method == "ties" else {}
+    kept = {} if method == "task" else {"density": density}
     found = one(tmp_path, method, base, *others, weights=weights, scale=0.8, **kept)
-    torch.testing.assert_close(found, wanted)
+    exact = {} if method != "dare" else {"rtol": 1e-6, "atol": 1e-7}  # whose masks are of float32
+    torch.testing.assert_close(found, wanted, **exact)
 
 
 # DARE, whose choice is random.
@@ -184,7 +195,12 @@ def test_results_do_not_depend_on_stretches_threads_or_the_format(method: str, t
     given: dict[str, Any] = {"density": 0.3} if method in ("ties", "dare") else {}
     files = [a] if method == "slerp" else [a, b]
     whole = one(tmp_path, method, base, *files, **given).reshape(-1)
-    new, _ = average([tmp_path / f"{n}.pt" for n in range(len(files))], method=method, base=tmp_path / f"{len(files)}.pt", **given)
+    new, _ = average(
+        [tmp_path / f"{n}.pt" for n in range(len(files))],
+        method=method,
+        base=tmp_path / f"{len(files)}.pt",
+        **given,
+    )
     data = new.state("").tensors["w"].storage.data
     for start, count in ((0, 4), (4 * BLOCK - 4, 8), (4 * BLOCK + 400, 400_000), (data.nbytes - 4, 4)):
         piece = b"".join(map(bytes, data.make(start, count)))  # type: ignore[union-attr]
@@ -247,12 +263,21 @@ def test_what_is_no_float_is_taken_from_the_last_file_and_ties_layouts_and_empty
 ) -> None:
     base, a, b = models(2, 30, 20)
     states = [
-        {"w": each, "tied": each, "n": torch.tensor(n), "turned": each.t(), "none": each[:0], "z": each[0] * 1j}
+        {
+            "w": each,
+            "tied": each,
+            "n": torch.tensor(n),
+            "turned": each.t(),
+            "none": each[:0],
+            "z": each[0] * 1j,
+        }
         for n, each in enumerate((base, a, b))
     ]
     found, done = merged(tmp_path, "ties", *states, density=0.5)
     exact = [each.double().numpy() for each in (base, a, b)]
-    assert close(found["turned"].t().contiguous(), ties(exact[0].T, [e.T for e in exact[1:]], [1, 1], 1, 0.5).T)
+    assert close(
+        found["turned"].t().contiguous(), ties(exact[0].T, [e.T for e in exact[1:]], [1, 1], 1, 0.5).T
+    )
     assert found["w"].data_ptr() == found["tied"].data_ptr() and found["none"].shape == (0, 20)
     assert (found["n"].item(), done.taken, done.method, done.files) == (2, ("n",), "ties", 2)
     assert found["z"].dtype == torch.complex64 and not found["z"].real.any()
