@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def merge_lora(job: Job, adapter: str) -> None:
     """Add a LoRA adapter to its base model, as PEFT's merge_and_unload does.
 
-    BASE is the model's file or folder of shards, ADAPTER the folder that PEFT wrote. Each value is computed
+    BASE is the model's file or folder of shards, ADAPTER the folder that PEFT or diffusers wrote, or a file
+    of kohya's, whose layers are looked up in BASE, and refused where two fit. Each value is computed
     in float64 and rounded once to the weight's own type, a few rows at a time; tensors that ADAPTER holds
     whole take that of the model's, too. A layer tied to a module that ADAPTER holds whole keeps BASE's values
     and is written apart, so config.json must then say "tie_word_embeddings": false. DoRA and other kinds that
