@@ -280,11 +280,14 @@ class _Differences:
         """Raise NothingToDo where no layer differs, and Refused where others do that nobody spoke of."""
         if not self.modules:
             what = f"{self.paths[1]}: no layer differs from {self.paths[0]}"
-            rest = f"; {len(self.others)} tensors do that can't be factors" if self.others else ""
-            raise NothingToDo(what + rest, hint=self.compare)
+            do = (
+                f"; {_tensors(self.others)} {'does' if len(self.others) == 1 else 'do'} that can't be factors"
+            )
+            raise NothingToDo(what + do * bool(self.others), hint=self.compare)
         if self.others and others is None:
             names = ", ".join(f"'{name}'" for name in self.others[:3]) + (", …" if self.others[3:] else "")
-            what = f"{len(self.others)} tensors differ from {self.paths[0]} and can't be factors: {names}"
+            differ = "differs" if len(self.others) == 1 else "differ"
+            what = f"{_tensors(self.others)} {differ} from {self.paths[0]} and can't be factors: {names}"
             hint = "--others save puts them into the adapter whole, --others drop leaves them out"
             raise Refused(self.paths[1], what, hint=hint)
 
@@ -328,6 +331,10 @@ class _Differences:
             settings["ensure_weight_tying"] = True
         patterns = _patterns(rank, {layer.name: layer.rank for layer in layers})
         return settings | {"rank_pattern": patterns, "alpha_pattern": patterns}
+
+
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) != 1)}"
 
 
 def _patterns(rank: int, ranks: Mapping[str, int]) -> dict[str, int]:

@@ -1,9 +1,10 @@
 """LoRA adapters under other names than PEFT's: kohya's, where a layer's dots are underscores, and diffusers'.
 
-No settings come with them. Ranks are those of the factors, and alpha is in the file, or else the rank. Which
-layer is meant is looked up in the model. A name may begin anywhere in the model's own, as a whole pipeline has
-`model.diffusion_model.` before it, but at one place for all layers of a component. Sources: sd-scripts,
-`networks/lora.py`; diffusers 0.42, `loaders/lora_conversion_utils.py` and `utils/state_dict_utils.py`.
+No settings come with them. Ranks are those of the factors, and alpha is in the file, or else the rank.
+Which layer is meant is looked up in the model. A name may begin anywhere in the model's own, as a whole
+pipeline has `model.diffusion_model.` before it, but at one place for all layers of a component. Sources:
+sd-scripts, `networks/lora.py`; diffusers 0.42, `loaders/lora_conversion_utils.py` and
+`utils/state_dict_utils.py`.
 """
 
 from __future__ import annotations

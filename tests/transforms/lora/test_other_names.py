@@ -191,11 +191,11 @@ def test_the_part_of_a_component_that_is_not_there_can_be_left_out(
     saved({"fc.weight": WEIGHT}, tmp_path / "base.pt")
     held = FC | kohya("lora_te_up", A.clone(), B.clone())
     save_file(held, "lora.safetensors")
-    ran = cli(*"merge-lora base.pt lora.safetensors out.pt".split())
+    ran = cli(*["merge-lora", "base.pt", "lora.safetensors", "out.pt"])
     assert ran.code == 3 and "'lora_te_up' is no layer of the model" in ran.err
     command = ran.err[ran.err.index("ckpttool ") :].split()[1:]
     assert cli(*(word.strip("'") for word in command)).code == 0
-    ran = cli(*"merge-lora base.pt PART.safetensors out.pt".split())
+    ran = cli(*["merge-lora", "base.pt", "PART.safetensors", "out.pt"])
     assert ran.code == 0 and ran.out.startswith("added 1 update of PART.safetensors -> out.pt")
 
 
