@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -21,20 +19,16 @@ from ..formats.reading import File
 from ..formats.reading import open as open_checkpoint
 from ..inert_pickle.values import remade
 from ..tensors.cast import CastReport
-from ..tensors.dtypes import DType, real_dtype
-from ..tensors.ref import ByteRange, Computed, Storage, TensorRef
+from ..tensors.dtypes import real_dtype
+from ..tensors.ref import Storage, TensorRef
 from ..tensors.values import CHUNK, MAX_REPEATED, in_pieces, require_bounded
 from .keys import stripping
-from .mean import Means, mean
+from .mean_tensors import MeanTensors
 from .merging.merge import Merger
 from .merging.recipe import one_for_each, recipe, require_no_more
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
-
-SMALL = 1 << 14  # bytes of a tensor averaged together with others: few elements take as long as thousands
-BATCH = 1 << 18  # bytes of small tensors averaged together
-HELD = 16  # batches whose means stay in memory: a file may have its tensors in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +105,10 @@ def average(
         raise TypeError("average() takes a list of paths or checkpoints: ckpttool.average([a, b])")
     opened = [file if isinstance(file, Checkpoint) else open_checkpoint(file) for file in files]
     settings: dict[str, Any] = {"t": t, "scale": scale, "density": density, "seed": seed}
-    maker: _Mean | Merger
+    maker: MeanTensors | Merger
     if method == "linear":
         require_no_more(method, base=base, **settings)
-        maker, first = _Mean(_checked(weights, len(files))), []
+        maker, first = MeanTensors(_checked(weights, len(files))), []
     else:
         maker = Merger(recipe(method, len(files), weights, has_base=base is not None, **settings))
         first = [] if base is None else [base if isinstance(base, Checkpoint) else open_checkpoint(base)]
@@ -159,7 +153,7 @@ def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> Non
 class _Averaging:
     """The work of one average: the outcome for each tensor, and the storages that names share."""
 
-    def __init__(self, states: list[State], maker: _Mean | Merger) -> None:
+    def __init__(self, states: list[State], maker: MeanTensors | Merger) -> None:
         self.states, self.maker = states, maker
         self.averaged: list[str] = []
         self.kept: list[str] = []
@@ -194,113 +188,7 @@ class _Averaging:
         return replace(new, requires_grad=last.requires_grad)
 
 
-class _Mean:
-    """Makes the bytes of means; those of small tensors together."""
-
-    def __init__(self, weights: list[float]) -> None:
-        self.weights = weights
-        self.parallel: list[str] = []
-        self.casting = CastReport()
-        self.batches: dict[str, _Batch] = {}  # to which tensors of a type are added
-        self.work: dict[str, _Work] = {}  # for each type
-        self.held = lru_cache(HELD)(_Batch.means)
-
-    def computed(self, name: str, inputs: list[TensorRef], part: DType) -> Computed:
-        """Return the bytes of the means of one tensor."""
-        path, nbytes = inputs[-1].storage.data.path, inputs[-1].nbytes
-        if nbytes > SMALL or not all(tensor.is_plain for tensor in inputs):
-            work = self.work.setdefault(part.name, _Work(self.weights, part))
-            if all(tensor.is_stretch and _fills_buffers(tensor.storage.data) for tensor in inputs):
-                stretches = partial(_means_of_stretches, work, [tensor.data for tensor in inputs])
-                return Computed(path, nbytes, stretches, is_divisible=True)
-            return Computed(path, nbytes, partial(_means, work, inputs))
-        batch = self.batches.get(part.name)
-        if batch is None or batch.nbytes > BATCH:
-            self.batches[part.name] = batch = _Batch(self.weights, part)
-        return Computed(path, nbytes, partial(_stretch_of, partial(self.held, batch), batch.add(inputs)))
-
-
-class _Work:
-    """What computes the means of one type: as many as threads compute at once."""
-
-    def __init__(self, weights: list[float], part: DType) -> None:
-        self.part = part
-        self._weights = weights
-        self._idle: list[Means] = []
-
-    @contextmanager
-    def means(self) -> Iterator[Means]:
-        """Lend one that no thread uses."""
-        try:
-            means = self._idle.pop()
-        except IndexError:  # not asked first: another thread may take the last one in between
-            means = Means(self._weights, self.part)
-        yield means
-        self._idle.append(means)
-
-
-class _Batch:
-    """Small tensors of one type whose means are computed together."""
-
-    def __init__(self, weights: list[float], part: DType) -> None:
-        self.nbytes = 0
-        self._weights, self._part = weights, part
-        self._tensors: list[list[TensorRef]] = []
-
-    def add(self, inputs: list[TensorRef]) -> int:
-        """Add a tensor of each file; return where its means begin."""
-        start = self.nbytes
-        self._tensors.append(inputs)
-        self.nbytes += inputs[-1].nbytes
-        return start
-
-    def means(self) -> memoryview:
-        """Return the bytes of all means."""
-        by_file = zip(*self._tensors, strict=True)
-        raw = [memoryview(b"".join(each.data.read() for each in tensors)) for tensors in by_file]
-        return mean(raw, self._weights, self._part)
-
-
-def _stretch_of(means: Callable[[], memoryview], first: int, start: int, nbytes: int) -> Iterator[memoryview]:
-    yield means()[first + start : first + start + nbytes]
-
-
 def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
     for tensor in (a, b):
         require_bounded(name, tensor, MAX_REPEATED)
     return all(x == y for x, y in zip(in_pieces(a, CHUNK), in_pieces(b, CHUNK), strict=True))
-
-
-def _fills_buffers(data: ByteRange | Computed) -> bool:
-    """Return whether bytes come in pieces of the size of the buffer they are read through."""
-    return isinstance(data, ByteRange) or data.fill is not None
-
-
-def _means_of_stretches(
-    work: _Work, inputs: list[ByteRange | Computed], start: int, nbytes: int
-) -> Iterator[memoryview]:
-    """Yield a part of the means' bytes."""
-    with work.means() as means:
-        parts = (data.part(start, nbytes) for data in inputs)
-        blocks = (part.chunks(buffer) for part, buffer in zip(parts, means.buffers, strict=True))
-        yield from map(means.of, zip(*blocks, strict=True))
-
-
-def _means(work: _Work, inputs: list[TensorRef], start: int, nbytes: int) -> Iterator[memoryview]:
-    """Yield a part of the means' bytes; inputs of any layout are read from their beginning."""
-    at, end = 0, start + nbytes
-    with work.means() as means:
-        for block in zip(*(in_pieces(each, len(means.buffers[0])) for each in inputs), strict=True):
-            if at >= end:
-                break
-            begin, at = at, at + len(block[0])
-            if at > start:
-                piece = means.of(block)[max(start - begin, 0) : end - begin]
-                yield _swapped(piece, work.part) if inputs[-1].is_swapped else piece
-
-
-def _swapped(piece: memoryview, part: DType) -> memoryview:
-    """Return a big-endian piece, as the last file's storages are: a file has one byte order."""
-    import numpy as np
-
-    return memoryview(np.frombuffer(piece, dtype=f"<u{part.itemsize}").byteswap().view("u1"))

@@ -74,7 +74,7 @@ def extract_lora(job: Job, tuned: str, rank: int, others: str | None) -> None:
 
     \b
     Example:
-      ckpttool extract-lora base.safetensors tuned.safetensors adapter/ --rank 16
+      ckpttool extract-lora base.safetensors tuned.safetensors learnt/ --rank 16
     """
     from ...transforms.lora.adapter_folder import require_place, save_adapter
     from ...transforms.lora.extract import extract_lora as extract
@@ -85,7 +85,9 @@ def extract_lora(job: Job, tuned: str, rank: int, others: str | None) -> None:
     with open_file(console, job.input) as base, open_file(console, tuned) as other:
         note_state(console, base, job.state)
         with console.bar("extracting") as bar:
-            adapter, extracted = extract(base, other, rank, others=others, state=job.state, **bar.calls)
+            adapter, extracted = extract(
+                base, other, rank, others=others, state=job.state, verify=job.verify, **bar.calls
+            )
         saved = save_adapter(
             adapter,
             extracted.config,

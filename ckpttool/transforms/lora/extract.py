@@ -12,11 +12,13 @@ import shlex
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
 from ...errors import NothingToDo, Refused, UsageFault
@@ -94,6 +96,7 @@ def extract_lora(
     *,
     others: str | None = None,
     state: str | None = None,
+    verify: bool | None = None,
     progress: Progress | None = None,
     expect: Progress | None = None,
 ) -> tuple[Checkpoint, Extracted]:
@@ -109,6 +112,7 @@ def extract_lora(
         others: what becomes of tensors that differ and can't be factors: `save` puts them into the adapter
             whole, `drop` leaves them out; they are refused when None.
         state: dotted path of the model's state in both; found when None.
+        verify: False: do not compare what is read with the checksums that its file states.
         progress: called with the number of bytes of each weight that was decomposed.
         expect: called first, with the number of bytes of all of them.
 
@@ -120,6 +124,7 @@ def extract_lora(
         NothingToDo: no layer differs.
         Refused: names or shapes differ; a difference is not finite; tensors differ that can't be factors.
         NoState: there is no state in one of both, or none at `state`.
+        Damaged: what was read does not have its checksum.
     """
     if rank < 1:
         raise UsageFault(f"--rank {rank} is less than 1")
@@ -128,7 +133,15 @@ def extract_lora(
     states = checkpoint.state(state), tuned.state(state)
     for each, chosen in zip((checkpoint, tuned), states, strict=True):
         require_plain(each.path, chosen.likes, "can't be compared")
-    found = _Differences(checkpoint, states[0], tuned, states[1])
+    with ExitStack() as stack:
+        sums = [
+            stack.enter_context(Checksums(each, ((n, t.storage) for n, t in chosen.items())))
+            for each, chosen in zip((checkpoint, tuned), states, strict=True)
+            if verify is not False
+        ]
+        found = _Differences(checkpoint, states[0], tuned, states[1])
+        for each_sum in sums:
+            each_sum.finish()
     found.require(others)
     spool = _Spool()
     layers, tensors = [], {}
@@ -224,12 +237,12 @@ class _Differences:
             if other.shape != base.shape:
                 shapes = f"{list(base.shape)}, and {list(other.shape)} in {self.paths[1]}"
                 raise Refused(self.paths[0], f"'{name}' has the shape {shapes}", hint=self.compare)
+            require_bounded(name, other)
             if other.view != tuned.view and not _is_equal(other, tuned):
                 what = f"ties '{first}' and '{name}', which are two tensors in {self.paths[1]}"
                 hint = f"give each its own: ckpttool convert {shlex.quote(self.paths[0])} OUT --keep-copies"
                 raise Refused(self.paths[0], what, hint=hint)
-        for tensor in (base, tuned):
-            require_bounded(first, tensor)
+        require_bounded(first, base)
         is_layer = _is_layer(names, base, tuned)
         if not _differs(base, tuned, numbers=is_layer):
             self.same += names
@@ -255,14 +268,10 @@ class _Differences:
         if len(more) != 1:
             return False
         parent = module.rpartition(".")[0]
-        if rows == more[0]:
-            return (parent, True) in kinds and (parent, False) not in kinds
         bias = self.a.get(f"{module}.bias")
-        return (
-            bias.shape == (more[0],)
-            if bias is not None
-            else (parent, False) not in kinds and (parent, True) in kinds
-        )
+        if rows == more[0] or bias is None:
+            return (parent, True) in kinds and (parent, False) not in kinds
+        return bias.shape == (more[0],)
 
     def _require_one_kind(self) -> None:
         """Refuse square layers beside both kinds: an adapter has one setting for all."""
@@ -270,20 +279,17 @@ class _Differences:
         square = [m for m in matrices if len({*self.a[f"{m}.weight"].shape}) == 1]
         if self.turned and square and self.turned != {*matrices}:
             other = next(module for module in matrices if module not in self.turned)
-            what = (
-                f"'{other}' is no Conv1D, others are, and of which kind '{square[0]}' is (a square) is lost"
-            )
-            hint = "PEFT's settings say one kind for all of them; leave one kind as it is in BASE"
-            raise Refused(self.paths[1], what, hint=hint)
+            what = f"'{other}' is a Linear, others are Conv1D, and no adapter says which '{square[0]}' is"
+            hint = "extract them apart: ckpttool convert TUNED PART --only GLOB, and the same of BASE"
+            raise Refused(self.paths[1], f"{what}: its weight is square", hint=hint)
 
     def require(self, others: str | None) -> None:
         """Raise NothingToDo where no layer differs, and Refused where others do that nobody spoke of."""
         if not self.modules:
             what = f"{self.paths[1]}: no layer differs from {self.paths[0]}"
-            do = (
-                f"; {_tensors(self.others)} {'does' if len(self.others) == 1 else 'do'} that can't be factors"
-            )
-            raise NothingToDo(what + do * bool(self.others), hint=self.compare)
+            do = "does" if len(self.others) == 1 else "do"
+            rest = f"; {_tensors(self.others)} {do} that can't be factors" if self.others else ""
+            raise NothingToDo(what + rest, hint=self.compare)
         if self.others and others is None:
             names = ", ".join(f"'{name}'" for name in self.others[:3]) + (", …" if self.others[3:] else "")
             differ = "differs" if len(self.others) == 1 else "differ"

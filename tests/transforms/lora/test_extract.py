@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.errors import CkptToolError, NothingToDo, OutputExists, Refused, UsageFault
+from ckpttool.errors import CkptToolError, Damaged, NothingToDo, OutputExists, Refused, UsageFault
 from ckpttool.transforms.lora.extract import Extracted
 from tests.support.memory import MOST, peak
 from tests.support.saved import saved
@@ -145,7 +145,7 @@ def test_a_conv1d_is_turned_as_peft_has_it(tmp_path: Path) -> None:
     tuned["lm_head.weight"] = base["lm_head.weight"] = torch.randn(20, 6)
     assert extracted(tmp_path, base, tuned, 6).config["fan_in_fan_out"] is True
     tuned["lm_head.weight"] = tuned["lm_head.weight"] + 1
-    with pytest.raises(Refused, match=r"'lm_head' is no Conv1D, others are, .* 'h\.attn\.c_proj'"):
+    with pytest.raises(Refused, match=r"'lm_head' is a Linear, .* which 'h\.attn\.c_proj' is"):
         extracted(tmp_path, base, tuned, 6)
 
 
@@ -324,6 +324,18 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     save_file({name: tensor + step for name, tensor in base.items()}, tmp_path / "tuned.safetensors")
     paths = (tmp_path / name for name in ("base.safetensors", "tuned.safetensors", "adapter"))
     assert peak("extract-lora", *paths, "--rank", 2) < 2 * MOST
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    base, tuned = net()
+    extracted(tmp_path, base, tuned)
+    raw = bytearray((tmp_path / "tuned.pt").read_bytes())
+    raw[raw.index(tuned["same.weight"].numpy().tobytes())] ^= 1
+    (tmp_path / "tuned.pt").write_bytes(raw)
+    with ckpttool.open(tmp_path / "base.pt") as one, ckpttool.open(tmp_path / "tuned.pt") as other:
+        with pytest.raises(Damaged, match=r"tuned\.pt: the bytes of 'same\.weight' do not match"):
+            ckpttool.extract_lora(one, other, 2)
+        ckpttool.extract_lora(one, other, 2, verify=False, others="drop")
 
 
 # The command.
