@@ -87,8 +87,8 @@ def in_peft_names(adapter: Adapter, names: Collection[str]) -> Adapter:
     tensors: dict[str, TensorRef] = {}
     numbers: dict[str, tuple[float, float]] = {}
     taken: dict[str, str] = {}
-    for component in dict.fromkeys(layer.component for layer in layers.values()):
-        those = [layer for layer in layers.values() if layer.component == component]
+    for component, joint in dict.fromkeys((layer.component, layer.joint) for layer in layers.values()):
+        those = [each for each in layers.values() if (each.component, each.joint) == (component, joint)]
         for layer, module in _found(path, component, those, modules):
             if (other := taken.setdefault(module, layer.key)) != layer.key:
                 raise Refused(path, f"'{other[:80]}' and '{layer.key[:80]}' are both for '{module[:80]}'")

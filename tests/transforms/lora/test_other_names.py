@@ -125,6 +125,12 @@ def test_all_layers_of_a_component_are_at_one_place(tmp_path: Path) -> None:
     assert changed(base, found) == {"a.fc.weight", "b.fc.weight"}, "a whole name comes first"
 
 
+def test_one_file_may_have_both_kinds_of_names(tmp_path: Path) -> None:
+    base = {"a_b.fc.weight": WEIGHT, "c.fc.weight": WEIGHT, "d.weight": WEIGHT}
+    held = kohya("lora_unet_a_b_fc") | {"unet.c.fc.lora_A.weight": A, "unet.c.fc.lora_B.weight": B}
+    assert changed(base, merge(tmp_path, base, held)) == {"a_b.fc.weight", "c.fc.weight"}
+
+
 TWO = {
     "underscores": (
         ["a_b.c", "a.b_c"],
