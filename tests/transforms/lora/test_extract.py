@@ -402,3 +402,39 @@ def test_peft_loads_it_and_merges_the_same(others: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], tensor)
     torch.testing.assert_close(found["block.up.weight"], tuned.block["up"].weight.data)
     torch.testing.assert_close(found["norm.weight"], tuned.norm.weight.data)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # between PEFT and transformers
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_tied_models_of_transformers_are_what_they_were(kind: str, tmp_path: Path) -> None:
+    """Their output layer is tied to the embedding, and not named; GPT-2's layers are Conv1D."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    given = {
+        "GPT2": {"n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 16},
+        "Llama": {
+            "hidden_size": 12,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 20,
+        },
+    }[kind]
+    config = getattr(transformers, f"{kind}Config")(vocab_size=50, tie_word_embeddings=True, **given)
+    torch.manual_seed(0)
+    models = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
+    for name, model in zip(("base", "tuned"), models, strict=True):
+        for parameter in model.parameters():
+            parameter.data += torch.randn_like(parameter) / 9
+        model.save_pretrained(tmp_path / name)
+    with ckpttool.open(tmp_path / "base") as base, ckpttool.open(tmp_path / "tuned") as tuned:
+        adapter, report = ckpttool.extract_lora(base, tuned, 12, others="save")
+        ckpttool.save_adapter(adapter, report.config, tmp_path / "adapter")
+        merged, _ = ckpttool.merge_lora(base, ckpttool.open_adapter(tmp_path / "adapter"))
+        ckpttool.save(merged, tmp_path / "out.safetensors")
+    found = load_file(tmp_path / "out.safetensors")
+    for name, tensor in load_file(tmp_path / "tuned" / "model.safetensors").items():
+        torch.testing.assert_close(found.pop(name), tensor)
+    assert not found
+    words = torch.arange(10)[None]
+    loaded = peft.PeftModel.from_pretrained(models[0], tmp_path / "adapter").merge_and_unload()
+    torch.testing.assert_close(loaded(words).logits, models[1](words).logits, rtol=1e-4, atol=1e-4)
