@@ -339,7 +339,7 @@ def test_a_base_of_another_structure_is_refused(other: Tensors, tmp_path: Path) 
 def test_memory_stays_flat(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("base", "a"):
-        save_file({"w": torch.randn(24 << 20)}, tmp_path / f"{name}.safetensors")
+        save_file({"w": torch.randn(12 << 20)}, tmp_path / f"{name}.safetensors")
     given = "--density 0.2" if method == "ties" else ""
     command = f"average a.safetensors out.safetensors --method {method} --base base.safetensors {given}"
     assert peak(*command.split()) < MOST
