@@ -346,8 +346,12 @@ def _tensors(names: list[str]) -> str:
 def _patterns(rank: int, ranks: Mapping[str, int]) -> dict[str, int]:
     """Return the ranks of layers that have another. A key fits names that end in it; the first one wins."""
     lowered = {name for name, each in ranks.items() if each != rank}
-    endings = {name: {name[at + 1 :] for at, c in enumerate(name) if c == "."} for name in ranks}
-    needed = [name for name in ranks if name in lowered or not lowered.isdisjoint(endings[name])]
+    ends = {-len(name) for name in lowered}
+
+    def is_fitted(name: str) -> bool:
+        return any(name[end:] in lowered and name[end - 1 : end] in (".", "") for end in ends)
+
+    needed = filter(is_fitted, ranks)
     return {name: ranks[name] for name in sorted(needed, key=len, reverse=True)}
 
 
