@@ -6,7 +6,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
@@ -17,9 +17,6 @@ from ..keys import stripping
 from .low_rank import Difference
 from .merge import FLOATS, orientations
 from .ties import EMBEDDINGS, config_of, is_embedding, is_output
-
-if TYPE_CHECKING:
-    pass
 
 POSITIONS = {"wpe", "shared", "embeddings"}
 
