@@ -40,6 +40,13 @@ SAID = {
         "followed": "tied to an updated weight, and changed with it as in PEFT's merge",
         "untied": 'no longer tied: set "tie_word_embeddings": false in config.json',
     },
+    "Averaged": {"parallel": "too nearly parallel for slerp, so merged linearly"},
+    "Extracted": {
+        "lowered": "of the rank of their smaller side, which is less",
+        "saved": "whole in the adapter",
+        "dropped": "left out, though they differ",
+        "cast": "of other types in the two models: a merge has BASE's",
+    },
     "Reloaded": {
         "kept": "kept as they are in the model",
         "ignored": "ignored, as the model does not have them",
