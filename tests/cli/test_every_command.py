@@ -77,7 +77,13 @@ def words_of(name: str, output: object) -> list[str]:
 
 
 def test_every_command_is_tried() -> None:
-    of_folders = {"merge", "split", "merge-lora", "prove"}  # which need the files of a training
+    of_folders = {
+        "merge",
+        "split",
+        "merge-lora",
+        "extract-lora",
+        "prove",
+    }  # which need the files of a training
     assert list(ARGUMENTS) == [name for name in group.commands if name not in of_folders]
 
 

@@ -49,7 +49,12 @@ def prepare(folder: Path, example: str) -> None:
         torch.save(norm, folder / f"rank{rank}.pt")
     del norm["num_batches_tracked"]
     torch.save(norm, folder / "old.pt")
-    for name in ("epoch8.pt", "epoch9.pt"):
+    save_file(state, folder / "base.safetensors")
+    save_file(
+        {key: tensor + torch.rand_like(tensor) * (tensor.dim() > 1) for key, tensor in state.items()},
+        folder / "tuned.safetensors",
+    )
+    for name in ("base.pt", "epoch8.pt", "epoch9.pt"):
         torch.save({"model": state, "epoch": 8}, folder / name)
     layer = next(key.removesuffix(".weight") for key in state)
     rows, columns = state[f"{layer}.weight"].flatten(1).shape

@@ -46,6 +46,8 @@ add-prefix IN wrapped.safetensors
 strip-prefix wrapped.safetensors plain.pt
 rename-keys IN renamed.safetensors --map fc=head
 average IN IN mean.pt --weights 1,2
+average IN slerp.pt --method slerp --base IN
+average IN ties.pt --method ties --base IN --density 0.5
 convert IN copy.pt
 convert IN copy.safetensors --verify
 convert IN half.safetensors --dtype bf16
