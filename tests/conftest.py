@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from ckpttool import cli as command_line
-from tests.ranks.forked import WarmPython
+from ckpttool.proving import replay
+from tests.ranks.forked import Program, WarmPython
 from tests.ranks.pool import Pool
-from tests.support.running import SHARED, Ran
+from tests.support.running import ROOT, SHARED, Ran
 
 RunRanks = Callable[..., list[Any]]
 
@@ -28,7 +31,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 # Deterministic, so that a failure can be repeated; without a deadline, as time varies on shared machines.
 settings.register_profile(
-    "here", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+    "here", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("wide", settings.get_profile("here"), derandomize=False, max_examples=2000)
 settings.load_profile("here")  # another by `pytest --hypothesis-profile wide`
@@ -38,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the tests of the trainer: they take longest, and at the end one process would be left alone
     with them."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
+    gc.freeze()  # a collection, as at the end of each training, need not visit torch and thousands of tests
 
 
 @pytest.fixture
@@ -74,6 +78,18 @@ def process() -> Callable[..., subprocess.CompletedProcess[bytes]]:
 def warm_python() -> WarmPython:
     """Run Python programs without the two seconds in which torch is imported."""
     return WarmPython()
+
+
+@pytest.fixture
+def forked_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let replays be forks of a process that has imported torch."""
+
+    def fork(command: list[str], *, env: dict[str, str], stderr: Any, **_: Any) -> Program:
+        with open(os.devnull, "w") as nothing:
+            return Program(command, ROOT, env, stdout=nothing.fileno(), stderr=stderr.fileno())
+
+    kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
+    monkeypatch.setattr(replay, "subprocess", SimpleNamespace(Popen=fork, **kept))
 
 
 def pools_of_ranks() -> Iterator[RunRanks]:

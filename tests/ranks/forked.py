@@ -225,8 +225,11 @@ class Fork:
 def _live(arguments: list[str], cwd: str, env: dict[str, str], streams: list[int], path: list[str]) -> None:
     """Run a program in a fork of the server."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     subprocess_handler.Popen = Fork  # type: ignore[misc, assignment]
+    # For a log that nobody keeps it looks up lines of source in all modules, which takes most of a second.
+    dynamic_rendezvous.get_method_name = lambda: "no_caller_name"
     global _path
     _path = path
     os.setsid()
