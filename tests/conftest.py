@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -41,7 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the tests of the trainer: they take longest, and at the end one process would be left alone
     with them."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
-    gc.freeze()  # a collection, as at the end of each training, need not visit torch and thousands of tests
 
 
 @pytest.fixture
