@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import stat
-import struct
 import subprocess
 import sys
 import textwrap
@@ -30,16 +29,7 @@ from ckpttool.files.commit_folder import NO_EXCHANGE, replacing_folder
 from ckpttool.files.threads import ENDING
 from ckpttool.formats import shards as sharded
 from tests.support.running import ROOT
-from tests.support.saved import shards_of
-
-
-def values_in(folder: Path) -> set[float]:
-    with ckpttool.open(folder) as checkpoint:
-        return {
-            value
-            for tensor in checkpoint.state().tensors.values()
-            for value in struct.unpack("<100f", tensor.storage.data.read())  # type: ignore[union-attr]
-        }
+from tests.support.shards import shards_of, values_in
 
 
 def names(folder: Path) -> list[str]:
@@ -400,8 +390,7 @@ def test_a_folder_may_have_a_name_as_long_as_a_file(letter: str, tmp_path: Path)
 REPLACED = """
     import sys, time
     from pathlib import Path
-    sys.path.insert(0, "tests")
-    from tests.support.saved import shards_of
+    from tests.support.shards import shards_of, values_in
     folder = Path(sys.argv[1])
     for number in range(int(sys.argv[2])):
         shards_of(number, folder)
@@ -416,7 +405,7 @@ def replacing_all_the_time(folder: Path, times: int) -> subprocess.Popen[bytes]:
 
 def test_another_process_always_sees_a_whole_folder(tmp_path: Path) -> None:
     seen: set[float] = set()
-    with replacing_all_the_time(tmp_path, 80) as running:
+    with replacing_all_the_time(tmp_path, 120) as running:
         assert running.stdout is not None
         running.stdout.readline()
         while running.poll() is None:
@@ -474,7 +463,7 @@ def test_a_kill_between_the_two_steps_leaves_the_old_folder_and_a_word_where_it_
     script = f"""
         import ctypes, os
         from pathlib import Path
-        from tests.support.saved import shards_of
+        from tests.support.shards import shards_of, values_in
         ctypes.CDLL, rename = None, os.rename
         def end_before_the_second(source, target):
             if source.endswith(".tmp") and target.endswith("out"):
