@@ -50,8 +50,8 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(("make", "settings"), [
     (runs.restless, {}),
-    (runs.restless, {"accumulate": 2}),
-    (runs.restless, {"amp": "bf16"}),
+    pytest.param(runs.restless, {"accumulate": 2}, marks=pytest.mark.long),
+    pytest.param(runs.restless, {"amp": "bf16"}, marks=pytest.mark.long),
     (runs.restless, {"clip_norm": 0.2, "ema": 0.7, "optimizer": "adamw", "momentum": 0.0}),
     (runs.restless, {"augment": "crop-flip", "mixup": 0.4}),
     (runs.restless, {"zero": True, "grad_checkpoint": True}),
