@@ -36,9 +36,17 @@ settings.register_profile("wide", settings.get_profile("here"), derandomize=Fals
 settings.load_profile("here")  # another by `pytest --hypothesis-profile wide`
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "covered(which): cases that others of the same test cover are `long`")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests of the trainer: they take longest, and at the end one process would be left alone
-    with them."""
+    """Mark what is covered, and begin with the tests of the trainer: they take longest, and at the end one
+    process would be left alone with them."""
+    for item in items:
+        if (mark := item.get_closest_marker("covered")) and mark.args[0](**item.callspec.params):  # type: ignore[attr-defined]
+            item.add_marker("long")
     items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
 
 

@@ -19,7 +19,6 @@ from ckpttool.errors import CkptToolError, Damaged, Refused
 from ckpttool.formats.dcp import writing as dcp
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
-from tests.support.covered import with_long
 from tests.support.crafting import dict_of, name, storage, tensor, torch_zip, tuple_of
 from tests.support.running import Cli
 from tests.support.saved import opened, saved
@@ -129,7 +128,8 @@ def quickly(make: Callable[..., nn.Module], **given: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", with_long(FAMILIES.split(), "inception_v3 densenet121 alexnet"))
+@pytest.mark.covered(lambda family: family in ("inception_v3", "densenet121", "alexnet"))
+@pytest.mark.parametrize("family", FAMILIES.split())
 def test_torchvision_models_are_named(family: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"init_weights": False} if family in ("googlenet", "inception_v3") else {}
     model = quickly(getattr(torchvision.models, family), **given)

@@ -19,7 +19,6 @@ from ckpttool import cli as command_line
 from ckpttool.cli import console, group
 from ckpttool.cli.console import MAX_INDENTED, to_json
 from tests.ranks.forked import WarmPython
-from tests.support.covered import with_long
 from tests.support.saved import prefixed, saved_predictions
 
 ARGUMENTS = {
@@ -257,17 +256,17 @@ def into_a_broken_pipe(files: Path, warm_python: WarmPython) -> Run:
 
 NOT_FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 OUTPUTS = pytest.mark.parametrize("name", WRITERS)
-SOME = ("inspect", "strip-prefix", "verify", "gather-metrics")
-EACH = [(name, more) for name in ARGUMENTS for more in ([], ["--json"])]
-PLAIN_OR_JSON = pytest.mark.parametrize(
-    ("name", "more"), with_long(EACH, [(name, ["--json"]) for name in ARGUMENTS if name not in SOME])
-)
+COMMANDS = pytest.mark.parametrize("name", ARGUMENTS)
+PLAIN_OR_JSON = pytest.mark.parametrize("more", [[], ["--json"]], ids=" ".join)
+SOME = pytest.mark.covered(lambda name, more: more and name not in ("inspect", "convert", "verify", "doctor"))
 HELP = [["--help"], ["--version"], [], ["inspect", "--help"]]
 WRONG = [["inspect", "missing.pt", "--json"], ["inspect", "--json"]]
 
 
 @NOT_FULL
+@SOME
 @PLAIN_OR_JSON
+@COMMANDS
 def test_a_result_that_stdout_has_no_space_for_is_one_line_and_exit_3(
     name: str, more: list[str], into_a_full_disk: Run, tmp_path: Path
 ) -> None:
@@ -299,7 +298,9 @@ def test_an_error_whose_object_stdout_has_no_space_for_keeps_its_exit_code(into_
     assert into_a_full_disk(WRONG[1])[0] == 2
 
 
+@SOME
 @PLAIN_OR_JSON
+@COMMANDS
 def test_a_reader_that_has_gone_is_exit_141_without_a_word(
     name: str, more: list[str], into_a_broken_pipe: Run, tmp_path: Path
 ) -> None:

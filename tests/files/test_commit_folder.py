@@ -28,8 +28,8 @@ from ckpttool.errors import Unreadable, UsageFault
 from ckpttool.files.commit_folder import NO_EXCHANGE, replacing_folder
 from ckpttool.files.threads import ENDING
 from ckpttool.formats import shards as sharded
+from tests.support.crafting import shards_of, values_in
 from tests.support.running import ROOT
-from tests.support.shards import shards_of, values_in
 
 
 def names(folder: Path) -> list[str]:
@@ -390,7 +390,7 @@ def test_a_folder_may_have_a_name_as_long_as_a_file(letter: str, tmp_path: Path)
 REPLACED = """
     import sys, time
     from pathlib import Path
-    from tests.support.shards import shards_of, values_in
+    from tests.support.crafting import shards_of, values_in
     folder = Path(sys.argv[1])
     for number in range(int(sys.argv[2])):
         shards_of(number, folder)
@@ -463,7 +463,7 @@ def test_a_kill_between_the_two_steps_leaves_the_old_folder_and_a_word_where_it_
     script = f"""
         import ctypes, os
         from pathlib import Path
-        from tests.support.shards import shards_of, values_in
+        from tests.support.crafting import shards_of, values_in
         ctypes.CDLL, rename = None, os.rename
         def end_before_the_second(source, target):
             if source.endswith(".tmp") and target.endswith("out"):

@@ -25,7 +25,6 @@ from ckpttool.inert_pickle.values import Record
 from ckpttool.tensors.values import stream
 from tests.ranks import splits
 from tests.support.comparing import assert_same
-from tests.support.covered import with_long
 from tests.support.running import ROOT, assert_says
 from tests.support.saved import saved
 
@@ -94,7 +93,8 @@ def test_what_was_merged_splits_into_the_ranks_own_files(ranks: int, run_of: Run
             assert plain(mine.tree) == plain(theirs.tree)
 
 
-@pytest.mark.parametrize(("before", "after"), with_long(permutations([1, 2, 4], 2), {(1, 2), (2, 1), (4, 1)}))
+@pytest.mark.covered(lambda before, after: (before, after) in {(1, 2), (2, 1), (4, 1)})
+@pytest.mark.parametrize(("before", "after"), [*permutations([1, 2, 4], 2)])
 def test_training_goes_on_as_after_the_framework_s_own_resharding(
     before: int, after: int, run_of: RunOf, run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 
 from ckpttool import cli as command_line
 from tests.ranks import runs, trainings
-from tests.support.covered import with_long
 from tests.support.run_log import entries_of
 from tests.support.running import ROOT
 from train import evaluate, main
@@ -44,8 +43,8 @@ ALSO_RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-COVERED = {"adam", "Adagrad", "bf16, clipped, averaged, accumulated", "divided, clipped"}
-COVERED |= {"synchronised, shares", "pooled, shares"}
+COVERED = ["adam", "Adagrad", "bf16, clipped, averaged, accumulated", "divided, clipped"]
+COVERED += ["synchronised, shares", "pooled, shares"]
 
 
 def perceptron() -> nn.Module:
@@ -54,7 +53,8 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
 
 
-@pytest.mark.parametrize("option", with_long([*OPTIONS, *ALSO_RESUMED], COVERED))
+@pytest.mark.covered(lambda option: option in COVERED)
+@pytest.mark.parametrize("option", [*OPTIONS, *ALSO_RESUMED])
 def test_a_resumed_run_equals_the_straight_one_bit_for_bit(run_ranks, tmp_path, option):
     """From the middle of an epoch, and from its end."""
     make = perceptron if option == "muon" else runs.restless

@@ -262,9 +262,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_an_expression_that_never_ends_on_a_key_is_named_with_it(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_expression_that_never_ends_on_a_key_is_named_with_it(case: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(renaming, "KEY_SECONDS", 0.5)
     rules = [(expression, "b") for expression in HOSTILE[case]]
     begun = time.process_time()

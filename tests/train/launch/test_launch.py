@@ -24,7 +24,6 @@ WAYS = {
     "spawn": ([sys.executable, "train/main.py", "--spawn", "2"], 2),
     "torchrun anew": ([*TORCHRUN, "2", "train/main.py"], 2),  # not as a fork, and so are its ranks
 }
-ALL = [*list(WAYS)[:-1], pytest.param("torchrun anew", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,8 @@ def run_of(tmp_path_factory) -> Callable[[str], Any]:
     return run
 
 
-@pytest.mark.parametrize("way", ALL)
+@pytest.mark.covered(lambda way: way == "torchrun anew")
+@pytest.mark.parametrize("way", WAYS)
 def test_each_way_to_start_succeeds_with_an_empty_stderr(run_of, way):
     done, folder, ranks = run_of(way)
     assert (done.returncode, done.stderr) == (0, "")
@@ -50,7 +50,8 @@ def test_each_way_to_start_succeeds_with_an_empty_stderr(run_of, way):
     assert max(map(len, done.stdout.replace(str(folder), "runs/x").splitlines())) <= 80
 
 
-@pytest.mark.parametrize("way", ALL)
+@pytest.mark.covered(lambda way: way == "torchrun anew")
+@pytest.mark.parametrize("way", WAYS)
 def test_all_ways_to_start_give_the_same_training(run_of, way):
     folders = [run_of(name)[1] for name in (way, "torchrun by path")]
     model, expected = (torch.load(folder / "last.pt", weights_only=True)["model"] for folder in folders)

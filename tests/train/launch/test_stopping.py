@@ -20,7 +20,6 @@ import torch
 from tests.ranks import runs, trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, TORCHRUN, environment, own_model, start
-from tests.support.covered import with_long
 from tests.support.run_log import entries_of, timeless
 from train.config.training import TrainConfig
 from train.main import train
@@ -106,11 +105,9 @@ def stopped(run_ranks, undisturbed, tmp_path) -> Callable[..., dict[str, Any]]:
     return stop
 
 
-RANKS = [(1, [0]), (3, [1]), (3, [0, 2])]
-HEARD = [(*ranks, n) for ranks in RANKS for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-
-
-@pytest.mark.parametrize(("size", "on", "number"), with_long(HEARD, [HEARD[4], HEARD[5], HEARD[6], HEARD[7]]))
+@pytest.mark.covered(lambda size, on, number: size == 3 and (on == [1]) != (number == signal.SIGTERM))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+@pytest.mark.parametrize(("size", "on"), [(1, [0]), (3, [1]), (3, [0, 2])])
 def test_a_signal_to_any_rank_ends_all_after_one_step(stopped, size, on, number):
     saved = stopped(size, on, ("update", 1), {"signal": number})
     assert saved["progress"]["global_step"] == (2 if size == 1 else 3)
@@ -130,7 +127,8 @@ def test_whatever_a_run_holds_is_saved_at_a_signal(stopped, settings):
     stopped(2, [1], ("update", 1), settings)
 
 
-@pytest.mark.parametrize(("size", "on"), with_long([(1, [0]), (2, [0]), (2, [1]), (3, [1, 2])], [(2, [0])]))
+@pytest.mark.covered(lambda when, size, on: (size, on) == (2, [0]))
+@pytest.mark.parametrize(("size", "on"), [(1, [0]), (2, [0]), (2, [1]), (3, [1, 2])])
 @pytest.mark.parametrize("when", [0, 5], ids=["in the first epoch", "at the end"])
 def test_a_signal_cuts_an_evaluation_short_and_the_resumed_run_begins_with_it(stopped, size, on, when):
     when = 0 if when == 0 else -(-5 // size)  # of five batches in each evaluation
@@ -200,7 +198,8 @@ TOLD: dict[str, tuple[list[str], str | int, int]] = {
 }
 
 
-@pytest.mark.parametrize("whom", with_long(TOLD, ["rank 0 of spawn"]))
+@pytest.mark.covered(lambda whom: whom == "rank 0 of spawn")
+@pytest.mark.parametrize("whom", TOLD)
 def test_a_signal_to_any_process_of_a_run_ends_and_saves_it(tmp_path, whom):
     """Processes that load data outlive one to all, until their rank ends."""
     command, who, number = TOLD[whom]

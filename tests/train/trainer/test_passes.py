@@ -11,7 +11,6 @@ import pytest
 from torch import nn
 
 from tests.ranks import runs
-from tests.support.covered import with_long
 
 BATCHNORM = "BatchNorm normalises each pass by itself"
 DRAWN = "random numbers (as of dropout) are drawn pass by pass"
@@ -80,10 +79,8 @@ CASES = [(name, "accumulate") for name in MODELS]
 CASES += [(name, one) for name in [*MODELS][:6] for one in ("rank_batch", "rank_share")]
 
 
-COVERED = {(name, "rank_batch") for name in ("BatchNorm", "pooled", "frozen", "dropout, by a function")}
-
-
-@pytest.mark.parametrize(("name", "setting"), with_long(CASES, COVERED))
+@pytest.mark.covered(lambda name, setting: setting == "rank_batch" and name not in ("neither", "sync"))
+@pytest.mark.parametrize(("name", "setting"), CASES)
 def test_a_resume_on_as_many_ranks_changes_passes_and_shares_only_where_that_is_the_same_training(
     run_ranks, straight, tmp_path, name, setting
 ):

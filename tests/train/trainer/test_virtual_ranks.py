@@ -48,10 +48,11 @@ class Odd(nn.Module):
         return self.second(nn.functional.dropout(hidden, 0.2, self.training).double()).float()
 
 
+@pytest.mark.covered(lambda make, settings: settings in ({"accumulate": 2}, {"amp": "bf16"}))
 @pytest.mark.parametrize(("make", "settings"), [
     (runs.restless, {}),
-    pytest.param(runs.restless, {"accumulate": 2}, marks=pytest.mark.long),
-    pytest.param(runs.restless, {"amp": "bf16"}, marks=pytest.mark.long),
+    (runs.restless, {"accumulate": 2}),
+    (runs.restless, {"amp": "bf16"}),
     (runs.restless, {"clip_norm": 0.2, "ema": 0.7, "optimizer": "adamw", "momentum": 0.0}),
     (runs.restless, {"augment": "crop-flip", "mixup": 0.4}),
     (runs.restless, {"zero": True, "grad_checkpoint": True}),
