@@ -199,6 +199,7 @@ def parameters_on_ranks(
     return [parameter.detach() for parameter in trainer.ddp.parameters()], trained.loss
 
 
+@pytest.mark.covered(lambda kind, size, accumulate: (size == 2) == (accumulate == 1) and size < 4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulate", [1, 3])
