@@ -285,7 +285,7 @@ def _run(arguments: list[str], env: Mapping[str, str]) -> int:
     try:
         if how == "-m":
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "'torch.distributed.run' found in sys.modules")
+                warnings.filterwarnings("ignore", "'[a-z.]+' found in sys.modules")
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         elif how == "-c":
             code, sys.argv[0] = sys.argv[0], "-c"
