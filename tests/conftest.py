@@ -28,6 +28,9 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
+# Threads of torch that wait for each other would spin, which is most of their time where cores are few.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # Deterministic, so that a failure can be repeated; without a deadline, as time varies on shared machines.
 settings.register_profile(
     "here", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
