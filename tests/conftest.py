@@ -39,10 +39,6 @@ settings.register_profile("wide", settings.get_profile("here"), derandomize=Fals
 settings.load_profile("here")  # another by `pytest --hypothesis-profile wide`
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "covered(which): cases that others of the same test cover are `long`")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is covered, and begin with the tests of the trainer: they take longest, and at the end one
