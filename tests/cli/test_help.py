@@ -102,6 +102,7 @@ def test_the_help_of_every_command_ends_in_an_example(name: str, cli: Any) -> No
     assert f"Usage: ckpttool {name}" in ran.out
 
 
+@pytest.mark.usefixtures("forked_replays")
 @pytest.mark.parametrize("example", examples())
 def test_the_example_works_when_pasted(
     example: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
