@@ -38,6 +38,10 @@ FROM_SAFETENSORS = {
     ".safetensors to the same": Conversion(("strip-prefix",), "out.safetensors", 1.1),
     ".safetensors to .pt": Conversion(("convert",), "out.pt", 1.5),
 }
+RULES = "rules.toml"
+STACK = '[[rule]]\nfrom = "module.layers.{i}.weight"\nto = "layers"\nsteps = [{ stack = "i" }]\n'
+FUSED = {"--map, one to 128": Conversion(("convert", "--map", RULES, "--inverse"), "out.safetensors", 1.2)}
+SPLIT = {"--map, 128 to one": Conversion(("convert", "--map", RULES), "out.safetensors", 1.5)}
 FROM_SHARDS = {"shards to .safetensors": Conversion(("convert",), "out.safetensors", 1.2)}
 
 
@@ -48,6 +52,18 @@ def from_torch(folder: Path, size: int) -> Path:
 
 def from_safetensors(folder: Path, size: int) -> Path:
     return _through(folder, size, folder / "in.safetensors")
+
+
+def from_split(folder: Path, size: int) -> Path:
+    (folder / RULES).write_text(STACK, encoding="utf-8")
+    return from_safetensors(folder, size)
+
+
+def from_fused(folder: Path, size: int) -> Path:
+    split, source = from_split(folder, size), folder / "fused.safetensors"
+    timed(tool("convert", "-q", split, source, "--map", folder / RULES))
+    split.unlink()
+    return source
 
 
 def from_shards(folder: Path, size: int) -> Path:
@@ -77,7 +93,8 @@ def set_up(
         floors[SEVERAL] = [copy / str(number) for number in range(4)]
     ways += [Way(name, bare_copy(source, *outputs), copy) for name, outputs in floors.items()]
     for name, conversion in conversions.items():
-        command, *options = conversion.words
+        command, *words = conversion.words
+        options = [folder / word if word == RULES else word for word in words]
         # A trailing slash asks for a folder, which Path would drop.
         written = f"{folder}/{conversion.output}"
         ways.append(Way(name, tool(command, source, written, *options), Path(written)))
@@ -125,5 +142,7 @@ BENCHMARKS = [
         partial(set_up, "from .safetensors", from_safetensors, FROM_SAFETENSORS),
     ),
     Benchmark("from-shards", True, need, partial(set_up, "from shards", from_shards, FROM_SHARDS)),
+    Benchmark("fused", True, need, partial(set_up, "from one stack of layers", from_fused, FUSED)),
+    Benchmark("split", True, need, partial(set_up, "from single layers", from_split, SPLIT)),
     Benchmark("in-place", True, need, set_up_in_place),
 ]

@@ -61,7 +61,11 @@ if TYPE_CHECKING:
     from .transforms.layout import join_complex as join_complex
     from .transforms.layout import split_complex as split_complex
     from .transforms.lora.adapter import open_adapter as open_adapter
+    from .transforms.lora.adapter_folder import save_adapter as save_adapter
+    from .transforms.lora.extract import extract_lora as extract_lora
     from .transforms.lora.merge import merge_lora as merge_lora
+    from .transforms.mapping.applying import apply_map as apply_map
+    from .transforms.mapping.builtin import maps as maps
     from .transforms.selection import drop as drop
     from .transforms.selection import select as select
     from .transforms.selection import slim as slim
@@ -93,6 +97,10 @@ else:
             "transforms.keys": "add_prefix rename_keys strip_prefix",
             "transforms.lora.merge": "merge_lora",
             "transforms.lora.adapter": "open_adapter",
+            "transforms.lora.adapter_folder": "save_adapter",
+            "transforms.lora.extract": "extract_lora",
+            "transforms.mapping.applying": "apply_map",
+            "transforms.mapping.builtin": "maps",
             "transforms.selection": "drop select slim with_metadata",
         },
     )

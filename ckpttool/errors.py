@@ -175,6 +175,12 @@ def install(extra: str = "") -> str:
     return f"in a clone of ckpttool: pip install {what}"
 
 
+class Irreversible(UsageFault):
+    """Rules that change an architecture have no way back; the message names the rule."""
+
+    kind = "irreversible"
+
+
 class NeedsTorch(UsageFault, ImportError):
     """Something was asked for that needs torch, which is not installed."""
 

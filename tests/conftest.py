@@ -8,15 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from ckpttool import cli as command_line
-from tests.ranks.forked import WarmPython
+from ckpttool.proving import replay
+from tests.ranks.forked import Program, WarmPython
 from tests.ranks.pool import Pool
-from tests.support.running import SHARED, Ran
+from tests.support.running import ROOT, SHARED, Ran
 
 RunRanks = Callable[..., list[Any]]
 
@@ -26,6 +28,9 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
+# Threads of torch that wait for each other would spin, which is most of their time where cores are few.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # Deterministic, so that a failure can be repeated; without a deadline, as time varies on shared machines.
 settings.register_profile(
     "here", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
@@ -34,9 +39,13 @@ settings.register_profile("wide", settings.get_profile("here"), derandomize=Fals
 settings.load_profile("here")  # another by `pytest --hypothesis-profile wide`
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests of the trainer: they take longest, and at the end one process would be left alone
-    with them."""
+    """Mark what is covered, and begin with the tests of the trainer: they take longest, and at the end one
+    process would be left alone with them."""
+    for item in items:
+        if (mark := item.get_closest_marker("covered")) and mark.args[0](**item.callspec.params):  # type: ignore[attr-defined]
+            item.add_marker("long")
     items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
 
 
@@ -74,6 +83,18 @@ def process() -> Callable[..., subprocess.CompletedProcess[bytes]]:
 def warm_python() -> WarmPython:
     """Run Python programs without the two seconds in which torch is imported."""
     return WarmPython()
+
+
+@pytest.fixture
+def forked_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let replays be forks of a process that has imported torch."""
+
+    def fork(command: list[str], *, env: dict[str, str], stderr: Any, **_: Any) -> Program:
+        with open(os.devnull, "w") as nothing:
+            return Program(command, ROOT, env, stdout=nothing.fileno(), stderr=stderr.fileno())
+
+    kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
+    monkeypatch.setattr(replay, "subprocess", SimpleNamespace(Popen=fork, **kept))
 
 
 def pools_of_ranks() -> Iterator[RunRanks]:

@@ -100,6 +100,11 @@ def note_inputs(ctx: click.Context, argument: click.Parameter, given: Any) -> An
     return named if isinstance(given, tuple) else named[0]
 
 
+def note_base(ctx: click.Context, option: click.Parameter, given: str | None) -> Any:
+    """Record an input that is an option, if it is given."""
+    return None if given is None else note_inputs(ctx, option, given)
+
+
 def _return_memory() -> None:
     """Have glibc give large blocks back as soon as they are free, though many threads ask for them."""
     import ctypes
@@ -268,12 +273,8 @@ reading = _all(
     _with_console,
 )
 
-# What all commands have that write a state: their arguments and shared options become a `job`
-job_options = _all(
-    flag(
-        "--companions",
-        "Also copy the small files of the model in INPUT's folder: config.json, the tokenizer.",
-    ),
+# What all commands have that write something: their arguments and shared options become a `job`
+folder_options = _all(
     option(
         "--verify/--no-verify",
         "Also compare the values written with those read; or do not even compare bytes with checksums.",
@@ -283,6 +284,13 @@ job_options = _all(
     flag("--force", "Replace OUTPUT if it exists."),
     reading,
     _with_job,
+)
+job_options = _all(
+    flag(
+        "--companions",
+        "Also copy the small files of the model in INPUT's folder: config.json, the tokenizer.",
+    ),
+    folder_options,
 )
 writing_options = _all(
     state_option,

@@ -24,6 +24,7 @@ from .commands import (
     inspect,
     keys,
     load,
+    lora,
     maps,
     ranks,
     training,
@@ -60,8 +61,9 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
         convert_batchnorm.command: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },
     "Train on": {
-        training.merge_lora: "Add a LoRA adapter to its base model",
-        training.average: "The mean of several checkpoints, rounded once",
+        lora.merge_lora: "Add a LoRA adapter to its base model",
+        lora.extract_lora: "What a model has learnt, as a LoRA adapter",
+        training.average: "The mean of several checkpoints, or SLERP, TIES, DARE",
         training.optimizer: "Optimizer state by name or index, or for another order",
     },
     "Check": {

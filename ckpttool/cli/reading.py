@@ -44,6 +44,13 @@ SAID = {
         "tied": "other names of one tensor, added or taken away",
         "also": "changed too",
     },
+    "Averaged": {"parallel": "too nearly parallel for slerp, so merged linearly"},
+    "Extracted": {
+        "lowered": "of the rank of their smaller side, which is less",
+        "saved": "whole in the adapter",
+        "dropped": "left out, though they differ",
+        "cast": "of other types in the two models: a merge has BASE's",
+    },
     "Reloaded": {
         "kept": "kept as they are in the model",
         "ignored": "ignored, as the model does not have them",

@@ -11,7 +11,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from queue import SimpleQueue
@@ -21,14 +21,15 @@ from weakref import WeakSet
 from ..errors import CkptToolError
 from ..files.threads import is_dropped
 from ..tensors.ref import ByteRange, Source, Storage
+from .store import Bytes
 
 GAP = 256 << 10  # bytes between two ranges that are read along rather than asked for apart
 UNDER_WAY = 16  # requests at a time
-HELD = 64 << 20  # bytes that are fetched and not yet taken, of all objects together
-LARGEST, SMALLEST = 8 << 20, 64 << 10  # bytes of a piece: two of each object are held, of up to 512
+HELD = 40 << 20  # bytes that are fetched and not yet taken, of all objects: in memory, 64 MB with buffers
+LARGEST, SMALLEST = 8 << 20, 64 << 10  # bytes of a piece: one of each object is held, of up to 600
 
 Range = tuple[int, int]  # begin and end
-Fetch = Callable[[int, int], bytes]  # of a range
+Fetch = Callable[[int, int], Bytes]  # of a range
 T = TypeVar("T")
 
 
@@ -42,9 +43,9 @@ class Piece:
         self.left = left  # bytes that are expected to be taken still
         self.line = line  # in which it stands
         self._done = threading.Event()
-        self._result: bytes | BaseException = b""
+        self._result: Bytes | BaseException = b""
 
-    def settle(self, result: bytes | BaseException) -> None:
+    def settle(self, result: Bytes | BaseException) -> None:
         self._result = result
         self._done.set()
 
@@ -52,7 +53,7 @@ class Piece:
     def is_done(self) -> bool:
         return self._done.is_set()
 
-    def wait(self) -> bytes:
+    def wait(self) -> Bytes:
         """Return the bytes, or raise what went wrong. Neither an interrupt nor the end of the work waits."""
         while not self._done.wait(0.1):
             if is_dropped():
@@ -66,15 +67,15 @@ class _Fetching:
     """Threads that fetch, and the pieces that they have fetched, or will, and nobody has taken yet."""
 
     def __init__(self) -> None:
-        self.jobs: SimpleQueue[tuple[Callable[[], bytes], Piece]] = SimpleQueue()
+        self.jobs: SimpleQueue[tuple[Callable[[], Bytes], Piece]] = SimpleQueue()
         self.threads: list[threading.Thread] = []
         self.lock = threading.RLock()
         self.held: OrderedDict[Piece, Ahead] = OrderedDict()  # the least recently used first
         self.nbytes = 0
 
-    def start(self, job: Callable[[], bytes], piece: Piece) -> Piece:
+    def start(self, job: Callable[[], Bytes], piece: Piece) -> Piece:
         """Have a piece fetched by a thread that nobody has to wait for when the process ends."""
-        if threading.current_thread() in self.threads:  # all of them could be waiting for one another
+        if self.is_here():  # all of them could be waiting for one another
             _do(job, piece)
             return piece
         with self.lock:
@@ -84,6 +85,10 @@ class _Fetching:
                 self.threads.append(thread)
         self.jobs.put((job, piece))
         return piece
+
+    def is_here(self) -> bool:
+        """Return whether the caller is one of the threads."""
+        return threading.current_thread() in self.threads
 
     def work(self) -> None:
         while True:
@@ -107,7 +112,7 @@ class _Fetching:
             piece.line.held += nbytes
 
 
-def _do(job: Callable[[], bytes], piece: Piece) -> None:
+def _do(job: Callable[[], Bytes], piece: Piece) -> None:
     try:
         piece.settle(job())
     except BaseException as error:  # whoever waits for the piece raises it
@@ -167,13 +172,15 @@ class Ahead:
         self._fetch = fetch
         self._starts: list[int] = []  # of the expected stretches
         self._stops: list[int] = []
-        self._nbytes = LARGEST  # of a piece
+        self._nbytes, self._first = LARGEST, 0  # of a piece; of the first of each stretch, 0 for as many
         self._wanted: dict[int, int] = {}  # begin of a piece -> how many of its bytes are read
         self._pieces: dict[int, Piece] = {}
         self._line: Line | None = None
         self._by = _now
 
-    def expect(self, ranges: Iterable[Range], stretches: Iterable[Range], nbytes: int, line: Line) -> None:
+    def expect(
+        self, ranges: Iterable[Range], stretches: Iterable[Range], nbytes: int, first: int, line: Line
+    ) -> None:
         """Announce ranges that will be read, and stretches that hold them, in pieces of how many bytes."""
         starts, stops = list[int](), list[int]()
         for begin, end in sorted(stretches):
@@ -184,7 +191,8 @@ class Ahead:
                 stops.append(end)
         with _now.lock:
             self.forget()
-            self._starts, self._stops, self._nbytes, self._line = starts, stops, nbytes, line
+            self._starts, self._stops, self._line = starts, stops, line
+            self._nbytes, self._first = nbytes, first
             self._wanted = self._shares(ranges)
 
     def _shares(self, ranges: Iterable[Range]) -> dict[int, int]:
@@ -205,6 +213,9 @@ class Ahead:
 
     def fill(self, offset: int, view: memoryview, *, counts: bool = True) -> None:
         """Fill memory with the bytes from `offset`; they count as taken unless they were not announced."""
+        if view and _now.is_here():  # whose lock would keep all others waiting
+            view[:] = self._fetch(offset, offset + len(view))
+            return
         while view:
             piece = self._taken(offset, len(view), counts=counts)
             data = memoryview(piece.wait())[offset - piece.start :][: len(view)]
@@ -216,8 +227,8 @@ class Ahead:
         number = bisect_right(self._starts, offset) - 1
         if number < 0 or offset >= self._stops[number]:
             return None
-        begin = offset - (offset - self._starts[number]) % self._nbytes
-        return begin, min(begin + self._nbytes, self._stops[number])
+        begin = offset - (offset - self._starts[number] - self._first) % self._nbytes
+        return max(begin, self._starts[number]), min(begin + self._nbytes, self._stops[number])
 
     def _taken(self, offset: int, nbytes: int, *, counts: bool) -> Piece:
         """Return the piece of which some bytes are taken now, and have those behind it fetched."""
@@ -269,13 +280,17 @@ def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
     of_source: dict[Source, list[Range]] = defaultdict(list)
     for place in chain.from_iterable(jobs):
         of_source[place.source].append((place.offset, place.offset + place.nbytes))
-    # What is put together from many objects has a piece of each in use, and the next one is on its way.
+    # What is put together from many objects has a piece of each in use, and the next ones of some are on
+    # their way: the ends of pieces are spread, so that not all are needed at once.
     together = max((len({place.source for place in places}) for places in jobs), default=1)
-    nbytes = max(SMALLEST, min(LARGEST, HELD // (2 * together)))
+    nbytes = max(SMALLEST, min(LARGEST, HELD // min(2 * together, together + 2 * UNDER_WAY)))
     line = Line()
     if jobs:
         _lines.add(line)
-    waiting = {source: source.expect(ranges, nbytes, line) for source, ranges in of_source.items()}
+    waiting = {
+        source: source.expect(ranges, nbytes, nbytes * (number % together) // together, line)
+        for number, (source, ranges) in enumerate(of_source.items())
+    }
     for place in chain.from_iterable(jobs):
         line.add(waiting[place.source], place.offset, place.offset + place.nbytes)
 
@@ -291,18 +306,18 @@ def _places(storage: Storage, seen: set[int]) -> list[ByteRange]:
     return [place for place in places if not place.source.is_local]
 
 
-def all_at_once(jobs: Sequence[Callable[[], T]]) -> list[T | Exception]:
-    """Return what some jobs return, or the error of each, having run UNDER_WAY of them at a time."""
-    outcomes: dict[int, T | Exception] = {}
+def begin(job: Callable[[], T]) -> Callable[[], T]:
+    """Have a job run beside others, UNDER_WAY at a time; return what waits for its outcome, and gives it."""
+    outcomes: list[T] = []
 
-    def run(number: int, job: Callable[[], T]) -> bytes:
-        try:
-            outcomes[number] = job()
-        except Exception as error:
-            outcomes[number] = error
+    def run() -> bytes:
+        outcomes.append(job())
         return b""
 
-    pieces = [_now.start(partial(run, number, job), Piece(0, 0)) for number, job in enumerate(jobs)]
-    for piece in pieces:
+    piece = _now.start(run, Piece(0, 0))
+
+    def outcome() -> T:
         piece.wait()
-    return [outcomes[number] for number in range(len(jobs))]
+        return outcomes[0]
+
+    return outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 
@@ -24,6 +24,7 @@ TELLING = (  # what a folder holds that nobody lists
 )
 OF_REPOSITORIES = (".gitattributes", "README.md")  # what a new one holds
 LAST = (".index.json", ".metadata")  # without which a folder's other files are no checkpoint
+WAITING = 24  # objects that are opened before they are asked for, each with up to half a megabyte of it
 SPOOLED = 1 << 30  # bytes of an object that is read from front to back, since its server knows no ranges
 
 
@@ -33,7 +34,8 @@ class Visit:
     def __init__(self) -> None:
         self.stores: dict[tuple[str, ...], Store] = {}
         self.listings: dict[str, list[Entry] | None] = {}
-        self.opened: dict[str, Source | Exception] = {}
+        self.opened: dict[str, Callable[[], Source]] = {}  # what waits for each
+        self.next: dict[str, None] = {}  # to be opened when some of those were handed out
         self.versions: set[str] = set()  # of all files and objects that were opened, as text
 
     def store(self, url: str) -> tuple[Store, str]:
@@ -74,12 +76,18 @@ class Visit:
             return sorted(entry.name for entry in entries)
         urls = {os.path.join(folder, name): name for name in TELLING}
         self.prepare([*urls])
-        found = [self.opened[url] for url in urls]
-        if all(isinstance(each, Exception) for each in found):
-            for error in found:
-                if isinstance(error, Exception) and not isinstance(error, Missing):
-                    raise error
-        return [name for url, name in urls.items() if not isinstance(self.opened[url], Exception)]
+        found, failed = list[str](), list[Exception]()
+        for url, name in urls.items():
+            try:
+                self.begun(url)()
+                found.append(name)
+            except Missing:  # noqa: PERF203
+                pass
+            except Exception as error:  # raised where nothing else is there
+                failed.append(error)
+        if failed and not found:
+            raise failed[0]
+        return found
 
     def entry(self, url: str) -> Entry | None:
         """Return what the listing of its folder says of a name, if that folder was listed."""
@@ -88,21 +96,25 @@ class Visit:
 
     def source(self, url: str) -> Source:
         """Open an object."""
-        if url not in self.opened:
-            self.prepare([url])
-        found = self.opened.pop(url)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        outcome = self.begun(url)
+        del self.opened[url]
+        self.prepare(())
+        return outcome()
 
     def prepare(self, urls: Sequence[str]) -> None:
-        """Ask for the beginnings of several objects at once; `source` hands them out."""
-        from .ahead import all_at_once
+        """Begin to ask for the beginnings of several objects; `source` hands each out when it is there."""
+        self.next |= dict.fromkeys(url for url in urls if url not in self.opened)
+        while self.next and len(self.opened) < WAITING:
+            self.begun(next(iter(self.next)))
 
-        urls = [url for url in dict.fromkeys(urls) if url not in self.opened]
-        for url in urls:
+    def begun(self, url: str) -> Callable[[], Source]:
+        from .ahead import begin
+
+        self.next.pop(url, None)
+        if url not in self.opened:
             self.store(url)  # in this thread: each once
-        self.opened |= zip(urls, all_at_once([partial(self._open, url) for url in urls]), strict=True)
+            self.opened[url] = begin(partial(self._open, url))
+        return self.opened[url]
 
     def _open(self, url: str) -> Source:
         from . import cache
@@ -276,13 +288,14 @@ def exists(path: str) -> bool:
         listed = now.entries(os.path.dirname(path.rstrip("/")))
         if listed is not None:
             return now.entry(path) is not None
-        now.prepare([path])
-        found = now.opened[path]
-        # S3 behind https refuses, to who may not list, what is not there.
-        if isinstance(found, Exception) and not isinstance(found, Missing | Forbidden):
+        try:
+            now.begun(path)()
+        except (Missing, Forbidden):  # S3 behind https refuses, to who may not list, what is not there
+            return False
+        except Exception:
             del now.opened[path]
-            raise found
-        return not isinstance(found, Exception)
+            raise
+        return True
 
 
 def is_file(path: str) -> bool:

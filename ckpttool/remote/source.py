@@ -87,10 +87,10 @@ class RemoteSource(Source):
                 self._keep(self._known)
             self._known, self._keep = {}, None
 
-    def expect(self, ranges: Sequence[tuple[int, int]], nbytes: int, line: Line) -> Ahead:
+    def expect(self, ranges: Sequence[tuple[int, int]], nbytes: int, first: int, line: Line) -> Ahead:
         """Announce what will be read, and return what stands in a line for it."""
         checked_too = [(self._begin_of(begin), end) for begin, end in ranges]
-        self._ahead.expect(ranges, checked_too, nbytes, line)
+        self._ahead.expect(ranges, checked_too, nbytes, first, line)
         return self._ahead
 
     def guard(self, start: int, nbytes: int, before: int, check: Check) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from ..errors import Damaged, Unreadable
 
+Bytes = bytes | memoryview
 Progress = Callable[[int], object]  # called with a number of bytes
 
 
@@ -48,7 +49,7 @@ class Store(Protocol):
         Raises `Missing` where there is no such object, Unreadable where it can't be read.
         """
 
-    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> bytes:
+    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> Bytes:
         """Return bytes of an object. Raises Damaged, by `changed`, if it is no longer the one of `facts`."""
 
     def entries(self, folder: str) -> list[Entry] | None:

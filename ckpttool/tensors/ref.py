@@ -82,7 +82,7 @@ class Source:
     def opened(self) -> None:
         """Note that the checkpoint is open: from now on values are read."""
 
-    def expect(self, ranges: Sequence[tuple[int, int]], nbytes: int, line: Any) -> Any:
+    def expect(self, ranges: Sequence[tuple[int, int]], nbytes: int, first: int, line: Any) -> Any:
         """Announce what will be read, for a source that is slow to ask: a file is not."""
 
     def read(self, offset: int, nbytes: int) -> bytes:

@@ -19,7 +19,7 @@ from ckpttool.analysis.other_contents import OtherRow, describe_optimizer, descr
 from ckpttool.analysis.summary import Summary, summarize
 from ckpttool.analysis.tables import Stats, TensorRow, measure, tensor_rows
 from ckpttool.errors import NoState
-from tests.support.attacks import ATTACKS
+from tests.support.attacks import attacks_of
 from tests.support.crafting import call, dict_of, list_of, name, storage, tensor, text, torch_zip
 from tests.support.saved import opened
 
@@ -146,14 +146,14 @@ def test_a_safetensors_file_has_its_metadata(tmp_path: Path) -> None:
 
 HOSTILE = [
     *("a list that contains itself", "an object that contains itself", "lists doubled 60 times"),
-    *("100,000 lists in lists", "100,000 dicts in dicts", "a number of 100,000 digits"),
+    *("lists in lists", "dicts in dicts", "a number of 100,000 digits"),
     "a number of 100,000 digits as a key",
 ]
 
 
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_hostile_values_are_described_in_bounded_time(attack: str, tmp_path: Path) -> None:
-    ATTACKS[attack](tmp_path / "f")
+    attacks_of()[attack](tmp_path / "f")
     found = summarize(ckpttool.open(tmp_path / "f"))
     assert found.state == "model"
     assert len(found.other) < 500

@@ -79,7 +79,13 @@ def words_of(name: str, output: object) -> list[str]:
 
 
 def test_every_command_is_tried() -> None:
-    of_folders = {"merge", "split", "merge-lora", "prove"}  # which need the files of a training
+    of_folders = {
+        "merge",
+        "split",
+        "merge-lora",
+        "extract-lora",
+        "prove",
+    }  # which need the files of a training
     assert list(ARGUMENTS) == [name for name in group.commands if name not in of_folders]
 
 
@@ -261,11 +267,13 @@ NOT_FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /de
 OUTPUTS = pytest.mark.parametrize("name", WRITERS)
 COMMANDS = pytest.mark.parametrize("name", ARGUMENTS)
 PLAIN_OR_JSON = pytest.mark.parametrize("more", [[], ["--json"]], ids=" ".join)
+SOME = pytest.mark.covered(lambda name, more: more and name not in ("inspect", "convert", "verify", "doctor"))
 HELP = [["--help"], ["--version"], [], ["inspect", "--help"]]
 WRONG = [["inspect", "missing.pt", "--json"], ["inspect", "--json"]]
 
 
 @NOT_FULL
+@SOME
 @PLAIN_OR_JSON
 @COMMANDS
 def test_a_result_that_stdout_has_no_space_for_is_one_line_and_exit_3(
@@ -299,6 +307,7 @@ def test_an_error_whose_object_stdout_has_no_space_for_keeps_its_exit_code(into_
     assert into_a_full_disk(WRONG[1])[0] == 2
 
 
+@SOME
 @PLAIN_OR_JSON
 @COMMANDS
 def test_a_reader_that_has_gone_is_exit_141_without_a_word(

@@ -51,7 +51,12 @@ def prepare(folder: Path, example: str) -> None:
         torch.save(norm, folder / f"rank{rank}.pt")
     del norm["num_batches_tracked"]
     torch.save(norm, folder / "old.pt")
-    for name in ("epoch8.pt", "epoch9.pt"):
+    save_file(state, folder / "base.safetensors")
+    save_file(
+        {key: tensor + torch.rand_like(tensor) * (tensor.dim() > 1) for key, tensor in state.items()},
+        folder / "tuned.safetensors",
+    )
+    for name in ("base.pt", "epoch8.pt", "epoch9.pt"):
         torch.save({"model": state, "epoch": 8}, folder / name)
     layer = next(key.removesuffix(".weight") for key in state)
     rows, columns = state[f"{layer}.weight"].flatten(1).shape
@@ -99,6 +104,7 @@ def test_the_help_of_every_command_ends_in_an_example(name: str, cli: Any) -> No
     assert f"Usage: ckpttool {name}" in ran.out
 
 
+@pytest.mark.usefixtures("forked_replays")
 @pytest.mark.parametrize("example", examples())
 def test_the_example_works_when_pasted(
     example: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

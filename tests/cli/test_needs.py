@@ -46,6 +46,8 @@ add-prefix IN wrapped.safetensors
 strip-prefix wrapped.safetensors plain.pt
 rename-keys IN renamed.safetensors --map fc=head
 average IN IN mean.pt --weights 1,2
+average IN slerp.pt --method slerp --base IN
+average IN ties.pt --method ties --base IN --density 0.5
 convert IN copy.pt
 convert IN copy.safetensors --verify
 convert IN half.safetensors --dtype bf16
@@ -215,6 +217,9 @@ CONVERSIONS = [
     *(("pairs", "--complex join"), ("pairs, transposed", "--complex join")),
 ]
 
+COMBINED = [one for one in CONVERSIONS if ", " in one[0] or (one[0] == "conjugate" and one[1])]
+COMBINED += [("channels last", ""), ("transposed", "--dtype bf16"), ("plain", "--dtype float64")]
+
 SIZE = 96 << 20
 """Bytes of each tensor: half as much again as a command may take, to which Python adds 30 MB."""
 
@@ -230,6 +235,7 @@ def cleared(here: Path) -> Iterator[None]:
         file.unlink()
 
 
+@pytest.mark.covered(lambda state, options: (state, options) in COMBINED)
 @NEEDS_PROC
 @pytest.mark.usefixtures("cleared")
 @pytest.mark.parametrize(("state", "options"), CONVERSIONS)
@@ -256,6 +262,7 @@ def test_a_big_endian_file_takes_less_memory_than_the_tensor(here: Path) -> None
     assert peak("digest", "in.pt") <= MOST
 
 
+@pytest.mark.covered(lambda command: "digest" in command)
 @NEEDS_PROC
 @pytest.mark.parametrize("command", READING)
 def test_a_tensor_expanded_beyond_a_gibibyte_is_read_in_bounded_memory(command: str) -> None:

@@ -154,6 +154,7 @@ def test_the_order_of_an_epoch_never_changes_so_that_old_runs_can_continue():
     assert Plan(samples=10, batch_size=4, seed=7).order(3).tolist() == [8, 6, 3, 4, 7, 1, 9, 0, 2, 5]
 
 
+@pytest.mark.covered(lambda count: count == 200_000)
 @pytest.mark.parametrize("count", [0, 1, 2, 1_999, 2_000, 2_047, 2_048, 2_049, 4_096, 65_537, 200_000])
 def test_the_order_is_that_of_pythons_shuffle(count: int) -> None:
     for epoch in range(3):

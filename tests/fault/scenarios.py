@@ -204,11 +204,17 @@ SCENARIOS = [
     _new("merge dcp out/model.safetensors", "DCP to .safetensors", "prefixed"),
     _new("merge ranks out/model.pt", "files of two ranks to .pt", "prefixed"),
     _new("merge-lora in.pt adapter out/model.pt", ".pt and adapter to .pt", "adapted"),
+    _new("extract-lora in.pt other.pt out/model --rank 1 --others drop", "two .pt to a new adapter"),
     _new("split in.pt out/model/ --ranks 2 --as dtensor --device cpu", ".pt to new files of two ranks"),
     _new("split in.pt out/model/ --ranks 2 --as dcp", ".pt to new DCP", "prefixed"),
     _over("disarm in.pt out/model.pt", ".pt over .pt", "prefixed"),
     _over("slim in.pt out/model.pt", ".pt over .pt", "prefixed"),
     _new("average in.pt other.pt out/model.safetensors", "two .pt to .safetensors", "mean"),
+    _new(
+        "average in.pt out/model.pt --method ties --base other.pt --density 0.5",
+        "two .pt to .pt",
+        command="average --method",
+    ),
     _new(
         "convert-batchnorm in.pt other.pt out/model.pt --counts 4,4 --keep-first *",
         "two .pt to .pt",

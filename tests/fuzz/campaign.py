@@ -19,7 +19,7 @@ from tests.fuzz.judge import Outcome
 from tests.fuzz.mutations import change_one
 from tests.fuzz.seeds import Files, Odd, put, seeds
 from tests.fuzz.worker import Worker
-from tests.support.attacks import ATTACKS
+from tests.support.attacks import attacks_of
 from tests.support.running import ROOT
 
 # Costs are told apart by the size of the file, up to these many bytes
@@ -108,7 +108,7 @@ def kind_of_attack(name: str) -> str:
 
 def attacks(kind: str) -> Iterator[tuple[str, Files]]:
     """Yield files of a format that were made by hand to cost much, by name."""
-    for name, write in ATTACKS.items():
+    for name, write in attacks_of().items():
         if kind_of_attack(name) == kind:
             with tempfile.TemporaryDirectory() as folder:
                 write(Path(folder) / "in")

@@ -33,6 +33,7 @@ from ckpttool.metrics.certificate import recompute
 from ckpttool.proving.proof import prove
 from ckpttool.tensors.ref import ByteRange, Source, TensorRef
 from ckpttool.tensors.values import stream
+from ckpttool.transforms.lora import adapter
 from ckpttool.transforms.renaming import rename_names
 from tests.fuzz.seeds import SECRET
 from tests.support.comparing import assert_same, values
@@ -104,7 +105,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def _use(path: Path, out: Path, outcome: Outcome) -> bool:
-    if os.path.lexists(path / "adapter_config.json"):
+    if any(os.path.lexists(path / name) for name in (adapter.CONFIG, *adapter.OF_DIFFUSERS)):
         return _use_adapter(path, out)
     if os.path.lexists(path / "attempts.json"):
         return _use_run(path)
@@ -136,9 +137,9 @@ def _use(path: Path, out: Path, outcome: Outcome) -> bool:
 
 def _use_adapter(path: Path, out: Path) -> bool:
     with ckpttool.open(path / "base.safetensors") as base:
-        adapter = ckpttool.open_adapter(path)
-        with adapter.checkpoint:
-            merged, _ = ckpttool.merge_lora(base, adapter)
+        opened = ckpttool.open_adapter(path)
+        with opened.checkpoint:
+            merged, _ = ckpttool.merge_lora(base, opened)
             ckpttool.save(merged, out / "out.safetensors", force=True)
             ckpttool.save(merged, out / "out.pt", force=True)
     return True

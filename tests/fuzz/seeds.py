@@ -85,6 +85,18 @@ def _adapter(path: Path) -> None:
     (path / "adapter_config.json").write_text(json.dumps(config))
 
 
+def _kohyas(path: Path) -> None:
+    """Write an adapter under kohya's and diffusers' names, and the model in which its layers are found."""
+    path.mkdir()
+    names = ("mid_block.to_q", "mid_block.conv_in")
+    save_file({f"{name}.weight": torch.ones(4, 6) for name in names}, path / "base.safetensors")
+    held = {"lora_unet_mid_block_to_q.alpha": torch.tensor(1.0)}
+    layers = {"lora_unet_mid_block_to_q.lora_": ("down", "up"), "unet.mid_block.conv_in.lora_": ("A", "B")}
+    for begin, (first, second) in layers.items():
+        held |= {f"{begin}{first}.weight": torch.ones(2, 6), f"{begin}{second}.weight": torch.ones(4, 2)}
+    save_file(held, path / "pytorch_lora_weights.safetensors")
+
+
 def _with_companions(path: Path) -> None:
     """Write a folder as the hub has it: shards, their index, and files that are no checkpoint's."""
     converted(training, to="safetensors-sharded", shard_size=64)(path)
@@ -159,7 +171,7 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "shards, torch": (converted(training, to="torch-sharded", shard_size=64),),
     "DCP": (as_dcp(training), converted(training, to="dcp", full=True)),
     "files of ranks": (_ranks, strided),
-    "LoRA": (_adapter,),
+    "LoRA": (_adapter, _kohyas),
     "folder of the hub": (_with_companions,),
     "predictions": (_predictions, _rows),
     "folder of a run": (_run,),

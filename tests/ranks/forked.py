@@ -225,8 +225,11 @@ class Fork:
 def _live(arguments: list[str], cwd: str, env: dict[str, str], streams: list[int], path: list[str]) -> None:
     """Run a program in a fork of the server."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     subprocess_handler.Popen = Fork  # type: ignore[misc, assignment]
+    # For a log that nobody keeps it looks up lines of source in all modules, which takes most of a second.
+    dynamic_rendezvous.get_method_name = lambda: "no_caller_name"
     global _path
     _path = path
     os.setsid()
@@ -282,7 +285,7 @@ def _run(arguments: list[str], env: Mapping[str, str]) -> int:
     try:
         if how == "-m":
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "'torch.distributed.run' found in sys.modules")
+                warnings.filterwarnings("ignore", "'[a-z.]+' found in sys.modules")
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         elif how == "-c":
             code, sys.argv[0] = sys.argv[0], "-c"

@@ -27,8 +27,10 @@ from typing import Any, NamedTuple
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"]
 PRELOADED += ["torch.distributed.run", "torch.utils.data", "numpy", "safetensors.torch", "ckpttool.cli"]
-"""What the server imports: torch, what the first DDP or DTensor would import in the time of a case, and what
-the command line does."""
+PRELOADED += ["tests.ranks.runs", "train.evaluate", "train.trainer.preflight", "sklearn.datasets"]
+PRELOADED += ["isal.isal_zlib", "numpy.ma", "torch.utils.serialization"]
+"""What the server imports: torch, what the first DDP or DTensor would import in the time of a case, what the
+command line does, the programs of train/, and what they import in each run."""
 
 START_TIMEOUT = 90.0
 SHOWN = 4000

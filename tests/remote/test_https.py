@@ -55,7 +55,7 @@ PASSING = {
     "no status": "the server's answer is not HTTP",
     "many headers": "the server's answer is not HTTP",
     "long header": "the server's answer is not HTTP",
-    "429": "the server answers with status 429",
+    "429": "the server asks to slow down (status 429)",
     "500": "the server answers with status 500",
     "502": "the server answers with status 502",
     "503": "the server answers with status 503",

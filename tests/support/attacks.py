@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import tarfile
 import zipfile
@@ -28,7 +29,6 @@ from tests.support.crafting import (
 DOUBLED = b"]" + b"".join(b"q%c0](h%ch%ce" % (i, i, i) for i in range(60))
 TENSOR = tensor(storage(1), (1,))
 BYTES = {"0": bytes(4)}
-TIMES = 100_000
 
 
 def in_zip(body: bytes) -> Callable[[Path], object]:
@@ -42,10 +42,6 @@ def alone(body: bytes, storages: dict[str, bytes] | None = None, **given: Any) -
 
 def repeating_tuple(times: int) -> bytes:
     return b")q\x00" + b"".join(b"0h%ch%c\x86q%c" % (i, i, i + 1) for i in range(times))
-
-
-def many_marks(path: Path) -> None:
-    torch_zip(path, b"(" * TIMES)
 
 
 def long_key_deep(path: Path) -> None:
@@ -79,10 +75,10 @@ def doubled_modules(path: Path) -> None:
     torch_zip(path, body, BYTES)
 
 
-def nested_modules(path: Path) -> None:
+def nested_modules(times: int) -> Callable[[Path], object]:
     parts = (text(part) + b"}" for part in ("_parameters", "_buffers", "_modules"))
-    body = (name("m", "Net") + b")\x81}(" + b"".join(parts) + text("x")) * 20_000
-    torch_zip(path, body + b"N" + b"sub" * 20_000, BYTES)
+    body = (name("m", "Net") + b")\x81}(" + b"".join(parts) + text("x")) * times
+    return alone(body + b"N" + b"sub" * times, BYTES)
 
 
 def tar(
@@ -98,92 +94,99 @@ def tar(
     return write
 
 
-ATTACKS: dict[str, Callable[[Path], object]] = {
-    "a memo index of 2^31": in_zip(b"Nr\xff\xff\xff\x7f"),
-    "a list that contains itself": in_zip(b"]q\x00h\x00a"),
-    "a dict that contains itself": in_zip(b"}q\x00" + text("x") + b"h\x00s"),
-    "an object that contains itself": in_zip(call(name("m", "C")) + b"q\x00}" + text("x") + b"h\x00sb"),
-    "lists doubled 60 times": in_zip(DOUBLED),
-    "lists doubled 60 times, in the tree's place": alone(DOUBLED),
-    "a tuple that repeats itself": in_zip(repeating_tuple(60)),
-    "a tuple that repeats itself, as a key": in_zip(b"}" + repeating_tuple(60) + b"Ns"),
-    "100,000 lists in lists": in_zip(b"]" * TIMES + b"a" * (TIMES - 1)),
-    "100,000 tuples in tuples": in_zip(b")" + b"\x85" * TIMES),
-    "100,000 dicts in dicts": in_zip((b"}" + text("k")) * TIMES + b"N" + b"s" * TIMES),
-    "100,000 calls in calls": in_zip(name("m", "f") + b"q\x00" + b"h\x00" * TIMES + b"N" + b"\x85R" * TIMES),
-    "100,000 states in states": in_zip(call(name("m", "f")) * TIMES + b"b" * (TIMES - 1)),
-    "100,000 groups": many_marks,
-    "100,000 keys of equal hash": in_zip(
-        b"}(" + b"".join(number((2**61 - 1) * i << 8) + b"N" for i in range(1, TIMES)) + b"u"
-    ),
-    "a number of 100,000 digits": in_zip(number(10**100_000)),
-    "a number of 100,000 digits as a key": in_zip(b"}" + number(10**100_000) + b"Ns"),
-    "a number of 100,000 digits as a size": in_zip(tensor(storage(10**100_000))),
-    "keys that steer the terminal": in_zip(b"}" + text("\x1b]0;x\x07\x1b[2J\ud800\u202e") + TENSOR + b"s"),
-    "keys with dots and slashes": in_zip(
-        dict_of({"../../etc/passwd": TENSOR, "a.b": TENSOR, "": TENSOR, "a/b": TENSOR})
-    ),
-    "a long key at every level": long_key_deep,
-    "a class name of 100,000 letters": in_zip(call(name("m" * TIMES, "C"))),
-    "a key of 140,000 prefixes": in_zip(dict_of({"module." * 140_000: TENSOR})),
-    "a doubled list for a storage": in_zip(DOUBLED + b"Q"),
-    "a doubled list for a size": in_zip(tensor(storage(1)).replace(tuple_of(number(4)), DOUBLED)),
-    "a doubled list for a call": in_zip(DOUBLED + b")R"),
-    "a doubled list for arguments": in_zip(name("m", "C") + DOUBLED + b"R"),
-    "an object of doubled lists as a key": in_zip(b"}" + call(name("m", "C"), DOUBLED) + b"Ns"),
-    "a shape that many tensors refer to": shared_shape,
-    "a giant of stride 0": alone(dict_of({"a": tensor(storage(1), (1 << 50,), (0,))}), BYTES),
-    "a storage past the end": alone(dict_of({"a": tensor(storage(1 << 40), (1,))}), BYTES),
-    "a storage of negative size": alone(dict_of({"a": tensor(storage(-1), (1,))}), BYTES),
-    "a storage of 2^63 elements": alone(dict_of({"a": tensor(storage(2**63), (1,))}), BYTES),
-    "sizes that overflow": alone(dict_of({"a": tensor(storage(1), (2**62, 4), (0, 0))}), BYTES),
-    "a pickle that compresses well": alone(text("x" * 50_000_000), compression=zipfile.ZIP_DEFLATED),
-    "a thousand copies of a list": in_zip(
-        b"("
-        + list_of(*(b"M%bN\x86" % i.to_bytes(2, "little") for i in range(9999)))
-        + b"q\x00"
-        + name("collections", "OrderedDict")
-        + b"q\x01"
-        + b"0h\x01h\x00\x85R" * 9999
-        + b"l"
-    ),
-    "modules doubled 60 times": doubled_modules,
-    "20,000 modules in modules": nested_modules,
-    "a module that contains itself": alone(
-        name("m", "Net")
-        + b")\x81q\x00"
-        + dict_of({"_parameters": b"}", "_buffers": b"}", "_modules": dict_of({"x": b"h\x00"})})
-        + b"b"
-    ),
-    "a module with an object of doubled lists for a name": alone(
-        module(b"}" + call(name("m", "C"), DOUBLED) + TENSOR + b"s"), BYTES
-    ),
-    "a module with a large number for a name": alone(
-        module(b"}" + number(10**10_000) + TENSOR + b"s"), BYTES
-    ),
-    "tar: a doubled list for a count": tar(program(DOUBLED)),
-    "tar: a doubled list for a key": tar(
-        program(b"K\x01")
-        + program(b"(" + DOUBLED + text("cpu") + name("torch", "FloatStorage") + b"t")
-        + bytes(8)
-    ),
-    "tar: a doubled list for a class": tar(
-        program(b"K\x01") + program(b"(K\x01" + text("cpu") + DOUBLED + b"t") + bytes(8)
-    ),
-    "tar: a large number for a count": tar(program(number(10**10_000))),
-    "tar: a doubled list for an identity": tar(
-        program(b"K\x00") + program(b"]"), tree=program(DOUBLED + b"Q")
-    ),
-    "legacy: a storage of 2^60 bytes": lambda path: torch_legacy(
-        path, dict_of({"a": tensor(storage(2**58), (1,))}), {"0": (2**58, b"abcd")}
-    ),
-    "legacy: a list of keys without end": lambda path: torch_legacy(path, b"}", keys=["k"] * TIMES),
-    "safetensors: a hundred thousand axes": lambda path: safetensors_file(
-        path, {"a": {"dtype": "U8", "shape": [2**62] * TIMES, "data_offsets": [0, 0]}}
-    ),
-    "safetensors: nested": lambda path: safetensors_file(path, b'{"a":' + b"[" * TIMES + b"]" * TIMES + b"}"),
-    "safetensors: a header of 2^63 bytes": lambda path: safetensors_file(path, b"{}", size=2**63),
-    "safetensors: a number of 100,000 digits": lambda path: safetensors_file(
-        path, b'{"a":{"dtype":"U8","shape":[' + b"9" * TIMES + b'],"data_offsets":[0,0]}}'
-    ),
-}
+@functools.cache
+def attacks_of(times: int = 100_000) -> dict[str, Callable[[Path], object]]:
+    """Return what writes each attack, in which what is nested or repeated is so this many times."""
+    return {
+        "a memo index of 2^31": in_zip(b"Nr\xff\xff\xff\x7f"),
+        "a list that contains itself": in_zip(b"]q\x00h\x00a"),
+        "a dict that contains itself": in_zip(b"}q\x00" + text("x") + b"h\x00s"),
+        "an object that contains itself": in_zip(call(name("m", "C")) + b"q\x00}" + text("x") + b"h\x00sb"),
+        "lists doubled 60 times": in_zip(DOUBLED),
+        "lists doubled 60 times, in the tree's place": alone(DOUBLED),
+        "a tuple that repeats itself": in_zip(repeating_tuple(60)),
+        "a tuple that repeats itself, as a key": in_zip(b"}" + repeating_tuple(60) + b"Ns"),
+        "lists in lists": in_zip(b"]" * times + b"a" * (times - 1)),
+        "tuples in tuples": in_zip(b")" + b"\x85" * times),
+        "dicts in dicts": in_zip((b"}" + text("k")) * times + b"N" + b"s" * times),
+        "calls in calls": in_zip(name("m", "f") + b"q\x00" + b"h\x00" * times + b"N" + b"\x85R" * times),
+        "states in states": in_zip(call(name("m", "f")) * times + b"b" * (times - 1)),
+        "groups": alone(b"(" * times),
+        "keys of equal hash": in_zip(
+            b"}(" + b"".join(number((2**61 - 1) * i << 8) + b"N" for i in range(1, times)) + b"u"
+        ),
+        "a number of 100,000 digits": in_zip(number(10**100_000)),
+        "a number of 100,000 digits as a key": in_zip(b"}" + number(10**100_000) + b"Ns"),
+        "a number of 100,000 digits as a size": in_zip(tensor(storage(10**100_000))),
+        "keys that steer the terminal": in_zip(
+            b"}" + text("\x1b]0;x\x07\x1b[2J\ud800\u202e") + TENSOR + b"s"
+        ),
+        "keys with dots and slashes": in_zip(
+            dict_of({"../../etc/passwd": TENSOR, "a.b": TENSOR, "": TENSOR, "a/b": TENSOR})
+        ),
+        "a long key at every level": long_key_deep,
+        "a long class name": in_zip(call(name("m" * times, "C"))),
+        "a key of 140,000 prefixes": in_zip(dict_of({"module." * 140_000: TENSOR})),
+        "a doubled list for a storage": in_zip(DOUBLED + b"Q"),
+        "a doubled list for a size": in_zip(tensor(storage(1)).replace(tuple_of(number(4)), DOUBLED)),
+        "a doubled list for a call": in_zip(DOUBLED + b")R"),
+        "a doubled list for arguments": in_zip(name("m", "C") + DOUBLED + b"R"),
+        "an object of doubled lists as a key": in_zip(b"}" + call(name("m", "C"), DOUBLED) + b"Ns"),
+        "a shape that many tensors refer to": shared_shape,
+        "a giant of stride 0": alone(dict_of({"a": tensor(storage(1), (1 << 50,), (0,))}), BYTES),
+        "a storage past the end": alone(dict_of({"a": tensor(storage(1 << 40), (1,))}), BYTES),
+        "a storage of negative size": alone(dict_of({"a": tensor(storage(-1), (1,))}), BYTES),
+        "a storage of 2^63 elements": alone(dict_of({"a": tensor(storage(2**63), (1,))}), BYTES),
+        "sizes that overflow": alone(dict_of({"a": tensor(storage(1), (2**62, 4), (0, 0))}), BYTES),
+        "a pickle that compresses well": alone(text("x" * 50_000_000), compression=zipfile.ZIP_DEFLATED),
+        "a thousand copies of a list": in_zip(
+            b"("
+            + list_of(*(b"M%bN\x86" % i.to_bytes(2, "little") for i in range(9999)))
+            + b"q\x00"
+            + name("collections", "OrderedDict")
+            + b"q\x01"
+            + b"0h\x01h\x00\x85R" * 9999
+            + b"l"
+        ),
+        "modules doubled 60 times": doubled_modules,
+        "modules in modules": nested_modules(times // 5),
+        "a module that contains itself": alone(
+            name("m", "Net")
+            + b")\x81q\x00"
+            + dict_of({"_parameters": b"}", "_buffers": b"}", "_modules": dict_of({"x": b"h\x00"})})
+            + b"b"
+        ),
+        "a module with an object of doubled lists for a name": alone(
+            module(b"}" + call(name("m", "C"), DOUBLED) + TENSOR + b"s"), BYTES
+        ),
+        "a module with a large number for a name": alone(
+            module(b"}" + number(10**10_000) + TENSOR + b"s"), BYTES
+        ),
+        "tar: a doubled list for a count": tar(program(DOUBLED)),
+        "tar: a doubled list for a key": tar(
+            program(b"K\x01")
+            + program(b"(" + DOUBLED + text("cpu") + name("torch", "FloatStorage") + b"t")
+            + bytes(8)
+        ),
+        "tar: a doubled list for a class": tar(
+            program(b"K\x01") + program(b"(K\x01" + text("cpu") + DOUBLED + b"t") + bytes(8)
+        ),
+        "tar: a large number for a count": tar(program(number(10**10_000))),
+        "tar: a doubled list for an identity": tar(
+            program(b"K\x00") + program(b"]"), tree=program(DOUBLED + b"Q")
+        ),
+        "legacy: a storage of 2^60 bytes": lambda path: torch_legacy(
+            path, dict_of({"a": tensor(storage(2**58), (1,))}), {"0": (2**58, b"abcd")}
+        ),
+        "legacy: a list of keys without end": lambda path: torch_legacy(path, b"}", keys=["k"] * times),
+        "safetensors: many axes": lambda path: safetensors_file(
+            path, {"a": {"dtype": "U8", "shape": [2**62] * times, "data_offsets": [0, 0]}}
+        ),
+        "safetensors: nested": lambda path: safetensors_file(
+            path, b'{"a":' + b"[" * times + b"]" * times + b"}"
+        ),
+        "safetensors: a header of 2^63 bytes": lambda path: safetensors_file(path, b"{}", size=2**63),
+        "safetensors: a number of 100,000 digits": lambda path: safetensors_file(
+            path, b'{"a":{"dtype":"U8","shape":[' + b"9" * times + b'],"data_offsets":[0,0]}}'
+        ),
+    }

@@ -54,7 +54,9 @@ class _Pair:
             assert repr(a) == repr(b), f"{where}: {a!r} became {b!r}"  # tells -0.0, takes NaN for NaN
         elif isinstance(a, type | FunctionType | BuiltinFunctionType):
             assert a is b, where
-        elif isinstance(a, dict | list | tuple | set | frozenset) or hasattr(a, "__dict__"):
+        elif isinstance(a, frozenset):  # equal ones are one object or two, as Python likes
+            assert a == b, where
+        elif isinstance(a, dict | list | tuple | set) or hasattr(a, "__dict__"):
             if not self.met("object", id(a), id(b), where):
                 self.kept += [a, b]
                 self.containers(a, b, where)
@@ -80,7 +82,7 @@ class _Pair:
             assert len(a) == len(b), where
             for index, (x, y) in enumerate(zip(a, b, strict=True)):
                 self.compare(x, y, f"{where}.{index}")
-        elif isinstance(a, set | frozenset):
+        elif isinstance(a, set):
             assert a == b, where
         if hasattr(a, "__dict__"):
             self.compare(dict(a.__dict__), dict(b.__dict__), f"{where}.__dict__")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from ckpttool.errors import CkptToolError, Damaged, FileError, UsageFault
 from ckpttool.formats import Saved
 from ckpttool.metrics import predictions
 from ckpttool.transforms.disarm import Disarmed, disarm
-from tests.support.crafting import safetensors_file
 
 
 def prefixed(state: Any, prefix: str) -> Any:
@@ -83,13 +81,3 @@ def refused(
     del refusal
     assert isinstance(fault, FileError | UsageFault)
     return fault
-
-
-def shards_of(value: float, folder: Path) -> None:
-    """Write `folder/out`, three shards of one tensor each, all of whose values are `value`."""
-    entry = {"dtype": "F32", "shape": [100]}
-    places = zip("abc", (0, 400, 800), strict=True)
-    header = {name: {**entry, "data_offsets": [at, at + 400]} for name, at in places}
-    made = safetensors_file(folder / "in.safetensors", header, struct.pack("<300f", *[value] * 300))
-    given: dict[str, Any] = {"to": "safetensors-sharded", "shard_size": 400, "force": True}
-    ckpttool.save(ckpttool.open(made), folder / "out", **given)

@@ -43,12 +43,17 @@ ALSO_RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+COVERED = ["adam", "Adagrad", "bf16, clipped, averaged, accumulated", "divided, clipped"]
+COVERED += ["synchronised, shares", "pooled, shares"]
+
+
 def perceptron() -> nn.Module:
     """Return a network that is compiled within seconds, with random numbers and buffers."""
     hidden = nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3)
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
 
 
+@pytest.mark.covered(lambda option: option in COVERED)
 @pytest.mark.parametrize("option", [*OPTIONS, *ALSO_RESUMED])
 def test_a_resumed_run_equals_the_straight_one_bit_for_bit(run_ranks, tmp_path, option):
     """From the middle of an epoch, and from its end."""

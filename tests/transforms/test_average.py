@@ -231,7 +231,7 @@ def test_files_of_other_formats_are_averaged_together(tmp_path: Path) -> None:
 
 def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Mock(wraps=mean)
-    monkeypatch.setattr(import_module("ckpttool.transforms.average"), "mean", counted)
+    monkeypatch.setattr(import_module("ckpttool.transforms.mean_tensors"), "mean", counted)
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
     files = [
         {f"{i}": torch.full((i % 5, 3), i % 100 + 2.0 * turn, dtype=dtypes[i % 4]) for i in range(2000)}
@@ -254,7 +254,7 @@ def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: p
 
 
 def test_means_do_not_depend_on_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("ckpttool.transforms.average")
+    module = import_module("ckpttool.transforms.mean_tensors")
     generator = torch.Generator().manual_seed(3)
     for turn in range(3):
         state = {f"{i}": torch.randn(i % 7, generator=generator) * 10.0 ** (i % 30) for i in range(200)}

@@ -121,15 +121,11 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
 
 
 def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
-    from ...transforms.mapping.applying import apply
-    from ...transforms.mapping.builtin import rules_of
-    from ...transforms.mapping.config import config_of
+    from ...transforms.mapping.applying import apply_map
 
-    rules = rules_of(changes["map_"])
-    rules = rules.inverse() if changes["inverse"] else rules
-    config = config_of(checkpoint, changes["config"])
-    optimizers = target.place.holds_all
-    checkpoint, mapped = apply(checkpoint, rules, config=config, state=target.state, optimizers=optimizers)
+    given = {"inverse": changes["inverse"], "config": changes["config"], "state": target.state}
+    optimizers = target.place.holds_all  # what is left out need not follow
+    checkpoint, mapped = apply_map(checkpoint, changes["map_"], optimizers=optimizers, **given)
     outcome.renamed = {old: new for old, new in mapped.renaming.items() if old != new}
     outcome.left_out += mapped.dropped
     outcome.result = mapped

@@ -1,8 +1,8 @@
-"""The commands of what one trains on with: `average`, `merge-lora` and `optimizer`."""
+"""The commands of what one trains on with: `average` and `optimizer`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,18 +29,49 @@ def _numbers(text: str) -> list[float]:
 @click.command("average")
 @options.inputs_and_output
 @options.option("--weights W,W,…", "The weight of each INPUT; equal if not given.", type=_numbers)
+@options.option(
+    "--method NAME",
+    "linear, the mean; slerp; or what the INPUTs learnt, added to --base: task, ties, dare.",
+    type=click.Choice(("linear", "slerp", "task", "ties", "dare")),
+    default="linear",
+    show_default=True,
+)
+@options.option(
+    "--base BASE",
+    "The model that the INPUTs were trained from; with slerp, the one that it starts at.",
+    type=click.Path(),
+    callback=options.note_base,
+)
+@options.option(
+    "--t T", "How far slerp goes from the first to the second, 0 to 1.  [default: 0.5]", type=float
+)
+@options.option(
+    "--lambda X", "task, ties, dare: the sum is multiplied by it.  [default: 1]", "scale", type=float
+)
+@options.option(
+    "--density D",
+    "ties, dare: the part of what an INPUT learnt that is kept, 0 to 1.  [default: 1]",
+    type=float,
+)
+@options.option("--seed N", "dare: of the random choice of that part.  [default: 0]", type=int)
 @options.writing_options
-def average(job: Job, weights: list[float] | None) -> None:
+def average(job: Job, weights: list[float] | None, method: str, **settings: Any) -> None:
     """Write the mean of several checkpoints of one model: only its state, every number rounded once.
 
     Means are computed with twice the precision of float64, whatever the dtype. Integers and booleans, such as
     BatchNorm's counters, are never averaged: where the files differ, those of the last INPUT are taken.
     Names, dtypes and shapes must be the same in all. Tied tensors stay tied.
 
+    The other methods are those of mergekit: slerp goes from one model to another on a sphere, tensor by
+    tensor; task adds the weighted sum of what each INPUT learnt, INPUT - BASE, to BASE; ties first keeps the
+    largest part (--density) of each tensor, and of what is left only the sign that prevails; dare keeps a
+    random part, the same for the same --seed. They compute in float64.
+
     \b
     Examples:
       ckpttool average epoch8.pt epoch9.pt mean.safetensors
       ckpttool average epoch8.pt epoch9.pt mean.pt --weights 1,3
+      ckpttool average epoch8.pt epoch9.pt ties.pt --method ties --base base.pt --density 0.2
     """
     from dataclasses import replace
 
@@ -52,9 +83,15 @@ def average(job: Job, weights: list[float] | None) -> None:
 
     def transform(last: Checkpoint, target: Target) -> Change:
         files = [*map(formats.open, others), last]
-        new, averaged = transforms.average(files, weights=weights, state=target.state)
-        done = f"averaged {counted(len(averaged.averaged), 'tensor')} of {averaged.files} files"
-        outcome = Outcome(done, left_out=last.outside(last.state(target.state)), where="", result=averaged)
+        new, averaged = transforms.average(
+            files, weights=weights, state=target.state, method=method, **settings
+        )
+        did, how = ("averaged", "") if method == "linear" else ("merged", f" by {method}")
+        done = f"{did} {counted(len(averaged.averaged), 'tensor')} of {counted(averaged.files, 'file')}{how}"
+        rest = last.outside(last.state(target.state))
+        outcome = Outcome(done, left_out=rest, where="", result=averaged)
+        if method != "linear":
+            outcome.casting = averaged.casting
         if averaged.taken:
             names = job.console.names(averaged.taken)
             outcome.notes.append(f"integers that differ, taken from {last_path}: {names}")
@@ -67,39 +104,6 @@ def average(job: Job, weights: list[float] | None) -> None:
         return new, outcome
 
     rewrite(replace(job, input=last_path), transform)
-
-
-@click.command("merge-lora")
-@click.argument("input", metavar="BASE", type=click.Path(), callback=options.note_inputs)
-@click.argument("adapter", metavar="ADAPTER", type=click.Path())
-@options.output_argument
-@options.writing_options
-def merge_lora(job: Job, adapter: str) -> None:
-    """Add a LoRA adapter to its base model, as PEFT's merge_and_unload does.
-
-    BASE is the model's file or folder of shards, ADAPTER the folder that PEFT wrote. Each value is computed
-    in float64 and rounded once to the weight's own type, a few rows at a time; tensors that ADAPTER holds
-    whole take that of the model's, too. A layer tied to a module that ADAPTER holds whole keeps BASE's values
-    and is written apart, so config.json must then say "tie_word_embeddings": false. DoRA and other kinds that
-    do more than add a product are refused by name.
-
-    \b
-    Example:
-      ckpttool merge-lora model.safetensors adapter merged.safetensors
-    """
-    from ...transforms.lora import merge
-    from ...transforms.lora.adapter import open_adapter
-
-    opened = open_adapter(adapter)
-
-    def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        new, merged = merge.merge_lora(checkpoint, opened, state=target.state)
-        done = f"added {counted(len(merged.updated), 'update')} of {adapter}"
-        settings = {"tie_word_embeddings": False} if merged.untied else {}
-        return new, Outcome(done, casting=merged.casting, settings=settings, result=merged)
-
-    with opened.checkpoint:
-        rewrite(job, transform)
 
 
 @click.command("optimizer")

@@ -259,6 +259,7 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
             unknown = Unreadable(path, "is not a file that torch or safetensors wrote", hint=hint)
             raise known(source) or unknown
         files.append(with_pieces(reader.read(source)))
+        source.opened()
     return files
 
 

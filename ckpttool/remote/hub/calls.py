@@ -1,4 +1,4 @@
-"""Calls of huggingface_hub: silent, in bounded time, their requests counted, their errors made ours."""
+"""Uploads by huggingface_hub: silent, in bounded time, their requests counted, their errors made ours."""
 
 from __future__ import annotations
 
@@ -10,40 +10,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait as waited
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import CkptToolError, Unreadable
 from ..patience import Patience
-from ..store import TRAFFIC, Missing
+from ..store import TRAFFIC
 from ..waiting import started
 from ..web.transport import PASSING
+from .api import About, offline, refused
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 AGENT = "ckpttool"  # by which our requests are known among all that go through the library's session
-SIGN_IN = "if it is private, sign in: `hf auth login`, or set HF_TOKEN"
-WEIGHTS = re.compile(r"(.+)/(.+\.(?:safetensors|bin|pt|pth|ckpt|gguf|json))")
 SECRETS = re.compile(r"\?\S*|\bhf_\w+|Bearer \S+")
 LONGEST = 10  # times the patience for a byte that an answer may take
 
 T = TypeVar("T")
-
-
-class About(NamedTuple):
-    """What a call is about, for its errors."""
-
-    url: str
-    page: str  # the repository's, for people
-    name: str
-    kind: str
-    revision: str | None
-    absent: str = SIGN_IN  # the hint where there is no such repository
-
-    @property
-    def argument(self) -> str:
-        """The repository as the library's own commands take it."""
-        return self.name if self.kind == "model" else f"{self.name} --repo-type {self.kind}"
 
 
 def client() -> HfApi:
@@ -112,38 +95,6 @@ def _judged(about: About, error: BaseException, reconnects: bool) -> tuple[CkptT
         failure = Unreadable(about.url, f"the hub can't be reached: {why}", hint=hint)
         return failure, reconnects and not lasting, None
     return Unreadable(about.url, f"the hub's answer is not understood: {why}"), False, None
-
-
-def refused(about: About, status: int, headers: Any) -> CkptToolError:
-    """Return the error for an answer of the hub that refuses, by its status and headers."""
-    url, code = about.url, headers.get("X-Error-Code", "")
-    if code == "RevisionNotFound":
-        hint = f"its branches and tags are on {about.page}/tree/main"
-        return Missing(url, f"the repository has no revision '{about.revision or 'main'}'", hint=hint)
-    if code == "GatedRepo":
-        hint = f"accept its conditions on {about.page}, then `hf auth login`, or set HF_TOKEN"
-        return Unreadable(url, "the repository is gated, and this account has no access", hint=hint)
-    if code == "EntryNotFound":
-        return Missing(url, "no such file in the repository")
-    if status == 401 and "credentials" in headers.get("X-Error-Message", ""):
-        return Unreadable(url, "the hub refuses the token", hint="`hf auth login`, or set another HF_TOKEN")
-    if code == "RepoNotFound" or status in (401, 404):
-        lone, hint = WEIGHTS.fullmatch(about.name), about.absent
-        if lone:
-            hint = f"a repository without an owner is written hf://{lone[1]}@main/{lone[2]}"
-        return Missing(url, "no such repository, or a private one", hint=hint)
-    if status == 403:
-        return Unreadable(url, "access is refused (status 403)", hint="use a token that allows it")
-    if status == 429:
-        hint = "wait some minutes; who signs in may ask more: `hf auth login`, or set HF_TOKEN"
-        return Unreadable(url, "the hub asks to slow down (status 429)", hint=hint)
-    return Unreadable(url, f"the hub answers with status {status}")
-
-
-def offline(about: About) -> Unreadable:
-    """Return the error for a repository that is not in the hub's cache while nothing may be asked."""
-    hint = f"unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download {about.argument}"
-    return Unreadable(about.url, "is not asked for while offline, and not in the hub's cache", hint=hint)
 
 
 _lock = threading.Lock()

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 from ...errors import Damaged, OutputExists, Refused, UsageFault
 from ..patience import Patience
 from ..store import Facts, Progress
-from .calls import About, call, client
+from ..web.transport import Transport
+from .api import About
+from .calls import call, client
 from .tree import SHA, Commit, look
 
 if TYPE_CHECKING:
@@ -24,7 +26,9 @@ T = TypeVar("T")
 class Upload:
     """Local files on their way to a branch of a repository."""
 
-    def __init__(self, about: About, files: Mapping[str, str], patience: Patience) -> None:
+    def __init__(
+        self, about: About, files: Mapping[str, str], patience: Patience, transport: Transport
+    ) -> None:
         """Look at the files: path in the repository -> local path."""
         from huggingface_hub import CommitOperationAdd
 
@@ -33,7 +37,7 @@ class Upload:
         absent = (
             f"make it first: `hf repos create {about.argument}`, signed in by `hf auth login` or HF_TOKEN"
         )
-        self._about, self._patience = about._replace(absent=absent), patience
+        self._about, self._patience, self._transport = about._replace(absent=absent), patience, transport
         self._paths = {key: os.path.abspath(path) for key, path in files.items()}
         try:
             self._additions = [CommitOperationAdd(key, path) for key, path in self._paths.items()]
@@ -65,7 +69,7 @@ class Upload:
         return call(self._about, do, self._patience, reconnects=False)
 
     def _look(self, revision: str | None) -> Commit:
-        return look(self._about, revision, self._patience)
+        return look(self._about, revision, self._transport)
 
     def _head(self, replace: bool) -> Commit:
         """Return the branch's newest commit, which has none of the files, if they are not to be replaced."""

@@ -8,14 +8,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from ...errors import Unreadable
 from ..patience import Patience
-from ..store import Entry, Facts, Missing, Progress, changed
+from ..store import Bytes, Entry, Facts, Missing, Progress, changed
 from ..web.transport import Response, Transport
-from .calls import About, client, offline, quiet, refused
-from .commits import Upload
+from .api import About, authorization, endpoint, is_offline, offline, refused
 from .tree import Commit, look
 
 KINDS = {"models/": "model", "datasets/": "dataset", "spaces/": "space"}
@@ -44,24 +43,19 @@ def split(rest: str) -> Location:
     `/` is written %2F, except in refs/pr/N and refs/convert/NAME. Raises Unreadable for anything else.
     """
     match = PLACE.fullmatch(rest)
-    if match is None:
+    if match is None or re.search(r"--|\.\.", match[2]):
         hint = "for example: hf://OWNER/REPO, hf://OWNER/REPO@REVISION/FILE, hf://datasets/OWNER/REPO/FILE"
         raise Unreadable(f"hf://{rest}", "names no repository", hint=hint)
     prefix, repo, revision, path = match.groups()
     return Location(KINDS[prefix or "models/"], repo, revision and unquote(revision), path or "")
 
 
-def is_offline() -> bool:
-    """Return whether the user's settings forbid to ask the hub (HF_HUB_OFFLINE)."""
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_OFFLINE
-
-
 def cached(place: Location) -> str | None:
     """Return the local path of a file, folder or repository in the hub's own cache, or None. Asks nothing."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    from .calls import quiet
 
     path, kind, revision = place.path.strip("/"), place.kind, place.revision
     if ".." in path.split("/"):
@@ -132,9 +126,9 @@ class Repository:
         facts = self._facts(key)
         data = self._bytes(key, facts, 0, min(nbytes, facts.size))
         place = self._places.get(key)
-        return data, facts._replace(is_ranged=place is None or place.facts.is_ranged)
+        return bytes(data), facts._replace(is_ranged=place is None or place.facts.is_ranged)
 
-    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> bytes:
+    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> Bytes:
         """Return bytes of a file. Raises Damaged, by `changed`, where the pinned commit has another one."""
         known = self._facts(key)
         if (known.size, known.identity) != (facts.size, facts.identity):
@@ -152,15 +146,17 @@ class Repository:
         it is sent. Without `replace` a file that is there raises OutputExists, one that comes in between too.
         Afterwards the commit's own sizes and hashes are compared with the local ones.
         """
+        from .commits import Upload
+
         self._check_online()
-        upload = Upload(self._about(""), files, self._patience)
+        upload = Upload(self._about(""), files, self._patience, self._transport)
         commit = upload.commit(replace=replace, progress=progress)
         with self._lock:
             self._pinned = commit
             self._places.clear()
 
     def _about(self, key: str) -> About:
-        page = f"{client().endpoint}/{PREFIXES[self.kind]}{self.name}"
+        page = f"{endpoint()}/{PREFIXES[self.kind]}{self.name}"
         return About(self.shown(key), page, self.name, self.kind, self.revision)
 
     def _check_online(self) -> None:
@@ -172,7 +168,7 @@ class Repository:
         with self._lock:
             if self._pinned is None:
                 self._check_online()
-                self._pinned = look(self._about(""), self.revision, self._patience)
+                self._pinned = look(self._about(""), self.revision, self._transport)
             return self._pinned
 
     def _facts(self, key: str) -> Facts:
@@ -184,7 +180,7 @@ class Repository:
             raise Missing(self.shown(key), "no such file in the repository", hint=hint)
         return facts
 
-    def _bytes(self, key: str, facts: Facts, start: int, stop: int) -> bytes:
+    def _bytes(self, key: str, facts: Facts, start: int, stop: int) -> Bytes:
         """Return bytes of a file from where they were found last, or ask the hub where they are."""
         if start >= stop:
             return b""
@@ -203,16 +199,14 @@ class Repository:
         return self._get(key, newer, start, stop).checked(self.shown(key)).body
 
     def _get(self, key: str, place: _Place, start: int, stop: int) -> Response:
-        shown, headers = self.shown(key), self._headers() if self._is_hubs(place.url) else None
+        shown, headers = self.shown(key), authorization() if self._is_hubs(place.url) else None
         return self._transport.get(place.url, start, stop, shown=shown, headers=headers, expected=place.facts)
 
-    def _resolved(self, key: str, facts: Facts, start: int, stop: int) -> bytes:
+    def _resolved(self, key: str, facts: Facts, start: int, stop: int) -> Bytes:
         """Return bytes of a file by way of the hub, and remember where it led."""
-        from huggingface_hub import hf_hub_url
-
-        shown, kind, commit = self.shown(key), self.kind, self._commit()
-        url = hf_hub_url(commit.name, key, repo_type=kind, revision=commit.sha, endpoint=client().endpoint)
-        size, headers = Facts(facts.size) if start else None, self._headers()
+        shown, commit = self.shown(key), self._commit()
+        url = f"{endpoint()}/{PREFIXES[self.kind]}{commit.name}/resolve/{commit.sha}/{quote(key)}"
+        size, headers = Facts(facts.size) if start else None, authorization()
         response = self._transport.get(url, start, stop, shown=shown, headers=headers, expected=size)
         if response.facts is None and self._is_hubs(response.url):
             if response.headers.get("X-Error-Code") in ("RevisionNotFound", "EntryNotFound"):
@@ -227,15 +221,7 @@ class Repository:
 
     def _is_hubs(self, url: str) -> bool:
         """Return whether a URL is of the hub itself, which alone gets the token."""
-        return urlsplit(url)[:2] == urlsplit(client().endpoint)[:2]
-
-    def _headers(self) -> dict[str, str]:
-        """Return the token's header, if there is a token."""
-        from huggingface_hub.utils import build_hf_headers
-
-        with quiet():
-            headers = build_hf_headers()
-        return {name: text for name, text in headers.items() if name.lower() == "authorization"}
+        return urlsplit(url)[:2] == urlsplit(endpoint())[:2]
 
 
 def _hash_of(answers: tuple[Mapping[str, str], ...]) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
+from urllib.parse import quote
 
-from ..patience import Patience
 from ..store import Facts
-from .calls import About, call, client
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import BlobLfsInfo
+from ..web.transport import Transport
+from .api import About, NoEntry, ask, ask_all, understood
 
 SHA = re.compile("[0-9a-f]{40}")
 
@@ -30,7 +29,7 @@ class Commit:
     about: About
     name: str  # of the repository, as the hub calls it today
     sha: str
-    patience: Patience
+    transport: Transport
     is_whole: bool  # whether all folders are known
     folders: dict[str, Folder] = field(default_factory=dict)
 
@@ -38,9 +37,7 @@ class Commit:
         """Return what is directly in a folder; nothing, if there is none."""
         if folder in self.folders or self.is_whole or {".", ".."} & {*folder.split("/")}:
             return self.folders.get(folder, {})
-        return self.folders.setdefault(
-            folder, call(self.about, lambda: self._tree(folder), self.patience, reconnects=False)
-        )
+        return self.folders.setdefault(folder, self._tree(folder))
 
     def facts(self, key: str) -> Facts | None:
         """Return the facts of a file, or None if there is none."""
@@ -58,48 +55,42 @@ class Commit:
         return difflib.get_close_matches(key, known, n=3)
 
     def _tree(self, folder: str) -> Folder:
-        from huggingface_hub.errors import EntryNotFoundError
-        from huggingface_hub.hf_api import RepoFile
-
+        path = f"{_address(self.about.kind, self.name)}/tree/{self.sha}"
         found = Folder()
-        tree = client().list_repo_tree(
-            self.name, folder or None, repo_type=self.about.kind, revision=self.sha
-        )
-        try:
-            for entry in tree:
-                facts = None
-                if isinstance(entry, RepoFile):
-                    facts = facts_of(entry.size, entry.blob_id, entry.lfs)
-                found[entry.path.rpartition("/")[2]] = facts
-        except EntryNotFoundError:
-            return {}
+        with suppress(NoEntry), understood(self.about):
+            for entry in ask_all(self.about, f"{path}/{quote(folder, safe='')}".rstrip("/"), self.transport):
+                name = entry["path"].rpartition("/")[2]
+                found[name] = _facts_of(entry, "oid") if entry["type"] == "file" else None
         return found
 
 
-def look(about: About, revision: str | None, patience: Patience) -> Commit:
+def look(about: About, revision: str | None, transport: Transport) -> Commit:
     """Ask which commit a revision is, and what is in it. Raises Missing, Unreadable."""
-
-    def do() -> Commit:
-        told = client().repo_info(about.name, repo_type=about.kind, revision=revision, files_metadata=True)
-        if not SHA.fullmatch(told.sha or ""):
+    path = _address(about.kind, about.name) + (f"/revision/{quote(revision, safe='')}" if revision else "")
+    told = ask(about, f"{path}?blobs=true", transport)
+    with understood(about):
+        if not SHA.fullmatch(told["sha"]):
             raise ValueError("it names no commit")
-        commit = Commit(about, told.id, str(told.sha), patience, is_whole=False)
-        siblings = getattr(told, "siblings", None) or []
+        commit = Commit(about, str(told["id"]), told["sha"], transport, is_whole=False)
+        siblings = told.get("siblings") or []
         if 0 < len(siblings) <= SURE:
-            files = {file.rfilename: facts_of(file.size, file.blob_id, file.lfs) for file in siblings}
+            files = {file["rfilename"]: _facts_of(file, "blobId") for file in siblings}
             commit.folders, commit.is_whole = _by_folder(files), True
-        return commit
-
-    return call(about, do, patience)
+    return commit
 
 
-def facts_of(size: int | None, blob: str | None, large: BlobLfsInfo | None) -> Facts:
+def _address(kind: str, name: str) -> str:
+    return f"/api/{kind}s/{quote(name)}"
+
+
+def _facts_of(entry: Mapping[str, Any], hashed: str) -> Facts:
     """Return the facts of a file: of a large one the hub knows the SHA-256, of another git's hash."""
-    if large is not None:
-        return Facts(large.size, f"sha256:{large.sha256}", f"sha256:{large.sha256}")
-    if size is None or not blob:
+    large = entry.get("lfs")
+    digest = f"sha256:{large.get('sha256') or large['oid']}" if large else ""
+    size = int((large or entry)["size"])
+    if size < 0 or not (digest or entry[hashed]):
         raise ValueError("it tells no sizes")
-    return Facts(size, f"git:{blob}")
+    return Facts(size, digest or f"git:{entry[hashed]}", digest)
 
 
 def _by_folder(files: Mapping[str, Facts]) -> dict[str, Folder]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import ssl
-import threading
-from contextlib import suppress
-from http.client import HTTPException, IncompleteRead, RemoteDisconnected
+import time
+from http.client import HTTPException, HTTPResponse, IncompleteRead, RemoteDisconnected
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -23,29 +23,47 @@ class _Late(TimeoutError):
     """Headers came, but no end of them."""
 
 
-class _Bounded:
-    """What a connection of urllib3 lacks: a bound for status and headers that drip, or never end."""
+class _Timely(io.RawIOBase):
+    """What arrives on a connection, until a time while one is set: it bounds headers that drip."""
 
-    sock: socket.socket
-    timeout: float
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
+        self._raw, self._sock = raw, sock
+        self.timeout = sock.gettimeout()
+        self.until = None if self.timeout is None else time.monotonic() + 2 * self.timeout  # a stall is first
 
-    def getresponse(self) -> Any:
-        sock, late = getattr(self.sock, "socket", self.sock), threading.Event()
+    def readable(self) -> bool:
+        return True
 
-        def end() -> None:
-            late.set()
-            with suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not ssl's own, which is for one thread
-
-        timer = threading.Timer(2 * self.timeout, end)  # a stall is noticed first
-        timer.daemon = True
-        timer.start()
+    def readinto(self, buffer: Any, /) -> int | None:
+        if self.until is not None:
+            self._sock.settimeout(min(self.timeout or 0, max(self.until - time.monotonic(), 1e-3)))
         try:
-            return super().getresponse()  # type: ignore[misc]
-        finally:
-            timer.cancel()
-            if late.is_set():
-                raise _Late
+            return self._raw.readinto(buffer)
+        except TimeoutError:
+            if self.until is not None and time.monotonic() >= self.until:
+                raise _Late from None
+            raise
+
+    def has_headers(self) -> None:
+        self.until = None
+        self._sock.settimeout(self.timeout)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    """A response whose status and headers come in bounded time."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self._timely = _Timely(self.fp.detach(), sock)
+        self.fp: Any = io.BufferedReader(self._timely)
+
+    def begin(self) -> None:
+        super().begin()
+        self._timely.has_headers()
 
 
 def manager_by(scheme: str, proxy: str | None, stall: float) -> PoolManager:
@@ -80,7 +98,7 @@ def _proxied(proxy: str, kept: dict[str, Any]) -> PoolManager:
 
 
 def _bounded(pool: type[HTTPConnectionPool]) -> type[HTTPConnectionPool]:
-    connection = type("Connection", (_Bounded, pool.ConnectionCls), {})
+    connection = type("Connection", (pool.ConnectionCls,), {"response_class": _Response})
     return type("Pool", (pool,), {"ConnectionCls": connection})
 
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from ...errors import Unreadable, UsageFault
 from ..patience import Patience
-from ..store import Entry, Facts, Progress
+from ..store import Bytes, Entry, Facts, Progress
 
 if TYPE_CHECKING:
     pass
@@ -50,9 +50,9 @@ class Https:
     def head(self, key: str, nbytes: int) -> tuple[bytes, Facts]:
         """Return the first bytes of an object and its facts. See `Store`."""
         body, facts = self._get(key, 0, max(nbytes, 1), None)  # a range can't be empty
-        return body[:nbytes], facts
+        return bytes(body[:nbytes]), facts
 
-    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> bytes:
+    def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> Bytes:
         """Return bytes of an object. Raises Unranged if the server ignores ranges. See `Store`."""
         return self._get(key, offset, offset + nbytes, facts)[0] if nbytes else b""
 
@@ -79,7 +79,7 @@ class Https:
         hint = "outputs are files, or lie behind hf, s3, gs or az"
         raise UsageFault(f"{name}: can't be written", hint=hint)
 
-    def _get(self, key: str, start: int, stop: int, expected: Facts | None) -> tuple[bytes, Facts]:
+    def _get(self, key: str, start: int, stop: int, expected: Facts | None) -> tuple[Bytes, Facts]:
         shown, headers = self.shown(key), self._headers()
         response = self.transport.get(
             self._url(key), start, stop, shown=shown, headers=headers, expected=expected

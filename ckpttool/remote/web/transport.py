@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, BinaryIO
+from mmap import mmap
+from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from ...errors import Unreadable
 from ..patience import Patience
-from ..store import DATED, TRAFFIC, Facts, Forbidden, Missing, Unranged, changed
+from ..store import DATED, TRAFFIC, Bytes, Facts, Forbidden, Missing, Unranged, changed
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -28,6 +29,7 @@ from .connections import Fault, manager_by, named
 REDIRECTS = 5  # that are followed for one request
 SLOWEST = 1000  # bytes a second below which a body counts as stalled, though one byte comes after the other
 PIECE = 1 << 20  # bytes of a body that are taken from a connection at a time
+LONGEST_PAGE = 64 << 20  # bytes of an answer that is no object
 LEFT = 1 << 12  # bytes of a body that nobody wants which cost less to read than a new connection
 RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
 PASSING = {408, 429, 500, 502, 503, 504}  # statuses of a server that may do better when it is asked again
@@ -40,7 +42,7 @@ class Response:
 
     status: int
     headers: Mapping[str, str] = field(repr=False)  # names in any case
-    body: bytes = field(repr=False)  # b"" unless the status is 200 or 206
+    body: Bytes = field(repr=False)  # b"" unless the status is 200 or 206
     url: str = field(repr=False)  # that answered, perhaps signed: for later requests, never for a message
     redirects: tuple[Mapping[str, str], ...] = field(repr=False)  # the headers of each answer before
     facts: Facts | None  # None where the server refused
@@ -63,8 +65,8 @@ class Response:
 class Transport:
     """GET requests over one pool of connections, for all threads and hosts.
 
-    `get` returns bytes by range, `download` fills a file. Both follow redirects, try again with Patience, end
-    in bounded time and check what arrives. Each takes:
+    `get` returns bytes by range, `download` fills a file, `page` returns an answer that is no object. They
+    follow redirects, try again with Patience, end in bounded time and check what arrives. Each takes:
 
         url: absolute, with the secret query of a signed URL.
         shown: the object's name in errors; without that query.
@@ -72,14 +74,15 @@ class Transport:
         expected: facts of an earlier answer. Another size or identity now raises Damaged, by `changed`; an
             identity of "" matches any. If it is a strong ETag, it is sent as If-Match.
 
-    Both return a Response for the statuses 200 and 206 and for refusals that another try won't change (401,
+    They return a Response for the statuses 200 and 206 and for refusals that another try won't change (401,
     403, 404, 410 …): call its `checked`, or look at its status. They raise Unreadable for everything else.
     """
 
     def __init__(self, patience: Patience) -> None:
         """Connect to nothing yet."""
         self._patience = patience
-        self._managers: dict[tuple[str, str | None, int], PoolManager] = {}
+        self._pools: dict[tuple[str, str | None, int], PoolManager] = {}
+        self._managers: dict[tuple[str, str, int], PoolManager] = {}  # of each host
         self._lock = threading.Lock()
 
     def get(
@@ -97,9 +100,13 @@ class Transport:
         From a server that ignores ranges it returns the first bytes while `expected` is None, and raises
         Unranged after that.
         """
-        body = io.BytesIO()
-        response = self._patiently(_Wanted(url, shown, start, stop, headers or {}, expected, body))
-        return replace(response, body=body.getvalue())
+        # Pages of its own, which go back at once: a thread's heap keeps what was freed for the next time.
+        room = mmap(-1, stop - start) if expected and expected.size else io.BytesIO()
+        response = self._patiently(
+            _Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
+        )
+        body = memoryview(room) if isinstance(room, mmap) else room.getbuffer()
+        return replace(response, body=body[: room.tell()])
 
     def download(
         self,
@@ -112,6 +119,12 @@ class Transport:
     ) -> Response:
         """Fill an empty file with all of an object, in one request without a range."""
         return self._patiently(_Wanted(url, shown, 0, None, headers or {}, expected, file))
+
+    def page(self, url: str, *, shown: str, headers: Mapping[str, str]) -> Response:
+        """Return an answer whose length and version nobody knows before, such as a listing."""
+        body = io.BytesIO()
+        response = self._patiently(_Wanted(url, shown, 0, None, headers, None, body))
+        return replace(response, body=body.getvalue())
 
     def _patiently(self, wanted: _Wanted) -> Response:
         attempt = 1
@@ -140,7 +153,10 @@ class Transport:
         answer, url, redirects = self._follow(wanted)
         try:
             if answer.status in PASSING:
-                raise Fault(f"the server answers with status {answer.status}", asked=_retry_after(answer))
+                what, hint = f"the server answers with status {answer.status}", None
+                if answer.status == 429:
+                    what, hint = "the server asks to slow down (status 429)", "wait some minutes"
+                raise Fault(what, asked=_retry_after(answer), hint=hint)
             facts = self._take(wanted, answer)
         finally:
             leave(answer)
@@ -187,9 +203,12 @@ class Transport:
         if encoding.lower() != "identity":
             what = f"the server sends it compressed ({encoding[:20]!a}), though asked not to"
             raise Fault(what, passes=False)
+        if wanted.is_page:
+            return self._take_page(wanted, answer)
         facts, nbytes, is_whole = wanted.agreed(answer)
         for chunk in self._chunks(answer, nbytes):
             wanted.file.write(chunk)
+            TRAFFIC.count(requests=0, nbytes=len(chunk))
             wanted.known, nbytes = facts, nbytes - len(chunk)
         if nbytes:
             raise Fault("the answer was cut off")
@@ -197,12 +216,20 @@ class Transport:
             raise Fault("the server sends more bytes than it says", passes=False)
         return facts
 
+    def _take_page(self, wanted: _Wanted, answer: BaseHTTPResponse) -> Facts:
+        wanted.file.seek(0)
+        wanted.file.truncate()
+        for chunk in self._chunks(answer, LONGEST_PAGE + 1):
+            wanted.file.write(chunk)
+        if wanted.file.tell() > LONGEST_PAGE:
+            raise Fault(f"the answer is longer than {LONGEST_PAGE >> 20} MiB", passes=False)
+        return Facts(wanted.file.tell())
+
     def _chunks(self, answer: BaseHTTPResponse, most: int) -> Iterator[bytes]:
         """Yield at most so many bytes of a body, as they arrive."""
         began, got = time.monotonic(), 0
         while got < most and (chunk := answer.read1(min(PIECE, most - got))):
             got += len(chunk)
-            TRAFFIC.count(requests=0, nbytes=len(chunk))
             yield chunk
             seconds = time.monotonic() - began
             if seconds > self._patience.stall and got < SLOWEST * seconds:
@@ -210,15 +237,21 @@ class Transport:
 
     def _manager(self, url: str) -> PoolManager:
         """Return the pools of all hosts that are reached as this one is: directly, or by a proxy."""
-        parts, proxies = urlsplit(url), getproxies_environment()
-        proxy = proxies.get(parts.scheme) or proxies.get("all")
-        if proxy and proxy_bypass(parts.netloc.rpartition("@")[2]):
-            proxy = None
-        way = parts.scheme, proxy, os.getpid()  # a forked process has no part in its parent's connections
+        parts = urlsplit(url)
+        host = parts.scheme, parts.netloc.rpartition("@")[2], os.getpid()
         with self._lock:
-            if way not in self._managers:
-                self._managers[way] = manager_by(*way[:2], self._patience.stall)
-            return self._managers[way]
+            if host not in self._managers:
+                way = parts.scheme, _proxy(*host[:2]), os.getpid()  # a fork has no part in its parent's pools
+                if way not in self._pools:
+                    self._pools[way] = manager_by(*way[:2], self._patience.stall)
+                self._managers[host] = self._pools[way]
+            return self._managers[host]
+
+
+def _proxy(scheme: str, host: str) -> str | None:
+    proxies = getproxies_environment()
+    proxy = proxies.get(scheme) or proxies.get("all")
+    return None if proxy and proxy_bypass(host) else proxy
 
 
 @dataclass(slots=True)
@@ -236,6 +269,10 @@ class _Wanted:
 
     def __post_init__(self) -> None:
         self.known = self.expected
+
+    @property
+    def is_page(self) -> bool:
+        return self.stop is None and self.expected is None
 
     def asked(self) -> dict[str, str]:
         """Return the headers that ask for the bytes that are not in the file."""

@@ -1,4 +1,4 @@
-"""A LoRA adapter in PEFT's format: its folder, its settings, and what each of its tensors is.
+"""A LoRA adapter: its files, PEFT's settings, and what each of its tensors is under PEFT's names.
 
 The adapter's author chooses settings for single layers by regular expressions. Python's `re` backtracks:
 `((.+)+)+!`, or forty times `(a|a)`, keep it busy for years. Here the set of all places of a name that are
@@ -20,12 +20,13 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Refused, Unreadable, Unsupported
 from ...formats.reading import open as open_any
-from ...remote.places import exists, open_source_at
+from ...remote.places import exists, is_file, open_source_at
 from ...remote.urls import canonical
 from ...tensors.ref import TensorRef
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+OF_DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 PREFIX = "base_model.model."
 MAX_BYTES = 16 << 20  # of a file of settings
 
@@ -49,15 +50,19 @@ IN_PYTHON = "merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter in PEFT's format.
+    """A LoRA adapter.
 
     Attributes:
         checkpoint: its tensors; open until `checkpoint.close()`.
-        config: what its `adapter_config.json` says.
+        config: what its `adapter_config.json` says; {} where there is none.
+        is_of_peft: it has PEFT's names, rather than kohya's or diffusers'.
+        numbers: rank and alpha of each layer; None where the settings say them.
     """
 
     checkpoint: Checkpoint
     config: Mapping[str, Any]
+    is_of_peft: bool = True
+    numbers: Mapping[str, tuple[float, float]] | None = None
 
     def require_known(self) -> None:
         """Raise Unsupported unless it is a LoRA that adds a product to the weights, and nothing else."""
@@ -82,6 +87,8 @@ class Adapter:
 
     def settings(self, patterns: str, usual: str, modules: Iterable[str]) -> dict[str, float]:
         """Return a number for each layer: that of the first key of `patterns` that fits it, or `usual`."""
+        if self.numbers is not None:
+            return {module: self.numbers[module][usual != "r"] for module in modules}
         by_key = self.config.get(patterns) or {}
         malformed = Damaged(self.checkpoint.path, f"{CONFIG} has a malformed {patterns}")
         if not isinstance(by_key, dict):
@@ -144,23 +151,36 @@ class Adapter:
 
 
 def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
-    """Open an adapter's folder.
+    """Open an adapter.
 
     Args:
-        folder: holds `adapter_config.json` and `adapter_model.safetensors` or `.bin`.
+        folder: holds `adapter_config.json` and `adapter_model.safetensors` or `.bin`, as PEFT saves them, or
+            `pytorch_lora_weights.safetensors` or `.bin`, as diffusers does. Or a file, as kohya's are.
 
     Returns:
         The adapter, whose `checkpoint` the caller closes.
 
     Raises:
-        Unreadable: one of both files is missing.
+        Unreadable: a file is missing.
         Damaged: the configuration is no JSON object; or as `ckpttool.open` raises it.
     """
     path = canonical(os.fspath(folder))
+    settings = os.path.join(path, CONFIG)
+    if is_file(path):
+        above, name = os.path.split(path)
+        if name not in WEIGHTS or not exists(os.path.join(above, CONFIG)):
+            return Adapter(open_any(path), {}, is_of_peft=False)
+        path, settings = above, os.path.join(above, CONFIG)
+    elif not exists(settings):
+        of_diffusers = (os.path.join(path, name) for name in OF_DIFFUSERS)
+        if (file := next(filter(exists, of_diffusers), None)) is not None:
+            return Adapter(open_any(file), {}, is_of_peft=False)
     try:
-        config = json_object(os.path.join(path, CONFIG))
+        config = json_object(settings)
     except Unreadable as error:
-        error.hint = "ADAPTER is the folder that PEFT's save_pretrained wrote"
+        error.hint = (
+            "ADAPTER is the folder that PEFT's save_pretrained wrote, or a file of kohya's or diffusers'"
+        )
         raise
     weights = next(filter(exists, (os.path.join(path, name) for name in WEIGHTS)), None)
     if weights is None:

@@ -19,7 +19,7 @@ from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
-from ...errors import Damaged, Refused, Unsupported
+from ...errors import Damaged, NothingToDo, Refused, Unsupported
 from ...inert_pickle.values import remade
 from ...tensors.cast import Caster, CastReport, Overflows, reader
 from ...tensors.dtypes import DType
@@ -28,6 +28,7 @@ from ...tensors.values import CHUNK
 from ..mean import in_float64, nearest
 from ..selection import replace_state
 from .adapter import CONFIG, IN_PYTHON, Adapter
+from .other_names import in_peft_names
 from .ties import Ties, is_embedding, saved_module, tying
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def merge_lora(
         Refused: a tensor of it has no place in the model, does not fit it, or may be tied to an output layer
             that the base does not name.
         Damaged: one of two factors is missing, or has another rank than the configuration says.
+        NothingToDo: the adapter is empty.
         NoState: there is no state, or none at `state`.
     """
     target = checkpoint.state(state)
@@ -93,13 +95,17 @@ class _Merging:
     """Pairs the tensors of an adapter with those of a model."""
 
     def __init__(self, checkpoint: Checkpoint, state: State, adapter: Adapter) -> None:
+        if not adapter.is_of_peft:
+            adapter = in_peft_names(adapter, state.tensors)
         self.adapter, self.path, self.config = adapter, adapter.checkpoint.path, adapter.config
         self.state, self.base = state, checkpoint.path
         adapter.require_known()
         factors, self.whole = adapter.parts()
+        if not (factors or self.whole):
+            raise NothingToDo(f"{self.path}: holds no tensor, so nothing would be added")
         self._against: str | None = None
         self._square: str | None = None
-        self._kinds = _orientations(state.tensors)
+        self._kinds = orientations(state.tensors)
         self.ranks = adapter.settings("rank_pattern", "r", factors)
         self.alphas = adapter.settings("alpha_pattern", "lora_alpha", factors)
         self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
@@ -229,7 +235,7 @@ class _Merging:
         return remade(old, [*pairs, *more.items()])
 
 
-def _orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str]:
+def orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str]:
     """Return layers by their parent and whether a bias says that they are Conv1D, not Linear."""
     layers: dict[tuple[str, bool], str] = {}
     for name, bias in tensors.items():

@@ -65,7 +65,7 @@ class Ties:
 
     def __post_init__(self) -> None:
         tensors, saved = self.tensors, self.adapter.saved_modules()
-        self.config = _config_of(self.base)
+        self.config = config_of(self.base)
         self.names: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
             self.names[tensor.view].append(name)
@@ -89,13 +89,13 @@ class Ties:
         """Return the names of layers that the base ties to others, and the result does not."""
         views = {self.tensors[name].view for name in self.alone}
         parted = [name for view in views for name in self.names[view] if name not in self.alone]
-        added = [name for name in self.whole if name not in self.tensors and _is_output(name)]
+        added = [name for name in self.whole if name not in self.tensors and is_output(name)]
         copies = [name for pair in self._copies() for name in pair if name not in self.alone]
         return tuple(sorted({*parted, *added, *copies, *self.unnamed}))
 
     def _copies(self) -> Iterator[tuple[str, str]]:
         """Yield input and output layer of a tied base that saves both, if the adapter replaces any."""
-        embeddings, outputs = ([*filter(kind, self.tensors)][:FEW] for kind in (is_embedding, _is_output))
+        embeddings, outputs = ([*filter(kind, self.tensors)][:FEW] for kind in (is_embedding, is_output))
         tied = self.config.get("tie_word_embeddings")
         for name, output in product(embeddings, outputs):
             if tied is False or {name, output}.isdisjoint(self.alone):
@@ -110,7 +110,7 @@ class Ties:
 
     def _join_copies(self) -> bool:
         """Make equal copies in the adapter one, unnamed where the base has no such name; say if any were."""
-        embeddings, outputs = ([*filter(kind, self.whole)][:FEW] for kind in (is_embedding, _is_output))
+        embeddings, outputs = ([*filter(kind, self.whole)][:FEW] for kind in (is_embedding, is_output))
         joined = False
         for output in outputs:
             layer = self.whole[output]
@@ -124,7 +124,7 @@ class Ties:
         """Return the name of the layer that the base ties to a replaced one without naming it."""
         tensor = self.tensors[name]
         is_input = is_embedding(name)
-        if len(tensor.shape) != 2 or not (is_input or _is_output(name)):
+        if len(tensor.shape) != 2 or not (is_input or is_output(name)):
             return None
         named = chain(self.whole.items(), self.tensors.items())
         if any(_may_be_tied(tensor, other, known) for known, other in named if known != name):
@@ -155,7 +155,7 @@ class Ties:
         return task
 
 
-def _is_output(name: str) -> bool:
+def is_output(name: str) -> bool:
     return f".{name}".endswith(".lm_head.weight")
 
 
@@ -164,7 +164,7 @@ def _may_be_tied(tensor: TensorRef, other: TensorRef, name: str) -> bool:
     return tensor.shape == other.shape and not any(part.isdecimal() for part in name.split("."))
 
 
-def _config_of(base: str) -> Mapping[str, Any]:
+def config_of(base: str) -> Mapping[str, Any]:
     """Return the settings of the model in a file or folder, {} if there are none to read."""
     folder = base if is_folder(base) else os.path.dirname(base)
     try:

@@ -10,6 +10,8 @@ from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.states import is_optimizer
 from ...tensors.cast import Overflows
 from ..keys import with_copies
+from .builtin import rules_of
+from .config import config_of
 from .optimizers import followed
 from .rules import Rules
 from .state_mapping import StateMapping
@@ -58,7 +60,7 @@ def apply(
         config: where the rules' numbers come from, such as what a `config.json` says.
         state: dotted path of the model's state. When None it is found, and its copies, such as an average,
             are changed too.
-        optimizers: take the optimizers of the file along.
+        optimizers: take along what else the file has of the model: optimizers, and copies of the state.
 
     Raises:
         Refused: names, shapes, types or counts do not fit the rules, or a number is not known; an optimizer
@@ -66,8 +68,12 @@ def apply(
         Collision: two tensors would get the same name.
         NoState: the file holds no state, or none at `state`.
     """
-    targets = with_copies(checkpoint, state)
-    mappings = [StateMapping(checkpoint.path, target, rules, config or {}) for target in targets]
+    targets = with_copies(checkpoint, state) if optimizers else [checkpoint.state(state)]
+    places = [checkpoint.path, *(f"{checkpoint.path}, {copy.where}" for copy in targets[1:])]
+    mappings = [
+        StateMapping(place, target, rules, config or {})
+        for place, target in zip(places, targets, strict=True)
+    ]
     new = {id(each.state.container): each.container() for each in mappings}
 
     def change(value: object) -> object:
@@ -82,3 +88,37 @@ def apply(
     changed = checkpoint.changed(first.state, change, [copy.state for copy in copies])
     casting = Overflows(reports=[report for each in mappings for report in each.reports])
     return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, casting)
+
+
+@takes_checkpoint
+def apply_map(
+    checkpoint: Checkpoint,
+    rules: str,
+    *,
+    inverse: bool = False,
+    config: str | None = None,
+    state: str | None = None,
+    optimizers: bool = True,
+) -> tuple[Checkpoint, Mapped]:
+    """Return a checkpoint in another architecture's names and layout, by a map or a rule file.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        rules: the name of a map, as `ckpttool maps` lists them, or the path of a rule file, which ends in
+            `.toml`.
+        inverse: take the way back.
+        config: the path of the model's config; None looks beside the checkpoint, and in it.
+        state, optimizers: as for `apply`.
+
+    Returns:
+        The new checkpoint, whose tensors still lie in the old file, and what was made of which tensors.
+
+    Raises:
+        UsageFault: there is no such map, the rules are malformed, or have no way back.
+        Unreadable, Damaged: a file of rules or settings can't be read.
+        Refused, Collision, NoState: the checkpoint does not fit the rules, as for `apply`.
+    """
+    found = rules_of(rules)
+    found = found.inverse() if inverse else found
+    settings = config_of(checkpoint, config)
+    return apply(checkpoint, found, config=settings, state=state, optimizers=optimizers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -20,9 +19,16 @@ def names() -> list[str]:
     return sorted(each.removesuffix(ENDING) for each in os.listdir(FOLDER) if each.endswith(ENDING))
 
 
-def maps() -> Iterator[Rules]:
-    """Yield the maps, by name."""
-    return map(named, names())
+def maps() -> tuple[Rules, ...]:
+    """Return the maps that come with the package, sorted by name.
+
+    Returns:
+        The rules of each: `name`, `start` and `end` (the two architectures), `reversible`, `to_toml()`.
+
+    Raises:
+        Unreadable: a file of the package is gone.
+    """
+    return tuple(map(named, names()))
 
 
 def path_of(name: str) -> str:

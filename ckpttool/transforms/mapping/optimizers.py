@@ -79,7 +79,7 @@ class _Following:
         for kept in chain(*listed):
             if kept.name not in self.mapping.names:
                 raise BadOptimizer(f"would keep '{kept.name}', which the state does not have")
-        is_numbered = any(str(slot.key) != slot.name for slot in chain(*self.named))
+        is_numbered = any(slot.key != slot.name for slot in chain(*self.named))
         is_text = any(isinstance(slot.key, str) for slot in chain(*self.named))
         numbers = iter(range(sum(map(len, listed))))
         new = remade(self.old, self.old.items())

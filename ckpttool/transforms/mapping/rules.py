@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from ...errors import UsageFault
+from ...errors import Irreversible, UsageFault
 from .numbers import Number
 from .templates import Template, templates
 from .toml_text import lines
-from .verbs import Irreversible, Stack, Step, Unstack
+from .verbs import Stack, Step, Unstack
 
 Side = Literal["from", "to"]
 Rest = Literal["keep", "drop", "refuse"]

@@ -96,7 +96,7 @@ def _compiled(text: str, kinds: Mapping[str, str]) -> Template:
         raise UsageFault(f"'{text}': two placeholders for any text match a name in several ways")
     numbers = frozenset(field for field in fields if field not in kinds)
     words = {field: tuple(kinds[field].split("|")) for field in fields if kinds.get(field, "*") != "*"}
-    name, pattern = (None, re.compile(expression)) if fields else (before, None)
+    name, pattern = (None, re.compile(expression, re.DOTALL)) if fields else (before, None)
     return Template(text, tuple(fields), numbers, words, name, pattern, tuple(parts))
 
 

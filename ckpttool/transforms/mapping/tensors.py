@@ -17,7 +17,8 @@ from ..mean import nearest
 
 Sizes = tuple[int, ...]
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-MAX_PARTS = 1 << 16  # tensors that one is cut into: a header can claim 10^18 rows of no elements
+MAX_PARTS = 1 << 16  # tensors that one is cut into
+MAX_EMPTY = 1 << 8  # the same of one without elements, of which a header can claim any number
 
 
 class Misfit(ValueError):
@@ -197,8 +198,9 @@ def cut(tensor: TensorRef, axis: int, sizes: Sequence[int] | None, parts: int) -
 def unstacked(tensor: TensorRef, axis: int) -> tuple[TensorRef, ...]:
     """Return the tensors along an axis, each without it. Raises Misfit."""
     axis = axis_of(tensor, axis)
-    if not tensor.shape[axis] or tensor.shape[axis] > MAX_PARTS:
-        raise Misfit(f"has shape {list(tensor.shape)}, and is cut into 1 to {MAX_PARTS} tensors")
+    most = MAX_PARTS if tensor.numel else MAX_EMPTY
+    if not 1 <= tensor.shape[axis] <= most:
+        raise Misfit(f"has shape {list(tensor.shape)}, and is cut into 1 to {most} tensors")
     parts = cut(tensor, axis, None, tensor.shape[axis])
     return tuple(
         replace(part, shape=_without(part.shape, axis), stride=_without(part.stride, axis)) for part in parts

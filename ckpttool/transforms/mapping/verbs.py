@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from dataclasses import field as with_default
 from typing import Any, ClassVar
 
-from ...errors import UsageFault
+from ...errors import Irreversible, UsageFault
 from ...tensors.cast import CastReport, target
 from ...tensors.ref import TensorRef
 from . import tensors as of
@@ -21,10 +21,6 @@ from .tensors import Misfit, Sizes
 Index = tuple[int, ...]
 
 WRITTEN = {"before": "from"}  # fields that a rule file calls otherwise
-
-
-class Irreversible(UsageFault):
-    """A rule that nothing undoes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from sklearn import metrics as sk
 
 from ckpttool.errors import CheckFailed, Damaged, OutputExists, Unsupported
 from ckpttool.metrics import certificate
@@ -44,6 +43,8 @@ FILES = [f"rank{rank}.safetensors" for rank in range(RANKS)]
 
 
 def test_the_numbers_are_those_of_scikit_learn(folder, cli):
+    from sklearn import metrics as sk  # which takes a second
+
     found = cli("gather-metrics", *FILES, "--json").json
     assert found["correct"] == (LABELS == FOUND).sum()
     assert found["accuracy"] == sk.accuracy_score(LABELS, FOUND)

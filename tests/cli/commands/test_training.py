@@ -270,3 +270,21 @@ def test_other_structures_are_refused_with_the_command_that_tells_more(cli: Any)
     ran = cli(f"average {EPOCHS} mean.pt")
     assert ran.code == 3 and "hint: ckpttool diff --model-only" in ran.err
     assert cli("average epoch0.pt mean.pt").code == 2
+
+
+def test_other_methods_say_what_they_did_and_refuse_what_has_no_effect(cli: Any) -> None:
+    torch.save({"model": {"w": torch.zeros(3), "n": torch.tensor(0)}}, "base.pt")
+    torch.save({"model": {"w": torch.tensor([1.0, -4, 2]), "n": torch.tensor(0)}}, "a.pt")
+    ran = cli("average a.pt ties.pt --method ties --base base.pt --density 0.7 --lambda 0.5")
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("merged 1 tensor of 1 file by ties -> ties.pt (")
+    assert torch.load("ties.pt", weights_only=True)["w"].tolist() == [0, -2, 1]
+    ran = cli("average base.pt a.pt half.pt --method slerp --t 0.5 --json")
+    assert (ran.json["method"], ran.json["files"], ran.json["overflows"]) == ("slerp", 2, 0)
+    torch.save({"model": {"w": torch.tensor([2.0, -8, 4]), "n": torch.tensor(0)}}, "b.pt")
+    ran = cli("average a.pt b.pt line.pt --method slerp")
+    assert "too nearly parallel for slerp, so merged linearly: w" in ran.err
+    assert torch.load("line.pt", weights_only=True)["w"].tolist() == [1.5, -6, 3]
+    for wrong in ("--method task", "--t 0.5", "--method ties --base base.pt --density 2", "--method magic"):
+        assert cli(f"average a.pt b.pt no.pt {wrong}").code == 2, wrong
+    assert cli("average a.pt no.pt --method task --base missing.pt").code == 3

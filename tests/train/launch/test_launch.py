@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,23 +22,27 @@ WAYS = {
     "torchrun by module": ([*TORCHRUN, "1", "-m", "train.main"], 1),
     "python": ([sys.executable, "train/main.py"], 1),
     "spawn": ([sys.executable, "train/main.py", "--spawn", "2"], 2),
+    "torchrun anew": ([*TORCHRUN, "2", "train/main.py"], 2),  # not as a fork, and so are its ranks
 }
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Any]:
-    """The same tiny training started in each way."""
-    made: dict[str, Any] = {}
-    for name, (command, ranks) in WAYS.items():
-        folder = tmp_path_factory.mktemp("run")
-        anew = name in ("torchrun by path", "python")
-        made[name] = start([*command, *TINY, "--out", str(folder)], anew=anew), folder, ranks
-    return made
+def run_of(tmp_path_factory) -> Callable[[str], Any]:
+    """Return a function that starts the same tiny training in a way, once."""
+
+    @functools.cache
+    def run(way: str) -> Any:
+        (command, ranks), folder = WAYS[way], tmp_path_factory.mktemp("run")
+        anew = way in ("torchrun anew", "python")
+        return start([*command, *TINY, "--out", str(folder)], anew=anew), folder, ranks
+
+    return run
 
 
+@pytest.mark.covered(lambda way: way == "torchrun anew")
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_to_start_succeeds_with_an_empty_stderr(runs, way):
-    done, folder, ranks = runs[way]
+def test_each_way_to_start_succeeds_with_an_empty_stderr(run_of, way):
+    done, folder, ranks = run_of(way)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(" 1/1 ") == 1  # rank 0 alone speaks
     assert f"ranks   {ranks} on cpu (gloo)" in done.stdout
@@ -44,9 +50,10 @@ def test_each_way_to_start_succeeds_with_an_empty_stderr(runs, way):
     assert max(map(len, done.stdout.replace(str(folder), "runs/x").splitlines())) <= 80
 
 
+@pytest.mark.covered(lambda way: way == "torchrun anew")
 @pytest.mark.parametrize("way", WAYS)
-def test_all_ways_to_start_give_the_same_training(runs, way):
-    folders = [runs[name][1] for name in (way, "torchrun by path")]
+def test_all_ways_to_start_give_the_same_training(run_of, way):
+    folders = [run_of(name)[1] for name in (way, "torchrun by path")]
     model, expected = (torch.load(folder / "last.pt", weights_only=True)["model"] for folder in folders)
     assert list(model) == list(expected)
     assert all(name.startswith("module.") for name in model)
@@ -57,8 +64,8 @@ def test_all_ways_to_start_give_the_same_training(runs, way):
     assert (entry["epoch"], entry["samples"]) == (1, 2)
 
 
-def test_the_commands_proposed_by_a_run_work_when_pasted(runs, tmp_path):
-    done, _, _ = runs["python"]
+def test_the_commands_proposed_by_a_run_work_when_pasted(run_of, tmp_path):
+    done, _, _ = run_of("python")
     proposed = done.stdout.split("next:\n")[1].replace("\\\n", "").splitlines()
     assert len(proposed) == 2
     for line in proposed:

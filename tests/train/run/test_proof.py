@@ -6,18 +6,14 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ckpttool.proving import replay
-from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, start
 from tests.support.run_log import record
 from tests.support.running import Ran
@@ -69,18 +65,6 @@ def run(original: Path, tmp_path: Path) -> Iterator[Path]:
     """Return a copy of that run, which may be tampered with."""
     shutil.copytree(original, tmp_path / "run")
     return tmp_path / "run"
-
-
-@pytest.fixture
-def forked_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let replays be forks of a process that has imported torch."""
-
-    def fork(command: list[str], *, env: dict[str, str], stderr: Any, **_: Any) -> Program:
-        with open(os.devnull, "w") as nothing:
-            return Program(command, ROOT, env, stdout=nothing.fileno(), stderr=stderr.fileno())
-
-    kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
-    monkeypatch.setattr(replay, "subprocess", SimpleNamespace(Popen=fork, **kept))
 
 
 def said_by(cli: Cli, code: int, *arguments: object) -> str:

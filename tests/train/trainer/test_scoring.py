@@ -56,6 +56,7 @@ def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> dict[str
     return evaluate.as_json(job, evaluate.evaluate(job))
 
 
+@pytest.mark.covered(lambda size, batchnorm: (batchnorm == "plain") == (size == 3))
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("batchnorm", ["plain", "sync", "pooled"])
 def test_the_log_and_the_evaluation_of_the_checkpoint_agree_to_the_last_digit(

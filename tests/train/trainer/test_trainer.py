@@ -62,6 +62,7 @@ def test_one_step_on_many_ranks_is_the_step_of_one_process(run_ranks, kind, size
         assert trainings.farthest(ours, expected) <= KINDS[kind][3]
 
 
+@pytest.mark.covered(lambda size, samples, accumulate: accumulate == (2 if samples == 21 else 7))
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 7])
 @pytest.mark.parametrize("samples", [21, 23])

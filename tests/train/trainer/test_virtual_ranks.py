@@ -48,6 +48,7 @@ class Odd(nn.Module):
         return self.second(nn.functional.dropout(hidden, 0.2, self.training).double()).float()
 
 
+@pytest.mark.covered(lambda make, settings: settings in ({"accumulate": 2}, {"amp": "bf16"}))
 @pytest.mark.parametrize(("make", "settings"), [
     (runs.restless, {}),
     (runs.restless, {"accumulate": 2}),
@@ -79,6 +80,7 @@ def test_virtual_ranks_without_samples_in_the_last_batch_add_nothing(run_ranks, 
     assert 0 < runs.largest_difference(states[0], states[2]) < 2e-6
 
 
+@pytest.mark.covered(lambda settings: not settings)
 @pytest.mark.parametrize("settings", [{}, {"ema": 0.7, "accumulate": 2, "zero": True}], ids=["plain", "more"])
 def test_a_run_stopped_on_four_ranks_goes_on_with_the_same_bits_on_others(run_ranks, tmp_path, settings):
     settings = {**settings, **FOUR}

@@ -63,6 +63,7 @@ def trained(config: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[st
     return found
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 @pytest.mark.parametrize("whole", ["auto", True])
 def test_an_embedding_that_is_targeted_and_saved_whole_counts_as_both(whole: object, tmp_path: Path) -> None:
     """PEFT saves `base_layer.weight` with the factors of resized embeddings, or of known names."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
 import ckpttool
-from ckpttool.errors import Collision, Refused
+from ckpttool.errors import Collision, Refused, UsageFault
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.builtin import named
 from ckpttool.transforms.mapping.rules import Rule, Rules
+from ckpttool.transforms.mapping.verbs import Concat, PermuteHeads, Reshape, Stack, Step, Transpose
 from tests.support.layouts import big_endian
-from tests.support.mapped import mapped, random_state, refusal, rules
+from tests.support.mapped import assert_reversible, mapped, random_state, refusal, rules
 from tests.support.saved import opened
 
 AB = {"a.w": torch.arange(6.0).reshape(2, 3), "b.w": torch.ones(3)}
@@ -199,3 +204,60 @@ def test_nothing_is_read_before_it_is_written(tmp_path: Path, monkeypatch: pytes
             ),
         )
         assert read == []
+
+
+def test_a_map_is_applied_by_name_or_file_both_ways(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(rules(TURN, top='rest = "keep"').to_toml(), encoding="utf-8")
+    with opened(AB, tmp_path) as checkpoint:
+        there, report = ckpttool.apply_map(checkpoint, str(tmp_path / "mine.toml"))
+        assert report.names == {"x.w": ("a.w",), "b.w": ("b.w",)}
+        back, _ = ckpttool.apply_map(there, str(tmp_path / "mine.toml"), inverse=True)
+        assert back.state("").tensors["a.w"].shape == (2, 3)
+        with pytest.raises(UsageFault, match="no such map"):
+            ckpttool.apply_map(checkpoint, "mine")
+        with pytest.raises(TypeError, match="takes an open checkpoint, not a path"):
+            ckpttool.apply_map("in.pt", "meta-llama")  # type: ignore[arg-type]
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[Rule, dict[str, torch.Tensor]]:
+    """Draw a rule of any reversible steps that go together, and tensors for it."""
+    parts, experts = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shape = [4 * draw(st.integers(1, 2)), 4 * draw(st.integers(1, 2))]
+    names = [f"w.{{e}}.{part}" for part in range(parts)]
+    state = {
+        f"w.{e}.{part}": torch.arange(float(shape[0] * shape[1])).reshape(shape) + 100 * e + 1000 * part
+        for e in range(experts)
+        for part in range(parts)
+    }
+    kinds = draw(st.permutations(["concat", "stack", *draw(st.lists(st.sampled_from(EACH), max_size=4))]))
+    steps: list[Step] = []
+    for kind in kinds:
+        axis = draw(st.integers(0, len(shape) - 1))
+        if kind == "concat" and parts > 1:
+            steps.append(Concat(axis))
+            shape[axis] *= parts
+        elif kind == "stack":
+            steps.append(Stack("e", axis))
+            shape.insert(axis, experts)
+        elif kind == "transpose":
+            order = draw(st.permutations(range(len(shape))))
+            steps.append(Transpose(axes=tuple(order)))
+            shape = [shape[each] for each in order]
+        elif kind == "reshape":
+            steps.append(Reshape(shape=(-1, 2), before=tuple(shape)))
+            shape = [int(np.prod(shape)) // 2, 2]
+        elif kind == "permute-heads" and shape[axis] % 4 == 0:
+            steps.append(PermuteHeads(heads=2, to=draw(st.sampled_from(["halves", "pairs"])), axis=axis))
+    return Rule(tuple(names), ("v",), tuple(steps)), state
+
+
+EACH = ["transpose", "reshape", "permute-heads"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_any_reversible_rule_is_undone_bit_for_bit(drawn: tuple[Rule, dict[str, torch.Tensor]]) -> None:
+    rule, state = drawn
+    with tempfile.TemporaryDirectory() as folder:
+        assert_reversible(state, Path(folder), Rules((rule,)))

@@ -115,6 +115,8 @@ def test_stacked_layers_are_the_same_as_layers_by_name(tmp_path: Path) -> None:
     layers = {name: [apart[f"decoder.layers.{i}.{name}"] for i in (0, 1)] for name in MEGATRON}
     stacked = {f"decoder.layers.{name}": torch.stack(pair) for name, pair in layers.items()}
     stacked |= {name: apart[name] for name in ENDS}
+    of_engine = "decoder.layers.mlp.linear_fc1._extra_state"
+    stacked |= {of_engine: torch.zeros(3), f"{of_engine}/shard_0_2": torch.zeros(3)}
     made = [
         mapped(state, tmp_path, named(name), config=LLAMA)[0]
         for state, name in ((apart, "megatron-hf"), (stacked, "megatron-stacked-hf"))

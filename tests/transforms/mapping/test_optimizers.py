@@ -175,6 +175,26 @@ def test_an_average_of_the_weights_is_changed_too(tmp_path: Path) -> None:
     assert torch.equal(made["ema"]["proj.weight"], average["out.weight"].t())
 
 
+def test_an_average_that_does_not_fit_is_named_and_left_alone_where_it_is_left_out(tmp_path: Path) -> None:
+    run = trained(OPTIMIZERS["plain"])
+    average = {name: tensor for name, tensor in run["model"].items() if name != "out.bias"}
+    tree = {"model": run["model"], "ema": average}
+    assert "in.pt, ema: the rule 'out.bias' -> 'proj.bias' finds no tensor" in refusal(tree, tmp_path, BY)
+    made, _ = mapped(tree, tmp_path, BY, optimizers=False)
+    assert [*made["ema"]] == [*average] and "qkv.weight" in made["model"]
+
+
+def test_parameters_whose_names_are_numbers_stay_keyed_by_numbers(tmp_path: Path) -> None:
+    state = {"0": torch.ones(2, 3), "1": torch.ones(4)}
+    moments = {n: {"exp_avg": state[str(n)] * 2} for n in range(2)}
+    group = {"params": [0, 1], "param_names": ["0", "1"]}
+    by = rules('from = "{n}"\nto = "w.{n}"', top='rest = "keep"')
+    tree = {"model": state, "optimizer": {"state": moments, "param_groups": [group]}}
+    made = mapped(tree, tmp_path, by)[0]["optimizer"]
+    assert (made["param_groups"][0]["params"], [*made["state"]]) == ([0, 1], [0, 1])
+    assert made["param_groups"][0]["param_names"] == ["w.0", "w.1"]
+
+
 # What can't follow.
 
 

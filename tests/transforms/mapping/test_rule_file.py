@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.errors import Damaged, Unreadable, UsageFault
+from ckpttool.errors import Damaged, Irreversible, Unreadable, UsageFault
+from ckpttool.transforms.mapping.builtin import maps
 from ckpttool.transforms.mapping.numbers import Unknown, evaluated, first_known
 from ckpttool.transforms.mapping.rule_file import read, rules_in
 from ckpttool.transforms.mapping.rules import Count, Drop, Rule, Rules, Tie
 from ckpttool.transforms.mapping.templates import literal, templates
-from ckpttool.transforms.mapping.verbs import Concat, Irreversible, Stack
+from ckpttool.transforms.mapping.verbs import Concat, Stack
 from tests.support.mapped import rules
 
 RENAME = 'from = "a"\nto = "b"'
@@ -67,6 +68,7 @@ def test_any_name_can_be_written_and_matches_itself_alone(name: str) -> None:
         ("l{i}x.{p:w|w.b}", "l3x.w.b", {"i": "3", "p": "w.b"}),
         ("{r:*}.w", "a.b.w", {"r": "a.b"}),
         ("{r:*}.w", ".w", None),
+        ("{r:*}.w", "a\nb.w", {"r": "a\nb"}),
         ("a.b", "aXb", None),
     ],
 )
@@ -206,3 +208,37 @@ def test_rules_without_a_way_back_say_which(table: str, top: str, said: str) -> 
     with pytest.raises(Irreversible) as fault:
         by.inverse()
     assert said in str(fault.value)
+
+
+TEXTS = [each.to_toml() for each in maps()]
+JUNK = [
+    "{",
+    "}",
+    "{i}",
+    "{e:*}",
+    "[[rule]]",
+    "steps = [",
+    "]",
+    "'",
+    "1",
+    "-1",
+    "10 ** 9",
+    "true",
+    "\n",
+    "=",
+    "{ concat = 9 }",
+]
+
+
+@given(st.sampled_from(TEXTS), st.data())
+def test_a_changed_rule_file_is_read_or_refused_in_one_line(text: str, data: st.DataObject) -> None:
+    for _ in range(data.draw(st.integers(1, 3))):
+        begin = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(begin, min(begin + 12, len(text))))
+        text = text[:begin] + data.draw(st.sampled_from(JUNK)) + text[end:]
+    try:
+        read_again = rules_in(text)
+    except UsageFault as fault:
+        assert len(str(fault)) < 2000
+    else:
+        assert rules_in(read_again.to_toml()) == read_again

@@ -1,0 +1,111 @@
+"""Writing an adapter as the folder that PEFT reads: the factors and their settings, both or none."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.checksums import Checksums
+from ...errors import Damaged, OutputExists, UsageFault
+from ...files.commit import require_folder, writing_into
+from ...files.commit_folder import replacing_folder
+from ...files.copying import DryOutput, Output, Progress
+from ...formats import safetensors
+from ...formats.reading import open as open_any
+from ...formats.saving.saving import UNFIT, are_same, read_back
+from ...formats.strangers import output_at
+from ...remote.places import uploading
+from .adapter import CONFIG, WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    """What `save_adapter` wrote.
+
+    Attributes:
+        path: the folder.
+        nbytes: bytes of its files.
+        keys: how many tensors are in it.
+    """
+
+    path: str
+    nbytes: int
+    keys: int
+
+
+@takes_checkpoint
+def save_adapter(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    verify: bool | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> SavedAdapter:
+    """Write an adapter's folder; it appears complete or not at all.
+
+    Args:
+        checkpoint: the adapter that `extract_lora` returned.
+        config: its settings.
+        path: the folder to write. It may be a URL, as for `save`.
+        verify: None: compare what is read with the checksums that its file states, and read back names, types
+            and shapes. True: read back the values too. False: do not compare checksums either.
+        force: replace the adapter in an existing folder.
+        dry_run: write nothing: the same result and the same errors.
+        progress: called with the number of bytes after each piece.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageFault: the place can't be written.
+        OutputExists: the folder is there, and `force` is not given; or it holds other files.
+        Damaged: what was read does not have its checksum, or what was written does not read back as intended.
+    """
+    named, tensors = output_at(os.fspath(path)), checkpoint.tree
+    text = json.dumps(config, indent=2).encode() + b"\n"
+    with uploading(named, replace=force, dry_run=dry_run, progress=progress) as name:
+        require_place(name, force)
+        if dry_run:
+            dry = DryOutput()
+            safetensors.write(checkpoint.path, tensors, checkpoint.metadata, dry)
+            return SavedAdapter(named, dry.position + len(text), len(tensors))
+        read = checkpoint.storages() if verify is not False else ()
+        with replacing_folder(name, _replaced) as new:
+            file = os.path.join(new.path, WEIGHTS[0])
+            with Checksums(checkpoint, read) as checksums:
+                with writing_into(file) as raw, Output(raw, progress=progress) as out:
+                    safetensors.write(checkpoint.path, tensors, checkpoint.metadata, out)
+                checksums.finish()
+            with writing_into(os.path.join(new.path, CONFIG)) as raw:
+                raw.write(text)
+            with read_back(name, new.path), open_any(file) as written:
+                if not are_same(written.state("").tensors, tensors, values=bool(verify), progress=progress):
+                    raise Damaged(name, UNFIT)
+    return SavedAdapter(named, out.position + len(text), len(tensors))
+
+
+def require_place(path: str, force: bool) -> None:
+    """Raise OutputExists or UsageFault unless an adapter's folder may be written."""
+    if path == "-":
+        raise UsageFault("-: an adapter is a folder, and can't be streamed", hint="name a folder")
+    require_folder(path)
+    if not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path)):
+        return
+    if not os.path.isdir(path):
+        raise OutputExists(f"{path}: already exists, and is a file", hint="name a new folder")
+    if others := sorted({*os.listdir(path)}.difference(_replaced(path))):
+        what = f"{path}: already exists, and holds other files ({', '.join(others[:3])})"
+        raise OutputExists(what, hint="name a new folder")
+    if not force:
+        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+
+
+def _replaced(folder: str) -> list[str]:
+    return [name for name in (*WEIGHTS, CONFIG) if os.path.exists(os.path.join(folder, name))]

@@ -1,0 +1,198 @@
+"""A LoRA adapter made of what lies between a model and the one it was trained from: `merge_lora` backwards.
+
+The weight of each layer gets the product of two thin matrices that is nearest to its difference. What can't
+be one (norms, biases, embeddings, parameters outside of layers) goes whole into the adapter, or is left out,
+as the caller says. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and `utils/save_and_load.py`, 0.21.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.checksums import Checksums
+from ...checkpoint.special_tensors import require_plain
+from ...errors import UsageFault
+from ...files.copying import Progress
+from ...tensors.dtypes import DTYPES
+from ...tensors.ref import ByteRange, Source, Storage, TensorRef
+from .adapter import PREFIX
+from .differences import Differences
+from .low_rank import Difference, factors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+OTHERS = ("save", "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer that got factors.
+
+    Attributes:
+        name: the module's.
+        shape: of its weight.
+        rank: of its factors, at most the smaller side of the weight as a matrix.
+        error: ‖ΔW - B·A‖ / ‖ΔW‖, Frobenius.
+        max_abs: the largest element of |ΔW - B·A|.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int
+    error: float
+    max_abs: float
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """What an adapter was made of.
+
+    Attributes:
+        rank: as asked for.
+        layers: those that got factors.
+        lowered: names of layers whose smaller side is less than the rank, and is their rank.
+        same: names of tensors that do not differ.
+        saved: names of tensors that can't be factors, and are in the adapter whole.
+        dropped: names of those that differ, and are not in the adapter.
+        cast: names of layers whose weight has another type in the tuned model: a merge has the base's.
+        config: what `adapter_config.json` says.
+    """
+
+    rank: int
+    layers: tuple[Layer, ...]
+    lowered: tuple[str, ...]
+    same: tuple[str, ...]
+    saved: tuple[str, ...]
+    dropped: tuple[str, ...]
+    cast: tuple[str, ...]
+    config: Mapping[str, Any] = field(metadata={"json": False})
+
+    @property
+    def worst(self) -> Layer:
+        """The layer with the largest error."""
+        return max(self.layers, key=lambda layer: layer.error)
+
+
+@takes_checkpoint
+def extract_lora(
+    checkpoint: Checkpoint,
+    tuned: Checkpoint,
+    rank: int,
+    *,
+    others: str | None = None,
+    state: str | None = None,
+    verify: bool | None = None,
+    progress: Progress | None = None,
+    expect: Progress | None = None,
+) -> tuple[Checkpoint, Extracted]:
+    """Return a LoRA adapter that makes the tuned model of its base, as nearly as factors of a rank can.
+
+    Factors are computed in float64, one layer at a time, and kept as float32 in a temporary file. Errors are
+    those of the stored factors. Both models must stay open until the adapter is saved.
+
+    Args:
+        checkpoint: the base model.
+        tuned: the model that was trained from it.
+        rank: of the factors, at least 1.
+        others: what becomes of tensors that differ and can't be factors: `save` puts them into the adapter
+            whole, `drop` leaves them out; they are refused when None.
+        state: dotted path of the model's state in both; found when None.
+        verify: False: do not compare what is read with the checksums that its file states.
+        progress: called with the number of bytes of each weight that was decomposed.
+        expect: called first, with the number of bytes of all of them.
+
+    Returns:
+        The adapter under PEFT's names, which `save_adapter` writes, and what it was made of.
+
+    Raises:
+        UsageFault: `rank` or `others` is none.
+        NothingToDo: no layer differs.
+        Refused: names or shapes differ; a difference is not finite; tensors differ that can't be factors.
+        NoState: there is no state in one of both, or none at `state`.
+        Damaged: what was read does not have its checksum.
+    """
+    if rank < 1:
+        raise UsageFault(f"--rank {rank} is less than 1")
+    if others not in (None, *OTHERS):
+        raise UsageFault(f"others='{others}': is neither save nor drop")
+    states = checkpoint.state(state), tuned.state(state)
+    for each, chosen in zip((checkpoint, tuned), states, strict=True):
+        require_plain(each.path, chosen.likes, "can't be compared")
+    with ExitStack() as stack:
+        sums = [
+            stack.enter_context(Checksums(each, ((n, t.storage) for n, t in chosen.items())))
+            for each, chosen in zip((checkpoint, tuned), states, strict=True)
+            if verify is not False
+        ]
+        found = Differences(checkpoint, states[0], tuned, states[1])
+        for each_sum in sums:
+            each_sum.finish()
+    found.require(others)
+    spool = _Spool()
+    layers, tensors = [], {}
+    if expect is not None:
+        expect(sum(states[0].tensors[f"{module}.weight"].nbytes for module in found.modules))
+    for module in found.modules:
+        base, other = (each.tensors[f"{module}.weight"] for each in states)
+        of_layer = min(rank, base.shape[0], prod(base.shape[1:]))
+        made = factors(Difference(base, other), of_layer)
+        pair = _pair(base, made.left, made.right, turned=module in found.turned)
+        for letter, values in pair.items():
+            tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = spool.tensor(values)
+        layers.append(Layer(module, base.shape, of_layer, made.error, made.max_abs))
+        if progress is not None:
+            progress(base.nbytes)
+    whole = found.whole() if others == "save" else {}
+    tensors |= {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
+    report = Extracted(
+        rank,
+        tuple(layers),
+        tuple(layer.name for layer in layers if layer.rank < rank),
+        tuple(found.same),
+        saved=tuple(found.others) if others == "save" else (),
+        dropped=tuple(found.others) if others == "drop" else (),
+        cast=tuple(found.cast),
+        config=found.config(rank, {layer.name: layer.rank for layer in layers}, whole),
+    )
+    adapter = Checkpoint(tuned.source, "safetensors", tensors, metadata={"format": "pt"})
+    return adapter, report
+
+
+def _pair(
+    weight: TensorRef, left: NDArray[Any], right: NDArray[Any], *, turned: bool
+) -> dict[str, NDArray[Any]]:
+    """Return the factors A and B as PEFT has them for a layer of this weight."""
+    if turned:
+        return {"A": left.T, "B": right.T}
+    rank, more = len(right), weight.shape[2:]
+    return {
+        "A": right.reshape(rank, *weight.shape[1:]),
+        "B": left.reshape(len(left), rank, *(1 for _ in more)),
+    }
+
+
+class _Spool:
+    """A temporary file without a name that holds tensors until they are saved."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryFile(prefix="ckpttool-") as file:
+            self.source = Source("the factors", os.dup(file.fileno()))
+
+    def tensor(self, values: NDArray[Any]) -> TensorRef:
+        """Append an array of float32, and return it as a tensor."""
+        import numpy as np
+
+        raw, start = memoryview(np.ascontiguousarray(values).tobytes()), self.source.size
+        while raw:
+            done = os.pwrite(self.source.fd, raw, self.source.size)
+            self.source.size, raw = self.source.size + done, raw[done:]
+        data = ByteRange(self.source, start, self.source.size - start)
+        return TensorRef.contiguous(Storage(data, "FloatStorage"), DTYPES["float32"], values.shape)

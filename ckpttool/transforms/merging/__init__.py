@@ -1,0 +1,1 @@
+"""Models merged by more than a mean: SLERP, task arithmetic, TIES and DARE."""

@@ -1,0 +1,182 @@
+"""How models are merged: each method's formula, for blocks of numbers of all models. Imports numpy.
+
+SLERP: Shoemake (1985). Task arithmetic: Ilharco et al. (2022), arXiv 2212.04089. TIES: Yadav et al. (2023),
+arXiv 2306.01708. DARE: Yu et al. (2023), arXiv 2311.03099. Where a paper leaves something open, it is done
+as in mergekit 0.1: its thresholds, its ties of signs, its rescaling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING
+
+from .aligned import Aligned
+from .top_k import top_k
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Numbers = NDArray[np.float64]
+
+PARALLEL = 0.9995  # the cosine from which vectors count as parallel
+NO_LENGTH = 1e-8  # the length up to which a vector is not divided by it
+NO_SUM = 1e-7  # the sum of magnitudes below which nothing is rescaled
+
+# From where a block begins and the numbers of all tensors in it, the merged numbers.
+Rule = Callable[[int, "list[Numbers]"], "Numbers"]
+
+# From where a block begins and a difference in it, what is left of the difference.
+Sparse = Callable[[int, "Numbers"], "Numbers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How tensors are merged, of which the first is the base's, or SLERP's start."""
+
+    method: str
+    weights: tuple[float, ...] = ()  # of all but the first
+    t: float = 0.5
+    scale: float = 1.0  # λ
+    density: float = 1.0
+    seed: int = 0
+
+    def rule(self, name: str, tensors: Aligned, parallel: list[str]) -> Rule:
+        """Return the formula for one tensor; reads all of it where that needs numbers of the whole.
+
+        Args:
+            name: the tensor's, from which DARE's random bits are made.
+            tensors: the same tensor of all models.
+            parallel: gets the name where SLERP becomes linear.
+        """
+        if self.method == "slerp":
+            return self._slerp(name, tensors, parallel)
+        prepare = {"ties": self._trimmed, "dare": self._dropped}.get(self.method, _whole)
+        combined = _elected if self.method == "ties" else _summed
+        pairs = [Aligned((tensors.tensors[0], tensor)) for tensor in tensors.tensors[1:]]
+        sparse = [prepare(f"{name}\0{number}", pair) for number, pair in enumerate(pairs)]
+
+        def rule(start: int, numbers: list[Numbers]) -> Numbers:
+            import numpy as np
+
+            base, *others = numbers
+            with np.errstate(all="ignore"):
+                differences = [_difference(base, each) for each in others]
+                left = [
+                    what_is_left(start, each) for what_is_left, each in zip(sparse, differences, strict=True)
+                ]
+                change = self.scale * combined(left, self.weights)
+                return np.where(change == 0, base, base + change)  # even of -0.0
+
+        return rule
+
+    def _slerp(self, name: str, tensors: Aligned, parallel: list[str]) -> Rule:
+        import numpy as np
+
+        sums = [0.0, 0.0, 0.0]
+        with np.errstate(all="ignore"):
+            for _, (a, b) in tensors.blocks():
+                sums = [*map(add, sums, (float(a @ b), float(a @ a), float(b @ b)))]
+        dot, *squares = sums
+        for square in squares:
+            dot /= length if (length := math.sqrt(square)) > NO_LENGTH else 1.0
+        shares = 1 - self.t, self.t
+        if abs(dot) <= PARALLEL:
+            angle = math.acos(dot)
+            shares = math.sin(angle * shares[0]) / math.sin(angle), math.sin(angle * self.t) / math.sin(angle)
+        else:  # as of what is not a number: the numbers beside it are kept
+            parallel.append(name)
+        return lambda _, numbers: _summed(numbers, shares)
+
+    def _trimmed(self, name: str, pair: Aligned) -> Sparse:
+        """Keep the largest differences, at least one."""
+        k = max(int(self.density * pair.count), 1)
+        if self.density in (0, 1) or k >= pair.count:
+            return _none if self.density == 0 else _all
+        top = top_k(lambda: (_difference(*numbers) for _, numbers in pair.blocks()), k)
+        return lambda start, values: values * top.mask(start, values)
+
+    def _dropped(self, name: str, pair: Aligned) -> Sparse:
+        """Keep each difference with the probability `density`, and the sum of their magnitudes."""
+        if self.density in (0, 1):
+            return _none if self.density == 0 else _all
+        import numpy as np
+
+        kept = Kept(f"{self.seed}\0{name}", self.density)
+        before = after = 0.0
+        with np.errstate(all="ignore"):
+            for start, numbers in pair.blocks():
+                sizes = abs(_difference(*numbers))
+                before += float(sizes.sum())
+                after += float((sizes * kept.mask(start, sizes)).sum())
+        factor = before / after if min(before, after) >= NO_SUM else 1.0
+        if not math.isfinite(factor):
+            factor = 1 / self.density  # what is to be expected of the numbers beside it
+        return lambda start, values: values * kept.mask(start, values) * factor
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Which numbers of a tensor are kept: random, but always the same for the same text and place."""
+
+    text: str
+    probability: float
+
+    def mask(self, start: int, values: Numbers) -> NDArray[np.bool_]:
+        """Return it for the block that begins at `start`; Philox makes its bits from a key and a counter."""
+        import numpy as np
+
+        key = int.from_bytes(
+            hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()[:16], "little"
+        )
+        generator = np.random.Philox(key=key, counter=start // 4)  # which counts four numbers at a time
+        random: NDArray[np.uint64] = generator.random_raw(len(values))
+        kept: NDArray[np.bool_] = random < np.uint64(int(self.probability * 2**64))
+        return kept
+
+
+def _difference(base: Numbers, other: Numbers) -> Numbers:
+    """Return what was learnt; nothing where the numbers are equal, infinities too."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        return np.where(other == base, 0.0, other - base)
+
+
+def _whole(name: str, pair: Aligned) -> Sparse:
+    return _all
+
+
+def _all(start: int, values: Numbers) -> Numbers:
+    return values
+
+
+def _none(start: int, values: Numbers) -> Numbers:
+    return values * 0.0
+
+
+def _summed(values: list[Numbers], weights: Sequence[float]) -> Numbers:
+    """Return the weighted sum of what has a weight."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        terms = (weight * each for weight, each in zip(weights, values, strict=True) if weight)
+        return sum(terms, start=np.zeros_like(values[0]))
+
+
+def _elected(values: list[Numbers], weights: Sequence[float]) -> Numbers:
+    """Return the weighted mean of those that have the sign of the sum; that of 0 is positive."""
+    import numpy as np
+
+    weighted = [weight * each for weight, each in zip(weights, values, strict=True)]
+    sign = np.where(reduce(add, weighted) >= 0, 1.0, -1.0)
+    agree = [np.sign(each) == sign for each in weighted]
+    total = reduce(add, (each * is_in for each, is_in in zip(weighted, agree, strict=True)))
+    by = reduce(add, (weight * is_in for weight, is_in in zip(weights, agree, strict=True)))
+    mean: Numbers = total / np.where(by == 0, 1.0, by)
+    return mean
