@@ -14,7 +14,7 @@ from ..errors import RanksDiffer
 from ..files.copying import Progress, map_bytes
 from ..formats.dcp import reading as dcp
 from ..formats.pytorch import zip as torch_zip
-from ..formats.pytorch.archive import is_intact
+from ..formats.pytorch.inflating import is_intact
 from ..formats.pytorch.zip_reader import Record, read_directory
 from ..formats.reading import File, opened
 from ..formats.shards import TORCH

@@ -18,8 +18,9 @@ from ..remote import places
 from ..remote.places import is_folder, names_in, open_source_at
 from ..remote.urls import canonical
 from ..tensors.ref import Source
-from . import safetensors, shards
+from . import gguf, numpy_files, onnx, safetensors, shards
 from .dcp import reading as dcp
+from .pytorch import exported
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
@@ -29,7 +30,9 @@ from .strangers import head_of, stranger
 if TYPE_CHECKING:
     from .ranks.pieces import Take
 
-READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, shards)
+# The first three begin as zips do, and are told apart by their first record.
+READERS: tuple[Format, ...] = (numpy_files, exported, torch_zip, torch_legacy, safetensors, torch_tar, dcp)
+READERS += (shards, gguf, onnx)
 
 # Files that say what is in a folder, in the order of preference; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
