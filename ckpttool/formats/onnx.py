@@ -120,7 +120,7 @@ def _read_graph(graph: Cursor, tensors: dict[str, Tensor]) -> Iterator[str]:
         elif number == 15:
             yield "a sparse initialiser"
     if nodes:
-        yield f"the graph of {nodes} nodes"
+        yield f"the graph (nodes: {nodes})"
 
 
 def _read_tensor(message: Cursor) -> Tensor:

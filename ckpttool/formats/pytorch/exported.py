@@ -14,7 +14,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Unsupported
-from ...inert_pickle.values import Global, OrderedDict_
+from ...inert_pickle.values import Global, OrderedDict_, tensor_of
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import DEVICE, BadTensor, Source, Storage, TensorRef, checked_tensor
 from ..safetensors import parse_object
@@ -53,7 +53,7 @@ OTHERS = {
     "extra": "extra files",
 }
 EMPTY = "is a package of torch.export without weights"
-OUTSIDE = "compile it with aot_inductor.package_constants_in_so=False and package_constants_on_disk=True"
+OUTSIDE = "aot_inductor.package_constants_in_so=False, …_on_disk_format='pickle_weights' puts them outside"
 
 
 def sniff(head: bytes) -> bool:
@@ -158,7 +158,7 @@ class Package:
             case [str(file), list(shape), list(stride), offset]:
                 if file not in self.wholes:
                     self.wholes[file] = self.saved(WEIGHTS + file)
-                if isinstance(whole := self.wholes[file], TensorRef):
+                if (whole := tensor_of(self.wholes[file])) is not None:
                     return self.checked(name, whole.storage, whole.dtype, tuple(shape), tuple(stride), offset)
         raise self.unknown(name)
 
