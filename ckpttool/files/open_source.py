@@ -80,6 +80,7 @@ OF_MACOS = "._"
 
 # Usual endings of checkpoints' names. Only for hints: a format is recognised by content.
 CHECKPOINT_ENDINGS = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".safetensors", ".index.json")
+CHECKPOINT_ENDINGS += (".pt2", ".gguf", ".onnx", ".npz", ".npy")
 
 
 def no_such_file(path: str) -> Unreadable:

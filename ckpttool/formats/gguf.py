@@ -48,6 +48,7 @@ PACKED = {int(row[0]): (row[1], int(row[2]), int(row[3])) for row in map(str.spl
 NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 10, 11, 12), "BbHhIifQqd", strict=True))
 BOOL, TEXT, ARRAY = 7, 8, 9
 
+LEAST_INFO, LEAST_PAIR = 24, 13  # bytes that a tensor and a key-value take at least
 MAX_AXES = 4  # GGML_MAX_DIMS
 MAX_NESTED = 4  # arrays in arrays; the format allows any number, and nothing writes one
 MAX_ITEMS = 64  # of an array that is kept as text
@@ -125,6 +126,9 @@ def _all_parts(source: Source, file: File) -> dict[int, File]:
 def _read_file(source: Source) -> File:
     cursor = _begun(source)
     counted, pairs = cursor.number("Q"), cursor.number("Q")
+    if counted * LEAST_INFO + pairs * LEAST_PAIR > cursor.left:
+        what = f"claims {counted} tensors and {pairs} key-values, more than its {source.size} bytes can hold"
+        raise Damaged(source.path, what)
     values: dict[str, Value] = {}
     for _ in range(pairs):
         key = _text(cursor, "a key")
