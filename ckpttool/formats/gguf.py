@@ -44,11 +44,14 @@ _PACKED = """
 """
 PACKED = {int(row[0]): (row[1], int(row[2]), int(row[3])) for row in map(str.split, _PACKED.split(","))}
 
+PACKED_NAMES = {name for name, _, _ in PACKED.values()}
+
 # Types of key-values by their number, as `struct` has them; 7, 8 and 9 are a bool, a text and an array.
 NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 10, 11, 12), "BbHhIifQqd", strict=True))
 BOOL, TEXT, ARRAY = 7, 8, 9
 
 LEAST_INFO, LEAST_PAIR = 24, 13  # bytes that a tensor and a key-value take at least
+MAX_FILES = 1000  # of a model
 MAX_AXES = 4  # GGML_MAX_DIMS
 MAX_NESTED = 4  # arrays in arrays; the format allows any number, and nothing writes one
 MAX_ITEMS = 64  # of an array that is kept as text
@@ -65,14 +68,14 @@ def sniff(head: bytes) -> bool:
 def read(source: Source) -> Checkpoint:
     """Read key-values, names and shapes, also those of the other files of the same model."""
     file = _read_file(source)
-    files = {1: file} if file.files < 2 else _all_parts(source, file)
-    state, packed = OrderedDict_(), Counter[str]()
+    files = {1: file} if file.total < 2 else _all_parts(source, file)
+    state, kinds = OrderedDict_(), Counter[str]()
     for number in sorted(files):
         for name, tensor in files[number].tensors.items():
             if name in state:
                 raise Damaged(source.path, f"tensor '{name[:80]}' is in two of its files")
             state[name] = tensor
-        packed.update(files[number].packed)
+        kinds.update(files[number].kinds)
     first = files[1]
     texts, ties = safetensors.without_ties(first.texts, state)
     return Checkpoint(
@@ -82,7 +85,7 @@ def read(source: Source) -> Checkpoint:
         metadata=texts,
         shards=tuple(each.source for each in files.values() if each is not file),
         unread=(*first.left, *ties),
-        packed=dict(packed.most_common()),
+        packed=dict(kinds.most_common()) if kinds.keys() & PACKED_NAMES else {},
     )
 
 
@@ -93,20 +96,20 @@ class File(NamedTuple):
     texts: Mapping[str, str]
     left: tuple[str, ...]
     tensors: Mapping[str, TensorRef]
-    packed: Mapping[str, int]
+    kinds: Mapping[str, int]  # types, and how many tensors have each
     number: int  # of the files of the model, from 1
-    files: int  # of the model
+    total: int  # files of the model
 
 
 def _all_parts(source: Source, file: File) -> dict[int, File]:
     """Return all files of a model by number."""
     folder, own = os.path.split(source.path)
     match = PART.fullmatch(own)
-    if not match or (int(match["number"]), int(match["count"])) != (file.number, file.files):
-        what = f"is file {file.number} of the {file.files} of a model, and does not have the name of one"
-        hint = f"call it NAME-{file.number:05d}-of-{file.files:05d}.gguf, next to the others"
+    if not match or (int(match["number"]), int(match["count"])) != (file.number, file.total):
+        what = f"is file {file.number} of the {file.total} of a model, and does not have the name of one"
+        hint = f"call it NAME-{file.number:05d}-of-{file.total:05d}.gguf, next to the others"
         raise Unsupported(source.path, what, hint=hint)
-    names = {n: f"{match['stem']}-{n:05d}-of-{file.files:05d}.gguf" for n in range(1, file.files + 1)}
+    names = {n: f"{match['stem']}-{n:05d}-of-{file.total:05d}.gguf" for n in range(1, file.total + 1)}
     paths = {n: os.path.join(folder, name) for n, name in names.items() if n != file.number}
     allow_open_files(len(paths), source.path)
     prepare([*paths.values()])
@@ -117,7 +120,7 @@ def _all_parts(source: Source, file: File) -> dict[int, File]:
         except Unreadable as fault:
             reason = f"its file '{names[number]}' can't be opened: {fault.reason}"
             raise Damaged(source.path, reason, hint="get that file again") from None
-        if (part.number, part.files) != (number, file.files):
+        if (part.number, part.total) != (number, file.total):
             raise Damaged(source.path, f"its file '{names[number]}' says that it is another one's part")
         files[number] = part
     return files
@@ -145,14 +148,13 @@ def _read_file(source: Source) -> File:
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise Damaged(source.path, f"has an alignment that is no power of two: {str(alignment)[:40]}")
     tensors = _tensors(cursor, infos, alignment)
-    is_packed = any(info.kind in PACKED for info in infos.values())
-    packed = Counter(info.type_name for info in infos.values()) if is_packed else {}
+    kinds = Counter(info.type_name for info in infos.values())
     texts = {key: text for key, value in values.items() if (text := _as_text(value)) is not None}
     left = tuple(f"metadata '{key[:80]}' ({value})" for key, value in values.items() if key not in texts)
     number, count = (values.get(f"split.{name}", default) for name, default in (("no", 0), ("count", 1)))
-    if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < max(count, 1) <= 99_999):
+    if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < max(count, 1) <= MAX_FILES):
         raise Damaged(source.path, f"says that it is file {number} of {count} of a model")
-    return File(source, texts, left, tensors, packed, number + 1, count)
+    return File(source, texts, left, tensors, kinds, number + 1, count)
 
 
 def _begun(source: Source) -> Cursor:

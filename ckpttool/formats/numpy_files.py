@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import Damaged, Unsupported
+from ..inert_pickle.machine import PickleFault
 from ..inert_pickle.numpy_values import NUMBERS
-from ..inert_pickle.values import OrderedDict_
+from ..inert_pickle.reader import read_pickle
+from ..inert_pickle.values import Global, OrderedDict_
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.ref import (
     MAX_AXES,
@@ -90,17 +92,28 @@ def _checkpoint(
 ) -> Checkpoint:
     state = OrderedDict_()
     closed: list[str] = []
+    names: set[Global] = set()
     for name, whole in places.items():
         assert isinstance(whole.data, ByteRange)
         cursor = Cursor(whole.data, window=1 << 10)
         array = _header(cursor, f"'{name[:80]}'")
         if array.dtype is None:
             closed.append(f"'{name[:80]}' ({array.other})")
+            if array.other == OTHERS["O"]:
+                names |= _names(cursor)
         else:
             state[name] = _tensor(cursor, name, array, array.dtype, whole)
     if closed and not state:
         raise Unsupported(source.path, f"holds {closed[0]}, and no array of numbers")
-    return Checkpoint(source, kind, state, unread=(*closed, *unread))
+    return Checkpoint(source, kind, state, unread=(*closed, *unread), names=frozenset(names))
+
+
+def _names(cursor: Cursor) -> frozenset[Global]:
+    """Return the names that a pickled array mentions: what numpy would call if it were allowed to."""
+    try:
+        return read_pickle(cursor.take(cursor.left)).names
+    except PickleFault as fault:
+        raise Damaged(cursor.source.path, str(fault)) from None
 
 
 def _header(cursor: Cursor, called: str) -> Array:

@@ -123,7 +123,7 @@ def stranger(source: Source) -> Unsupported:
         return Unsupported(source.path, "is a pickle, but not one that torch.save wrote", hint=listed)
     if TEXT.fullmatch(head) and source.size < 1 << 16:  # what some servers send instead of a file
         line = " ".join(head.decode().split())[:80]
-        return Unsupported(source.path, f"is text, not a checkpoint: {line}")
+        return Unsupported(source.path, f"is not a checkpoint, but text: {line}")
     return Unsupported(source.path, "is not a checkpoint in any format known here")
 
 

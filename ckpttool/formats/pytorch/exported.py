@@ -84,7 +84,8 @@ class Package:
         root = next(iter(found), "").partition("/")[0] + "/"
         if OLD.fullmatch(root[:-1]):
             root = ""
-        self.records = {name.removeprefix(root): record for name, record in found.items()}
+        self.records = {name[len(root) :]: each for name, each in found.items() if name.startswith(root)}
+        self.outside = [name for name in found if not name.startswith(root)]
         self.storages: dict[str, Storage] = {}
         self.wholes: dict[str, object] = {}  # what torch.save wrote, by its record's name
         self.names: set[Global] = set()
@@ -108,10 +109,12 @@ class Package:
 
     def saved(self, name: str) -> object:
         """Return what torch.save wrote into a record."""
-        place = self.inflating.data(self.record(name))
-        pickle = Archive(place.source, place).read_pickle()
-        self.names |= pickle.names
-        return pickle.value
+        if name not in self.wholes:
+            place = self.inflating.data(self.record(name))
+            pickle = Archive(place.source, place).read_pickle()
+            self.names |= pickle.names
+            self.wholes[name] = pickle.value
+        return self.wholes[name]
 
     def states(self) -> dict[str, object]:
         """Return the state dict of each model by its name."""
@@ -121,8 +124,9 @@ class Package:
                 listed = self.config(name)
                 states[match["model"]] = OrderedDict_((key, self.tensor(key, listed[key])) for key in listed)
             elif (match := COMPILED.fullmatch(name)) and match["file"] == "weights_config.json":
-                listed = self.json(name)
-                states[match["model"]] = OrderedDict_((key, self.view(key, listed[key])) for key in listed)
+                listed, model = self.json(name), match["model"]
+                model += ".aotinductor" * (model in states)
+                states[model] = OrderedDict_((key, self.view(key, listed[key])) for key in listed)
             elif match := SAVED.fullmatch(name):
                 states[match["model"]] = self.saved(name)
             elif (old := OLD.fullmatch(name)) and old[1] == "state_dict":
@@ -156,9 +160,7 @@ class Package:
         """Return a tensor as AOTInductor describes it: a view of another that torch.save wrote."""
         match described:
             case [str(file), list(shape), list(stride), offset]:
-                if file not in self.wholes:
-                    self.wholes[file] = self.saved(WEIGHTS + file)
-                if (whole := tensor_of(self.wholes[file])) is not None:
+                if (whole := tensor_of(self.saved(WEIGHTS + file))) is not None:
                     return self.checked(name, whole.storage, whole.dtype, tuple(shape), tuple(stride), offset)
         raise self.unknown(name)
 
@@ -182,6 +184,7 @@ class Package:
 
     def unread(self) -> Iterator[str]:
         """Yield in words what else is in the package."""
+        yield from (f"record '{name[:80]}'" for name in self.outside)
         for name in self.records:
             if CONSTANTS.fullmatch(name):
                 yield from (f"constant '{key[:80]}'" for key in self.config(name))
