@@ -201,8 +201,8 @@ HOSTILE: dict[str, bytes] = {
     "GGUF: 100,000 empty arrays in an array": gguf_file(
         [], [("k", array(9, [struct.pack("<IQ", 4, 0)] * 100_000))]
     ),
-    "GGUF: 30,000 tensors of no values": gguf_file(
-        [(f"{n}", Tensor(F32, (0, 2**30), b"")) for n in range(30_000)]
+    "GGUF: 3,000 tensors of no values": gguf_file(
+        [(f"{n}", Tensor(F32, (0, 2**30), b"")) for n in range(3000)]
     ),
     "GGUF: values of 2^60 elements": gguf_file([("a", Tensor(Q8_0, (2**30, 2**30), bytes(34)))]),
     "GGUF: an alignment of 2^31": gguf_file(
@@ -221,7 +221,7 @@ HOSTILE: dict[str, bytes] = {
     "NumPy: zeros that were packed": npz(
         {"a.npy": npy(HEADER % f"({2**23},)", bytes(2**25))}, zipfile.ZIP_DEFLATED
     ),
-    "NumPy: 5,000 arrays": npz({f"{n}.npy": npy(HEADER % "()", bytes(4)) for n in range(5000)}),
+    "NumPy: 500 arrays": npz({f"{n}.npy": npy(HEADER % "()", bytes(4)) for n in range(500)}),
     "exported: nested": npz(
         {"m/data/weights/model_weights_config.json": b"[" * 100_000, "m/archive_format": b"pt2"}
     ),
