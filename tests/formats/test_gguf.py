@@ -27,6 +27,7 @@ from tests.support.gguf_files import (
     Typed,
     array,
     gguf_file,
+    in_several_files,
     number,
     text,
 )
@@ -300,18 +301,8 @@ def test_another_alignment_moves_the_values(tmp_path: Path) -> None:
 # A model in several files.
 
 
-def parts(folder: Path, count: int = 3) -> list[Path]:
-    paths = []
-    for index in range(count):
-        split = [("split.no", number(2, "H", index)), ("split.count", number(2, "H", count))]
-        path = folder / f"m-{index + 1:05d}-of-{count:05d}.gguf"
-        tensors = {f"{index}.weight": Tensor(F32, (8,), bytes([index] * 32))}
-        paths.append(put(path, tensors, [*(VALUES if not index else []), *split]))
-    return paths
-
-
 def test_any_file_of_several_opens_all(tmp_path: Path, cli: Cli) -> None:
-    paths = parts(tmp_path)
+    paths = in_several_files(tmp_path)
     for path in paths:
         ran = cli("inspect", path, "--json")
         assert (ran.code, ran.err) == (0, "")
@@ -322,7 +313,7 @@ def test_any_file_of_several_opens_all(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_a_missing_or_foreign_file_of_several_is_named(tmp_path: Path) -> None:
-    first, second, third = parts(tmp_path)
+    first, second, third = in_several_files(tmp_path)
     second.write_bytes(third.read_bytes())
     refused(first, "its file 'm-00002-of-00003.gguf' says that it is another one's part")
     second.unlink()
@@ -332,7 +323,7 @@ def test_a_missing_or_foreign_file_of_several_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_of_several_that_repeats_a_tensor_is_refused(tmp_path: Path) -> None:
-    first, second = parts(tmp_path, 2)
+    first, second = in_several_files(tmp_path, 2)
     second.write_bytes(second.read_bytes().replace(b"1.weight", b"0.weight"))
     refused(first, "tensor '0.weight' is in two of its files")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 Q4_0, Q8_0, F32, F16, BF16, I64 = 2, 8, 0, 1, 30, 27
@@ -66,3 +67,15 @@ def gguf_file(
         out += struct.pack(f"{order}IQ", tensor.kind, offset)
         data += tensor.data + bytes(-len(tensor.data) % alignment)
     return out + bytes(-len(out) % alignment) + data
+
+
+def in_several_files(folder: Path, count: int = 3) -> list[Path]:
+    """Write a model in several files, each with one tensor."""
+    paths = []
+    for index in range(count):
+        split = [("split.no", number(2, "H", index)), ("split.count", number(2, "H", count))]
+        first = [("general.architecture", "llama")] if not index else []
+        paths.append(folder / f"m-{index + 1:05d}-of-{count:05d}.gguf")
+        tensors = {f"{index}.weight": Tensor(F32, (8,), bytes([index] * 32))}
+        paths[-1].write_bytes(gguf_file(tensors, [*first, *split]))
+    return paths
