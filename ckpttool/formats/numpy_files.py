@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import Damaged, Unsupported
+from ..errors import Damaged, Refused, Unsupported
 from ..inert_pickle.machine import PickleFault
 from ..inert_pickle.numpy_values import NUMBERS
 from ..inert_pickle.reader import read_pickle
@@ -29,7 +29,7 @@ from ..tensors.ref import (
     is_count,
 )
 from .cursor import Cursor
-from .pytorch.inflating import Inflating
+from .pytorch.inflating import MAX_TEXT_GROWTH, UNPACK, Inflating
 from .pytorch.zip_reader import Record, first_name, read_directory
 
 NPY, NPZ = "npy", "npz"
@@ -100,7 +100,7 @@ def _checkpoint(
         if array.dtype is None:
             closed.append(f"'{name[:80]}' ({array.other})")
             if array.other == OTHERS["O"]:
-                names |= _names(cursor)
+                names |= _names(cursor, name, source.size)
         else:
             state[name] = _tensor(cursor, name, array, array.dtype, whole)
     if closed and not state:
@@ -108,8 +108,11 @@ def _checkpoint(
     return Checkpoint(source, kind, state, unread=(*closed, *unread), names=frozenset(names))
 
 
-def _names(cursor: Cursor) -> frozenset[Global]:
+def _names(cursor: Cursor, name: str, size: int) -> frozenset[Global]:
     """Return the names that a pickled array mentions: what numpy would call if it were allowed to."""
+    if cursor.left > (1 << 20) + MAX_TEXT_GROWTH * size:
+        what = f"its '{name[:80]}' is a pickle of {cursor.left} bytes, in a file of {size}"
+        raise Refused(cursor.source.path, what, hint=f"no ordinary file does that: {UNPACK}")
     try:
         return read_pickle(cursor.take(cursor.left)).names
     except PickleFault as fault:

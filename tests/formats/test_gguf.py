@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
+import tempfile
 import types
 from enum import IntEnum
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, Unsupported, UsageFault
@@ -340,6 +344,33 @@ def test_inspect_shows_what_is_in_it_as_json(tmp_path: Path, cli: Cli) -> None:
     assert (ran.json["format"], ran.json["packed"]) == ("gguf", {"F32": 1, "I64": 1, "Q8_0": 1})
     assert ran.json["dtypes"] == {"float32": 2, "int64": 1}
     assert json.loads(ran.out)["unread"] == []
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
+SCALARS = st.one_of(
+    TEXTS.map(lambda value: (Typed(8, text(value)), value)),
+    st.integers(0, 2**64 - 1).map(lambda value: (number(10, "Q", value), str(value))),
+    st.integers(-(2**31), 2**31 - 1).map(lambda value: (number(5, "i", value), str(value))),
+    st.floats(width=32, allow_nan=False, allow_infinity=False).map(
+        lambda value: (number(6, "f", value), value)
+    ),
+)
+SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@given(st.dictionaries(TEXTS, SCALARS, max_size=5), st.dictionaries(TEXTS, SHAPES, max_size=5))
+def test_whatever_is_written_is_read(values: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    tensors = {name: Tensor(F16, shape, bytes(2 * math.prod(shape))) for name, shape in shapes.items()}
+    pairs = [(key, value) for key, (value, _) in values.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        found = ckpttool.open(put(Path(folder) / "m", tensors, pairs))
+        assert {name: tensor.shape for name, tensor in found.state().tensors.items()} == shapes
+        for key, (_, meant) in values.items():
+            kept = found.metadata.get(key)
+            if isinstance(meant, float) and kept is not None:
+                assert struct.pack("<f", float(kept)) == struct.pack("<f", meant)
+            else:
+                assert kept == meant or any(f"'{key[:80]}'" in each for each in found.unread)
 
 
 def test_half_types_keep_their_bits(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import zipfile
@@ -42,6 +43,13 @@ def npy(header: str | bytes, data: bytes = b"", version: tuple[int, int] = (1, 0
     raw = header if isinstance(header, bytes) else header.encode()
     size = len(raw).to_bytes(2 if version[0] == 1 else 4, "little")
     return b"\x93NUMPY" + bytes(version) + size + raw + data
+
+
+def npz(members: dict[str, bytes]) -> bytes:
+    with zipfile.ZipFile(raw := io.BytesIO(), "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return raw.getvalue()
 
 
 def put(path: Path, raw: bytes) -> Path:
@@ -117,6 +125,23 @@ def test_what_torch_has_no_type_for_is_named_and_left(
     np.save("in.npy", array)
     ran = cli("inspect", "in.npy")
     assert_says(ran, 3, said, "and no array of numbers")
+    assert not os.path.exists("CANARY")
+
+
+def test_what_a_pickled_array_names_is_shown_and_not_run(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("in.npz", ok=ROWS, odd=np.array([Trap()], object))
+    assert cli("inspect", "in.npz", "--json").json["could_run"] == ["io.open"]
+    assert cli("verify", "in.npz").code == 0
+    assert cli("verify", "in.npz", "--no-code").code == 1
+    np.savez("in.npz", ok=ROWS)
+    assert cli("verify", "in.npz", "--no-code").code == 0
+    raw = npz({"ok.npy": npy(GOOD, bytes(8)), "odd.npy": npy(GOOD.replace("<f4", "|O"), b"no pickle")})
+    refused(put(tmp_path / "bad.npz", raw), "its pickle has an unknown opcode")
+    np.savez_compressed("in.npz", ok=ROWS, odd=np.array([" " * (8 << 20)], object))
+    refused(tmp_path / "in.npz", "pickle of 8388[0-9]+ bytes", Refused)
     assert not os.path.exists("CANARY")
 
 

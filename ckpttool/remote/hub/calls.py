@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 AGENT = "ckpttool"  # by which our requests are known among all that go through the library's session
 SIGN_IN = "if it is private, sign in: `hf auth login`, or set HF_TOKEN"
-WEIGHTS = re.compile(r"(.+)/(.+\.(?:safetensors|bin|pt|pth|ckpt|gguf|json))")
+WEIGHTS = re.compile(r"(.+)/(.+\.(?:safetensors|bin|pt|pth|ckpt|pt2|gguf|onnx|npz|json))")
 SECRETS = re.compile(r"\?\S*|\bhf_\w+|Bearer \S+")
 LONGEST = 10  # times the patience for a byte that an answer may take
 
