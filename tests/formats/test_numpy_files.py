@@ -152,6 +152,11 @@ def test_other_records_of_an_archive_are_named(tmp_path: Path) -> None:
     assert ckpttool.open(tmp_path / "in.npz").unread == ("record 'notes.pkl'",)
 
 
+def test_an_archive_that_begins_with_something_else_is_named(tmp_path: Path) -> None:
+    path = put(tmp_path / "in.npz", npz({"notes.txt": b"x", "a.npy": npy(GOOD, bytes(8))}))
+    refused(path, "holds NumPy arrays .*, but first something else", Unsupported)
+
+
 def test_a_large_archive_of_zip64_is_read(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "in.npz", "w") as archive:
         for name in ("a", "b"):
