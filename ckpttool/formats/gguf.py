@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import Damaged, Unreadable, Unsupported, UsageFault, install
+from ..errors import Damaged, Unreadable, Unsupported
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
 from ..remote.places import open_source_at, prepare
@@ -26,23 +26,10 @@ from ..tensors.dtypes import DTYPES
 from ..tensors.ref import MAX_BYTES, ByteRange, Computed, Source, Storage, TensorRef, extent
 from . import safetensors
 from .cursor import Cursor
+from .gguf_types import PACKED, PLAIN, fill
 
 NAME = "gguf"
 MAGIC = b"GGUF"
-
-# The element types that torch has too, by their number.
-PLAIN = {0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64"}
-PLAIN[30] = "bfloat16"
-
-# The packed ones: their name, elements of a block, and its bytes. Source: `GGML_QUANT_SIZES` of gguf-py.
-_PACKED = """
-    2 Q4_0 32 18, 3 Q4_1 32 20, 6 Q5_0 32 22, 7 Q5_1 32 24, 8 Q8_0 32 34, 9 Q8_1 32 40, 10 Q2_K 256 84,
-    11 Q3_K 256 110, 12 Q4_K 256 144, 13 Q5_K 256 176, 14 Q6_K 256 210, 15 Q8_K 256 292, 16 IQ2_XXS 256 66,
-    17 IQ2_XS 256 74, 18 IQ3_XXS 256 98, 19 IQ1_S 256 50, 20 IQ4_NL 32 18, 21 IQ3_S 256 110, 22 IQ2_S 256 82,
-    23 IQ4_XS 256 136, 29 IQ1_M 256 56, 34 TQ1_0 256 54, 35 TQ2_0 256 66, 39 MXFP4 32 17, 40 NVFP4 64 36,
-    41 Q1_0 128 18
-"""
-PACKED = {int(row[0]): (row[1], int(row[2]), int(row[3])) for row in map(str.split, _PACKED.split(","))}
 
 PACKED_NAMES = {name for name, _, _ in PACKED.values()}
 
@@ -55,7 +42,6 @@ MAX_FILES = 1000  # of a model
 MAX_AXES = 4  # GGML_MAX_DIMS
 MAX_NESTED = 4  # arrays in arrays; the format allows any number, and nothing writes one
 MAX_ITEMS = 64  # of an array that is kept as text
-PIECE = 1 << 17  # elements that are unpacked together: whole blocks
 
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -308,47 +294,7 @@ def _tensor(data: ByteRange, name: str, info: Info, byteorder: str) -> TensorRef
             Storage(data, dtype.storage or "UntypedStorage", byteorder=byteorder), dtype, info.shape
         )
     dtype = DTYPES["float32"]
-    fill = partial(_fill, data, name, info.kind, byteorder)
-    made = Computed.filling(data.path, math.prod(info.shape) * dtype.itemsize, fill)
+    values = partial(fill, data, name, info.kind, byteorder)
+    made = Computed.filling(data.path, math.prod(info.shape) * dtype.itemsize, values)
     raw = Storage(data, "UntypedStorage")
     return TensorRef.contiguous(Storage(made, dtype.storage or "", origins=(raw,)), dtype, info.shape)
-
-
-def _fill(data: ByteRange, name: str, kind: int, byteorder: str, start: int, out: memoryview) -> None:
-    """Put values of a packed tensor into memory, float32, from byte `start` of them on."""
-    import numpy as np
-
-    type_name, elements, nbytes = PACKED[kind]
-    if byteorder == "big":
-        what = f"tensor '{name[:80]}' is {type_name}, which is read in little-endian files alone"
-        raise Unsupported(data.path, what, hint="turn it around first: gguf-convert-endian FILE little")
-    unpack, values = _unpacker(data.path, name, type_name), np.frombuffer(out, "<f4")
-    first, done = start // 4, 0
-    while done < len(values):
-        block, skipped = divmod(first + done, elements)
-        count = min(len(values) - done, PIECE - skipped)
-        blocks = -(-(skipped + count) // elements)
-        raw = np.frombuffer(data.part(block * nbytes, blocks * nbytes).read(), np.uint8)
-        with np.errstate(all="ignore"):  # scales may be infinite or NaN
-            values[done : done + count] = unpack(raw.reshape(1, -1)).reshape(-1)[skipped : skipped + count]
-        done += count
-
-
-def _unpacker(path: str, name: str, type_name: str) -> Any:
-    """Return what makes an array of float32 of rows of blocks."""
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError:
-        what = f"{path}: the values of '{name[:80]}' are packed as {type_name}, and need the package gguf"
-        raise UsageFault(what, hint=install("gguf")) from None
-
-    def unpack(raw: Any) -> Any:
-        try:
-            return dequantize(raw, GGMLQuantizationType[type_name])
-        except (NotImplementedError, KeyError):
-            raise Unsupported(
-                path, f"tensor '{name[:80]}' is {type_name}, which gguf does not unpack"
-            ) from None
-
-    return unpack
