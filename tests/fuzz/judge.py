@@ -268,14 +268,14 @@ def _compare_with_peer(
 ) -> None:
     import numpy as np
 
+    if not outcome.accepted:  # the peers take seconds to refuse what lies about its counts
+        return
     try:
         with np.errstate(all="ignore"):
             theirs = dict(read(path))
     except Exception:
         return
     outcome.also.append(name)
-    if not outcome.accepted:
-        return
     with ckpttool.open(path) as checkpoint:
         for key, tensor in checkpoint.state().tensors.items():
             if key not in theirs or tensor.nbytes > COMPARED or tensor.dtype.name == "bfloat16":
