@@ -171,7 +171,8 @@ def read_by_gguf(path: Path) -> Iterator[tuple[str, Any]]:
     import gguf
 
     for each in gguf.GGUFReader(path).tensors:
-        yield each.name, gguf.quants.dequantize(each.data, each.tensor_type)
+        is_plain = each.tensor_type.name[0] in "FI" and each.tensor_type.name[1] != "Q"
+        yield each.name, each.data if is_plain else gguf.quants.dequantize(each.data, each.tensor_type)
 
 
 def npy(header: str, data: bytes = b"") -> bytes:
