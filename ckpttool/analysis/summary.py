@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from operator import attrgetter
 
@@ -83,9 +83,11 @@ class Summary:
     # calls of known dangers in the tree, as `posix.system('ls')`; one that the pickle drops is not there
     calls: tuple[str, ...]
     remarks: tuple[Remark, ...]  # where torch refuses the file, or no writer of torch's makes such a thing
-    metadata: dict[str, str]  # the texts of a safetensors header
+    metadata: dict[str, str]  # the texts of a safetensors header, or of another format
     # what is known of the ranks that each wrote a part; None when one process wrote the file
     ranks: Ranks | None = None
+    packed: Mapping[str, int] = field(default_factory=dict)  # tensors by the packed type they are stored in
+    unread: tuple[str, ...] = ()  # what the file holds that is neither a tensor nor shown here, in words
 
 
 def inspect(file: File, *, state: str | None = None) -> Summary:
@@ -145,6 +147,8 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         remarks=checkpoint.remarks,
         metadata=dict(checkpoint.metadata),
         ranks=checkpoint.ranks,
+        packed=checkpoint.packed,
+        unread=checkpoint.unread,
     )
 
 

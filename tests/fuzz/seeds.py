@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.inert_pickle.values import Global, Record, rebuild
 from ckpttool.metrics import predictions
+from tests.support import other_files
 from tests.support.every_format import apart, as_dcp, as_script, as_tar, converted, with_objects
 from tests.support.run_log import BEGIN, STEP, record
 
@@ -175,6 +176,11 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "folder of the hub": (_with_companions,),
     "predictions": (_predictions, _rows),
     "folder of a run": (_run,),
+    "GGUF": (other_files.as_gguf,),
+    "ONNX": (other_files.as_onnx,),
+    "ONNX folder": (other_files.as_onnx_folder, other_files.as_small_onnx_folder),
+    "NumPy": (other_files.as_npz, other_files.as_compressed_npz, other_files.as_npy),
+    "exported program": (other_files.as_package,),
 }
 
 
