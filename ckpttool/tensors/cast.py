@@ -65,6 +65,17 @@ class CastReport:
                 self._marks[storage, cell] = np.packbits(marks)
 
 
+@dataclass(slots=True)
+class Overflows(CastReport):
+    """Several reports as one: known once the output is written."""
+
+    reports: list[CastReport] = field(default_factory=list)
+
+    @property
+    def overflows(self) -> int:
+        return sum(report.overflows for report in self.reports)
+
+
 def target(name: str) -> DType:
     """Return the type that `--dtype NAME` asks for. Raises UsageFault for a name that is not in TARGETS."""
     if name not in TARGETS:

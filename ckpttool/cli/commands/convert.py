@@ -11,6 +11,7 @@ from ...errors import UsageFault
 from .. import options
 from ..console import Console, counted, printable, show_bytes
 from ..options import Job, entry, pair, sizes_for
+from ..quantizing import Quantizing
 from ..rewriting import Change, Outcome, Target, rewrite
 from .training import parameters_of
 
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 @options.full_option
 @options.option(
     "--dtype TYPE", "Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …)."
+)
+@options.flag("--dequantize", "Make packed tensors plain: fp8, MXFP4, GPTQ, AWQ, bitsandbytes and the like.")
+@options.option(
+    "--quantize SCHEME",
+    "Make the matrices of layers fp8, with a scale per tensor, per channel or per block of 128 × 128.",
+    type=click.Choice(["fp8", "fp8-channel", "fp8-block"]),
 )
 @options.several("--only GLOB", "Keep only the keys that match, e.g. 'layer1.*'.")
 @options.several("--exclude GLOB", "Leave out the keys that match.")
@@ -57,6 +64,7 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
     Examples:
       ckpttool convert model.bin model.safetensors --dtype bf16
       ckpttool convert last.pt last.safetensors --full
+      ckpttool convert fp8-model/ plain/ --dequantize --companions
       ckpttool convert model.safetensors shards/ --shard-size 500MB
     """
     from ...tensors import cast
@@ -67,7 +75,13 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
         outcome = Outcome(f"converted {checkpoint.format}", of_state=of_state)
+        packing = Quantizing(job, checkpoint, outcome, target)
+        if changes["dequantize"]:
+            checkpoint = packing.undone(changes.pop("dtype"))
+            changes["dtype"] = None  # each value is rounded once
         checkpoint = _changed(checkpoint, outcome, target.state, changes)
+        if changes["quantize"]:
+            checkpoint = packing.done(checkpoint, changes["quantize"])
         return _described(checkpoint, dict(changes["metadata"]), target), outcome
 
     rewrite(job, transform, full=full, keep_copies=keep_copies, to=to)

@@ -21,7 +21,7 @@ from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
 from ...errors import Damaged, Refused, Unsupported
 from ...inert_pickle.values import remade
-from ...tensors.cast import Caster, CastReport, reader
+from ...tensors.cast import Caster, CastReport, Overflows, reader
 from ...tensors.dtypes import DType
 from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.values import CHUNK
@@ -35,17 +35,6 @@ if TYPE_CHECKING:
 
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-
-
-@dataclass(slots=True)
-class Overflows(CastReport):
-    """Finite numbers that became infinite in the model's types: known once the output is written."""
-
-    reports: list[CastReport] = field(default_factory=list)
-
-    @property
-    def overflows(self) -> int:
-        return sum(report.overflows for report in self.reports)
 
 
 @dataclass(frozen=True, slots=True)

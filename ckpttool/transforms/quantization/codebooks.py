@@ -1,0 +1,109 @@
+"""Weights of 4-bit codes with a table of 16 numbers: bitsandbytes' NF4 and FP4, nested statistics or not.
+
+A tensor is cut into blocks of `blocksize` numbers in row-major order, whatever its rows; `absmax` has the
+largest magnitude of each. Nested, these are 8-bit codes themselves, with a table and largest magnitudes of
+their own, less their mean. Source: bitsandbytes' `QuantState.as_dict` and `dequantize_4bit`, 0.49.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.special_tensors import shape_of
+from ...tensors.dtypes import DTYPES, DType
+from ...tensors.ref import TensorRef, extent
+from .fields import HIGH_FIRST, Field, Packing, Sizes, elements, numbers, packed
+from .formula import Formula, Grid, Table
+from .groups import Group, Parts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+STATE = ".quant_state.bitsandbytes__"  # nf4 or fp4 follows
+MAX_STATE = 1 << 16  # bytes of settings of one tensor
+
+
+def of_state(parts: Parts, name: str) -> Group:
+    """Return a weight with its statistics as a group; the lead is its table of settings."""
+    settings = parts.lead
+    said = _settings(parts, settings)
+    shape, dtype, size = _shape(parts, said), _dtype(parts, said), _count(parts, said, "blocksize")
+    weight = parts.need(name)
+    parts.lead = name
+    count = extent(shape) if 0 not in shape else 0
+    held = weight.nbytes  # whatever the type of the words that hold the bytes
+    parts.require(weight.is_stretch and held == -(-count // 2), name, f"has {held} bytes for {count} numbers")
+    flat = replace(
+        weight,
+        dtype=DTYPES["uint8"],
+        shape=(held,),
+        stride=(1,),
+        offset=weight.offset * weight.dtype.itemsize,
+    )
+    codes = packed(flat, Packing(4, 0, order=HIGH_FIRST), count)
+    blocks = -(-count // size)
+    largest, words = _largest(parts, said, name, blocks), "nested" if "nested_blocksize" in said else ""
+    formula = Formula(
+        codes, Table(_table(parts, f"{name}.quant_map", 16)), (Grid(f"{name}.absmax", largest, (size,)),)
+    )
+    kind = settings.rpartition("__")[2].upper()
+    scheme = ", ".join(filter(None, (f"bitsandbytes {kind}", f"blocks of {size}", words)))
+    return parts.group(name, scheme, dtype, shape, formula)
+
+
+def _settings(parts: Parts, name: str) -> dict[str, Any]:
+    tensor = parts.of(name, "uint8")
+    parts.require(len(tensor.shape) == 1 and tensor.numel <= MAX_STATE, name, "is too long for settings")
+    try:
+        said = json.loads(elements(tensor).read((0,), tensor.shape).tobytes())
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict):
+        raise parts.refused(f"'{name[:200]}' is no JSON object")
+    return said
+
+
+def _shape(parts: Parts, said: dict[str, Any]) -> Sizes:
+    shape = shape_of(said.get("shape"))
+    if shape is None:
+        raise parts.refused(f"its settings say the shape {said.get('shape')!r:.80}")
+    return shape
+
+
+def _dtype(parts: Parts, said: dict[str, Any]) -> DType:
+    name = said.get("dtype")
+    if name not in ("bfloat16", "float16", "float32"):
+        raise parts.refused(f"its settings say the type {name!r:.40}")
+    return DTYPES[name]
+
+
+def _count(parts: Parts, said: dict[str, Any], name: str) -> int:
+    value = said.get(name)
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise parts.refused(f"its settings say {name} = {value!r:.40}")
+    return value
+
+
+def _table(parts: Parts, name: str, length: int) -> NDArray[Any]:
+    import numpy as np
+
+    levels = numbers(parts.of(name, "float", (length,))).read((0,), (length,))
+    parts.require(bool(np.isfinite(levels).all()), name, "holds a NaN or an infinity")
+    return levels
+
+
+def _largest(parts: Parts, said: dict[str, Any], name: str, blocks: int) -> Field:
+    """Return the largest magnitude of each block."""
+    absmax = f"{name}.absmax"
+    if "nested_blocksize" not in said:
+        return numbers(parts.of(absmax, "float32", (blocks,)))
+    size, offset = _count(parts, said, "nested_blocksize"), said.get("nested_offset")
+    if type(offset) not in (int, float):
+        raise parts.refused(f"its settings say nested_offset = {offset!r:.40}")
+    codes: TensorRef = parts.of(absmax, "uint8", (blocks,))
+    table = Table(_table(parts, f"{name}.nested_quant_map", 256))
+    outer = parts.of(f"{name}.nested_absmax", "float32", (-(-blocks // size),))
+    inner = Formula(elements(codes), table, (Grid(f"{name}.nested_absmax", numbers(outer), (size,)),))
+    return inner.field().each(lambda values: values + values.dtype.type(offset))

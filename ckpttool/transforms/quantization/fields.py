@@ -1,0 +1,127 @@
+"""Arrays that are read box by box: the elements of a tensor, or codes of a few bits that are packed in them.
+
+A box is where it begins and its size along each axis. So any stretch of a tensor is made of the bytes that it
+depends on alone, however large the tensor is. Imports numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ...tensors.cast import FLOATS, carrier, reader
+from ...tensors.dtypes import numpy_type
+from ...tensors.ref import Storage, TensorRef
+from ...tensors.values import boxed, read_into
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """An array that is read box by box."""
+
+    shape: Sizes
+    read: Callable[[Sizes, Sizes], NDArray[Any]]  # begin and size of a box -> its elements
+    storages: tuple[Storage, ...]  # where they come from
+
+    def each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Field:
+        """Return the field with every element changed."""
+        return replace(self, read=lambda begin, size: change(self.read(begin, size)))
+
+
+def elements(tensor: TensorRef) -> Field:
+    """Return the elements of a tensor; of floats that numpy lacks, the bits."""
+    kind = carrier(tensor.dtype) if tensor.dtype.name in FLOATS else numpy_type(tensor.dtype)
+
+    def read(begin: Sizes, size: Sizes) -> NDArray[Any]:
+        import numpy as np
+
+        raw = np.empty(prod(size) * tensor.dtype.itemsize, np.uint8)
+        read_into(memoryview(raw), boxed(tensor, begin, size))  # type: ignore[arg-type]
+        values: NDArray[Any] = raw.view(kind).reshape(size)
+        return values
+
+    return Field(tensor.shape, read, (tensor.storage,))
+
+
+def numbers(tensor: TensorRef) -> Field:
+    """Return the numbers of a float or integer tensor in float32."""
+    read = reader(tensor.dtype) if tensor.dtype.name in FLOATS else None
+    return elements(tensor).each(lambda values: (read(values) if read else values).astype("<f4", copy=False))
+
+
+def turned(tensor: TensorRef) -> TensorRef:
+    """Return a tensor with its last two axes swapped: another view of the same bytes."""
+    return replace(tensor, shape=_turned(tensor.shape), stride=_turned(tensor.stride))
+
+
+def _turned(sizes: Sizes) -> Sizes:
+    return (*sizes[:-2], sizes[-1], sizes[-2])
+
+
+HIGH_FIRST = (1, 0)  # the order of two codes in a byte whose first has the upper bits
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How codes lie in unsigned words along an axis, from the lowest bits on."""
+
+    bits: int
+    axis: int
+    words: int = 1  # that belong together: codes may lie across two of them
+    order: Sizes | None = None  # the number of the code that each place holds; None for as they lie
+
+
+def packed(tensor: TensorRef, packing: Packing, length: int) -> Field:
+    """Return the codes in the words of a tensor, `length` of them along the axis."""
+    words, axis, width = elements(tensor), packing.axis, tensor.dtype.itemsize
+    held = packing.words * 8 * width // packing.bits
+
+    def read(begin: Sizes, size: Sizes) -> NDArray[Any]:
+        first, skipped = divmod(begin[axis], held)
+        count = -(-(skipped + size[axis]) // held)
+        start, many = first * packing.words, count * packing.words
+        taken = words.read(_with(begin, axis, start), _with(size, axis, many)).view(f"<u{width}")
+        codes = _unpacked(taken, packing, held)
+        return codes[along(axis, skipped, skipped + size[axis])]
+
+    return Field(_with(tensor.shape, axis, length), read, words.storages)
+
+
+def along(axis: int, *bounds: int | None) -> tuple[slice, ...]:
+    """Return the index of a slice along one axis."""
+    return (*(slice(None),) * axis, slice(*bounds))
+
+
+def _with(sizes: Sizes, axis: int, size: int) -> Sizes:
+    return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+
+def _unpacked(words: NDArray[Any], packing: Packing, held: int) -> NDArray[Any]:
+    """Return the codes in words, `held` in those that belong together, as bytes."""
+    import numpy as np
+
+    bits, axis, order = packing.bits, packing.axis, packing.order
+    if axis == words.ndim - 1 and order in (None, HIGH_FIRST):
+        if bits == 8:
+            return words.view("u1")
+        if bits == 4:
+            pairs = words.view("u1").astype("<u2")
+            pairs = (pairs | pairs << 4) if order is None else (pairs >> 4 | pairs << 8)
+            return (pairs & 0x0F0F).view("u1")
+    width = 8 * words.itemsize
+    codes = np.empty(_with(words.shape, axis, words.shape[axis] // packing.words * held), np.uint8)
+    for place in range(held):
+        word, shift = divmod(place * bits, width)
+        code = words[along(axis, word, None, packing.words)] >> shift
+        if shift + bits > width:
+            code |= words[along(axis, word + 1, None, packing.words)] << (width - shift)
+        number = place if order is None else order[place]
+        codes[along(axis, number, None, held)] = code & ((1 << bits) - 1)
+    return codes

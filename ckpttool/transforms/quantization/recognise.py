@@ -1,0 +1,159 @@
+"""Which tensors of a state are packed: by their names, types, shapes, and the settings beside the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.state import State
+from ...errors import CkptToolError, Refused, Unsupported
+from ...tensors.ref import TensorRef
+from . import codebooks, fp4, integers, scaled
+from .groups import Group, Parts
+from .settings import Settings, settings_beside
+
+# Methods whose tensors are known here; a checkpoint of another is named as what it is.
+KNOWN = {
+    *(
+        "",
+        "fp8",
+        "fbgemm_fp8",
+        "compressed-tensors",
+        "compressed_tensors",
+        "modelopt",
+        "modelopt_fp4",
+        "mxfp4",
+    ),
+    *("awq", "bitsandbytes", "torchao", "deepspeedfp", "quark", "mxfp8", *integers.OF_GPTQ),
+}
+# Layouts of compressed-tensors whose tensors are known here.
+FORMATS = {
+    *("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+}
+
+# Ends of names that belong to a packed tensor and to nothing else.
+PART = re.compile(
+    r".*(\.(qweight|qzeros|g_idx|SCB|absmax|quant_map|nested_absmax|nested_quant_map|scale_weight|qscale_weight)"
+    r"|\.quant_state\.bitsandbytes__\w+|weight_scale(_inv|_2)?|weight_(packed|shape|zero_point|global_scale|g_idx))"
+)
+# Ends of names of what only quantised layers have, for their activations and the cache of keys and values.
+ACTIVATIONS = re.compile(
+    r"(.*\.)?(input|output|activation|act|[qkv]|prob)(_proj)?_(scale|scale_inv|zero_point|global_scale)"
+    r"|(.*\.)?(scale_input|qscale_act|weight_format|input_g_idx|scaled_fp8)"
+)
+
+
+NONE = Settings()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is packed in a state, and what is wrong with it.
+
+    Attributes:
+        groups: the packed tensors, in the file's order.
+        unused: names of scales of activations and the like, which a plain model has not.
+        bare: names of tensors of 8-bit floats that no scale belongs to.
+        faults: why tensors that look packed can't be dequantised.
+        settings: what the files beside the checkpoint say.
+    """
+
+    groups: tuple[Group, ...] = ()
+    unused: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+    faults: tuple[CkptToolError, ...] = ()
+    settings: Settings = NONE
+
+    def in_words(self) -> dict[str, str]:
+        """Return each scheme with how many layers and tensors are packed so: `61 layers, 427 tensors`."""
+        schemes: dict[str, list[str]] = {}
+        for group in self.groups:
+            schemes.setdefault(group.scheme, []).append(group.name)
+        return {scheme: _layers(names) for scheme, names in schemes.items()}
+
+
+def _layers(names: list[str]) -> str:
+    layers = {found[0] for name in names if (found := re.match(r"(?:[^.]*\.)*?\d+(?=\.)", name))}
+    counts = [(len(layers), "layer"), (len(names), "tensor")] if layers else [(len(names), "tensor")]
+    return ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts)
+
+
+def recognise(checkpoint: Checkpoint, state: State) -> Found:
+    """Return what is packed in a state. Raises Damaged where the settings beside the file are no JSON."""
+    tensors = state.tensors
+    leads = dict(_leads(tensors))
+    parts = {name for name in tensors if PART.fullmatch(name)}
+    if not leads and not parts and not state.likes:
+        return Found()
+    settings = settings_beside(checkpoint.path)
+    groups: list[Group] = []
+    faults: list[CkptToolError] = [*_unknown(checkpoint.path, settings)]
+    used: set[str] = set()
+    for lead, make in leads.items() if not faults else ():
+        looking = Parts(checkpoint.path, tensors, lead, settings)
+        try:
+            groups.append(make(looking))
+        except CkptToolError as fault:
+            faults.append(fault)
+        used |= {lead, *looking.used}
+    unused = (
+        tuple(name for name in tensors if name not in used and ACTIVATIONS.fullmatch(name)) if groups else ()
+    )
+    alone = parts.difference(used, unused)
+    faults += [
+        Refused(checkpoint.path, f"'{name[:200]}' belongs to no packed tensor") for name in sorted(alone)
+    ]
+    bare = tuple(n for n, t in tensors.items() if n not in used and t.dtype.name.startswith("float8"))
+    if groups and bare:
+        faults.append(
+            Refused(
+                checkpoint.path, f"'{bare[0][:200]}' is of {tensors[bare[0]].dtype.name}, and has no scale"
+            )
+        )
+    return Found(tuple(groups), unused, bare, tuple(faults), settings)
+
+
+def _unknown(path: str, settings: Settings) -> Iterator[Unsupported]:
+    """Yield what is wrong with the method that the settings name, if it is not known here."""
+    form = str(settings.section.get("format") or "dense")
+    if settings.method not in KNOWN:
+        yield Unsupported(
+            path, f"is quantised by '{settings.method[:40]}', which is none of the methods read here"
+        )
+    elif settings.method.startswith("compressed") and form not in FORMATS:
+        yield Unsupported(
+            path, f"is of compressed-tensors' format '{form[:40]}', which is none of those read here"
+        )
+
+
+Make = Callable[[Parts], Group]
+
+
+def _leads(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, Make]]:
+    """Yield the tensor that tells a group from its names, with what makes the group."""
+    for name, tensor in tensors.items():
+        if (make := _scheme(tensors, name, tensor)) is not None:
+            yield name, make
+
+
+def _scheme(tensors: Mapping[str, TensorRef], name: str, tensor: TensorRef) -> Make | None:
+    stem, _, end = name.rpartition(".")
+    if end == "qweight":
+        return lambda parts: integers.of_modules(parts, stem)
+    if codebooks.STATE in name:
+        return lambda parts: codebooks.of_state(parts, name.partition(codebooks.STATE)[0])
+    if name.endswith("_packed") and f"{(weight := name.removesuffix('_packed'))}_scale" in tensors:
+        if tensor.dtype.name == "int32":
+            return lambda parts: integers.of_rows(parts, weight)
+        return lambda parts: fp4.of_rows(parts, weight, f"{weight}_scale")
+    if name.endswith("_blocks") and f"{(experts := name.removesuffix('_blocks'))}_scales" in tensors:
+        return lambda parts: fp4.of_experts(parts, experts)
+    if tensor.dtype.name == "int8" and f"{stem}.SCB" in tensors:
+        return lambda parts: scaled.by_largest(parts, f"{stem}.SCB")
+    is_8_bit = tensor.dtype.name in ("int8", "uint8") or tensor.dtype.name.startswith("float8")
+    if is_8_bit and (scale := scaled.scale_of(tensors, name)) is not None:
+        return lambda parts: scaled.scaled(parts, scale)
+    return None
