@@ -26,31 +26,28 @@ MAX_STATE = 1 << 16  # bytes of settings of one tensor
 
 
 def of_state(parts: Parts, name: str) -> Group:
-    """Return a weight with its statistics as a group; the lead is its table of settings."""
-    settings = parts.lead
-    said = _settings(parts, settings)
+    """Return a weight with its statistics as a group; the lead is the table of its settings."""
+    kind = parts.lead.rpartition("__")[2].upper()
+    said = _settings(parts, parts.lead)
     shape, dtype, size = _shape(parts, said), _dtype(parts, said), _count(parts, said, "blocksize")
-    weight = parts.need(name)
-    parts.lead = name
+    weight, parts.lead = parts.need(name), name
     count = extent(shape) if 0 not in shape else 0
-    held = weight.nbytes  # whatever the type of the words that hold the bytes
-    parts.require(weight.is_stretch and held == -(-count // 2), name, f"has {held} bytes for {count} numbers")
-    flat = replace(
-        weight,
-        dtype=DTYPES["uint8"],
-        shape=(held,),
-        stride=(1,),
-        offset=weight.offset * weight.dtype.itemsize,
-    )
-    codes = packed(flat, Packing(4, 0, order=HIGH_FIRST), count)
-    blocks = -(-count // size)
-    largest, words = _largest(parts, said, name, blocks), "nested" if "nested_blocksize" in said else ""
-    formula = Formula(
-        codes, Table(_table(parts, f"{name}.quant_map", 16)), (Grid(f"{name}.absmax", largest, (size,)),)
-    )
-    kind = settings.rpartition("__")[2].upper()
-    scheme = ", ".join(filter(None, (f"bitsandbytes {kind}", f"blocks of {size}", words)))
-    return parts.group(name, scheme, dtype, shape, formula)
+    fits = weight.is_stretch and weight.nbytes == -(-count // 2)
+    parts.require(fits, name, f"has {weight.nbytes} bytes for {count} numbers")
+    codes = packed(_in_bytes(weight), Packing(4, 0, order=HIGH_FIRST), count)
+    levels = _table(parts, f"{name}.quant_map", 16)
+    if kind == "FP4":  # whose code has a negative zero that its table lacks
+        levels[8:] = -abs(levels[8:])
+    largest = Grid(f"{name}.absmax", _largest(parts, said, name, -(-count // size)), (size,))
+    words = (f"bitsandbytes {kind}", f"blocks of {size}", "nested" if "nested_blocksize" in said else "")
+    scheme = ", ".join(filter(None, words))
+    return parts.group(name, scheme, dtype, shape, Formula(codes, Table(levels), (largest,)))
+
+
+def _in_bytes(weight: TensorRef) -> TensorRef:
+    """Return the bytes of a tensor, whatever the type of the words that hold them."""
+    offset, shape = weight.offset * weight.dtype.itemsize, (weight.nbytes,)
+    return replace(weight, dtype=DTYPES["uint8"], shape=shape, stride=(1,), offset=offset)
 
 
 def _settings(parts: Parts, name: str) -> dict[str, Any]:

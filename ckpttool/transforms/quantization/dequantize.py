@@ -8,11 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
-from ...errors import Collision, NothingToDo
+from ...errors import CkptToolError, Collision, NothingToDo
 from ...tensors.cast import Caster, Overflows
 from ...tensors.dtypes import DType
 from ..selection import cast, replace_state
-from .recognise import Found, recognise
+from .recognise import Found, recognise, unknown
+from .settings import settings_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,9 @@ def dequantize(
     return new, Dequantized(schemes, found.unused, found.settings.path, Overflows(reports=reports))
 
 
-def _nothing(path: str, found: Found) -> NothingToDo:
+def _nothing(path: str, found: Found) -> CkptToolError:
     if found.bare:
         hint = f"they are plain numbers, so cast them: --dtype bf16 (the first is '{found.bare[0][:80]}')"
-        return NothingToDo(f"{path}: no tensor has a scale, though there are 8-bit floats", hint=hint)
-    return NothingToDo(f"{path}: nothing to do: no tensor is quantised")
+        return NothingToDo(f"{path}: nothing to do: its 8-bit floats have no scales", hint=hint)
+    nothing = NothingToDo(f"{path}: nothing to do: no tensor is quantised")
+    return next(unknown(path, settings_beside(path)), nothing)

@@ -87,8 +87,9 @@ def packed(tensor: TensorRef, packing: Packing, length: int) -> Field:
         first, skipped = divmod(begin[axis], held)
         count = -(-(skipped + size[axis]) // held)
         start, many = first * packing.words, count * packing.words
-        taken = words.read(_with(begin, axis, start), _with(size, axis, many)).view(f"<u{width}")
-        codes = _unpacked(taken, packing, held)
+        there = min(many, tensor.shape[axis] - start)  # the last words may not be all that belong together
+        taken = words.read(_with(begin, axis, start), _with(size, axis, there)).view(f"<u{width}")
+        codes = _unpacked(taken if there == many else _filled(taken, axis, many), packing, held)
         return codes[along(axis, skipped, skipped + size[axis])]
 
     return Field(_with(tensor.shape, axis, length), read, words.storages)
@@ -101,6 +102,13 @@ def along(axis: int, *bounds: int | None) -> tuple[slice, ...]:
 
 def _with(sizes: Sizes, axis: int, size: int) -> Sizes:
     return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+
+def _filled(words: NDArray[Any], axis: int, count: int) -> NDArray[Any]:
+    import numpy as np
+
+    more = np.zeros(_with(words.shape, axis, count - words.shape[axis]), words.dtype)
+    return np.concatenate([words, more], axis)
 
 
 def _unpacked(words: NDArray[Any], packing: Packing, held: int) -> NDArray[Any]:

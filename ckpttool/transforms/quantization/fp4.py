@@ -62,7 +62,7 @@ def of_experts(parts: Parts, name: str) -> Group:
     return parts.group(name, "MXFP4", DTYPES["bfloat16"], codes.shape, formula)
 
 
-def of_rows(parts: Parts, name: str, scale: str) -> Group:
+def of_rows(parts: Parts, name: str, scale: str, *, needs_whole: bool = True) -> Group:
     """Return packed rows with their scales as a group: fp8 scales with a global one, or powers of two."""
     weight, given = parts.of(parts.lead, "uint8 int8"), parts.need(scale)
     parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
@@ -72,7 +72,8 @@ def of_rows(parts: Parts, name: str, scale: str) -> Group:
     parts.require(
         columns % size == 0, parts.lead, f"has rows of {columns}, which groups of {size} don't divide"
     )
-    field = scales(given) if size == OF_MX else _with_global(parts, name, given)
+    has_whole = size == OF_NV and (needs_whole or f"{name}_scale_2" in parts.tensors)
+    field = _with_whole(parts, name, given) if has_whole else scales(given)
     codes = packed(weight, Packing(4, 1), columns)
     formula = Formula(codes, _levels(), (Grid(scale, field, (1, size)),))
     return parts.group(
@@ -80,7 +81,7 @@ def of_rows(parts: Parts, name: str, scale: str) -> Group:
     )
 
 
-def _with_global(parts: Parts, name: str, given: TensorRef) -> Field:
+def _with_whole(parts: Parts, name: str, given: TensorRef) -> Field:
     """Return the scales of groups of 16 with that of the whole tensor."""
     divides = f"{name}_global_scale" in parts.tensors
     whole = parts.of(f"{name}_global_scale" if divides else f"{name}_scale_2", "float32")

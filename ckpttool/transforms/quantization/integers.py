@@ -2,8 +2,8 @@
 
 Sources: AutoGPTQ's and GPTQModel's `pack` (words along the inputs, zeros along the outputs, stored less one
 in format 1, `g_idx` the group of each input), AutoAWQ's `WQLinear_GEMM` (words along the outputs, in the
-order 0 2 4 6 1 3 5 7), compressed-tensors' `pack_to_int32` (words along the inputs, whole codes in each, less
-2^(bits - 1)).
+order 0 2 4 6 1 3 5 7), compressed-tensors' `pack_to_int32` (words along the inputs, codes less 2^(bits - 1);
+older versions have whole codes in each word).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def of_rows(parts: Parts, name: str) -> Group:
     parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
     told = parts.of(f"{name}_shape", "int", (2,))
     shape: Sizes = tuple(elements(told).read((0,), (2,)).tolist())
-    bits = _bits(parts, shape)
+    bits, is_whole = _bits(parts, shape)
     scales = parts.of(f"{name}_scale", "float bfloat")
     parts.require(len(scales.shape) == 2, f"{name}_scale", f"is of shape {list(scales.shape)}, and no matrix")
     groups = scales.shape[1]
@@ -132,31 +132,33 @@ def of_rows(parts: Parts, name: str) -> Group:
     block = (1, max(shape[1], 1) if groups == 1 else _size(parts, shape[1], groups))
     index = _index(parts, f"{name}_g_idx", shape[1], groups, block[1])
     scale = Grid(f"{name}_scale", numbers(scales), block, index)
-    zero, held = None, 32 // bits
+    zero, words = None, 1 if is_whole else bits // gcd(bits, 32)
     if f"{name}_zero_point" in parts.tensors:
-        zeros = parts.of(f"{name}_zero_point", "int32", (-(-shape[0] // held), groups))
-        zero = Grid(f"{name}_zero_point", packed(zeros, Packing(bits, 0), shape[0]), block, index)
-    codes = packed(weight, Packing(bits, 1), shape[1])
+        held = (_words(bits, is_whole, shape[0]), groups)
+        zeros = packed(parts.of(f"{name}_zero_point", "int32", held), Packing(bits, 0, words), shape[0])
+        zero = Grid(f"{name}_zero_point", zeros, block, index)
+    codes = packed(weight, Packing(bits, 1, words), shape[1])
     formula = Formula(codes, Integers(0 if zero else 1 << bits - 1), (scale,), zero)
-    words = "per channel" if groups == 1 else f"groups of {block[1]}"
-    words += ", in no order (g_idx)" if index else ""
-    return parts.group(name, f"compressed-tensors int{bits}, {words}", scales.dtype, shape, formula)
+    by = "per channel" if groups == 1 else f"groups of {block[1]}"
+    by += ", in no order (g_idx)" if index else ""
+    return parts.group(name, f"compressed-tensors int{bits}, {by}", scales.dtype, shape, formula)
 
 
-def _bits(parts: Parts, shape: Sizes) -> int:
-    """Return the bits of a code: of those that the settings name, the ones that fit the shapes."""
+def _words(bits: int, is_whole: bool, count: int) -> int:
+    """Return how many words hold some codes: whole ones in each, or one after another."""
+    return -(-count // (32 // bits)) if is_whole else -(-count * bits // 32)
+
+
+def _bits(parts: Parts, shape: Sizes) -> tuple[int, bool]:
+    """Return the bits of a code and whether words hold whole codes: the one way that fits the shapes."""
     rows, words = parts.tensors[parts.lead].shape
     named = {group.get("num_bits") for group in parts.settings.groups()} or {4, 8}
-    fitting = [
-        bits
-        for bits in named
-        if type(bits) is int and 1 <= bits <= 8 and -(-shape[1] // (32 // bits)) == words
-    ]
+    known = [bits for bits in named if type(bits) is int and 1 <= bits <= 8]
+    ways = [(bits, is_whole) for bits in known for is_whole in (True, False) if 32 % bits or is_whole]
+    fitting = [way for way in ways if _words(*way, max(shape[1], 0)) == words]
     if shape[0] != rows or shape[1] < 0 or len(fitting) != 1:
-        said = (
-            f"words of shape {[rows, words]} hold no {list(shape)} numbers of {sorted(map(str, named))} bits"
-        )
-        raise parts.refused(said)
+        said = f"{[rows, words]} words for {list(shape)} numbers of {sorted(map(str, named))} bits"
+        raise parts.refused(f"there are {said}, in {len(fitting)} ways")
     return fitting[0]
 
 

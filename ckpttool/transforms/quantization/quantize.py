@@ -206,8 +206,9 @@ class _Matrix:
         if not np.isfinite(largest).all():
             what = f"'{self.name[:200]}' holds a NaN or an infinity, which no scale brings into fp8"
             raise Refused(self.tensor.storage.data.path, what)
-        scales = np.maximum(largest / np.float32(LARGEST), np.float32(LEAST))
-        return np.where(largest > 0, scales, np.float32(1))
+        scales: NDArray[Any] = np.maximum(largest / np.float32(LARGEST), np.float32(LEAST))
+        scales[largest == 0] = 1
+        return scales
 
     def _fill(self, start: int, out: memoryview) -> None:
         import numpy as np

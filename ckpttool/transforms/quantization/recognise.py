@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
@@ -13,6 +14,7 @@ from ...tensors.ref import TensorRef
 from . import codebooks, fp4, integers, scaled
 from .groups import Group, Parts
 from .settings import Settings, settings_beside
+from .subclasses import Subclass, subclasses
 
 # Methods whose tensors are known here; a checkpoint of another is named as what it is.
 KNOWN = {
@@ -31,7 +33,7 @@ KNOWN = {
 # Layouts of compressed-tensors whose tensors are known here.
 FORMATS = {
     *("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
 }
 
 # Ends of names that belong to a packed tensor and to nothing else.
@@ -47,6 +49,8 @@ ACTIVATIONS = re.compile(
 
 
 NONE = Settings()
+
+Make = Callable[[Parts], Group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,40 +87,47 @@ def _layers(names: list[str]) -> str:
 
 def recognise(checkpoint: Checkpoint, state: State) -> Found:
     """Return what is packed in a state. Raises Damaged where the settings beside the file are no JSON."""
-    tensors = state.tensors
-    leads = dict(_leads(tensors))
+    tensors, path = state.tensors, checkpoint.path
+    apart = {each.keys[0]: each for each in subclasses(state, checkpoint.metadata)}
+    used = {key for each in apart.values() for key in each.keys}
+    makers = {lead: make for lead, make in _leads(tensors) if lead not in used}
+    makers |= {lead: partial(_of_torchao, each) for lead, each in apart.items()}
     parts = {name for name in tensors if PART.fullmatch(name)}
-    if not leads and not parts and not state.likes:
-        return Found()
-    settings = settings_beside(checkpoint.path)
+    bare = {name: tensor.dtype.name for name, tensor in tensors.items() if "float8" in tensor.dtype.name}
+    if not makers and not parts:
+        return Found(bare=(*bare,))
+    settings = settings_beside(path)
+    faults: list[CkptToolError] = [*unknown(path, settings)]
     groups: list[Group] = []
-    faults: list[CkptToolError] = [*_unknown(checkpoint.path, settings)]
-    used: set[str] = set()
-    for lead, make in leads.items() if not faults else ():
-        looking = Parts(checkpoint.path, tensors, lead, settings)
-        try:
-            groups.append(make(looking))
-        except CkptToolError as fault:
-            faults.append(fault)
+    for lead, make in makers.items():
+        made = _made(make, looking := Parts(path, tensors, lead, settings))
         used |= {lead, *looking.used}
-    unused = (
-        tuple(name for name in tensors if name not in used and ACTIVATIONS.fullmatch(name)) if groups else ()
-    )
+        if isinstance(made, Group):
+            groups.append(made)
+        else:
+            faults.append(made)
+    unused = tuple(name for name in tensors if name not in used and ACTIVATIONS.fullmatch(name))
     alone = parts.difference(used, unused)
-    faults += [
-        Refused(checkpoint.path, f"'{name[:200]}' belongs to no packed tensor") for name in sorted(alone)
-    ]
-    bare = tuple(n for n, t in tensors.items() if n not in used and t.dtype.name.startswith("float8"))
+    faults += [Refused(path, f"'{name[:200]}' belongs to no packed tensor") for name in sorted(alone)]
+    bare = {name: kind for name, kind in bare.items() if name not in used}
     if groups and bare:
-        faults.append(
-            Refused(
-                checkpoint.path, f"'{bare[0][:200]}' is of {tensors[bare[0]].dtype.name}, and has no scale"
-            )
-        )
-    return Found(tuple(groups), unused, bare, tuple(faults), settings)
+        name, kind = next(iter(bare.items()))
+        faults.append(Refused(path, f"'{name[:200]}' is of {kind}, and has no scale"))
+    return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings)
 
 
-def _unknown(path: str, settings: Settings) -> Iterator[Unsupported]:
+def _made(make: Make, parts: Parts) -> Group | CkptToolError:
+    try:
+        return make(parts)
+    except CkptToolError as fault:
+        return fault
+
+
+def _of_torchao(tensor: Subclass, parts: Parts) -> Group:
+    return tensor.group(parts.path)
+
+
+def unknown(path: str, settings: Settings) -> Iterator[Unsupported]:
     """Yield what is wrong with the method that the settings name, if it is not known here."""
     form = str(settings.section.get("format") or "dense")
     if settings.method not in KNOWN:
@@ -127,9 +138,6 @@ def _unknown(path: str, settings: Settings) -> Iterator[Unsupported]:
         yield Unsupported(
             path, f"is of compressed-tensors' format '{form[:40]}', which is none of those read here"
         )
-
-
-Make = Callable[[Parts], Group]
 
 
 def _leads(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, Make]]:
