@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...errors import CkptToolError, Collision, NothingToDo
@@ -14,6 +14,7 @@ from ...tensors.dtypes import DType
 from ..selection import cast, replace_state
 from .recognise import Found, recognise, unknown
 from .settings import settings_beside
+from .subclasses import without_subclasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def dequantize(
         return dict(entries)
 
     new, reports = replace_state(checkpoint, target, change), [caster.report for caster in casters.values()]
+    new = replace(new, metadata=without_subclasses(checkpoint.metadata))
     if dtype is not None:
         with suppress(NothingToDo):  # the others have that type already
             new, report = cast(new, dtype, state=state)

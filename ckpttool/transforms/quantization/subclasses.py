@@ -90,6 +90,17 @@ def subclasses(state: State, metadata: Mapping[str, str]) -> Iterator[Subclass]:
             yield _apart(name, said, state.tensors)
 
 
+def without_subclasses(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of a header without those that describe tensors taken apart."""
+    names = _json(metadata.get("tensor_names"))
+    told = (
+        {"tensor_names", *(name for name in names if isinstance(name, str))}
+        if isinstance(names, list)
+        else ()
+    )
+    return {name: text for name, text in metadata.items() if name not in told}
+
+
 def _pickled(name: str, value: object) -> Subclass | None:
     match value:
         case Record(callable=function, args=(_, Global(module, kind), made, state)) if function in FROM_TYPE:

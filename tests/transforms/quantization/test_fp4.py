@@ -25,7 +25,11 @@ def halves(packed: torch.Tensor) -> torch.Tensor:
 def test_experts_of_gpt_oss_are_transposed(tmp_path: Path) -> None:
     blocks, scales = in_bytes(3, 10, 4, 16), torch.randint(90, 160, (3, 10, 4), dtype=torch.uint8)
     name = "model.layers.0.mlp.experts.down_proj"
-    tensors = {f"{name}_blocks": blocks, f"{name}_scales": scales, f"{name}_bias": torch.ones(3, 10).bfloat16()}
+    tensors = {
+        f"{name}_blocks": blocks,
+        f"{name}_scales": scales,
+        f"{name}_bias": torch.ones(3, 10).bfloat16(),
+    }
     got, report = plain(written(tmp_path, tensors, {"quant_method": "mxfp4"}))
     powers = (2.0 ** (scales.double() - 127)).float().repeat_interleave(32, 2)
     expected = halves(blocks.flatten(2)) * powers
@@ -46,16 +50,24 @@ def test_rows_with_powers_of_two(tmp_path: Path, name: str, dtype: torch.dtype) 
 
 def test_the_ends_of_the_powers_of_two(tmp_path: Path) -> None:
     packed, exponents = in_bytes(2, 16), torch.tensor([[0], [254]], dtype=torch.uint8)
-    got, report = plain(written(tmp_path, {"l.weight_packed": packed, "l.weight_scale": exponents}), "float32")
+    got, report = plain(
+        written(tmp_path, {"l.weight_packed": packed, "l.weight_scale": exponents}), "float32"
+    )
     expected = halves(packed) * torch.tensor([[2.0**-127], [2.0**127]])
     assert equal(got["l.weight"], expected)
     exponents[1] = 255  # NaN, says the specification
-    assert "'l.weight_scale' holds a NaN" in refusal(tmp_path, {"l.weight_packed": packed, "l.weight_scale": exponents})
+    assert "'l.weight_scale' holds a NaN" in refusal(
+        tmp_path, {"l.weight_packed": packed, "l.weight_scale": exponents}
+    )
 
 
 @pytest.mark.parametrize("divides", [True, False])
 def test_nvfp4_has_a_global_scale_that_divides_or_multiplies(tmp_path: Path, divides: bool) -> None:
-    packed, scale, whole = in_bytes(6, 16), (torch.rand(6, 2) * 400).to(torch.float8_e4m3fn), torch.tensor([3.7])
+    packed, scale, whole = (
+        in_bytes(6, 16),
+        (torch.rand(6, 2) * 400).to(torch.float8_e4m3fn),
+        torch.tensor([3.7]),
+    )
     if divides:  # compressed-tensors'
         tensors = {"l.weight_packed": packed, "l.weight_scale": scale, "l.weight_global_scale": whole}
     else:  # ModelOpt's
@@ -70,10 +82,16 @@ def test_nvfp4_has_a_global_scale_that_divides_or_multiplies(tmp_path: Path, div
 
 GLOBAL = {"l.weight_global_scale": torch.ones(1)}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a global scale of 0": ({"l.weight_global_scale": torch.zeros(1)}, "'l.weight_scale' holds a NaN or an infinity"),
+    "a global scale of 0": (
+        {"l.weight_global_scale": torch.zeros(1)},
+        "'l.weight_scale' holds a NaN or an infinity",
+    ),
     "two global scales": ({"l.weight_global_scale": torch.ones(2)}, "more than one global scale"),
     "no global scale": ({"l.weight_global_scale": None}, "there is no 'l.weight_scale_2'"),
-    "too few scales": ({"l.weight_scale": torch.ones(6, 1).to(torch.float8_e4m3fn)}, "[6, 1], and [6, 2] fits it"),
+    "too few scales": (
+        {"l.weight_scale": torch.ones(6, 1).to(torch.float8_e4m3fn)},
+        "[6, 1], and [6, 2] fits it",
+    ),
     "scales of another type": ({"l.weight_scale": torch.ones(6, 2)}, "'l.weight_scale' is of float32"),
     "rows that groups do not divide": (
         {"l.weight_packed": in_bytes(6, 9), "l.weight_scale": torch.ones(6, 2).to(torch.float8_e4m3fn)},

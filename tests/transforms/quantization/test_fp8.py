@@ -32,15 +32,21 @@ def by_blocks(codes: torch.Tensor, scale: torch.Tensor, rows: int, columns: int)
     return values
 
 
-@pytest.mark.parametrize("shape", [(256, 384), (300, 517), (128, 128), (1, 129), (127, 1), (129, 128), (5, 700)])
-def test_blocks_are_multiplied_with_their_scale_also_where_ends_do_not_divide(tmp_path: Path, shape: Any) -> None:
+@pytest.mark.parametrize(
+    "shape", [(256, 384), (300, 517), (128, 128), (1, 129), (127, 1), (129, 128), (5, 700)]
+)
+def test_blocks_are_multiplied_with_their_scale_also_where_ends_do_not_divide(
+    tmp_path: Path, shape: Any
+) -> None:
     codes, scale = fp8(*shape), torch.rand(-(-shape[0] // 128), -(-shape[1] // 128))
     got = weight(tmp_path, {"l.0.weight": codes, "l.0.weight_scale_inv": scale}, DEEPSEEK)
     assert equal(got, by_blocks(codes, scale, 128, 128).bfloat16())
 
 
 @given(
-    st.tuples(st.integers(1, 40), st.integers(1, 40)), st.tuples(st.integers(1, 9), st.integers(1, 9)), st.data()
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.data(),
 )
 @settings(max_examples=40, deadline=None)
 def test_any_blocks_of_any_shape(shape: tuple[int, int], block: tuple[int, int], data: Any) -> None:
@@ -74,7 +80,9 @@ SCALES = {
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv", "scale_weight", "qscale_weight", "scale"])
+@pytest.mark.parametrize(
+    "name", ["weight_scale", "weight_scale_inv", "scale_weight", "qscale_weight", "scale"]
+)
 def test_a_scale_may_be_for_the_tensor_a_row_or_a_group_under_any_known_name(
     tmp_path: Path, scale: torch.Tensor, name: str
 ) -> None:
@@ -115,7 +123,10 @@ def test_stacked_experts_have_scales_of_their_own(tmp_path: Path) -> None:
 
 
 def test_scales_may_be_powers_of_two_in_8_bits(tmp_path: Path) -> None:
-    codes, exponents = fp8(4, 64), torch.tensor([[0, 1], [126, 127], [128, 200], [130, 254]], dtype=torch.uint8)
+    codes, exponents = (
+        fp8(4, 64),
+        torch.tensor([[0, 1], [126, 127], [128, 200], [130, 254]], dtype=torch.uint8),
+    )
     expected = codes.float() * (2.0 ** (exponents.double() - 127)).float().repeat_interleave(32, 1)
     assert equal(weight(tmp_path, {"w": codes, "w_scale": exponents}), expected.bfloat16())
 
@@ -164,7 +175,9 @@ def test_a_pickled_state_with_views_is_read_as_well(tmp_path: Path) -> None:
     from ckpttool.transforms.quantization.dequantize import dequantize
 
     codes, scale = fp8(12, 8), torch.rand(6, 4)
-    torch.save({"model": {"w": codes.t(), "w_scale": scale.t()[:, :1].repeat(2, 1)}, "epoch": 3}, tmp_path / "a.pt")
+    torch.save(
+        {"model": {"w": codes.t(), "w_scale": scale.t()[:, :1].repeat(2, 1)}, "epoch": 3}, tmp_path / "a.pt"
+    )
     with ckpttool.open(tmp_path / "a.pt") as checkpoint:
         ckpttool.save(dequantize(checkpoint)[0], tmp_path / "b.pt")
     got = torch.load(tmp_path / "b.pt")
@@ -194,14 +207,20 @@ REFUSED = {
         {"a.weight": fp8(4, 4), "b.weight": fp8(4, 4), "a.weight_scale": torch.ones(1)},
         "'b.weight' is of float8_e4m3fn, and has no scale",
     ),
-    "a scale without its tensor": ({"a.weight_scale_inv": torch.ones(2, 2)}, "'a.weight_scale_inv' belongs to no"),
+    "a scale without its tensor": (
+        {"a.weight_scale_inv": torch.ones(2, 2)},
+        "'a.weight_scale_inv' belongs to no",
+    ),
     "too few blocks": (
         {"w": fp8(300, 300), "w_scale_inv": torch.ones(2, 3)},
         "blocks of 128 × 128 of [300, 300] are [3, 3]",
     ),
     "too many axes": ({"w": fp8(4, 4), "w_scale": torch.ones(4, 4, 2)}, "fits no shape [4, 4]"),
     "rows of another tensor": ({"w": fp8(4, 4), "w_scale": torch.ones(3)}, "fits no shape [4, 4]"),
-    "integers for scales": ({"w": fp8(4, 4), "w_scale": torch.ones(4, dtype=torch.int32)}, "'w_scale' is of int32"),
+    "integers for scales": (
+        {"w": fp8(4, 4), "w_scale": torch.ones(4, dtype=torch.int32)},
+        "'w_scale' is of int32",
+    ),
     "groups that do not divide": ({"w": fp8(4, 10), "w_scale": torch.ones(4, 3)}, "3 groups don't divide"),
     "a zero of another shape": (
         {"w": fp8(4, 4).view(torch.int8), "w_scale": torch.ones(4, 1), "w_zero_point": torch.ones(3, 1)},

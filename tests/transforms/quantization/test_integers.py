@@ -20,7 +20,13 @@ def integers(bits: int, *shape: int, least: int = 0) -> torch.Tensor:
 
 
 def gptq(
-    bits: int = 4, inputs: int = 32, outputs: int = 32, group: int = 8, *, less: int = 1, dtype: Any = torch.half
+    bits: int = 4,
+    inputs: int = 32,
+    outputs: int = 32,
+    group: int = 8,
+    *,
+    less: int = 1,
+    dtype: Any = torch.half,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the tensors of a layer, and its weight: scale of the group · (code - zero of the group)."""
     groups = -(-inputs // group)
@@ -90,7 +96,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "settings of another method": ({}, {"quant_method": "fp8"}, "says 'fp8'"),
     "an unknown method": ({}, {"quant_method": "vptq"}, "is quantised by 'vptq'"),
     "a layout for one kernel": ({}, GPTQ | {"checkpoint_format": "marlin"}, "GPTQ's format 'marlin'"),
-    "other bits than the words": ({}, GPTQ | {"bits": 8}, "'l.0.qzeros' is of shape [4, 4], and [4, 8] fits it"),
+    "other bits than the words": (
+        {},
+        GPTQ | {"bits": 8},
+        "'l.0.qzeros' is of shape [4, 4], and [4, 8] fits it",
+    ),
     "odd bits": ({}, GPTQ | {"bits": 5}, "is of 5 bits"),
     "bits that are no number": ({}, GPTQ | {"bits": "4"}, "says bits = '4'"),
     "groups of another size": ({"l.0.g_idx": None}, GPTQ | {"group_size": 16}, "it has 4 groups"),
@@ -98,11 +108,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "no scales": ({"l.0.scales": None}, GPTQ, "there is no 'l.0.scales'"),
     "an index past the end": ({"l.0.g_idx": torch.full((32,), 4)}, GPTQ, "names group 4, and there are 4"),
     "an index below 0": ({"l.0.g_idx": torch.full((32,), -1)}, GPTQ, "names group -1"),
-    "a short index": ({"l.0.g_idx": torch.zeros(31, dtype=torch.int32)}, GPTQ, "is of shape [31], and [32] fits"),
+    "a short index": (
+        {"l.0.g_idx": torch.zeros(31, dtype=torch.int32)},
+        GPTQ,
+        "is of shape [31], and [32] fits",
+    ),
     "an index of floats": ({"l.0.g_idx": torch.zeros(32)}, GPTQ, "'l.0.g_idx' is of float32"),
     "scales of no matrix": ({"l.0.scales": torch.rand(32).half()}, GPTQ, "are of shapes [4, 32] and [32]"),
     "a scale of NaN": ({"l.0.scales": torch.full((4, 32), float("nan")).half()}, GPTQ, "holds a NaN"),
-    "its plain self": ({"l.0.weight": torch.ones(2)}, GPTQ, "would become 'l.0.weight', which already exists"),
+    "its plain self": (
+        {"l.0.weight": torch.ones(2)},
+        GPTQ,
+        "would become 'l.0.weight', which already exists",
+    ),
 }
 
 
@@ -119,7 +137,9 @@ def awq(inputs: int = 32, outputs: int = 16, group: int = 8) -> tuple[dict[str, 
     scales, of = torch.rand(inputs // group, outputs).half(), torch.arange(inputs) // group
     expected = ((codes - zeros[of]).float() * scales[of].float()).half().T
     places = [8 * (i // 8) + ORDER[i % 8] for i in range(outputs)]
-    words = {name: packed_words(each[:, places], 4, 1) for name, each in (("qweight", codes), ("qzeros", zeros))}
+    words = {
+        name: packed_words(each[:, places], 4, 1) for name, each in (("qweight", codes), ("qzeros", zeros))
+    }
     return {f"l.0.{name}": each for name, each in words.items()} | {"l.0.scales": scales}, expected
 
 
@@ -147,11 +167,17 @@ def test_settings_in_the_files_of_their_own_are_read(tmp_path: Path) -> None:
         ({}, AWQ | {"version": "gemv"}, "version 'gemv' with 4 bits"),
         ({}, AWQ | {"bits": 8}, "version 'gemm' with 8 bits"),
         ({}, AWQ | {"group_size": 16}, "4 groups of 16, and 32 inputs"),
-        ({"l.0.qweight": torch.zeros(32, 3, dtype=torch.int32)}, AWQ, "is of shape [32, 3], and [32, 2] fits"),
+        (
+            {"l.0.qweight": torch.zeros(32, 3, dtype=torch.int32)},
+            AWQ,
+            "is of shape [32, 3], and [32, 2] fits",
+        ),
         ({"l.0.qzeros": torch.zeros(4, 3, dtype=torch.int32)}, AWQ, "is of shape [4, 3], and [4, 2] fits"),
     ],
 )
-def test_what_is_no_whole_layer_of_awq_is_refused(tmp_path: Path, changes: Any, section: Any, said: str) -> None:
+def test_what_is_no_whole_layer_of_awq_is_refused(
+    tmp_path: Path, changes: Any, section: Any, said: str
+) -> None:
     assert said in refusal(tmp_path, awq()[0] | changes, section)
 
 
@@ -185,7 +211,11 @@ def test_older_versions_put_whole_codes_of_3_bits_into_each_word(tmp_path: Path)
     _, section, _ = compressed(3, 300, zeros=False, columns=300)
     codes, scale = integers(3, 6, 300), torch.rand(6, 1).bfloat16()
     words = sum(codes[:, i::10] << 3 * i for i in range(10)).int()
-    tensors = {"l.0.weight_packed": words, "l.0.weight_scale": scale, "l.0.weight_shape": torch.tensor([6, 300])}
+    tensors = {
+        "l.0.weight_packed": words,
+        "l.0.weight_scale": scale,
+        "l.0.weight_shape": torch.tensor([6, 300]),
+    }
     assert equal(weight(tmp_path, tensors, section), ((codes - 4) * scale.float()).bfloat16())
 
 
@@ -211,11 +241,18 @@ def test_mixed_widths_are_told_by_their_shapes(tmp_path: Path) -> None:
         ({"weight_shape": None}, "there is no 'l.0.weight_shape'"),
         ({"weight_scale": torch.rand(6, 3).bfloat16()}, "3 groups don't divide 64 inputs"),
         ({"weight_scale": torch.rand(5, 2).bfloat16()}, "is of shape [5, 2], and [6, 2] fits it"),
-        ({"weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)}, "is of shape [2, 2], and [1, 2] fits it"),
+        (
+            {"weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)},
+            "is of shape [2, 2], and [1, 2] fits it",
+        ),
         ({"weight_g_idx": torch.full((64,), 2)}, "names group 2, and there are 2"),
     ],
 )
-def test_what_is_no_whole_layer_of_compressed_tensors_is_refused(tmp_path: Path, changes: Any, said: str) -> None:
+def test_what_is_no_whole_layer_of_compressed_tensors_is_refused(
+    tmp_path: Path, changes: Any, said: str
+) -> None:
     tensors, section, _ = compressed(4, 32, zeros=False)
     changed = tensors | {f"l.0.{name}": tensor for name, tensor in changes.items()}
-    assert said in refusal(tmp_path, {name: tensor for name, tensor in changed.items() if tensor is not None}, section)
+    assert said in refusal(
+        tmp_path, {name: tensor for name, tensor in changed.items() if tensor is not None}, section
+    )
