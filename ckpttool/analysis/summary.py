@@ -17,6 +17,7 @@ from ..formats.reading import File, opened
 from ..inert_pickle.known_names import is_dangerous, names_in, names_that_run, unknown_names
 from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
 from ..tensors.ref import TensorRef
+from ..transforms.quantization.recognise import Found, Scheme, recognise
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from .module_tree import Branch, outline
 from .other_contents import OptimizerRow, OtherRow, SchedulerRow, other_rows, training_rows
@@ -86,6 +87,9 @@ class Summary:
     metadata: dict[str, str]  # the texts of a safetensors header
     # what is known of the ranks that each wrote a part; None when one process wrote the file
     ranks: Ranks | None = None
+    # how the state's tensors are packed, if they are, and why some can't be made plain
+    quantised: tuple[Scheme, ...] = ()
+    unclear: tuple[str, ...] = ()
 
 
 def inspect(file: File, *, state: str | None = None) -> Summary:
@@ -119,6 +123,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     names = checkpoint.names | names_in(checkpoint.tree)
     lightning = isinstance(checkpoint.tree, dict) and LIGHTNING in checkpoint.tree
     prefixes = found_prefixes(tensors, chosen.versions, lightning=lightning) if chosen else ()
+    packed = recognise(checkpoint, chosen) if chosen else Found()
     return Summary(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -145,6 +150,8 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         remarks=checkpoint.remarks,
         metadata=dict(checkpoint.metadata),
         ranks=checkpoint.ranks,
+        quantised=packed.schemes,
+        unclear=tuple(fault.message for fault in packed.faults),
     )
 
 

@@ -90,6 +90,6 @@ def dequantize(
 def _nothing(path: str, found: Found) -> CkptToolError:
     if found.bare:
         hint = f"they are plain numbers, so cast them: --dtype bf16 (the first is '{found.bare[0][:80]}')"
-        return NothingToDo(f"{path}: nothing to do: its 8-bit floats have no scales", hint=hint)
-    nothing = NothingToDo(f"{path}: nothing to do: no tensor is quantised")
+        return NothingToDo(f"{path}: its 8-bit floats have no scales", hint=hint)
+    nothing = NothingToDo(f"{path}: no tensor is quantised")
     return next(unknown(path, settings_beside(path)), nothing)

@@ -78,12 +78,12 @@ class Quantized:
 
     Attributes:
         quantization_config: the section of that name which config.json must have.
-        kept: names of matrices and larger tensors that stay as they are.
+        left_plain: names of matrices and larger tensors that stay as they are.
         errors: name of each quantised tensor -> its error, known once the result is saved.
     """
 
     quantization_config: Mapping[str, object]
-    kept: tuple[str, ...]
+    left_plain: tuple[str, ...]
     errors: Mapping[str, Error] = field(metadata={"json": False})
 
 
@@ -115,7 +115,7 @@ def quantize(
     matrices = {name: tensor for name, tensor in target.tensors.items() if _is_chosen(name, tensor)}
     chosen = {name: _Matrix(name, tensor, SCHEMES[scheme]) for name, tensor in matrices.items()}
     if not chosen:
-        raise NothingToDo(f"{checkpoint.path}: nothing to do: no matrix of a layer is of a float type")
+        raise NothingToDo(f"{checkpoint.path}: no matrix of a layer is of a float type")
     end = "_scale_inv" if scheme == "fp8-block" else "_scale"
     for name in chosen:
         if f"{name}{end}" in target.container:

@@ -10,6 +10,7 @@ from functools import partial
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...errors import CkptToolError, Refused, Unsupported
+from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from . import codebooks, fp4, integers, scaled
 from .groups import Group, Parts
@@ -37,9 +38,19 @@ FORMATS = {
 }
 
 # Ends of names that belong to a packed tensor and to nothing else.
-PART = re.compile(
-    r".*(\.(qweight|qzeros|g_idx|SCB|absmax|quant_map|nested_absmax|nested_quant_map|scale_weight|qscale_weight)"
-    r"|\.quant_state\.bitsandbytes__\w+|weight_scale(_inv|_2)?|weight_(packed|shape|zero_point|global_scale|g_idx))"
+PARTS = (
+    *(
+        ".qweight",
+        ".qzeros",
+        ".g_idx",
+        ".SCB",
+        ".absmax",
+        ".quant_map",
+        ".nested_absmax",
+        ".nested_quant_map",
+    ),
+    *(".scale_weight", ".qscale_weight", ".weight_scale", ".weight_scale_inv", ".weight_scale_2"),
+    *(".weight_packed", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx"),
 )
 # Ends of names of what only quantised layers have, for their activations and the cache of keys and values.
 ACTIVATIONS = re.compile(
@@ -50,7 +61,23 @@ ACTIVATIONS = re.compile(
 
 NONE = Settings()
 
+# Types of what holds codes, or the settings of bitsandbytes
+HOLDING = {"int32", "uint8", "int8", *(name for name in DTYPES if name.startswith("float8"))}
+
 Make = Callable[[Parts], Group]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A way in which tensors are packed, in words, and how many tensors and layers are packed so."""
+
+    scheme: str
+    tensors: int
+    layers: int  # numbered modules; 0 where none is
+
+    def __str__(self) -> str:
+        layers = f", {self.layers} layer{'s' * (self.layers != 1)}" if self.layers else ""
+        return f"{self.scheme}{layers} ({self.tensors} tensor{'s' * (self.tensors != 1)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,33 +98,37 @@ class Found:
     faults: tuple[CkptToolError, ...] = ()
     settings: Settings = NONE
 
-    def in_words(self) -> dict[str, str]:
-        """Return each scheme with how many layers and tensors are packed so: `61 layers, 427 tensors`."""
-        schemes: dict[str, list[str]] = {}
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """Each way in which tensors are packed, with how many are."""
+        names: dict[str, list[str]] = {}
         for group in self.groups:
-            schemes.setdefault(group.scheme, []).append(group.name)
-        return {scheme: _layers(names) for scheme, names in schemes.items()}
+            names.setdefault(group.scheme, []).append(group.name)
+        return tuple(Scheme(scheme, len(each), _layers(each)) for scheme, each in names.items())
 
 
-def _layers(names: list[str]) -> str:
-    layers = {found[0] for name in names if (found := re.match(r"(?:[^.]*\.)*?\d+(?=\.)", name))}
-    counts = [(len(layers), "layer"), (len(names), "tensor")] if layers else [(len(names), "tensor")]
-    return ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts)
+def _layers(names: list[str]) -> int:
+    """Return how many numbered modules names lie in: `model.layers.0`, `model.layers.1`."""
+    return len({found[0] for name in names if (found := re.match(r"(?:[^.]*\.)*?\d+(?=\.)", name))})
 
 
 def recognise(checkpoint: Checkpoint, state: State) -> Found:
-    """Return what is packed in a state. Raises Damaged where the settings beside the file are no JSON."""
+    """Return what is packed in a state."""
     tensors, path = state.tensors, checkpoint.path
     apart = {each.keys[0]: each for each in subclasses(state, checkpoint.metadata)}
     used = {key for each in apart.values() for key in each.keys}
     makers = {lead: make for lead, make in _leads(tensors) if lead not in used}
     makers |= {lead: partial(_of_torchao, each) for lead, each in apart.items()}
-    parts = {name for name in tensors if PART.fullmatch(name)}
+    parts = {name for name in tensors if name.endswith(PARTS) or codebooks.STATE in name}
     bare = {name: tensor.dtype.name for name, tensor in tensors.items() if "float8" in tensor.dtype.name}
     if not makers and not parts:
         return Found(bare=(*bare,))
-    settings = settings_beside(path)
-    faults: list[CkptToolError] = [*unknown(path, settings)]
+    settings, faults = NONE, list[CkptToolError]()
+    try:
+        settings = settings_beside(path)
+        faults += unknown(path, settings)
+    except CkptToolError as fault:  # which the caller raises or shows
+        faults.append(fault)
     groups: list[Group] = []
     for lead, make in makers.items():
         made = _made(make, looking := Parts(path, tensors, lead, settings))
@@ -148,6 +179,8 @@ def _leads(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, Make]]:
 
 
 def _scheme(tensors: Mapping[str, TensorRef], name: str, tensor: TensorRef) -> Make | None:
+    if tensor.dtype.name not in HOLDING:
+        return None
     stem, _, end = name.rpartition(".")
     if end == "qweight":
         return lambda parts: integers.of_modules(parts, stem)
@@ -161,7 +194,6 @@ def _scheme(tensors: Mapping[str, TensorRef], name: str, tensor: TensorRef) -> M
         return lambda parts: fp4.of_experts(parts, experts)
     if tensor.dtype.name == "int8" and f"{stem}.SCB" in tensors:
         return lambda parts: scaled.by_largest(parts, f"{stem}.SCB")
-    is_8_bit = tensor.dtype.name in ("int8", "uint8") or tensor.dtype.name.startswith("float8")
-    if is_8_bit and (scale := scaled.scale_of(tensors, name)) is not None:
+    if tensor.dtype.name != "int32" and (scale := scaled.scale_of(tensors, name)) is not None:
         return lambda parts: scaled.scaled(parts, scale)
     return None
