@@ -31,8 +31,10 @@ from ckpttool.inert_pickle.values import TooDeep
 from ckpttool.metrics import predictions
 from ckpttool.metrics.certificate import recompute
 from ckpttool.proving.proof import prove
+from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import ByteRange, Source, TensorRef
 from ckpttool.tensors.values import stream
+from ckpttool.transforms.quantization.dequantize import dequantize
 from ckpttool.transforms.renaming import rename_names
 from tests.fuzz.seeds import SECRET
 from tests.support.comparing import assert_same, values
@@ -106,6 +108,8 @@ def _place_of(error: BaseException) -> str:
 def _use(path: Path, out: Path, outcome: Outcome) -> bool:
     if os.path.lexists(path / "adapter_config.json"):
         return _use_adapter(path, out)
+    if os.path.lexists(path / "packed.safetensors"):
+        return _use_packed(path, out)
     if os.path.lexists(path / "attempts.json"):
         return _use_run(path)
     with ckpttool.open(path) as checkpoint:
@@ -141,6 +145,14 @@ def _use_adapter(path: Path, out: Path) -> bool:
             merged, _ = ckpttool.merge_lora(base, adapter)
             ckpttool.save(merged, out / "out.safetensors", force=True)
             ckpttool.save(merged, out / "out.pt", force=True)
+    return True
+
+
+def _use_packed(path: Path, out: Path) -> bool:
+    with ckpttool.open(path / "packed.safetensors") as checkpoint:
+        summarize(checkpoint)
+        ckpttool.save(dequantize(checkpoint)[0], out / "out.safetensors", force=True)
+        ckpttool.save(dequantize(checkpoint, dtype=DTYPES["float16"])[0], out / "out.pt", force=True)
     return True
 
 

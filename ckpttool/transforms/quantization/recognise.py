@@ -39,18 +39,10 @@ FORMATS = {
 
 # Ends of names that belong to a packed tensor and to nothing else.
 PARTS = (
-    *(
-        ".qweight",
-        ".qzeros",
-        ".g_idx",
-        ".SCB",
-        ".absmax",
-        ".quant_map",
-        ".nested_absmax",
-        ".nested_quant_map",
-    ),
-    *(".scale_weight", ".qscale_weight", ".weight_scale", ".weight_scale_inv", ".weight_scale_2"),
-    *(".weight_packed", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx"),
+    *(".qweight", ".qzeros", ".g_idx", ".SCB", ".absmax", ".quant_map"),
+    *(".nested_absmax", ".nested_quant_map", ".scale_weight", ".qscale_weight"),
+    *(".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale"),
+    *(".weight_packed", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
 )
 # Ends of names of what only quantised layers have, for their activations and the cache of keys and values.
 ACTIVATIONS = re.compile(

@@ -93,12 +93,9 @@ def subclasses(state: State, metadata: Mapping[str, str]) -> Iterator[Subclass]:
 def without_subclasses(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return the texts of a header without those that describe tensors taken apart."""
     names = _json(metadata.get("tensor_names"))
-    told = (
-        {"tensor_names", *(name for name in names if isinstance(name, str))}
-        if isinstance(names, list)
-        else ()
-    )
-    return {name: text for name, text in metadata.items() if name not in told}
+    told = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    gone = {"tensor_names", *told} if told else ()
+    return {name: text for name, text in metadata.items() if name not in gone}
 
 
 def _pickled(name: str, value: object) -> Subclass | None:

@@ -50,24 +50,17 @@ def test_rows_with_powers_of_two(tmp_path: Path, name: str, dtype: torch.dtype) 
 
 def test_the_ends_of_the_powers_of_two(tmp_path: Path) -> None:
     packed, exponents = in_bytes(2, 16), torch.tensor([[0], [254]], dtype=torch.uint8)
-    got, report = plain(
-        written(tmp_path, {"l.weight_packed": packed, "l.weight_scale": exponents}), "float32"
-    )
-    expected = halves(packed) * torch.tensor([[2.0**-127], [2.0**127]])
-    assert equal(got["l.weight"], expected)
+    tensors = {"l.weight_packed": packed, "l.weight_scale": exponents}
+    got, _ = plain(written(tmp_path, tensors), "float32")
+    assert equal(got["l.weight"], halves(packed) * torch.tensor([[2.0**-127], [2.0**127]]))
     exponents[1] = 255  # NaN, says the specification
-    assert "'l.weight_scale' holds a NaN" in refusal(
-        tmp_path, {"l.weight_packed": packed, "l.weight_scale": exponents}
-    )
+    assert "'l.weight_scale' holds a NaN" in refusal(tmp_path, tensors)
 
 
 @pytest.mark.parametrize("divides", [True, False])
 def test_nvfp4_has_a_global_scale_that_divides_or_multiplies(tmp_path: Path, divides: bool) -> None:
-    packed, scale, whole = (
-        in_bytes(6, 16),
-        (torch.rand(6, 2) * 400).to(torch.float8_e4m3fn),
-        torch.tensor([3.7]),
-    )
+    packed, whole = in_bytes(6, 16), torch.tensor([3.7])
+    scale = (torch.rand(6, 2) * 400).to(torch.float8_e4m3fn)
     if divides:  # compressed-tensors'
         tensors = {"l.weight_packed": packed, "l.weight_scale": scale, "l.weight_global_scale": whole}
     else:  # ModelOpt's
@@ -80,6 +73,7 @@ def test_nvfp4_has_a_global_scale_that_divides_or_multiplies(tmp_path: Path, div
     assert report.left_out == ("l.input_scale",)
 
 
+FP8 = torch.float8_e4m3fn
 GLOBAL = {"l.weight_global_scale": torch.ones(1)}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a global scale of 0": (
@@ -89,12 +83,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two global scales": ({"l.weight_global_scale": torch.ones(2)}, "more than one global scale"),
     "no global scale": ({"l.weight_global_scale": None}, "there is no 'l.weight_scale_2'"),
     "too few scales": (
-        {"l.weight_scale": torch.ones(6, 1).to(torch.float8_e4m3fn)},
+        {"l.weight_scale": torch.ones(6, 1).to(FP8)},
         "[6, 1], and [6, 2] fits it",
     ),
     "scales of another type": ({"l.weight_scale": torch.ones(6, 2)}, "'l.weight_scale' is of float32"),
     "rows that groups do not divide": (
-        {"l.weight_packed": in_bytes(6, 9), "l.weight_scale": torch.ones(6, 2).to(torch.float8_e4m3fn)},
+        {"l.weight_packed": in_bytes(6, 9), "l.weight_scale": torch.ones(6, 2).to(FP8)},
         "rows of 18, which groups of 16 don't divide",
     ),
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import ckpttool
+from ckpttool.transforms.quantization.dequantize import dequantize
 from tests.support.quantised import equal, packed_words, plain, refusal, weight, written
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8}
@@ -79,9 +82,6 @@ def test_the_last_group_may_be_shorter_and_a_row_may_be_one_group(tmp_path: Path
 
 
 def test_every_stretch_of_a_packed_tensor_is_the_same_as_in_the_whole(tmp_path: Path) -> None:
-    import ckpttool
-    from ckpttool.transforms.quantization.dequantize import dequantize
-
     tensors, expected = gptq(3, 64, 32)
     with ckpttool.open(written(tmp_path, tensors, GPTQ | {"bits": 3})) as checkpoint:
         data = dequantize(checkpoint)[0].state()["l.0.weight"].data
@@ -150,8 +150,6 @@ def test_awq(tmp_path: Path) -> None:
 
 
 def test_settings_in_the_files_of_their_own_are_read(tmp_path: Path) -> None:
-    import json
-
     for name, said, (tensors, expected) in (
         ("quantize_config.json", {"bits": 4, "group_size": 8, "sym": False}, gptq()),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 8, "zero_point": True}, awq()),
@@ -172,7 +170,7 @@ def test_settings_in_the_files_of_their_own_are_read(tmp_path: Path) -> None:
             AWQ,
             "is of shape [32, 3], and [32, 2] fits",
         ),
-        ({"l.0.qzeros": torch.zeros(4, 3, dtype=torch.int32)}, AWQ, "is of shape [4, 3], and [4, 2] fits"),
+        ({"l.0.qzeros": torch.zeros(4, 3).int()}, AWQ, "is of shape [4, 3], and [4, 2] fits it"),
     ],
 )
 def test_what_is_no_whole_layer_of_awq_is_refused(
