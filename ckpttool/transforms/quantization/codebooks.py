@@ -34,7 +34,7 @@ def of_state(parts: Parts, name: str) -> Group:
     count = extent(shape) if 0 not in shape else 0
     fits = weight.is_stretch and weight.nbytes == -(-count // 2)
     parts.require(fits, name, f"has {weight.nbytes} bytes for {count} numbers")
-    codes = packed(_in_bytes(weight), Packing(4, 0, order=HIGH_FIRST), count)
+    codes = packed(elements(_in_bytes(weight)), Packing(4, 0, order=HIGH_FIRST), count)
     levels = _table(parts, f"{name}.quant_map", 16)
     if kind == "FP4":  # whose code has a negative zero that its table lacks
         levels[8:] = -abs(levels[8:])
@@ -86,7 +86,7 @@ def _count(parts: Parts, said: dict[str, Any], name: str) -> int:
 def _table(parts: Parts, name: str, length: int) -> NDArray[Any]:
     import numpy as np
 
-    levels = numbers(parts.of(name, "float", (length,))).read((0,), (length,))
+    levels = numbers(elements(parts.of(name, "float", (length,)))).read((0,), (length,))
     parts.require(bool(np.isfinite(levels).all()), name, "holds a NaN or an infinity")
     return levels
 
@@ -95,12 +95,14 @@ def _largest(parts: Parts, said: dict[str, Any], name: str, blocks: int) -> Fiel
     """Return the largest magnitude of each block."""
     absmax = f"{name}.absmax"
     if "nested_blocksize" not in said:
-        return numbers(parts.of(absmax, "float32", (blocks,)))
+        return numbers(elements(parts.of(absmax, "float32", (blocks,))))
     size, offset = _count(parts, said, "nested_blocksize"), said.get("nested_offset")
     if type(offset) not in (int, float):
         raise parts.refused(f"its settings say nested_offset = {offset!r:.40}")
     codes: TensorRef = parts.of(absmax, "uint8", (blocks,))
     table = Table(_table(parts, f"{name}.nested_quant_map", 256))
     outer = parts.of(f"{name}.nested_absmax", "float32", (-(-blocks // size),))
-    inner = Formula(elements(codes), table, (Grid(f"{name}.nested_absmax", numbers(outer), (size,)),))
+    inner = Formula(
+        elements(codes), table, (Grid(f"{name}.nested_absmax", numbers(elements(outer)), (size,)),)
+    )
     return inner.field().each(lambda values: values + values.dtype.type(offset))

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...tensors.cast import FLOATS, carrier, reader
-from ...tensors.dtypes import numpy_type
+from ...tensors.dtypes import DType, numpy_type
 from ...tensors.ref import Storage, TensorRef
 from ...tensors.values import boxed, read_into
 
@@ -29,40 +29,36 @@ class Field:
     shape: Sizes
     read: Callable[[Sizes, Sizes], NDArray[Any]]  # begin and size of a box -> its elements
     storages: tuple[Storage, ...]  # where they come from
+    dtype: DType  # the type of the elements in the file
 
     def each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Field:
         """Return the field with every element changed."""
         return replace(self, read=lambda begin, size: change(self.read(begin, size)))
 
 
+def carried(dtype: DType) -> Any:
+    """Return the numpy type of a field's elements: of floats that numpy lacks, the bits."""
+    return carrier(dtype) if dtype.name in FLOATS else numpy_type(dtype)
+
+
 def elements(tensor: TensorRef) -> Field:
-    """Return the elements of a tensor; of floats that numpy lacks, the bits."""
-    kind = carrier(tensor.dtype) if tensor.dtype.name in FLOATS else numpy_type(tensor.dtype)
+    """Return the elements of a tensor."""
 
     def read(begin: Sizes, size: Sizes) -> NDArray[Any]:
         import numpy as np
 
         raw = np.empty(prod(size) * tensor.dtype.itemsize, np.uint8)
         read_into(memoryview(raw), boxed(tensor, begin, size))  # type: ignore[arg-type]
-        values: NDArray[Any] = raw.view(kind).reshape(size)
+        values: NDArray[Any] = raw.view(carried(tensor.dtype)).reshape(size)
         return values
 
-    return Field(tensor.shape, read, (tensor.storage,))
+    return Field(tensor.shape, read, (tensor.storage,), tensor.dtype)
 
 
-def numbers(tensor: TensorRef) -> Field:
-    """Return the numbers of a float or integer tensor in float32."""
-    read = reader(tensor.dtype) if tensor.dtype.name in FLOATS else None
-    return elements(tensor).each(lambda values: (read(values) if read else values).astype("<f4", copy=False))
-
-
-def turned(tensor: TensorRef) -> TensorRef:
-    """Return a tensor with its last two axes swapped: another view of the same bytes."""
-    return replace(tensor, shape=_turned(tensor.shape), stride=_turned(tensor.stride))
-
-
-def _turned(sizes: Sizes) -> Sizes:
-    return (*sizes[:-2], sizes[-1], sizes[-2])
+def numbers(field: Field) -> Field:
+    """Return the numbers of float or integer elements in float32."""
+    read = reader(field.dtype) if field.dtype.name in FLOATS else None
+    return field.each(lambda values: (read(values) if read else values).astype("<f4", copy=False))
 
 
 HIGH_FIRST = (1, 0)  # the order of two codes in a byte whose first has the upper bits
@@ -78,21 +74,21 @@ class Packing:
     order: Sizes | None = None  # the number of the code that each place holds; None for as they lie
 
 
-def packed(tensor: TensorRef, packing: Packing, length: int) -> Field:
-    """Return the codes in the words of a tensor, `length` of them along the axis."""
-    words, axis, width = elements(tensor), packing.axis, tensor.dtype.itemsize
+def packed(words: Field, packing: Packing, length: int) -> Field:
+    """Return the codes in words, `length` of them along the axis."""
+    axis, width = packing.axis, words.dtype.itemsize
     held = packing.words * 8 * width // packing.bits
 
     def read(begin: Sizes, size: Sizes) -> NDArray[Any]:
         first, skipped = divmod(begin[axis], held)
         count = -(-(skipped + size[axis]) // held)
         start, many = first * packing.words, count * packing.words
-        there = min(many, tensor.shape[axis] - start)  # the last words may not be all that belong together
+        there = min(many, words.shape[axis] - start)  # the last words may not be all that belong together
         taken = words.read(_with(begin, axis, start), _with(size, axis, there)).view(f"<u{width}")
         codes = _unpacked(taken if there == many else _filled(taken, axis, many), packing, held)
         return codes[along(axis, skipped, skipped + size[axis])]
 
-    return Field(_with(tensor.shape, axis, length), read, words.storages)
+    return Field(_with(words.shape, axis, length), read, words.storages, words.dtype)
 
 
 def along(axis: int, *bounds: int | None) -> tuple[slice, ...]:

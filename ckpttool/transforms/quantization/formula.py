@@ -144,7 +144,7 @@ class Formula:
             self._put(out, begin)
             return out
 
-        return Field(self.codes.shape, read, self.storages)
+        return Field(self.codes.shape, read, self.storages, FLOAT)
 
     def _fill(self, start: int, out: memoryview) -> None:
         import numpy as np

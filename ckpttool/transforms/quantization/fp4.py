@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
-from .fields import Field, Packing, elements, numbers, packed, turned
+from .fields import Field, Packing, elements, numbers, packed
 from .formula import Formula, Grid, Table
 from .groups import Group, Parts
 
@@ -30,10 +30,10 @@ def _levels() -> Table:
     return Table(np.array([*MAGNITUDES, *(-each for each in MAGNITUDES)], "<f4"))
 
 
-def scales(tensor: TensorRef) -> Field:
+def scales(given: Field) -> Field:
     """Return scales: numbers, or the powers of two whose exponents they are, infinite for the code of NaN."""
-    if tensor.dtype.name not in EXPONENTS:
-        return numbers(tensor)
+    if given.dtype.name not in EXPONENTS:
+        return numbers(given)
 
     def power(exponents: NDArray[Any]) -> NDArray[Any]:
         import numpy as np
@@ -42,7 +42,7 @@ def scales(tensor: TensorRef) -> Field:
             powers: NDArray[Any] = np.ldexp(np.float32(1), exponents.astype("i4") - 127)
         return powers
 
-    return elements(tensor).each(power)
+    return given.each(power)
 
 
 def of_experts(parts: Parts, name: str) -> Group:
@@ -51,7 +51,7 @@ def of_experts(parts: Parts, name: str) -> Group:
     parts.require(
         len(blocks.shape) == 4 and blocks.shape[-1] == OF_MX // 2, parts.lead, "isn't [E, rows, groups, 16]"
     )
-    experts, rows, groups, _ = blocks.shape
+    turned, (experts, rows, groups, _) = parts.strips.turned, blocks.shape
     given = parts.of(f"{name}_scales", "uint8", (experts, rows, groups))
     whole = blocks.stride[-2] == OF_MX // 2 and blocks.stride[-1] == 1
     parts.require(whole, parts.lead, "is a view of another tensor")
@@ -73,8 +73,8 @@ def of_rows(parts: Parts, name: str, scale: str, *, needs_whole: bool = True) ->
         columns % size == 0, parts.lead, f"has rows of {columns}, which groups of {size} don't divide"
     )
     has_whole = size == OF_NV and (needs_whole or f"{name}_scale_2" in parts.tensors)
-    field = _with_whole(parts, name, given) if has_whole else scales(given)
-    codes = packed(weight, Packing(4, 1), columns)
+    field = _with_whole(parts, name, given) if has_whole else scales(elements(given))
+    codes = packed(elements(weight), Packing(4, 1), columns)
     formula = Formula(codes, _levels(), (Grid(scale, field, (1, size)),))
     return parts.group(
         name, "MXFP4" if size == OF_MX else "NVFP4", parts.settings.dtype, codes.shape, formula
@@ -90,9 +90,9 @@ def _with_whole(parts: Parts, name: str, given: TensorRef) -> Field:
     def both(values: NDArray[Any]) -> NDArray[Any]:
         import numpy as np
 
-        by = numbers(whole).read((0,) * len(whole.shape), whole.shape).reshape(())
+        by = numbers(elements(whole)).read((0,) * len(whole.shape), whole.shape).reshape(())
         with np.errstate(all="ignore"):
             products: NDArray[Any] = values / by if divides else values * by
         return products
 
-    return replace(numbers(given).each(both), storages=(given.storage, whole.storage))
+    return replace(numbers(elements(given)).each(both), storages=(given.storage, whole.storage))

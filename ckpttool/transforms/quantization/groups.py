@@ -11,6 +11,7 @@ from ...tensors.ref import TensorRef
 from .fields import Sizes
 from .formula import Formula
 from .settings import Settings
+from .strips import Strips
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Parts:
     tensors: Mapping[str, TensorRef]
     lead: str  # the name of the packed one
     settings: Settings
+    strips: Strips = field(default_factory=Strips)
     used: dict[str, None] = field(default_factory=dict)
 
     def find(self, name: str) -> TensorRef | None:

@@ -12,7 +12,7 @@ from math import gcd
 
 from ...errors import Unsupported
 from ...tensors.ref import TensorRef
-from .fields import Field, Packing, Sizes, elements, numbers, packed, turned
+from .fields import Field, Packing, Sizes, elements, numbers, packed
 from .formula import Formula, Grid, Integers
 from .groups import Group, Parts
 
@@ -40,6 +40,7 @@ def _gptq(parts: Parts, stem: str) -> Group:
         )
     bits = parts.settings.number("bits") or 4
     parts.require(bits in (2, 3, 4, 8), parts.lead, f"is of {bits} bits, says {parts.settings.path}")
+    turned = parts.strips.turned
     weight, scales = parts.of(parts.lead, "int32"), parts.of(f"{stem}.scales", "float16 bfloat16 float32")
     shapes = f"{list(weight.shape)} and {list(scales.shape)}"
     parts.require(
@@ -98,6 +99,7 @@ def _awq(parts: Parts, stem: str) -> Group:
     if form != "gemm" or bits != 4:
         what = f"is of AWQ's version '{form[:40]}' with {bits} bits, and only gemm with 4 is read"
         raise Unsupported(parts.path, what)
+    turned = parts.strips.turned
     weight, scales = parts.of(parts.lead, "int32"), parts.of(f"{stem}.scales", "float16 bfloat16 float32")
     parts.require(len(weight.shape) == len(scales.shape) == 2, parts.lead, "and its scales are no matrices")
     inputs, (groups, outputs) = weight.shape[0], scales.shape
@@ -131,13 +133,15 @@ def of_rows(parts: Parts, name: str) -> Group:
     parts.of(f"{name}_scale", "float bfloat", (shape[0], groups))
     block = (1, max(shape[1], 1) if groups == 1 else _size(parts, shape[1], groups))
     index = _index(parts, f"{name}_g_idx", shape[1], groups, block[1])
-    scale = Grid(f"{name}_scale", numbers(scales), block, index)
+    scale = Grid(f"{name}_scale", numbers(elements(scales)), block, index)
     zero, words = None, 1 if is_whole else bits // gcd(bits, 32)
     if f"{name}_zero_point" in parts.tensors:
         held = (_words(bits, is_whole, shape[0]), groups)
-        zeros = packed(parts.of(f"{name}_zero_point", "int32", held), Packing(bits, 0, words), shape[0])
+        zeros = packed(
+            elements(parts.of(f"{name}_zero_point", "int32", held)), Packing(bits, 0, words), shape[0]
+        )
         zero = Grid(f"{name}_zero_point", zeros, block, index)
-    codes = packed(weight, Packing(bits, 1, words), shape[1])
+    codes = packed(elements(weight), Packing(bits, 1, words), shape[1])
     formula = Formula(codes, Integers(0 if zero else 1 << bits - 1), (scale,), zero)
     by = "per channel" if groups == 1 else f"groups of {block[1]}"
     by += ", in no order (g_idx)" if index else ""

@@ -23,7 +23,7 @@ from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.values import boxes_of
 from ..lora.ties import is_embedding
 from ..selection import replace_state
-from .fields import Field, Sizes, numbers
+from .fields import Field, Sizes, elements, numbers
 from .formula import Grid
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class _Matrix:
         self.tensor, self.name, self.error = tensor, name, Error()
         self.block: Sizes = tuple(size or n for size, n in zip(block, tensor.shape, strict=True))
         self.shape: Sizes = tuple(-(-n // size) for n, size in zip(tensor.shape, self.block, strict=True))
-        self._numbers, self._lock = numbers(tensor), Lock()
+        self._numbers, self._lock = numbers(elements(tensor)), Lock()
         self._is_one = block == (None, None)
 
     def codes(self) -> TensorRef:
@@ -214,7 +214,9 @@ class _Matrix:
         import numpy as np
 
         scales = self._scales
-        field = Field(self.shape, lambda begin, size: scales[_box(begin, size)], (self.tensor.storage,))
+        field = Field(
+            self.shape, lambda begin, size: scales[_box(begin, size)], (self.tensor.storage,), FLOAT
+        )
         grid = Grid(self.name, field, self.block)
         codes = np.frombuffer(out, np.uint8)
         for begin, size in boxes_in(self.tensor.shape, start, len(codes)):

@@ -15,6 +15,7 @@ from ...tensors.ref import TensorRef
 from . import codebooks, fp4, integers, scaled
 from .groups import Group, Parts
 from .settings import Settings, settings_beside
+from .strips import Strips
 from .subclasses import Subclass, subclasses
 
 # Methods whose tensors are known here; a checkpoint of another is named as what it is.
@@ -122,8 +123,9 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
     except CkptToolError as fault:  # which the caller raises or shows
         faults.append(fault)
     groups: list[Group] = []
+    strips = Strips()
     for lead, make in makers.items():
-        made = _made(make, looking := Parts(path, tensors, lead, settings))
+        made = _made(make, looking := Parts(path, tensors, lead, settings, strips))
         used |= {lead, *looking.used}
         if isinstance(made, Group):
             groups.append(made)

@@ -77,7 +77,7 @@ def grid_over(parts: Parts, name: str, shape: Sizes, group: int | None = None) -
         blocks = " × ".join(map(str, block))
         what = f"is of shape {list(given.shape)}, and blocks of {blocks} of {list(shape)} are {list(counts)}"
         raise parts.refused(f"'{name[:200]}' {what}")
-    return Grid(name, fp4.scales(tensor), block), _in_words(parts, given.shape, shape, block, cut)
+    return Grid(name, fp4.scales(elements(tensor)), block), _in_words(parts, given.shape, shape, block, cut)
 
 
 def _with_axes(tensor: TensorRef, shape: Sizes) -> TensorRef | None:
