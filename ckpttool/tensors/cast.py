@@ -173,7 +173,10 @@ class Conversion:
             # isal's checksum leaves the upper halves of the vector registers in use, after which ml_dtypes'
             # code takes three times as long. A loop of numpy's ends in `vzeroupper`.
             self._few.max()
-            np.copyto(out.view(numpy_type(self._to)), through, casting="unsafe")
+            if self._to.name == "float16" and through.itemsize == 4:
+                _to_halves(through, out.view("<u2"))
+            else:
+                np.copyto(out.view(numpy_type(self._to)), through, casting="unsafe")
             infinite = self._infinite(out)
             if infinite is None:
                 return out, None
@@ -189,6 +192,28 @@ class Conversion:
         magnitude = unsigned & unsigned.dtype.type((1 << 8 * width - 1) - 1)
         infinite: NDArray[np.bool_] = magnitude >= INFINITY[name]
         return infinite
+
+
+def _to_halves(values: NDArray[Any], out: NDArray[Any]) -> None:
+    """Round float32 to the bits of float16 as numpy does, which takes up to thirty times as long."""
+    import numpy as np
+
+    bits = values.view("<u4")
+    sizes = bits & 0x7FFF_FFFF
+    rounded = sizes >> 13
+    rounded &= 1
+    rounded += sizes
+    rounded += np.uint32(0x1_0000_0FFF - 0x3800_0000)  # half a step, and the exponents' other bias
+    rounded >>= 13
+    subnormal = sizes.view("<f4") + np.float32(0.5)  # whose steps are those of the subnormal halves
+    np.subtract(subnormal.view("<u4"), 0x3F00_0000, out=rounded, where=sizes < 0x3880_0000)
+    np.copyto(out, rounded, casting="unsafe")
+    if len(sizes) and sizes.max() >= 0x477F_F000:
+        large = np.flatnonzero(sizes >= 0x477F_F000)
+        out[large] = np.where(sizes[large] > 0x7F80_0000, 0x7E00, 0x7C00)
+    signs = (bits >> 16).astype("<u2")
+    signs &= 0x8000
+    out |= signs
 
 
 def _all_finite(name: str, values: NDArray[Any]) -> bool:
