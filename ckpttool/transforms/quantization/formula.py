@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,23 @@ class Table:
 
     def __call__(self, codes: NDArray[Any], out: NDArray[Any]) -> None:
         """Put the numbers of codes into an array of the same shape."""
-        self.levels.take(codes, out=out, mode="clip")  # else numpy makes a copy of the whole first
+        # Two at once take half the time. With `clip` numpy makes no copy of the whole first.
+        if codes.flags.c_contiguous and codes.size and codes.shape[-1] % 2 == 0:
+            _in_pairs(self.levels.tobytes()).take(codes.view("<u2"), out=out.view("<c8"), mode="clip")
+        else:
+            self.levels.take(codes, out=out, mode="clip")
+
+
+@lru_cache(16)
+def _in_pairs(levels: bytes) -> NDArray[Any]:
+    """Return the numbers of two codes at once, by the two bytes that hold them."""
+    import numpy as np
+
+    each = np.frombuffer(levels, "<f4")
+    pairs = np.empty((len(each), 256, 2), "<f4")
+    pairs[:, : len(each), 0] = each
+    pairs[:, :, 1] = each[:, None]
+    return pairs.view("<c8").reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
