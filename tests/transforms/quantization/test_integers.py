@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.transforms.quantization import strips
 from ckpttool.transforms.quantization.dequantize import dequantize
 from tests.support.quantised import equal, packed_words, plain, refusal, weight, written
 
@@ -254,3 +255,25 @@ def test_what_is_no_whole_layer_of_compressed_tensors_is_refused(
     assert said in refusal(
         tmp_path, {name: tensor for name, tensor in changed.items() if tensor is not None}, section
     )
+
+
+@pytest.mark.parametrize("nbytes", [64, 600, 1 << 12])
+def test_strips_of_any_size_give_the_same_numbers(
+    tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strips, "STRIP", nbytes)
+    monkeypatch.setattr(strips, "KEPT", 2)
+    monkeypatch.setattr(strips, "FEWEST", 3)
+    for bits in (3, 4):
+        tensors, expected = gptq(bits, 96, 160)
+        assert equal(weight(tmp_path, tensors, GPTQ | {"bits": bits}), expected)
+    tensors, expected = awq(96, 160)
+    assert equal(weight(tmp_path, tensors, AWQ), expected)
+
+
+def test_a_pickled_layer_whose_words_are_views_is_read_as_well(tmp_path: Path) -> None:
+    tensors, expected = gptq()
+    views = {name: torch.stack([each, each], -1)[..., 0] for name, each in tensors.items()}
+    torch.save(views, tmp_path / "a.pt")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": GPTQ}))
+    assert equal(plain(tmp_path / "a.pt")[0]["l.0.weight"], expected)
