@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 @options.option(
     "--dtype TYPE", "Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …)."
 )
-@options.flag("--dequantize", "Make packed tensors plain: fp8, MXFP4, GPTQ, AWQ, bitsandbytes and the like.")
-@options.option(
-    "--quantize SCHEME",
-    "Make the matrices of layers fp8, with a scale per tensor, per channel or per block of 128 × 128.",
-    type=click.Choice(["fp8", "fp8-channel", "fp8-block"]),
-)
 @options.several("--only GLOB", "Keep only the keys that match, e.g. 'layer1.*'.")
 @options.several("--exclude GLOB", "Leave out the keys that match.")
 @options.several("--permute GLOB=AXES", "Put axes in another order: 'fc.weight=1,0' transposes.", sizes_for)
@@ -51,6 +45,12 @@ if TYPE_CHECKING:
     "Add text to the header of safetensors: 'format=pt', which some readers want.",
     entry,
 )
+@options.flag("--dequantize", "Make packed tensors plain: fp8, MXFP4, GPTQ, AWQ, bitsandbytes and the like.")
+@options.option(
+    "--quantize SCHEME",
+    "Make the matrices of layers fp8, with a scale per tensor, per channel or per block of 128 × 128.",
+    type=click.Choice(["fp8", "fp8-channel", "fp8-block"]),
+)
 @options.flag("--keep-copies", "Write tied tensors once per name if the format has no ties.")
 @options.writing
 def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
@@ -58,7 +58,8 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
     --full, everything; a .pt made from that again is what it was before. A name that ends in / is a folder of
-    shards. What a format can't hold is listed.
+    shards. What a format can't hold is listed. How tensors are packed is told by their names and by the
+    config.json beside them.
 
     \b
     Examples:
