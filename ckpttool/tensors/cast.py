@@ -196,24 +196,29 @@ class Conversion:
 
 def _to_halves(values: NDArray[Any], out: NDArray[Any]) -> None:
     """Round float32 to the bits of float16 as numpy does, which takes up to thirty times as long."""
+    # The sum of a number and a power of two, of which it keeps only the digits that the half has, rounds it;
+    # what is too large became infinite before. Source: Maratyszcza, FP16, `fp16_ieee_from_fp32_value`.
     import numpy as np
 
     bits = values.view("<u4")
     sizes = bits & 0x7FFF_FFFF
-    rounded = sizes >> 13
-    rounded &= 1
-    rounded += sizes
-    rounded += np.uint32(0x1_0000_0FFF - 0x3800_0000)  # half a step, and the exponents' other bias
-    rounded >>= 13
-    subnormal = sizes.view("<f4") + np.float32(0.5)  # whose steps are those of the subnormal halves
-    np.subtract(subnormal.view("<u4"), 0x3F00_0000, out=rounded, where=sizes < 0x3880_0000)
-    np.copyto(out, rounded, casting="unsafe")
-    if len(sizes) and sizes.max() >= 0x477F_F000:
-        large = np.flatnonzero(sizes >= 0x477F_F000)
-        out[large] = np.where(sizes[large] > 0x7F80_0000, 0x7E00, 0x7C00)
-    signs = (bits >> 16).astype("<u2")
-    signs &= 0x8000
-    out |= signs
+    powers = sizes & 0x7F80_0000
+    np.maximum(powers, 0x3880_0000, out=powers)  # those of subnormal halves have one exponent
+    powers += 0x0780_0000
+    sums = sizes.view("<f4") * np.float32(2.0**112)
+    sums *= np.float32(2.0**-110)
+    sums += powers.view("<f4")
+    digits = sums.view("<u4")
+    np.right_shift(digits, 13, out=powers)
+    powers &= 0x7C00
+    digits &= 0xFFF
+    powers += digits
+    np.copyto(out, powers, casting="unsafe")
+    if len(sizes) and sizes.max() > 0x7F80_0000:
+        out[sizes > 0x7F80_0000] = 0x7E00
+    np.right_shift(bits, 16, out=powers)
+    powers &= 0x8000
+    np.bitwise_or(out, powers, out=out, casting="unsafe")
 
 
 def _all_finite(name: str, values: NDArray[Any]) -> bool:

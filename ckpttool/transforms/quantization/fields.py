@@ -117,8 +117,12 @@ def _unpacked(words: NDArray[Any], packing: Packing, held: int) -> NDArray[Any]:
             return words.view("u1")
         if bits == 4:
             pairs = words.view("u1").astype("<u2")
-            pairs = (pairs | pairs << 4) if order is None else (pairs >> 4 | pairs << 8)
-            return (pairs & 0x0F0F).view("u1")
+            other = pairs << 4 if order is None else pairs << 8
+            if order is not None:
+                pairs >>= 4
+            pairs |= other
+            pairs &= 0x0F0F
+            return pairs.view("u1")
     width = 8 * words.itemsize
     codes = np.empty(_with(words.shape, axis, words.shape[axis] // packing.words * held), np.uint8)
     for place in range(held):
