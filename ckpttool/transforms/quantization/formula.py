@@ -84,7 +84,8 @@ class Grid:
         ends = [-(-(at + n) // b) for at, n, b in zip(begin, values.shape, self.block, strict=True)]
         if self.index is not None:
             first[last], ends[last] = 0, self.field.shape[last]
-        numbers = self.field.read(tuple(first), tuple(np.subtract(ends, first).tolist()))
+        sizes = tuple(end - start for start, end in zip(first, ends, strict=True))
+        numbers = self.field.read(tuple(first), sizes).astype("<f4", copy=False)
         if not np.isfinite(numbers).all():
             raise self.refused("holds a NaN or an infinity, which no scale or zero is")
         widest = max(range(last + 1), key=lambda axis: (self.block[axis], axis))
