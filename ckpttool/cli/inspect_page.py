@@ -60,6 +60,8 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     if summary.ranks is not None:
         yield from _run(summary.ranks, most)
     yield from _state(summary, most)
+    yield from (("quantised", printable(str(scheme))) for scheme in summary.quantised)
+    yield from _first("unclear", [*map(printable, summary.unclear)], most)
     yield from (("prefix", _prefix(prefix)) for prefix in summary.prefixes)
     yield from _first("tied", [_tie(names, most) for names in summary.ties], most)
     yield from _training(summary)

@@ -269,12 +269,17 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
 
 
 def copy_companions(places: Mapping[str, str], settings: Mapping[str, object] | None = None) -> None:
-    """Copy each companion to its place, whole or not at all; a config.json with these settings changed."""
+    """Copy each companion to its place, whole or not at all; a config.json with these settings changed.
+
+    A setting of None is taken out.
+    """
     for path, place in places.items():
         content = _bytes_of(path)
         if settings and os.path.basename(path) == "config.json":
             try:
-                text = json.dumps({**json.loads(content), **settings}, indent=2)
+                said = {**json.loads(content), **settings}
+                gone = [name for name in settings if said[name] is None]
+                text = json.dumps({name: said[name] for name in said if name not in gone}, indent=2)
             except (ValueError, TypeError, RecursionError):
                 raise Damaged(path, "is no JSON object") from None
             content = f"{text}\n".encode()

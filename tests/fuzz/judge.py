@@ -32,9 +32,11 @@ from ckpttool.inert_pickle.values import TooDeep
 from ckpttool.metrics import predictions
 from ckpttool.metrics.certificate import recompute
 from ckpttool.proving.proof import prove
+from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import ByteRange, Source, TensorRef
 from ckpttool.tensors.values import stream
 from ckpttool.transforms.lora import adapter
+from ckpttool.transforms.quantization.dequantize import dequantize
 from ckpttool.transforms.renaming import rename_names
 from tests.fuzz.seeds import SECRET
 from tests.support import other_files
@@ -109,6 +111,8 @@ def _place_of(error: BaseException) -> str:
 def _use(path: Path, out: Path, outcome: Outcome) -> bool:
     if any(os.path.lexists(path / name) for name in (adapter.CONFIG, *adapter.OF_DIFFUSERS)):
         return _use_adapter(path, out)
+    if os.path.lexists(path / "packed.safetensors"):
+        return _use_packed(path, out)
     if os.path.lexists(path / "attempts.json"):
         return _use_run(path)
     model = path / "model.onnx"
@@ -147,6 +151,14 @@ def _use_adapter(path: Path, out: Path) -> bool:
             merged, _ = ckpttool.merge_lora(base, opened)
             ckpttool.save(merged, out / "out.safetensors", force=True)
             ckpttool.save(merged, out / "out.pt", force=True)
+    return True
+
+
+def _use_packed(path: Path, out: Path) -> bool:
+    with ckpttool.open(path / "packed.safetensors") as checkpoint:
+        summarize(checkpoint)
+        ckpttool.save(dequantize(checkpoint)[0], out / "out.safetensors", force=True)
+        ckpttool.save(dequantize(checkpoint, dtype=DTYPES["float16"])[0], out / "out.pt", force=True)
     return True
 
 

@@ -202,9 +202,12 @@ def change_json(raw: bytes, random: Random) -> bytes:
     if random.random() < 0.2:
         return any_bytes(raw, random)
     try:
-        tree = json.loads(raw)
-    except (ValueError, RecursionError):
+        return _changed_json(json.loads(raw), raw, random)
+    except (ValueError, RecursionError):  # it is none, or too deep to be read or written
         return any_bytes(raw, random)
+
+
+def _changed_json(tree: Any, raw: bytes, random: Random) -> bytes:
     places = [*_places(tree)]
     if not places:
         return any_bytes(raw, random)
