@@ -8,6 +8,7 @@ from . import (
     batchnorm,
     comparing,
     convert,
+    dequantizing,
     gathering,
     looking,
     merging,
@@ -20,6 +21,7 @@ from .program import main
 BENCHMARKS = [
     strip_prefix.BENCHMARK,
     *convert.BENCHMARKS,
+    *dequantizing.BENCHMARKS,
     *merging.BENCHMARKS,
     *looking.BENCHMARKS,
     *comparing.BENCHMARKS,

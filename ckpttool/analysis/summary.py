@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from operator import attrgetter
 
@@ -17,6 +17,7 @@ from ..formats.reading import File, opened
 from ..inert_pickle.known_names import is_dangerous, names_in, names_that_run, unknown_names
 from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
 from ..tensors.ref import TensorRef
+from ..transforms.quantization.recognise import Found, Scheme, recognise
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from .module_tree import Branch, outline
 from .other_contents import OptimizerRow, OtherRow, SchedulerRow, other_rows, training_rows
@@ -83,9 +84,14 @@ class Summary:
     # calls of known dangers in the tree, as `posix.system('ls')`; one that the pickle drops is not there
     calls: tuple[str, ...]
     remarks: tuple[Remark, ...]  # where torch refuses the file, or no writer of torch's makes such a thing
-    metadata: dict[str, str]  # the texts of a safetensors header
+    metadata: dict[str, str]  # the texts of a safetensors header, or of another format
     # what is known of the ranks that each wrote a part; None when one process wrote the file
     ranks: Ranks | None = None
+    packed: Mapping[str, int] = field(default_factory=dict)  # tensors by the packed type they are stored in
+    unread: tuple[str, ...] = ()  # what the file holds that is neither a tensor nor shown here, in words
+    # how the state's tensors are packed, if they are, and why some can't be made plain
+    quantised: tuple[Scheme, ...] = ()
+    unclear: tuple[str, ...] = ()
 
 
 def inspect(file: File, *, state: str | None = None) -> Summary:
@@ -119,6 +125,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     names = checkpoint.names | names_in(checkpoint.tree)
     lightning = isinstance(checkpoint.tree, dict) and LIGHTNING in checkpoint.tree
     prefixes = found_prefixes(tensors, chosen.versions, lightning=lightning) if chosen else ()
+    packed = recognise(checkpoint, chosen) if chosen else Found()
     return Summary(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -145,6 +152,10 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         remarks=checkpoint.remarks,
         metadata=dict(checkpoint.metadata),
         ranks=checkpoint.ranks,
+        packed=checkpoint.packed,
+        unread=checkpoint.unread,
+        quantised=packed.schemes,
+        unclear=tuple(fault.message for fault in packed.faults),
     )
 
 

@@ -12,9 +12,11 @@ from ..checkpoint.checksums import Checksums, expect
 from ..checkpoint.ranks import require_all
 from ..errors import RanksDiffer
 from ..files.copying import Progress, map_bytes
+from ..formats import numpy_files
 from ..formats.dcp import reading as dcp
+from ..formats.pytorch import exported
 from ..formats.pytorch import zip as torch_zip
-from ..formats.pytorch.archive import is_intact
+from ..formats.pytorch.inflating import is_intact
 from ..formats.pytorch.zip_reader import Record, read_directory
 from ..formats.reading import File, opened
 from ..formats.shards import TORCH
@@ -28,6 +30,8 @@ from .compare import Change, both_states, diff, outside_of
 from .zip_structure import zip_frame
 
 ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)  # The formats that are zips, or folders of zips
+
+OTHER_ZIPS = (numpy_files.NPZ, exported.NAME)  # Those whose other records and frame are not torch.save's
 
 # The records that torch.save writes in addition to storages.
 OWN_RECORDS = {"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"}
@@ -177,7 +181,10 @@ class _Read:
         for source in (source for source in (checkpoint.source, *checkpoint.shards) if source.size):
             is_one = not source.path.endswith(dcp.ENDING)  # many zips in a row
             is_zip = zips and is_one and source.read(0, 4) == SIGNATURE
-            self._check_rest(source, is_zip=is_zip, is_of_rank=is_zip and of_ranks)
+            if checkpoint.format in OTHER_ZIPS:
+                self._check_records(source)
+            else:
+                self._check_rest(source, is_zip=is_zip, is_of_rank=is_zip and of_ranks)
 
     def _count(self, storage: Storage) -> None:
         data = storage.data
@@ -211,11 +218,23 @@ class _Read:
                 referred = _referred(source) if referred is None else referred
                 if record.data.offset not in referred:
                     self.strays.append(_stray(source, record))
-            intact = is_intact(source, record)
-            if intact is None:
-                self.free["records"] += record.size
-            if intact is False:
-                self.problems.append(Problem("checksum", f"record {record.name}", MISMATCH))
+            self._check_record(source, record)
+
+    def _check_records(self, source: Source) -> None:
+        """Check what another tool zipped but for the tensors: all other records."""
+        records = [*read_directory(source, folded=False).values()]
+        rest = [each for each in records if (id(source), each.data.offset) not in self._pieces | self._known]
+        self.free["contents"] += source.size - sum(record.data.nbytes for record in records)
+        for record in rest:
+            self.checked += record.size
+            self._check_record(source, record)
+
+    def _check_record(self, source: Source, record: Record) -> None:
+        intact = is_intact(source, record)
+        if intact is None:
+            self.free["records"] += record.size
+        if intact is False:
+            self.problems.append(Problem("checksum", f"record {record.name}", MISMATCH))
 
 
 def _referred(source: Source) -> set[int]:

@@ -58,6 +58,8 @@ class Checkpoint:
         remarks: where torch refuses the file, or no writer of torch's makes such a thing.
         device: the device that storages are tagged with in a `.pt` written from this; None keeps their own.
         ranks: what is known of the ranks that each wrote a part of it; None when one process wrote it.
+        packed: how many tensors the file holds in each of its own types, if it packs some, as `Q4_K`: their
+            values are computed, and `dtype` is that of the values.
     """
 
     source: Source
@@ -73,6 +75,7 @@ class Checkpoint:
     remarks: tuple[Remark, ...] = ()
     device: str | None = None
     ranks: Ranks | None = None
+    packed: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"

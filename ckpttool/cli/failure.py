@@ -150,7 +150,9 @@ def _usual_hint(error: CkptToolError, call: Call) -> str:
     if isinstance(error, errors.Unreadable):
         return f"check what is there, and its permissions: ls -ld {shlex.quote(path)}"
     if isinstance(error, errors.Unsupported):  # inspect reads no more than the others
-        return "files of torch.save, safetensors, shards with an index and DCP folders can be read"
+        return (
+            "files of torch.save, safetensors, GGUF, ONNX, NumPy and .pt2, shards and DCP folders can be read"
+        )
     return f"see what is in it: ckpttool inspect {shlex.quote(path)}"
 
 

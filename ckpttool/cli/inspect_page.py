@@ -60,6 +60,8 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     if summary.ranks is not None:
         yield from _run(summary.ranks, most)
     yield from _state(summary, most)
+    yield from (("quantised", printable(str(scheme))) for scheme in summary.quantised)
+    yield from _first("unclear", [*map(printable, summary.unclear)], most)
     yield from (("prefix", _prefix(prefix)) for prefix in summary.prefixes)
     yield from _first("tied", [_tie(names, most) for names in summary.ties], most)
     yield from _training(summary)
@@ -67,6 +69,8 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     yield from (
         ("metadata", f"{printable(key)}: {printable(value)[:200]}") for key, value in summary.metadata.items()
     )
+    if summary.unread:
+        yield "not read", show_names(summary.unread, most)
     # All of them: what is left out here may be what matters.
     yield from ((CALLS, f"{printable(call)} (kept inert, never made)") for call in summary.calls)
     if summary.running:
@@ -94,6 +98,8 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
         yield "state", f"{_place(summary.state)}{whole}: {tensors}, {summary.parameters:,} parameters"
         dtypes = (f"{count} {dtype}" for dtype, count in summary.here.dtypes.items())
         yield "dtypes", ", ".join(dtypes) or "none"
+        if summary.packed:
+            yield "stored as", ", ".join(f"{count} {kind}" for kind, count in summary.packed.items())
         if pieces := [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]:
             yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
         if set(summary.here.devices) - {"cpu"}:

@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UsageFault
@@ -45,8 +45,10 @@ class Outcome:
     notes: list[str] = field(default_factory=list)  # said when the output is written
     table: Sequence[str] = ()  # lines of the result after the first, which says what was written
     settings: Mapping[str, object] = field(default_factory=dict)  # what a config.json copied along must say
+    untrue: Sequence[str] = ()  # companions that are not true of the output, and are not copied along
     result: object = None  # the library's report; its fields go into the JSON, and into notes
     fields: Mapping[str, object] = field(default_factory=dict)  # more of the JSON
+    written: Callable[[], object] | None = None  # adds to them and to the notes what writing has told
 
 
 # What a transform makes of the checkpoint that was read, and how it is told
@@ -88,6 +90,12 @@ class Companions:
     def names(self) -> list[str]:
         """The names of what is copied, which may be in a folder that is replaced."""
         return [os.path.basename(place) for place in self.copied.values()]
+
+    def without(self, names: Sequence[str]) -> Companions:
+        """Return the same without the companions of some names, which are not copied."""
+        copied = {path: to for path, to in self.copied.items() if os.path.basename(path) not in names}
+        stay = [os.path.basename(path) for path in self.copied if path not in copied]
+        return replace(self, copied=copied, others=[*self.others, *stay]) if stay else self
 
     def copy(self, console: Console, settings: Mapping[str, object] | None = None, *, dry: bool) -> None:
         """Copy what is to be copied, a config.json with these settings changed; name what is not."""
@@ -135,6 +143,7 @@ def rewrite(
             _refuse_state(choices["state"], job.input, place.path)
         elif not full:
             note_state(console, checkpoint, choices["state"])
+        companions = companions.without(outcome.untrue)
         if new.opened != checkpoint.opened:
             outcome.left_out += _attributes(checkpoint, choices["state"], outcome.left_out)
         if outcome.where is not None:
@@ -173,6 +182,8 @@ def _attributes(checkpoint: Checkpoint, where: str | None, known: Sequence[str])
 def _report(
     console: Console, outcome: Outcome, saved: Saved, companions: Companions, seconds: float, *, dry: bool
 ) -> None:
+    if outcome.written and not dry:
+        outcome.written()
     lost = [name for name in saved.left_out if name not in outcome.left_out]
     versions = [name for name in lost if name == "_metadata" or name.endswith("._metadata")]
     also = {where: count for where, count in outcome.also_renamed.items() if where not in saved.left_out}

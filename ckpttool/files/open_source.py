@@ -79,7 +79,10 @@ MOST_NAMES = 10_000  # of a folder, that are looked at
 OF_MACOS = "._"
 
 # Usual endings of checkpoints' names. Only for hints: a format is recognised by content.
-CHECKPOINT_ENDINGS = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".safetensors", ".index.json")
+CHECKPOINT_ENDINGS = (
+    *(".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".safetensors", ".index.json"),
+    *(".pt2", ".gguf", ".onnx", ".npz", ".npy"),
+)
 
 
 def no_such_file(path: str) -> Unreadable:

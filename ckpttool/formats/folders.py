@@ -16,6 +16,7 @@ from ..remote.places import (
     identity_of,
     is_file,
     is_folder,
+    is_inside,
     listed,
     names_in,
     nbytes_of,
@@ -234,7 +235,7 @@ def listed_beside(
         names = [name for name in names if name != BELOW] + [os.path.join(BELOW, name) for name in inside]
     found = [name for name in names if _is_companion(folder, name)]
     rest = [
-        name if _is_inside(folder, name) else f"{name} (a link out of the folder)"
+        name if is_inside(folder, name) else f"{name} (a link out of the folder)"
         for name in names
         # The latter serve a folder of DeepSpeed, and have nothing of their own.
         if name not in (*found, "latest", "zero_to_fp32.py", "zero_to_torch.py")
@@ -247,18 +248,7 @@ def _is_companion(folder: str, name: str) -> bool:
     is_known = any(fnmatchcase(base, pattern) for pattern in COMPANIONS) and not base.endswith(shards.INDEX)
     # Tokenizers have up to 40 MB.
     is_small = is_known and is_file(path) and nbytes_of(path) <= 100_000_000
-    return is_small and _is_inside(folder, name)
-
-
-def _is_inside(folder: str, name: str) -> bool:
-    """Whether a file lies in the folder itself; a link may lead into the blobs of its own hub cache."""
-    if is_url(folder):
-        return True
-    home, place = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
-    # The hub's cache has snapshots/REVISION/config.json -> ../../blobs/HASH.
-    blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")
-    of_cache = os.path.basename(os.path.dirname(home)) == "snapshots" and os.path.dirname(place) == blobs
-    return of_cache or os.path.commonpath([home, place]) == home
+    return is_small and is_inside(folder, name)
 
 
 def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) -> dict[str, str]:
@@ -279,12 +269,17 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
 
 
 def copy_companions(places: Mapping[str, str], settings: Mapping[str, object] | None = None) -> None:
-    """Copy each companion to its place, whole or not at all; a config.json with these settings changed."""
+    """Copy each companion to its place, whole or not at all; a config.json with these settings changed.
+
+    A setting of None is taken out.
+    """
     for path, place in places.items():
         content = _bytes_of(path)
         if settings and os.path.basename(path) == "config.json":
             try:
-                text = json.dumps({**json.loads(content), **settings}, indent=2)
+                said = {**json.loads(content), **settings}
+                gone = [name for name in settings if said[name] is None]
+                text = json.dumps({name: said[name] for name in said if name not in gone}, indent=2)
             except (ValueError, TypeError, RecursionError):
                 raise Damaged(path, "is no JSON object") from None
             content = f"{text}\n".encode()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from ..remote.places import is_folder, names_in
 from .shards import INDEX
 
-# model-00001-of-00005.safetensors: the layout of the Hugging Face Hub.
-SHARD = re.compile(r"(.+)-(\d{1,6})-of-(?P<count>\d{1,6})(\.\w+)")
+# model-00001-of-00005.safetensors: the layout of the Hugging Face Hub. Of a GGUF all files are read.
+SHARD = re.compile(r"(.+)-(\d{1,6})-of-(?P<count>\d{1,6})(\.(?!gguf$)\w+)")
 
 CUT = "its tensors are slices, and no file says how they were cut, so ckpttool can't join them"
 

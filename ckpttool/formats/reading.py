@@ -18,18 +18,21 @@ from ..remote import places
 from ..remote.places import is_folder, names_in, open_source_at
 from ..remote.urls import canonical
 from ..tensors.ref import Source
-from . import safetensors, shards
+from . import gguf, numpy_files, onnx, safetensors, shards
 from .dcp import reading as dcp
+from .pytorch import exported
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
 from .shards import ALONE, INDEX, Format
-from .strangers import head_of, stranger
+from .strangers import head_of, stranger, stranger_folder
 
 if TYPE_CHECKING:
     from .ranks.pieces import Take
 
-READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, shards)
+# The first three begin as zips do, and are told apart by their first record.
+READERS: tuple[Format, ...] = (numpy_files, exported, torch_zip, torch_legacy, safetensors, torch_tar, dcp)
+READERS += (shards, gguf, onnx)
 
 # Files that say what is in a folder, in the order of preference; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -56,9 +59,10 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     Nothing that the file names is imported or run, and torch is not needed.
 
     Args:
-        path: a file that torch or safetensors wrote, whatever its name; the index or the folder of a sharded
-            checkpoint; a DCP folder; a folder with a file of each rank, or with one model.safetensors or
-            pytorch_model.bin; `-` is stdin. A URL (https, hf, s3, gs, az) does wherever a path does.
+        path: a file of torch, safetensors, GGUF, ONNX or NumPy, whatever its name; the index or the folder
+            of a sharded checkpoint; a DCP folder; a folder with a file of each rank, or with one
+            model.safetensors or pytorch_model.bin; `-` is stdin. A URL (https, hf, s3, gs, az) does
+            wherever a path does.
 
     Returns:
         The checkpoint, whose files stay open; use it as a context manager, or let it go.
@@ -182,6 +186,8 @@ def _read_folder(name: str) -> Checkpoint:
         return _read_telling(name, os.path.join(name, telling))
     if checkpoint := shards.without_index(name, names):
         return checkpoint
+    if fault := stranger_folder(name, names):
+        raise fault
     from .roots import nothing_known
 
     raise nothing_known(name, names, open)

@@ -193,6 +193,17 @@ def ties(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, str]:
     return {name: kept[name] for name in free if kept[name] != name}
 
 
+def without_ties(texts: Mapping[str, str], tensors: Tensors) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the texts of another format that a header can hold, and in words those that it would mistake."""
+    mistaken = {
+        name: text
+        for name, text in texts.items()
+        if name == full_json.ENTRY or (text in tensors and name not in tensors and name not in RESERVED)
+    }
+    kept = {name: text for name, text in texts.items() if name not in mistaken}
+    return kept, tuple(f"metadata '{name[:80]}' ('{text[:80]}')" for name, text in mistaken.items())
+
+
 def _rank(path: str, name: str, tensor: TensorRef) -> int:
     if name == METADATA:
         reason = f"safetensors can't hold a tensor named '{name}'"

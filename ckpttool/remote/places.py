@@ -298,6 +298,18 @@ def exists(path: str) -> bool:
         return True
 
 
+def is_inside(folder: str, name: str) -> bool:
+    """Return whether a file lies in the folder itself; a link may lead to the blobs of its own hub cache."""
+    if is_url(folder):
+        return True
+    home, place = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
+    # The hub's cache has snapshots/REVISION/onnx/config.json -> ../../../blobs/HASH.
+    cache, of_cache, _ = f"{home}/".rpartition("/snapshots/")
+    return os.path.commonpath([home, place]) == home or (
+        bool(of_cache) and os.path.dirname(place) == os.path.join(cache, "blobs")
+    )
+
+
 def is_file(path: str) -> bool:
     """Return whether there is a file, or an object, at a path or URL."""
     return exists(path) and not is_folder(path) if is_url(path) else os.path.isfile(path)

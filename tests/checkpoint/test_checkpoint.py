@@ -205,9 +205,10 @@ STRANGERS: dict[str, tuple[bytes, str]] = {
     "gzip": (b"\x1f\x8b\x08\x00", "gzip"),
     "a plain pickle": (pickle.dumps({"a": 1}, 2), "not one that torch.save wrote"),
     "a list in a pickle": (pickle.dumps([1], 2), "not one that torch.save wrote"),
-    "GGUF": (b"GGUF\x03\x00\x00\x00", "GGUF"),
+    "GGML": (b"lmgg\x00\x00\x00\x00", "GGML model, older than GGUF"),
     "HDF5": (b"\x89HDF\r\n\x1a\n", "HDF5"),
-    "numpy": (b"\x93NUMPY\x01\x00", "not a checkpoint"),
+    "what a server refuses with": (b"Invalid username or password.", "but text: Invalid username or pass"),
+    "an XML page": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML page"),
 }
 
 

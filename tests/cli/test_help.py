@@ -61,6 +61,10 @@ def prepare(folder: Path, example: str) -> None:
     layer = next(key.removesuffix(".weight") for key in state)
     rows, columns = state[f"{layer}.weight"].flatten(1).shape
     save_adapter(folder, pair(layer, torch.ones(1, columns), torch.ones(rows, 1)), r=1)
+    (folder / "fp8-model").mkdir()
+    codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    save_file({"l.weight": codes, "l.weight_scale": torch.ones(2)}, folder / "fp8-model/model.safetensors")
+    (folder / "fp8-model" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     (folder / "eval").mkdir()
     saved_predictions(folder / "eval", 2, 5)
 

@@ -7,13 +7,13 @@ import gc
 import io
 import json
 import lzma
+import pickle
 import tarfile
 import zipfile
-from collections.abc import Callable
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save, save_file
@@ -123,12 +123,6 @@ def test_names_without_a_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
 TENSORS = save({"a": torch.ones(2)})
 
 
-def in_memory(write: Callable[[io.BytesIO], object]) -> bytes:
-    raw = io.BytesIO()
-    write(raw)
-    return raw.getvalue()
-
-
 def zipped(*names: str) -> bytes:
     with zipfile.ZipFile(raw := io.BytesIO(), "w") as archive:
         for name in names:
@@ -145,14 +139,28 @@ def tarred() -> bytes:
 
 
 FILES = {
-    "model.gguf": (b"GGUF\x03" + bytes(99), "is a GGUF model", "gguf_file='model.gguf'"),
-    "model.onnx": (b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:" + bytes(99), "is an ONNX model", "onnx.load"),
     "model.h5": (b"\x89HDF\r\n\x1a\n" + bytes(99), "is an HDF5 file", "h5py"),
-    "array.npy": (in_memory(lambda raw: np.save(raw, np.ones(3))), "is a NumPy array", "numpy.load"),
     "model.pt.xz": (lzma.compress(b"a" * 99), "is compressed with xz", "unxz"),
     "model.pt.bz2": (bz2.compress(b"a" * 99), "is compressed with bzip2", "bunzip2"),
     "model.pt.zst": (b"\x28\xb5\x2f\xfd" + bytes(99), "is compressed with zstd", "unzstd"),
-    "flax.msgpack": (b"\x81\xa6params\x81", "is a Flax msgpack file", "from_flax=True"),
+    "flax.msgpack": (b"\x82\xa3abc\x81", "is a Flax msgpack file", "from_flax=True"),
+    "flax": (b"\x81\xa6params\x81", "is a Flax msgpack file", "from_flax=True"),
+    "m.tflite": (b"\x1c\0\0\0TFL3" + bytes(99), "is a TensorFlow Lite model", "the checkpoint that it was"),
+    "m.pte": (b"\x1c\0\0\0ET12" + bytes(99), "is an ExecuTorch program", "the checkpoint that it was"),
+    "m.params": (b"\x12\x01" + bytes(99), "is an MXNet file", "mxnet.nd.load"),
+    "saved_model.pb": (b"\x08\x01\x12\x05" + bytes(99), "is a TensorFlow SavedModel", "load_checkpoint"),
+    "frozen.pb": (b"\x0a\x05" + bytes(99), "is a TensorFlow graph", "the checkpoint that it was"),
+    "checkpoint": (b'model_checkpoint_path: "m"\n', "which TensorFlow checkpoint", "load_checkpoint"),
+    "m.ckpt-7.index": (bytes(99), "is a TensorFlow checkpoint", "load_checkpoint"),
+    "m.data-00000-of-00001": (bytes(99), "is a TensorFlow checkpoint", "load_checkpoint"),
+    "m.mlmodel": (b"\x08\x08\x12\x09\x0a\x05" + bytes(99), "is a Core ML model", "the checkpoint that it"),
+    "m.pdparams": (pickle.dumps({"w": [1]}, 2), "is a PaddlePaddle file", "paddle.load"),
+    "m.pkl": (
+        b"\x80\x04\x95\xff\x8c\x1asklearn.linear_model._base\x94",
+        "is a pickle of scikit-learn",
+        "arrays",
+    ),
+    "m.joblib": (zlib.compress(b"a" * 99), "is compressed with zlib", "where you trust it"),
     "a.zip": (zipped("m.safetensors"), "holds checkpoints: m.safetensors", "unzip"),
     "b.zip": (zipped("m/n.pt", "m/o.ckpt"), "holds checkpoints: m/n.pt, m/o.ckpt", "unzip"),
     "k.keras": (zipped("model.weights.h5", "config.json"), "is a Keras model", "Keras"),
@@ -168,6 +176,22 @@ def test_a_format_that_is_not_read_is_named_with_the_way_on(name: str, cli: Cli,
         ran = cli(command, tmp_path / name, *output)
         assert_says(ran, 3, said)
         assert hint in ran.err.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("saved_model.pb", "TensorFlow SavedModel"),
+        ("manifest.ocdbt", "Orbax"),
+        ("Manifest.json", "Core ML package"),
+    ],
+)
+def test_a_folder_of_another_tool_is_named_with_the_way_on(
+    name: str, said: str, cli: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / name).write_bytes(b"x")
+    assert_says(cli("inspect", tmp_path / "m"), 3, said, "which is not read here")
 
 
 def test_a_url_of_another_kind_is_named_as_such(cli: Cli, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def table(tallies: Mapping[str, Tally], seed: int, seconds: float) -> str:
     wrong = sum(len(tally.found) for tally in tallies.values())
     also = ", ".join(
         f"{sum(tally.counts[name] for tally in tallies.values()):,} by {name}"
-        for name in ("torch", "safetensors", "zipfile")
+        for name in ("torch", "safetensors", "zipfile", "numpy", "onnx", "gguf")
     )
     lines += [
         "",

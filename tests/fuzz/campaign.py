@@ -102,7 +102,13 @@ def judged(worker: Worker, files: Files) -> Outcome:
 
 def kind_of_attack(name: str) -> str:
     """Return the format of an attack, which its name begins with."""
-    kinds = {"tar": "tar", "legacy": "legacy .pt", "safetensors": "safetensors"}
+    kinds = {
+        "tar": "tar",
+        "legacy": "legacy .pt",
+        "safetensors": "safetensors",
+        "exported": "exported program",
+    }
+    kinds |= {kind: kind for kind in ("GGUF", "ONNX", "NumPy")}
     return kinds.get(name.partition(":")[0], "zip .pt")
 
 

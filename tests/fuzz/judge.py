@@ -6,6 +6,7 @@ and be what torch (`weights_only=True`), the safetensors library and `zipfile` r
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import time
@@ -24,18 +25,21 @@ from ckpttool.analysis.verify import verify
 from ckpttool.checkpoint import full_encoding
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.files.digest import digest
-from ckpttool.formats import folders
+from ckpttool.formats import folders, gguf, numpy_files, onnx
 from ckpttool.formats.pytorch.zip_reader import read_directory
 from ckpttool.inert_pickle.known_names import TAKEN
 from ckpttool.inert_pickle.values import TooDeep
 from ckpttool.metrics import predictions
 from ckpttool.metrics.certificate import recompute
 from ckpttool.proving.proof import prove
+from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import ByteRange, Source, TensorRef
 from ckpttool.tensors.values import stream
 from ckpttool.transforms.lora import adapter
+from ckpttool.transforms.quantization.dequantize import dequantize
 from ckpttool.transforms.renaming import rename_names
 from tests.fuzz.seeds import SECRET
+from tests.support import other_files
 from tests.support.comparing import assert_same, values
 from train import plot
 from train.config.training import TrainConfig
@@ -107,9 +111,12 @@ def _place_of(error: BaseException) -> str:
 def _use(path: Path, out: Path, outcome: Outcome) -> bool:
     if any(os.path.lexists(path / name) for name in (adapter.CONFIG, *adapter.OF_DIFFUSERS)):
         return _use_adapter(path, out)
+    if os.path.lexists(path / "packed.safetensors"):
+        return _use_packed(path, out)
     if os.path.lexists(path / "attempts.json"):
         return _use_run(path)
-    with ckpttool.open(path) as checkpoint:
+    model = path / "model.onnx"
+    with ckpttool.open(model if model.is_file() else path) as checkpoint:
         summarize(checkpoint)
         with suppress(UsageFault):  # the expression backtracks without end on some names
             rename_names(dict(checkpoint.tensors()), [(r"^(\w+\.?)+$", r"\g<0>.x")])
@@ -127,6 +134,8 @@ def _use(path: Path, out: Path, outcome: Outcome) -> bool:
                 return False
             raise
     for name in ("out.pt", "out.safetensors"):
+        if SECRET[:16] in (out / name).read_bytes():
+            outcome.fail("reads a file from outside the folder", path)
         with ckpttool.open(out / name) as again:
             if _contents(again)[0] != meant[0]:
                 outcome.fail(f"{name} has other tensors", path)
@@ -142,6 +151,14 @@ def _use_adapter(path: Path, out: Path) -> bool:
             merged, _ = ckpttool.merge_lora(base, opened)
             ckpttool.save(merged, out / "out.safetensors", force=True)
             ckpttool.save(merged, out / "out.pt", force=True)
+    return True
+
+
+def _use_packed(path: Path, out: Path) -> bool:
+    with ckpttool.open(path / "packed.safetensors") as checkpoint:
+        summarize(checkpoint)
+        ckpttool.save(dequantize(checkpoint)[0], out / "out.safetensors", force=True)
+        ckpttool.save(dequantize(checkpoint, dtype=DTYPES["float16"])[0], out / "out.pt", force=True)
     return True
 
 
@@ -201,9 +218,12 @@ def compare(path: Path, out: Path, outcome: Outcome) -> None:
             _require_loadable(out / "out.pt", outcome)
         if path.is_symlink() or not path.is_file():  # a pipe would wait, and a device never end
             return
-        head = path.read_bytes()[:16]
+        head = path.read_bytes()[:512]
         if head[:2] == b"PK":
             _compare_with_zipfile(path, outcome)
+        for name, begins, theirs in PEERS:
+            if begins(head) and importlib.util.find_spec(name):
+                _compare_with_peer(path, name, theirs, outcome)
         if head[8:9] == b"{":
             _compare_with_safetensors(path, outcome)
         else:
@@ -246,6 +266,36 @@ def _compare_with_zipfile(path: Path, outcome: Outcome) -> None:
             if record.compression == zipfile.ZIP_STORED and record.data.read() != theirs:
                 outcome.fail("zipfile reads another record", name)
         outcome.also.append("zipfile")
+
+
+# Other formats' own libraries: how a file of theirs begins, and what reads its arrays by name.
+PEERS: tuple[tuple[str, Callable[[bytes], bool], Callable[[Path], Iterator[tuple[str, Any]]]], ...] = (
+    ("numpy", numpy_files.sniff, other_files.read_by_numpy),
+    ("onnx", onnx.sniff, other_files.read_by_onnx),
+    ("gguf", gguf.sniff, other_files.read_by_gguf),
+)
+
+
+def _compare_with_peer(
+    path: Path, name: str, read: Callable[[Path], Iterator[tuple[str, Any]]], outcome: Outcome
+) -> None:
+    import numpy as np
+
+    if not outcome.accepted:  # the peers take seconds to refuse what lies about its counts
+        return
+    try:
+        with np.errstate(all="ignore"):
+            theirs = dict(read(path))
+    except Exception:
+        return
+    outcome.also.append(name)
+    with ckpttool.open(path) as checkpoint:
+        for key, tensor in checkpoint.state().tensors.items():
+            if key not in theirs or tensor.nbytes > COMPARED or tensor.dtype.name == "bfloat16":
+                continue
+            mine, array = tensor.numpy(), theirs[key]
+            if mine.size and mine.tobytes() != np.ascontiguousarray(array.astype(mine.dtype)).tobytes():
+                outcome.fail(f"{name} reads another tensor", key)
 
 
 def _compare_with_safetensors(path: Path, outcome: Outcome) -> None:

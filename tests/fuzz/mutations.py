@@ -22,6 +22,7 @@ from typing import Any
 
 from tests.fuzz.seeds import ODD, Files, Odd
 from tests.support.crafting import text
+from tests.support.onnx_files import varint
 
 Change = Callable[[bytes, Random], bytes]
 
@@ -201,9 +202,12 @@ def change_json(raw: bytes, random: Random) -> bytes:
     if random.random() < 0.2:
         return any_bytes(raw, random)
     try:
-        tree = json.loads(raw)
-    except (ValueError, RecursionError):
+        return _changed_json(json.loads(raw), raw, random)
+    except (ValueError, RecursionError):  # it is none, or too deep to be read or written
         return any_bytes(raw, random)
+
+
+def _changed_json(tree: Any, raw: bytes, random: Random) -> bytes:
     places = [*_places(tree)]
     if not places:
         return any_bytes(raw, random)
@@ -330,6 +334,10 @@ def change_zip(raw: bytes, random: Random) -> bytes:
         count = _times(120, random)
         records += [[f"{root}/data/x{index}", b"abcd", zipfile.ZIP_STORED] for index in range(count)]
     else:
+        if record[0].endswith((".npy", ".json")):
+            changed = change_npy if record[0].endswith(".npy") else change_json
+            record[1] = changed(record[1], random)
+            return _as_zip(records)
         pickles = [each for each in records if each[0].endswith(".pkl")]
         record = random.choice(pickles) if pickles and random.random() < 0.7 else record
         record[1] = change_pickle(record[1], random) if record in pickles else any_bytes(record[1], random)
@@ -408,7 +416,88 @@ def change_tar(raw: bytes, random: Random) -> bytes:
     return out.getvalue()
 
 
+def change_npy(raw: bytes, random: Random) -> bytes:
+    """Change a word or a number of the header with its length kept true, or bytes."""
+    size = struct.unpack("<H", raw[8:10])[0] if len(raw) > 10 else 0
+    header, data = raw[10 : 10 + size], raw[10 + size :]
+    words = list(re.finditer(rb"\w+|<f4|[(),]", header))
+    if not words or random.random() < 0.3:
+        return any_bytes(raw, random)
+    word = random.choice(words)
+    new = random.choice((b"%d" % number(random), b"True", b"|O", b"<f8", b">f4", b"<U1", b"", b"(", b"descr"))
+    header = header[: word.start()] + new + header[word.end() :]
+    return raw[:8] + struct.pack("<H", len(header) & 0xFFFF) + header + data
+
+
+def change_gguf(raw: bytes, random: Random) -> bytes:
+    """Put a number at which programs err where a type, a count or an offset may be, or change bytes."""
+    if random.random() < 0.4:
+        return any_bytes(raw, random)
+    end = max(9, len(raw) * 2 // 3)
+    at, size = random.randrange(8, end), random.choice((4, 8))
+    small = random.choice((number(random), random.randrange(42), 32 * random.randrange(20)))
+    return raw[:at] + (small & (1 << 8 * size) - 1).to_bytes(size, "little") + raw[at + size :]
+
+
+def change_message(raw: bytes, random: Random, level: int = 0) -> bytes:
+    """Change a field of a message of Protocol Buffers, at any depth, with all lengths kept true."""
+    fields = _fields(raw)
+    if not fields or random.random() < 0.1:
+        return any_bytes(raw, random)
+    index, what = random.randrange(len(fields)), random.randrange(8)
+    key, value = fields[index]
+    if what == 0:
+        del fields[index]
+    elif what == 1:
+        fields.insert(random.randrange(len(fields)), (key, value))
+    elif what == 2:
+        fields[index] = (random.choice((key ^ 8, key + 16, 1 << 3, 9 << 3 | 2)), value)
+    elif isinstance(value, int):
+        fields[index] = (key, number(random) & (1 << 64) - 1)
+    else:
+        fields[index] = (
+            key,
+            change_message(value, random, level + 1) if level < 4 else any_bytes(value, random),
+        )
+    return b"".join(_field(*each) for each in fields)
+
+
+def _fields(raw: bytes) -> list[tuple[int, int | bytes]]:
+    """Return the fields of a message with their keys; none for what is no message."""
+    fields: list[tuple[int, int | bytes]] = []
+    at = 0
+    while at < len(raw):
+        key, at = _varint(raw, at)
+        value, at = _varint(raw, at)
+        if key & 7 == 0:
+            fields.append((key, value))
+        elif key & 7 == 2 and at + value <= len(raw) and key >> 3:
+            fields.append((key, raw[at : at + value]))
+            at += value
+        else:
+            return []
+    return fields
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for index in range(at, min(len(raw), at + 10)):
+        value |= (raw[index] & 0x7F) << 7 * (index - at)
+        if raw[index] < 0x80:
+            return value, index + 1
+    return value, len(raw)
+
+
+def _field(key: int, value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        return varint(key & ~7) + varint(value)
+    return varint(key & ~7 | 2) + varint(len(value)) + value
+
+
 KINDS: tuple[tuple[int, bytes, Change], ...] = (
+    (0, b"\x93NUMPY", change_npy),
+    (0, b"GGUF", change_gguf),
+    (0, b"\x08\x0a\x12", change_message),
     (0, b"PK", change_zip),
     (0, b"\x80", change_pickle),
     (0, b"{", change_json),

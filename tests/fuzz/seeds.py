@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.inert_pickle.values import Global, Record, rebuild
 from ckpttool.metrics import predictions
+from tests.support import other_files
 from tests.support.every_format import apart, as_dcp, as_script, as_tar, converted, with_objects
 from tests.support.run_log import BEGIN, STEP, record
 
@@ -97,6 +98,47 @@ def _kohyas(path: Path) -> None:
     save_file(held, path / "pytorch_lora_weights.safetensors")
 
 
+def packed(path: Path, scheme: str) -> None:
+    """Write a layer of packed numbers, and the settings that say how they are packed."""
+    words, codes = torch.arange(128).int().reshape(4, 32) * 77_777_777, torch.arange(96, dtype=torch.uint8)
+    tensors: dict[str, torch.Tensor] = {"l.0.bias": torch.ones(3)}
+    section: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [4, 8]}
+    if scheme == "fp8":
+        weight = codes.view(torch.float8_e4m3fn).reshape(6, 16)
+        tensors |= {"l.0.weight": weight, "l.0.weight_scale_inv": torch.rand(2, 2)}
+    elif scheme == "gptq":
+        section = {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq"}
+        tensors |= {
+            "l.0.qweight": words,
+            "l.0.qzeros": words[:2, :4].clone(),
+            "l.0.scales": torch.rand(2, 32),
+        }
+        tensors["l.0.g_idx"] = torch.arange(32).flip(0).int() // 16
+    elif scheme == "compressed-tensors":
+        weights = {"num_bits": 4, "group_size": 32}
+        section = {"quant_method": scheme, "config_groups": {"0": {"weights": weights}}}
+        tensors |= {"l.0.weight_packed": words[:, :8].clone(), "l.0.weight_scale": torch.rand(4, 2)}
+        tensors["l.0.weight_shape"] = torch.tensor([4, 64])
+    elif scheme == "nf4":
+        section = {"quant_method": "bitsandbytes"}
+        said = {"blocksize": 64, "dtype": "bfloat16", "shape": [12, 16], "nested_blocksize": 256}
+        text = [*json.dumps(said | {"nested_offset": 0.5}).encode()]
+        tensors |= {"l.0.weight": codes.reshape(-1, 1), "l.0.weight.absmax": codes[:3].clone()}
+        tensors |= {"l.0.weight.quant_map": torch.rand(16), "l.0.weight.nested_quant_map": torch.rand(256)}
+        tensors["l.0.weight.nested_absmax"] = torch.rand(1)
+        tensors["l.0.weight.quant_state.bitsandbytes__nf4"] = torch.tensor(text, dtype=torch.uint8)
+    else:
+        section = {"quant_method": "mxfp4"}
+        blocks = codes.reshape(1, 3, 2, 16)
+        tensors |= {"l.0.up_blocks": blocks, "l.0.up_scales": codes[90:].clone().reshape(1, 3, 2)}
+    path.mkdir()
+    save_file(tensors, path / "packed.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": section}))
+
+
+PACKED = ("fp8", "gptq", "compressed-tensors", "nf4", "mxfp4")
+
+
 def _with_companions(path: Path) -> None:
     """Write a folder as the hub has it: shards, their index, and files that are no checkpoint's."""
     converted(training, to="safetensors-sharded", shard_size=64)(path)
@@ -172,9 +214,15 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "DCP": (as_dcp(training), converted(training, to="dcp", full=True)),
     "files of ranks": (_ranks, strided),
     "LoRA": (_adapter, _kohyas),
+    "packed numbers": tuple(functools.partial(packed, scheme=scheme) for scheme in PACKED),
     "folder of the hub": (_with_companions,),
     "predictions": (_predictions, _rows),
     "folder of a run": (_run,),
+    "GGUF": (other_files.as_gguf,),
+    "ONNX": (other_files.as_onnx,),
+    "ONNX folder": (other_files.as_onnx_folder, other_files.as_small_onnx_folder),
+    "NumPy": (other_files.as_npz, other_files.as_compressed_npz, other_files.as_npy),
+    "exported program": (other_files.as_package,),
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save as saved
 
 from ckpttool.checkpoint import checksums
-from ckpttool.formats import folders
+from ckpttool.formats import folders, onnx
 from ckpttool.formats import safetensors as safetensors_format
 from ckpttool.formats.ranks import device_meshes, sharded_values
 from ckpttool.metrics import certificate
@@ -122,7 +122,12 @@ def waste() -> None:
 
 def follow_links() -> None:
     """Copy along what links lead to, wherever it lies."""
-    folders._is_inside = lambda *_: True
+    folders.is_inside = lambda *_: True
+
+
+def read_beside_anywhere() -> None:
+    """Read an ONNX model's values wherever links lead to."""
+    onnx.is_inside = lambda *_: True  # type: ignore[attr-defined]
 
 
 def open_anything() -> None:
@@ -206,6 +211,12 @@ FOUND: dict[str, tuple[str, Callable[[], object], Callable[[str], Files], str]] 
         follow_links,
         odd("config.json", b"../secret"),
         "copies a file from outside the folder",
+    ),
+    "a link out of an ONNX model's folder": (
+        "ONNX folder",
+        read_beside_anywhere,
+        lambda kind: {**seeds(kind)[1], "model.data": Odd(b"../secret")},
+        "reads a file from outside the folder",
     ),
     "a pipe": ("LoRA", open_anything, odd("adapter_config.json", b"fifo"), HANGS),
     "a device without an end": ("LoRA", open_anything, odd("adapter_config.json", b"/dev/zero"), ""),

@@ -7,6 +7,7 @@ import io
 import tarfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.crafting import (
     torch_zip,
     tuple_of,
 )
+from tests.support.other_files import HOSTILE
 
 DOUBLED = b"]" + b"".join(b"q%c0](h%ch%ce" % (i, i, i) for i in range(60))
 TENSOR = tensor(storage(1), (1,))
@@ -189,4 +191,5 @@ def attacks_of(times: int = 100_000) -> dict[str, Callable[[Path], object]]:
         "safetensors: a number of 100,000 digits": lambda path: safetensors_file(
             path, b'{"a":{"dtype":"U8","shape":[' + b"9" * times + b'],"data_offsets":[0,0]}}'
         ),
+        **{name: partial(Path.write_bytes, data=raw) for name, raw in HOSTILE.items()},
     }

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
+from tests.support import other_files
 
 
 class Net(torch.nn.Module):
@@ -42,6 +43,11 @@ def state() -> dict[str, torch.Tensor]:
     named["tied.weight"] = named["fc.weight"]
     named["fc.row"] = named["fc.weight"][3]
     return named
+
+
+def arrays() -> dict[str, Any]:
+    """Return the same state as arrays of NumPy, each with memory of its own."""
+    return {name: tensor.numpy().copy() for name, tensor in state().items()}
 
 
 def training() -> dict[str, Any]:
@@ -155,4 +161,8 @@ INPUTS: dict[str, Callable[[Path], None]] = {
     "shards, safetensors": converted(state, to="safetensors-sharded"),
     "shards, torch": converted(state, to="torch-sharded"),
     "DCP folder": as_dcp(training),
+    "exported program (`.pt2`)": lambda path: other_files.state_as_package(path, arrays()),
+    "GGUF": lambda path: other_files.state_as_gguf(path, arrays()),
+    "ONNX": lambda path: other_files.state_as_onnx(path, arrays()),
+    "NumPy (`.npz`)": lambda path: other_files.state_as_npz(path, arrays()),
 }

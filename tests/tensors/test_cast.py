@@ -291,3 +291,17 @@ def test_any_view_keeps_its_values(view: tuple[list[int], list[int], int]) -> No
         path = saved({"t": seen}, Path(folder) / "in.pt")
         for ending in (".pt", ".safetensors"):
             assert values(cast_to("bf16", ending, path)["t"]) == values(seen.to(torch.bfloat16))
+
+
+def test_every_float16_and_the_middles_between_two_are_rounded_as_numpy_does() -> None:
+    halves = np.arange(65536, dtype="<u2").view("<f2")
+    bits = halves[np.isfinite(halves)].astype("<f4").view("<u4").astype("<i8")
+    near = [bits + step for step in (0, 1, 0xFFF, 0x1000, 0x1001, 0x2000, -1, -0xFFF, -0x1000, -0x1001)]
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18)
+    for each in (*near, drawn):
+        singles = each.clip(0, (1 << 32) - 1).astype("<u4").view("<f4")
+        for part in np.array_split(singles, 4):
+            got, _ = Conversion(DTYPES["float32"], DTYPES["float16"]).convert(memoryview(part.tobytes()))
+            with np.errstate(all="ignore"):
+                wanted = part.astype("<f2")
+            assert np.array_equal(got.view("<f2"), wanted, equal_nan=True)

@@ -11,6 +11,7 @@ from ...errors import UsageFault
 from .. import options
 from ..console import Console, counted, printable, show_bytes
 from ..options import Job, entry, pair, sizes_for
+from ..quantizing import Quantizing
 from ..rewriting import Change, Outcome, Target, rewrite
 from .training import parameters_of
 
@@ -49,6 +50,12 @@ if TYPE_CHECKING:
     "Add text to the header of safetensors: 'format=pt', which some readers want.",
     entry,
 )
+@options.flag("--dequantize", "Make packed tensors plain: fp8, MXFP4, GPTQ, AWQ, bitsandbytes and the like.")
+@options.option(
+    "--quantize SCHEME",
+    "Make the matrices of layers fp8, with a scale per tensor, per channel or per block of 128 × 128.",
+    type=click.Choice(["fp8", "fp8-channel", "fp8-block"]),
+)
 @options.flag("--keep-copies", "Write tied tensors once per name if the format has no ties.")
 @options.writing
 def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
@@ -56,12 +63,14 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
     --full, everything; a .pt made from that again is what it was before. A name that ends in / is a folder of
-    shards. What a format can't hold is listed.
+    shards. What a format can't hold is listed. How tensors are packed is told by their names and by the
+    config.json beside them.
 
     \b
     Examples:
       ckpttool convert model.bin model.safetensors --dtype bf16
       ckpttool convert last.pt last.safetensors --full
+      ckpttool convert fp8-model/ plain/ --dequantize --companions
       ckpttool convert model.safetensors shards/ --shard-size 500MB
     """
     from ...tensors import cast
@@ -77,7 +86,13 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
         outcome = Outcome(f"converted {checkpoint.format}", of_state=of_state)
+        packing = Quantizing(job, checkpoint, outcome, target)
+        if changes["dequantize"]:
+            checkpoint = packing.undone(changes.pop("dtype"))
+            changes["dtype"] = None  # each value is rounded once
         checkpoint = _changed(checkpoint, outcome, target, changes)
+        if changes["quantize"]:
+            checkpoint = packing.done(checkpoint, changes["quantize"])
         return _described(checkpoint, dict(changes["metadata"]), target), outcome
 
     rewrite(job, transform, full=full, keep_copies=keep_copies, to=to)

@@ -2,33 +2,25 @@
 
 The root is the stem of the file's name when it was saved, whatever the file is called now.
 
-torch writes uncompressed records, and reads compressed ones too, as `zip -r` makes them; for a stream that is
-cut short it returns uninitialised memory. Here a record must have exactly the size and the checksum that the
-directory states. Storages are inflated into an unnamed temporary file, so that they are byte ranges again.
-Sizes are checked before a byte is written: deflate can't make more than 1032 bytes of one, and all records
-together may not grow without bound.
+torch writes uncompressed records, and reads compressed ones too, as `zip -r` makes them.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
-import zlib
 from collections.abc import Iterator
 
 from ...checkpoint.checkpoint import Remark
 from ...errors import Damaged, Refused, Unsupported
-from ...files.copying import BUFFER, no_room_named
-from ...files.crc32 import crc32_of
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle
 from ...tensors.ref import DEVICE, ByteRange, Source, Storage
 from ..strangers import checkpoints_inside
 from .fast_path import StorageForm
+from .inflating import Inflating, require_known_method, text_of
 from .tensor_pickle import ZIP_PARTS, read_torch_pickle
 from .zip_reader import Record, read_directory
-from .zip_writer import DEFLATED, STORED
+from .zip_writer import STORED
 
 PICKLE = "/data.pkl"
 # Versions of the file format that torch 2.15 reads (`kMinSupportedFileFormatVersion` to `kMax…`).
@@ -45,23 +37,12 @@ SCRIPTED = "load it with torch.jit.load and save its state_dict()"
 
 # Other things that are kept in a zip file, by how the name of a record ends.
 OTHERS_BY_ENDING = (
-    ("/archive_format", "is an exported program (torch.export), code and all, not a checkpoint", EXPORTED),
+    ("/archive_format", "is an exported program (torch.export) that another tool zipped again", EXPORTED),
     ("/.data/extern_modules", "is a torch.package archive, code and all, not a checkpoint", PACKAGED),
     ("/model.json", "is a TorchScript archive of torch before 1.4, which is not read here", SCRIPTED),
-    (".npy", "is a NumPy archive (.npz), not a checkpoint", "load it with numpy.load, then torch.save"),
+    (".npy", "holds NumPy arrays (.npz), but first something else", "load it and numpy.savez it"),
     (".weights.h5", "is a Keras model, which is not read here", "load it with Keras, and save its weights"),
 )
-
-# All inflated records together may be MAX_GROWTH times the size of the file, or SMALL bytes if that is more.
-MAX_GROWTH = 100
-SMALL = 1 << 30
-
-MAX_RATIO = 1032  # of one record: deflate packs 258 bytes in two bits at best (zlib's technical notes)
-MAX_TEXT_GROWTH = 64  # of pickles and lines of text, which are inflated in memory
-
-CHUNK = 1 << 20
-
-UNPACK = "if you trust it, unpack it and zip it again without compression"
 
 
 class Archive:
@@ -73,7 +54,7 @@ class Archive:
         self.root = _root(source, self.records)
         self.data = f"{self.root}/data/"
         self.byteorder = self._byteorder()
-        self.inflated: Source | None = None  # a temporary file
+        self.inflating = Inflating(source)
         self.storages: dict[str, Storage] = {}
         self.remarks: list[Remark] = [*self._outside(), *self._version()]
 
@@ -85,24 +66,12 @@ class Archive:
         record = self.records.get(f"{self.root}/{name}")
         if record is None:
             raise Damaged(self.source.path, f"its record '{name[:80]}' is missing")
-        if record.compression not in (STORED, DEFLATED):
-            what = f"is compressed in a way that torch does not read (method {record.compression})"
-            hint = "unpack it and zip it again without compression"
-            raise Unsupported(self.source.path, f"its record '{name[:80]}' {what}", hint=hint)
+        require_known_method(self.source, record)
         return record
 
     def bytes_of(self, name: str) -> bytes:
         """Return the bytes of a small record, a pickle or a line of text."""
-        record = self.record(name)
-        if record.compression == DEFLATED:
-            if record.size > (1 << 20) + MAX_TEXT_GROWTH * record.data.nbytes:
-                what = f"'{record.name}' would grow from {record.data.nbytes} to {record.size} bytes"
-                raise Refused(self.source.path, f"its record {what}", hint=f"no ordinary file does: {UNPACK}")
-            return b"".join(_inflated(self.source, record))
-        data = record.data.read()
-        if record.crc32 is not None and zlib.crc32(data) != record.crc32:
-            raise Damaged(self.source.path, f"its record '{name[:80]}' does not match its checksum")
-        return data
+        return text_of(self.source, self.record(name))
 
     def read_pickle(self) -> Pickle:
         """Read the tree in `data.pkl`; no storage is read, unless it is compressed."""
@@ -121,7 +90,7 @@ class Archive:
         if record is None or record.compression != STORED:
             record = self.record(f"data/{key}")
         self._require_size(key, form, record.size)  # before anything is inflated
-        data = self._inflate(record) if record.compression == DEFLATED else record.data
+        data = self.inflating.data(record)
         if not DEVICE.fullmatch(form.location):
             said = f"is tagged with '{form.location[:40]}', which is no device: torch refuses the file"
             self.remarks.append(Remark(f"storage '{key[:80]}'", said))
@@ -132,23 +101,6 @@ class Archive:
         if form.nbytes != size:
             what = f"storage '{key[:80]}' should have {form.nbytes} bytes, its record has {size}"
             raise Damaged(self.source.path, what)
-
-    def _inflate(self, record: Record) -> ByteRange:
-        """Inflate a record into the temporary file, and return where its bytes are."""
-        if self.inflated is None:
-            with tempfile.TemporaryFile() as file:
-                self.inflated = Source(self.source.path, os.dup(file.fileno()))
-        target, start = self.inflated, self.inflated.size
-        if start + record.size > max(SMALL, MAX_GROWTH * self.source.size):
-            what = f"would grow from {self.source.size} bytes to more than {start}"
-            raise Refused(self.source.path, f"its compressed records {what}", hint=UNPACK)
-        for piece in _inflated(self.source, record):
-            rest = memoryview(piece)
-            with no_room_named(tempfile.gettempdir()):
-                while rest:
-                    written = os.pwrite(target.fd, rest, target.size)
-                    target.size, rest = target.size + written, rest[written:]
-        return ByteRange(target, start, record.size)
 
     def _outside(self) -> Iterator[Remark]:
         folder = f"{self.root}/"
@@ -186,47 +138,6 @@ class Archive:
         if order not in ("little", "big"):
             raise Damaged(self.source.path, f"has the byte order {order[:20]!r}")
         return order
-
-
-def is_intact(source: Source, record: Record) -> bool | None:
-    """Read a record; return whether it matches its checksum, None where the directory states none."""
-    if record.crc32 is None:
-        return None
-    if record.compression == DEFLATED:
-        try:
-            return sum(map(len, _inflated(source, record))) == record.size
-        except Damaged:
-            return False
-    buffer = memoryview(bytearray(min(BUFFER, record.data.nbytes)))
-    return crc32_of(record.data.chunks(buffer)) == record.crc32
-
-
-def _inflated(source: Source, record: Record) -> Iterator[bytes]:
-    """Yield the contents of a compressed record in pieces of at most CHUNK bytes."""
-    name = record.name
-    unlike = f"does not inflate to exactly {record.size} bytes: it is cut short or damaged"
-    wrong_size = Damaged(source.path, f"its compressed record '{name}' {unlike}")
-    if record.size > MAX_RATIO * record.data.nbytes:
-        raise Damaged(source.path, f"its record '{name}' states a size that deflate can't reach")
-    stream = zlib.decompressobj(-zlib.MAX_WBITS)
-    size = crc = 0
-    try:
-        for chunk in record.data.chunks(memoryview(bytearray(min(CHUNK, record.data.nbytes)))):
-            piece = stream.decompress(chunk, CHUNK)
-            while piece:
-                size, crc = size + len(piece), zlib.crc32(piece, crc)
-                if size > record.size:
-                    raise wrong_size
-                yield piece
-                piece = stream.decompress(stream.unconsumed_tail, CHUNK)
-            if stream.unused_data:
-                raise wrong_size
-    except zlib.error:
-        raise Damaged(source.path, f"its record '{name}' is not a valid deflate stream") from None
-    if size != record.size or not stream.eof:
-        raise wrong_size
-    if record.crc32 is not None and crc != record.crc32:
-        raise Damaged(source.path, f"its record '{name}' does not match its checksum")
 
 
 def _root(source: Source, records: dict[str, Record]) -> str:

@@ -62,8 +62,21 @@ class _Overlap(Damaged):
     """A record begins before the one listed before it ends."""
 
 
-def read_directory(source: Source, place: ByteRange | None = None) -> dict[str, Record]:
-    """Return every record of a zip file by name, in the order of its central directory."""
+def first_name(head: bytes) -> str:
+    """Return the name of the record with which a zip begins, of its first bytes; empty for other files."""
+    if len(head) < LOCAL_HEADER.size or not head.startswith(b"PK\x03\x04"):
+        return ""
+    length = LOCAL_HEADER.unpack_from(head)[-2]
+    return head[LOCAL_HEADER.size :][:length].decode("utf-8", "replace")
+
+
+def read_directory(
+    source: Source, place: ByteRange | None = None, *, folded: bool = True
+) -> dict[str, Record]:
+    """Return every record of a zip file by name, in the order of its central directory.
+
+    With `folded`, names that differ in the case of letters alone count as the same.
+    """
     place = place or ByteRange(source, 0, source.size)
     count, size, offset = _find_directory(place)
     raw = place.part(offset, size).read()
@@ -72,8 +85,9 @@ def read_directory(source: Source, place: ByteRange | None = None) -> dict[str, 
         records = find(place, _entries(place, count, raw), offset)
     except _Overlap:  # or not listed in the order of the file, as no writer of torch's does
         records = find(place, sorted(_entries(place, count, raw)), offset)
-    if len(set(map(str.lower, records))) != count:
-        _refuse_duplicate(place, (entry[2] for entry in _entries(place, count, raw)))
+    fold = str.lower if folded else str
+    if len(set(map(fold, records))) != count:
+        _refuse_duplicate(place, (fold(entry[2]) for entry in _entries(place, count, raw)))
     names = "\n" + "\n".join(records) + "\n"
     if any(sign in names for sign in SUSPECT):
         for name, record in records.items():
@@ -189,9 +203,9 @@ def _refuse_duplicate(place: ByteRange, names: Iterable[str]) -> None:
     """Name the record that is there twice; torch looks for records in any case of letters."""
     seen: set[str] = set()
     for name in names:
-        if name.lower() in seen:
+        if name in seen:
             raise Damaged(place.path, f"holds the record '{name[:80]}' twice")
-        seen.add(name.lower())
+        seen.add(name)
 
 
 def _require_plain(place: ByteRange, name: str, size: int) -> None:

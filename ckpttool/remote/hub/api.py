@@ -15,7 +15,7 @@ from ..store import Missing
 from ..web.transport import Transport, origin
 
 SIGN_IN = "if it is private, sign in: `hf auth login`, or set HF_TOKEN"
-WEIGHTS = re.compile(r"(.+)/(.+\.(?:safetensors|bin|pt|pth|ckpt|gguf|json))")
+WEIGHTS = re.compile(r"(.+)/(.+\.(?:safetensors|bin|pt|pth|ckpt|pt2|gguf|onnx|npz|json))")
 NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 MOST_PAGES = 1000  # of one listing
 

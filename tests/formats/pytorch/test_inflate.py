@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Refused, Unsupported
-from ckpttool.formats.pytorch import archive
+from ckpttool.formats.pytorch import inflating
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
@@ -163,7 +163,7 @@ def test_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
 def test_compression_methods_that_torch_lacks_are_unsupported(method: int, tmp_path: Path) -> None:
     torch.save(TREE, tmp_path / "in.pt")
     path = deflated(tmp_path / "in.pt", method=method)
-    refusal = refused(path, "compressed in a way that torch does not read", Unsupported)
+    refusal = refused(path, "compressed in a way that is not read here", Unsupported)
     assert "without compression" in str(refusal.hint)
 
 
@@ -184,12 +184,12 @@ def test_a_pickle_that_grows_too_much_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_growth_of_all_records_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "SMALL", 1 << 20)
+    monkeypatch.setattr(inflating, "SMALL", 1 << 20)
     tensors = {str(i): tensor(storage(1 << 18, key=str(i)), (1 << 18,)) for i in range(3)}
     records = dict.fromkeys(tensors, bytes(1 << 20))
     path = torch_zip(tmp_path / "f", dict_of(tensors), records, compression=zipfile.ZIP_DEFLATED)
     refused(path, "would grow from", Refused)
-    monkeypatch.setattr(archive, "SMALL", 3 << 20)
+    monkeypatch.setattr(inflating, "SMALL", 3 << 20)
     assert len(ckpttool.open(path).state().tensors) == 3
 
 
@@ -202,7 +202,7 @@ def test_any_bytes_are_inflated_with_any_chunk_size(raw: bytes, chunk: int, leve
         with zipfile.ZipFile(path, "w", method, compresslevel=level) as file:
             file.writestr("a/data.pkl", b"\x80\x02" + body + b".")
             file.writestr("a/data/0", raw)
-        patch.setattr(archive, "CHUNK", chunk)
+        patch.setattr(inflating, "CHUNK", chunk)
         assert ckpttool.open(path).state().tensors["a"].storage.data.read() == raw
 
 

@@ -183,7 +183,7 @@ def test_a_flipped_bit_in_the_pickle_is_damaged(tmp_path: Path) -> None:
     torch.save({"name": torch.zeros(1)}, tmp_path / "in.pt")
     data = (tmp_path / "in.pt").read_bytes()
     (tmp_path / "in.pt").write_bytes(data.replace(b"X\x04\x00\x00\x00name", b"X\x04\x00\x00\x00nime"))
-    refused(tmp_path / "in.pt", r"'data.pkl' does not match its checksum")
+    refused(tmp_path / "in.pt", "data.pkl' does not match its checksum")
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -1,0 +1,300 @@
+"""GGUF, the files of llama.cpp: typed key-values, names and shapes of tensors, then their values.
+
+Plain types are byte ranges. Values of packed types are made when asked for, some blocks at a time, by the
+package `gguf` (extra `gguf`): no name, shape or key needs it. Of a model in several files any is opened, and
+all are read. Source: docs/gguf.md of ggml, and what its reader (gguf.cpp) refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..errors import Damaged, Unreadable, Unsupported
+from ..files.open_source import allow_open_files
+from ..inert_pickle.values import OrderedDict_
+from ..remote.places import open_source_at, prepare
+from ..tensors.dtypes import DTYPES
+from ..tensors.ref import MAX_BYTES, ByteRange, Computed, Source, Storage, TensorRef, extent
+from . import safetensors
+from .cursor import Cursor
+from .gguf_types import PACKED, PLAIN, fill
+
+NAME = "gguf"
+MAGIC = b"GGUF"
+
+PACKED_NAMES = {name for name, _, _ in PACKED.values()}
+
+# Types of key-values by their number, as `struct` has them; 7, 8 and 9 are a bool, a text and an array.
+NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 10, 11, 12), "BbHhIifQqd", strict=True))
+BOOL, TEXT, ARRAY = 7, 8, 9
+
+LEAST_INFO, LEAST_PAIR = 24, 13  # bytes that a tensor and a key-value take at least
+MAX_FILES = 1000  # of a model
+MAX_AXES = 4  # GGML_MAX_DIMS
+MAX_NESTED = 4  # arrays in arrays; the format allows any number, and nothing writes one
+MAX_ITEMS = 64  # of an array that is kept as text
+
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def sniff(head: bytes) -> bool:
+    """Return whether a file that begins with these bytes is of this format."""
+    return head.startswith(MAGIC)
+
+
+def read(source: Source) -> Checkpoint:
+    """Read key-values, names and shapes, also those of the other files of the same model."""
+    file = _read_file(source)
+    files = {1: file} if file.total < 2 else _all_parts(source, file)
+    state, kinds = OrderedDict_(), Counter[str]()
+    for number in sorted(files):
+        for name, tensor in files[number].tensors.items():
+            if name in state:
+                raise Damaged(source.path, f"tensor '{name[:80]}' is in two of its files")
+            state[name] = tensor
+        kinds.update(files[number].kinds)
+    first = files[1]
+    texts, ties = safetensors.without_ties(first.texts, state)
+    return Checkpoint(
+        source,
+        NAME,
+        state,
+        metadata=texts,
+        shards=tuple(each.source for each in files.values() if each is not file),
+        unread=(*first.left, *ties),
+        packed=dict(kinds.most_common()) if kinds.keys() & PACKED_NAMES else {},
+    )
+
+
+class File(NamedTuple):
+    """One file: its key-values as texts and, in words, those that are none; its tensors and their types."""
+
+    source: Source
+    texts: Mapping[str, str]
+    left: tuple[str, ...]
+    tensors: Mapping[str, TensorRef]
+    kinds: Mapping[str, int]  # types, and how many tensors have each
+    number: int  # of the files of the model, from 1
+    total: int  # files of the model
+
+
+def _all_parts(source: Source, file: File) -> dict[int, File]:
+    """Return all files of a model by number."""
+    folder, own = os.path.split(source.path)
+    match = PART.fullmatch(own)
+    if not match or (int(match["number"]), int(match["count"])) != (file.number, file.total):
+        what = f"is file {file.number} of the {file.total} of a model, and does not have the name of one"
+        hint = f"call it NAME-{file.number:05d}-of-{file.total:05d}.gguf, next to the others"
+        raise Unsupported(source.path, what, hint=hint)
+    names = {n: f"{match['stem']}-{n:05d}-of-{file.total:05d}.gguf" for n in range(1, file.total + 1)}
+    paths = {n: os.path.join(folder, name) for n, name in names.items() if n != file.number}
+    allow_open_files(len(paths), source.path)
+    prepare([*paths.values()])
+    files = {file.number: file}
+    for number, path in paths.items():
+        try:
+            part = _read_file(open_source_at(path))
+        except Unreadable as fault:
+            reason = f"its file '{names[number]}' can't be opened: {fault.reason}"
+            raise Damaged(source.path, reason, hint="get that file again") from None
+        if (part.number, part.total) != (number, file.total):
+            raise Damaged(source.path, f"its file '{names[number]}' says that it is another one's part")
+        files[number] = part
+    return files
+
+
+def _read_file(source: Source) -> File:
+    cursor = _begun(source)
+    counted, pairs = cursor.number("Q"), cursor.number("Q")
+    if counted * LEAST_INFO + pairs * LEAST_PAIR > cursor.left:
+        what = f"claims {counted} tensors and {pairs} key-values, more than its {source.size} bytes can hold"
+        raise Damaged(source.path, what)
+    values: dict[str, Value] = {}
+    for _ in range(pairs):
+        key = _text(cursor, "a key")
+        if key in values:
+            raise Damaged(source.path, f"has the key '{key[:80]}' twice")
+        values[key] = _value(cursor, key, cursor.number("I"))
+    infos: dict[str, Info] = {}
+    for _ in range(counted):
+        name = _text(cursor, "a tensor's name")
+        if name in infos:
+            raise Damaged(source.path, f"has the tensor '{name[:80]}' twice")
+        infos[name] = _info(cursor, name)
+    alignment = values.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise Damaged(source.path, f"has an alignment that is no power of two: {str(alignment)[:40]}")
+    tensors = _tensors(cursor, infos, alignment)
+    kinds = Counter(info.type_name for info in infos.values())
+    texts = {key: text for key, value in values.items() if (text := _as_text(value)) is not None}
+    left = tuple(f"metadata '{key[:80]}' ({value})" for key, value in values.items() if key not in texts)
+    number, count = (values.get(f"split.{name}", default) for name, default in (("no", 0), ("count", 1)))
+    if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < max(count, 1) <= MAX_FILES):
+        raise Damaged(source.path, f"says that it is file {number} of {count} of a model")
+    return File(source, texts, left, tensors, kinds, number + 1, count)
+
+
+def _begun(source: Source) -> Cursor:
+    """Return a cursor behind magic and version, which tells the order of bytes."""
+    cursor = Cursor(ByteRange(source, 0, source.size))
+    cursor.take(4)
+    version = cursor.number("I")
+    if version and not version & 0xFFFF:
+        cursor.order, version = ">", version >> 24
+    if version == 1:
+        hint = "write it again with the tools of llama.cpp that made it"
+        raise Unsupported(source.path, "is a GGUF of version 1, of August 2023", hint=hint)
+    if version not in (2, 3):
+        raise Unsupported(source.path, f"is a GGUF of version {version}, and 2 and 3 are read")
+    return cursor
+
+
+# Key-values.
+
+
+class InWords(str):
+    """What stands for a value that has no text here: what it is, in words."""
+
+
+Value = int | float | str | list[Any]
+
+
+def _text(cursor: Cursor, what: str) -> str:
+    raw = cursor.take(cursor.number("Q"))
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise Damaged(cursor.source.path, f"{what} is not UTF-8: {raw[:40]!r}") from None
+
+
+def _value(cursor: Cursor, key: str, kind: int, level: int = 0) -> Value:
+    """Read a value; a long array is passed over."""
+    if kind in NUMBERS:
+        value = cursor.number(NUMBERS[kind])
+        return _shortest(value) if NUMBERS[kind] == "f" else value
+    if kind == BOOL:
+        if (flag := cursor.number("B")) > 1:
+            raise Damaged(cursor.source.path, f"its key '{key[:80]}' has a bool that is {flag}")
+        return bool(flag)
+    if kind == TEXT:
+        raw = cursor.take(cursor.number("Q"))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return InWords(f"{len(raw)} bytes that are not UTF-8")
+    if kind != ARRAY:
+        raise Damaged(cursor.source.path, f"its key '{key[:80]}' has a value of unknown type {kind}")
+    if level == MAX_NESTED:
+        raise Unsupported(
+            cursor.source.path, f"its key '{key[:80]}' has arrays nested more than {level} deep"
+        )
+    return _array(cursor, key, level)
+
+
+def _array(cursor: Cursor, key: str, level: int) -> Value:
+    kind, count = cursor.number("I"), cursor.number("Q")
+    if count <= MAX_ITEMS:
+        items = [_value(cursor, key, kind, level + 1) for _ in range(count)]
+        kept = [item for item in items if isinstance(item, InWords)]
+        return kept[0] if kept else items
+    if kind == TEXT:
+        cursor.skip_texts(count)
+        return InWords(f"{count} texts")
+    if kind in NUMBERS or kind == BOOL:
+        cursor.place(count * struct.calcsize("<" + NUMBERS.get(kind, "B")))
+        return InWords(f"{count} numbers")
+    for _ in range(count):
+        _value(cursor, key, kind, level + 1)
+    return InWords(f"{count} arrays")
+
+
+def _shortest(value: float) -> float:
+    """Return the number with the fewest digits that is the same float32, as people wrote it."""
+    if math.isfinite(value):
+        for digits in range(6, 10):
+            short = float(f"{value:.{digits}g}")
+            if struct.pack("<f", short) == struct.pack("<f", value):
+                return short
+    return value
+
+
+def _as_text(value: Value) -> str | None:
+    if isinstance(value, InWords):
+        return None
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# Tensors.
+
+
+class Info(NamedTuple):
+    """What is said of a tensor before the values."""
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+    nbytes: int
+
+    @property
+    def type_name(self) -> str:
+        return PACKED[self.kind][0] if self.kind in PACKED else DTYPES[PLAIN[self.kind]].safetensors or ""
+
+
+def _info(cursor: Cursor, name: str) -> Info:
+    path, called = cursor.source.path, f"tensor '{name[:80]}'"
+    axes = cursor.number("I")
+    if axes > MAX_AXES:
+        raise Damaged(path, f"{called} has {axes} axes, and a GGUF has at most {MAX_AXES}")
+    shape = tuple(cursor.number("Q") for _ in range(axes))[::-1]  # the innermost comes first
+    kind, offset = cursor.number("I"), cursor.number("Q")
+    if kind not in PLAIN and kind not in PACKED:
+        raise Unsupported(path, f"{called} has the type {kind}, which is not known here")
+    if extent(shape) * 8 > MAX_BYTES:
+        raise Damaged(path, f"{called} has a shape larger than any file")
+    count = math.prod(shape)
+    if kind in PLAIN:
+        return Info(shape, kind, offset, count * DTYPES[PLAIN[kind]].itemsize)
+    type_name, elements, nbytes = PACKED[kind]
+    if not shape or shape[-1] % elements:
+        raise Damaged(path, f"{called} has rows that are no whole blocks of {type_name}: {[*shape]}")
+    return Info(shape, kind, offset, count // elements * nbytes)
+
+
+def _tensors(cursor: Cursor, infos: Mapping[str, Info], alignment: int) -> dict[str, TensorRef]:
+    """Place the tensors: one behind the other, as ggml demands, each padded to the alignment."""
+    source, tensors = cursor.source, dict[str, TensorRef]()
+    start = cursor.position + -cursor.position % alignment
+    end = 0
+    for name, info in infos.items():
+        if info.offset != end:
+            what = f"tensor '{name[:80]}' lies at byte {info.offset} of the values, and should at {end}"
+            raise Damaged(source.path, what)
+        if start + end + info.nbytes > source.size:
+            missing = start + end + info.nbytes - source.size
+            raise Damaged(source.path, f"is cut short: {missing} bytes of tensor '{name[:80]}' are missing")
+        data = ByteRange(source, start + end, info.nbytes)
+        tensors[name] = _tensor(data, name, info, "big" if cursor.order == ">" else "little")
+        end += info.nbytes + -info.nbytes % alignment
+    return tensors
+
+
+def _tensor(data: ByteRange, name: str, info: Info, byteorder: str) -> TensorRef:
+    if info.kind in PLAIN:
+        dtype = DTYPES[PLAIN[info.kind]]
+        return TensorRef.contiguous(
+            Storage(data, dtype.storage or "UntypedStorage", byteorder=byteorder), dtype, info.shape
+        )
+    dtype = DTYPES["float32"]
+    values = partial(fill, data, name, info.kind, byteorder)
+    made = Computed.filling(data.path, math.prod(info.shape) * dtype.itemsize, values)
+    raw = Storage(data, "UntypedStorage")
+    return TensorRef.contiguous(Storage(made, dtype.storage or "", origins=(raw,)), dtype, info.shape)

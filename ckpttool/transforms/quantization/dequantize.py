@@ -1,0 +1,95 @@
+"""Packed tensors as plain ones, which are computed when they are written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...errors import CkptToolError, Collision, NothingToDo
+from ...tensors.cast import Caster, Overflows
+from ...tensors.dtypes import DType
+from ..selection import cast, replace_state
+from .recognise import Found, recognise, unknown
+from .settings import settings_beside
+from .subclasses import without_subclasses
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """What became plain.
+
+    Attributes:
+        dequantized: how tensors were packed, in words -> how many of them were.
+        left_out: names of scales of activations and the like, which a plain model has not.
+        settings: the file beside the checkpoint that says how it is packed; "" where there is none.
+        casting: how many finite numbers became infinite, complete once the result is saved.
+    """
+
+    dequantized: Mapping[str, int]
+    left_out: tuple[str, ...]
+    settings: str
+    casting: Overflows = field(metadata={"json": False})
+
+
+@takes_checkpoint
+def dequantize(
+    checkpoint: Checkpoint, *, dtype: DType | None = None, state: str | None = None
+) -> tuple[Checkpoint, Dequantized]:
+    """Return a checkpoint with the packed tensors of its state as plain ones; others stay.
+
+    Values are those that the library of each scheme computes. They are made when they are written.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is. A `config.json` beside it says how it is packed.
+        dtype: the type of all floating-point tensors; None gives each packed one the type that its library
+            returns, and leaves the others.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        NothingToDo: no tensor is packed.
+        Refused: parts of a tensor are missing or do not fit; once it is written, a scale is no number.
+        Unsupported: the scheme is none of those known here.
+        Collision: the plain tensor's name is taken.
+        Damaged: the settings beside the file are no JSON.
+        NoState: there is no state, or none at `state`.
+    """
+    target = checkpoint.state(state)
+    found = recognise(checkpoint, target)
+    if found.faults:
+        raise found.faults[0]
+    if not found.groups:
+        raise _nothing(checkpoint.path, found)
+    casters: dict[DType, Caster] = {}
+    plain: dict[str, tuple[str, object]] = {}  # name of the part whose place it takes -> name, tensor
+    gone = {*found.unused, *(part for group in found.groups for part in group.parts)}
+    for group in found.groups:
+        to = dtype or group.dtype
+        if group.name in target.container and group.name not in group.parts:
+            raise Collision(f"'{group.parts[0]}' would become '{group.name}', which already exists")
+        plain[group.parts[0]] = group.name, casters.setdefault(to, Caster(to)).cast(group.tensor())
+
+    def change(old: dict[object, object]) -> dict[object, object]:
+        entries = (
+            plain.get(str(key), (key, value)) for key, value in old.items() if key not in gone or key in plain
+        )
+        return dict(entries)
+
+    new, reports = replace_state(checkpoint, target, change), [caster.report for caster in casters.values()]
+    new = replace(new, metadata=without_subclasses(checkpoint.metadata))
+    if dtype is not None:
+        with suppress(NothingToDo):  # the others have that type already
+            new, report = cast(new, dtype, state=state)
+            reports.append(report)
+    schemes = Counter(group.scheme for group in found.groups)
+    return new, Dequantized(schemes, found.unused, found.settings.path, Overflows(reports=reports))
+
+
+def _nothing(path: str, found: Found) -> CkptToolError:
+    if found.bare:
+        hint = f"they are plain numbers, so cast them: --dtype bf16 (the first is '{found.bare[0][:80]}')"
+        return NothingToDo(f"{path}: its 8-bit floats have no scales", hint=hint)
+    nothing = NothingToDo(f"{path}: no tensor is quantised")
+    return next(unknown(path, settings_beside(path)), nothing)

@@ -1,0 +1,135 @@
+"""Arrays that are read box by box: the elements of a tensor, or codes of a few bits that are packed in them.
+
+A box is where it begins and its size along each axis. So any stretch of a tensor is made of the bytes that it
+depends on alone, however large the tensor is. Imports numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ...tensors.cast import FLOATS, carrier, reader
+from ...tensors.dtypes import DType, numpy_type
+from ...tensors.ref import Storage, TensorRef
+from ...tensors.values import boxed, read_into
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """An array that is read box by box."""
+
+    shape: Sizes
+    read: Callable[[Sizes, Sizes], NDArray[Any]]  # begin and size of a box -> its elements
+    storages: tuple[Storage, ...]  # where they come from
+    dtype: DType  # the type of the elements in the file
+
+    def each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Field:
+        """Return the field with every element changed."""
+        return replace(self, read=lambda begin, size: change(self.read(begin, size)))
+
+
+def carried(dtype: DType) -> Any:
+    """Return the numpy type of a field's elements: of floats that numpy lacks, the bits."""
+    return carrier(dtype) if dtype.name in FLOATS else numpy_type(dtype)
+
+
+def elements(tensor: TensorRef) -> Field:
+    """Return the elements of a tensor."""
+
+    def read(begin: Sizes, size: Sizes) -> NDArray[Any]:
+        import numpy as np
+
+        raw = np.empty(prod(size) * tensor.dtype.itemsize, np.uint8)
+        read_into(memoryview(raw), boxed(tensor, begin, size))  # type: ignore[arg-type]
+        values: NDArray[Any] = raw.view(carried(tensor.dtype)).reshape(size)
+        return values
+
+    return Field(tensor.shape, read, (tensor.storage,), tensor.dtype)
+
+
+def numbers(field: Field) -> Field:
+    """Return the numbers of float or integer elements in float32."""
+    read = reader(field.dtype) if field.dtype.name in FLOATS else None
+    return field.each(lambda values: (read(values) if read else values).astype("<f4", copy=False))
+
+
+HIGH_FIRST = (1, 0)  # the order of two codes in a byte whose first has the upper bits
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How codes lie in unsigned words along an axis, from the lowest bits on."""
+
+    bits: int
+    axis: int
+    words: int = 1  # that belong together: codes may lie across two of them
+    order: Sizes | None = None  # the number of the code that each place holds; None for as they lie
+
+
+def packed(words: Field, packing: Packing, length: int) -> Field:
+    """Return the codes in words, `length` of them along the axis."""
+    axis, width = packing.axis, words.dtype.itemsize
+    held = packing.words * 8 * width // packing.bits
+
+    def read(begin: Sizes, size: Sizes) -> NDArray[Any]:
+        first, skipped = divmod(begin[axis], held)
+        count = -(-(skipped + size[axis]) // held)
+        start, many = first * packing.words, count * packing.words
+        there = min(many, words.shape[axis] - start)  # the last words may not be all that belong together
+        taken = words.read(_with(begin, axis, start), _with(size, axis, there)).view(f"<u{width}")
+        codes = _unpacked(taken if there == many else _filled(taken, axis, many), packing, held)
+        return codes[along(axis, skipped, skipped + size[axis])]
+
+    return Field(_with(words.shape, axis, length), read, words.storages, words.dtype)
+
+
+def along(axis: int, *bounds: int | None) -> tuple[slice, ...]:
+    """Return the index of a slice along one axis."""
+    return (*(slice(None),) * axis, slice(*bounds))
+
+
+def _with(sizes: Sizes, axis: int, size: int) -> Sizes:
+    return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+
+def _filled(words: NDArray[Any], axis: int, count: int) -> NDArray[Any]:
+    import numpy as np
+
+    more = np.zeros(_with(words.shape, axis, count - words.shape[axis]), words.dtype)
+    return np.concatenate([words, more], axis)
+
+
+def _unpacked(words: NDArray[Any], packing: Packing, held: int) -> NDArray[Any]:
+    """Return the codes in words, `held` in those that belong together, as bytes."""
+    import numpy as np
+
+    bits, axis, order = packing.bits, packing.axis, packing.order
+    if axis == words.ndim - 1 and order in (None, HIGH_FIRST):
+        if bits == 8:
+            return words.view("u1")
+        if bits == 4:
+            pairs = words.view("u1").astype("<u2")
+            other = pairs << 4 if order is None else pairs << 8
+            if order is not None:
+                pairs >>= 4
+            pairs |= other
+            pairs &= 0x0F0F
+            return pairs.view("u1")
+    width = 8 * words.itemsize
+    codes = np.empty(_with(words.shape, axis, words.shape[axis] // packing.words * held), np.uint8)
+    for place in range(held):
+        word, shift = divmod(place * bits, width)
+        code = words[along(axis, word, None, packing.words)] >> shift
+        if shift + bits > width:
+            code |= words[along(axis, word + 1, None, packing.words)] << (width - shift)
+        number = place if order is None else order[place]
+        codes[along(axis, number, None, held)] = code & ((1 << bits) - 1)
+    return codes

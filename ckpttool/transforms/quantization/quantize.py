@@ -1,0 +1,240 @@
+"""Matrices of layers as fp8 (e4m3) with scales, as vLLM and transformers load them.
+
+A scale is the largest magnitude over 448, in float32, of a tensor, a row, or a block of 128 × 128; an element
+is divided by it and rounded once. Sources: DeepSeek-V3's `weight_scale_inv` and `weight_block_size`, which
+vLLM's and transformers' method `fp8` read; for the other two compressed-tensors' `float-quantized`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.rebuilt_tensors import with_plain_tensor
+from ...checkpoint.special_tensors import require_plain
+from ...errors import Collision, NothingToDo, Refused, UsageFault
+from ...tensors.dtypes import DTYPES, DType, numpy_type
+from ...tensors.ref import Computed, Storage, TensorRef
+from ...tensors.values import boxes_of
+from ..lora.ties import is_embedding
+from ..selection import replace_state
+from .fields import Field, Sizes, elements, numbers
+from .formula import Grid
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FP8, FLOAT = DTYPES["float8_e4m3fn"], DTYPES["float32"]
+LARGEST = 448.0  # of e4m3
+LEAST = 2.0**-126  # of a scale: the reciprocal of a subnormal one is infinite
+BLOCK, PIECE = 128, 1 << 17  # the sides of a block, and elements worked on at a time
+SMALLEST = 64  # rows and columns of a matrix that is worth scales
+
+# The sizes of a block of each scheme along rows and columns; None for all of them.
+SCHEMES: Mapping[str, tuple[int | None, int | None]] = {
+    "fp8": (None, None),
+    "fp8-channel": (1, None),
+    "fp8-block": (BLOCK, BLOCK),
+}
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+# Modules whose matrices stay, whoever quantises: the output, and what chooses experts.
+KEPT = {"lm_head", "output", "embed_out", "score", "classifier", "gate", "router", "shared_expert_gate"}
+
+
+@dataclass(slots=True)
+class Error:
+    """How far a tensor's numbers are from their codes'; complete once the codes are written."""
+
+    largest: float = 0.0
+    _squares: float = 0.0
+    _of: float = 0.0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    @property
+    def relative(self) -> float:
+        """The root of the mean square of the error, over that of the numbers."""
+        return math.sqrt(self._squares / self._of) if self._of else 0.0
+
+    def note(self, exact: NDArray[Any], off: NDArray[Any]) -> None:
+        """Count numbers in, and how far off they are. Several threads may call this at once."""
+        import numpy as np
+
+        largest = float(np.abs(off).max(initial=0))
+        squares, of = (float(np.square(each, dtype="<f8").sum()) for each in (off, exact))
+        with self._lock:
+            self.largest = max(self.largest, largest)
+            self._squares += squares
+            self._of += of
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What was quantised.
+
+    Attributes:
+        quantization_config: the section of that name which config.json must have.
+        left_plain: names of matrices and larger tensors that stay as they are.
+        errors: name of each quantised tensor -> its error, known once the result is saved.
+    """
+
+    quantization_config: Mapping[str, object]
+    left_plain: tuple[str, ...]
+    errors: Mapping[str, Error] = field(metadata={"json": False})
+
+
+@takes_checkpoint
+def quantize(
+    checkpoint: Checkpoint, scheme: str, *, state: str | None = None
+) -> tuple[Checkpoint, Quantized]:
+    """Return a checkpoint with the matrices of its layers in fp8, each with its scales behind it.
+
+    Embeddings, the output layer, routers and matrices of fewer than 64 rows or columns stay. The largest
+    magnitudes are read when the first code or scale is written.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        scheme: `fp8` for a scale per tensor, `fp8-channel` per row, `fp8-block` per 128 × 128.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        UsageFault: there is no such scheme.
+        NothingToDo: no matrix is to be quantised.
+        Refused: once it is written, a matrix holds a NaN or an infinity.
+        Collision: the name of a scale is taken.
+        NoState: there is no state, or none at `state`.
+    """
+    if scheme not in SCHEMES:
+        raise UsageFault(f"'{scheme}' is no scheme", hint=f"one of {', '.join(SCHEMES)}")
+    target = checkpoint.state(state)
+    require_plain(checkpoint.path, target.likes, "can't be quantised")
+    matrices = {name: tensor for name, tensor in target.tensors.items() if _is_chosen(name, tensor)}
+    chosen = {name: _Matrix(name, tensor, SCHEMES[scheme]) for name, tensor in matrices.items()}
+    if not chosen:
+        raise NothingToDo(f"{checkpoint.path}: no matrix of a layer is of a float type")
+    end = "_scale_inv" if scheme == "fp8-block" else "_scale"
+    for name in chosen:
+        if f"{name}{end}" in target.container:
+            raise Collision(f"'{name}{end}' would hold the scales of '{name}', but already exists")
+
+    def entries(old: dict[Any, Any]) -> Iterator[tuple[Any, object]]:
+        for key, value in old.items():
+            if (matrix := chosen.get(str(key))) is None:
+                yield key, value
+            else:
+                yield key, with_plain_tensor(value, matrix.codes())
+                yield f"{key}{end}", matrix.scales()
+
+    new = replace_state(checkpoint, target, lambda old: dict(entries(old)))
+    kept = tuple(n for n, t in target.tensors.items() if n not in chosen and len(t.shape) > 1)
+    errors = {name: matrix.error for name, matrix in chosen.items()}
+    return new, Quantized(_config(scheme, kept), kept, errors)
+
+
+def _is_chosen(name: str, tensor: TensorRef) -> bool:
+    module, _, end = name.rpartition(".")
+    is_matrix = len(tensor.shape) == 2 and min(tensor.shape) >= SMALLEST and tensor.dtype.name in FLOATS
+    is_kept = is_embedding(name) or module.rpartition(".")[2] in KEPT
+    return is_matrix and end == "weight" and not is_kept
+
+
+def _config(scheme: str, kept: tuple[str, ...]) -> dict[str, object]:
+    """Return the settings by which vLLM and transformers know the scheme."""
+    modules = [name.removesuffix(".weight") for name in kept]
+    if scheme == "fp8-block":
+        how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        return {**how, "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": modules}
+    each = {"num_bits": 8, "type": "float", "symmetric": True}
+    by_row = scheme == "fp8-channel"
+    weights = {**each, "strategy": "channel" if by_row else "tensor", "dynamic": False}
+    inputs = {**each, "strategy": "token" if by_row else "tensor", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    said = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": modules}
+    return {**said, "quantization_status": "compressed", "config_groups": {"group_0": group}}
+
+
+class _Matrix:
+    """A matrix as codes and scales, both made when they are read."""
+
+    def __init__(self, name: str, tensor: TensorRef, block: tuple[int | None, int | None]) -> None:
+        self.tensor, self.name, self.error = tensor, name, Error()
+        self.block: Sizes = tuple(size or n for size, n in zip(block, tensor.shape, strict=True))
+        self.shape: Sizes = tuple(-(-n // size) for n, size in zip(tensor.shape, self.block, strict=True))
+        self._numbers, self._lock = numbers(elements(tensor)), Lock()
+        self._is_one = block == (None, None)
+
+    def codes(self) -> TensorRef:
+        """Return the matrix in fp8."""
+        return self._made(FP8, self.tensor.shape, self._fill)
+
+    def scales(self) -> TensorRef:
+        """Return the scales in float32: one, one per row, or one per block."""
+
+        def fill(start: int, out: memoryview) -> None:
+            out[:] = memoryview(self._scales.tobytes())[start : start + len(out)]
+
+        return self._made(FLOAT, (1,) if self._is_one else self.shape, fill)
+
+    def _made(self, dtype: DType, shape: Sizes, fill: Any) -> TensorRef:
+        origin = self.tensor.storage
+        data = Computed.filling(origin.data.path, math.prod(shape) * dtype.itemsize, fill)
+        storage = Storage(data, dtype.storage or "UntypedStorage", origin.location, origins=(origin,))
+        return TensorRef.contiguous(storage, dtype, shape)
+
+    @property
+    def _scales(self) -> Any:
+        with self._lock:  # the first of several threads reads the matrix
+            return self._found
+
+    @cached_property
+    def _found(self) -> NDArray[Any]:
+        import numpy as np
+
+        largest = np.zeros(self.shape, "<f4")
+        for begin, size in boxes_in(self.tensor.shape, 0, self.tensor.numel):
+            values = np.abs(self._numbers.read(begin, size))
+            first = [at // block for at, block in zip(begin, self.block, strict=True)]
+            for axis, (at, n, block) in enumerate(zip(begin, size, self.block, strict=True)):
+                starts = np.maximum(np.arange(first[axis] * block, at + n, block) - at, 0)
+                values = np.maximum.reduceat(values, starts, axis)
+            place = largest[_box(first, values.shape)]
+            np.maximum(place, values, out=place)
+        if not np.isfinite(largest).all():
+            what = f"'{self.name[:200]}' holds a NaN or an infinity, which no scale brings into fp8"
+            raise Refused(self.tensor.storage.data.path, what)
+        scales: NDArray[Any] = np.maximum(largest / np.float32(LARGEST), np.float32(LEAST))
+        scales[largest == 0] = 1
+        return scales
+
+    def _fill(self, start: int, out: memoryview) -> None:
+        import numpy as np
+
+        scales = self._scales
+        field = Field(
+            self.shape, lambda begin, size: scales[_box(begin, size)], (self.tensor.storage,), FLOAT
+        )
+        grid = Grid(self.name, field, self.block)
+        codes = np.frombuffer(out, np.uint8)
+        for begin, size in boxes_in(self.tensor.shape, start, len(codes)):
+            exact = self._numbers.read(begin, size)
+            values = exact.copy()
+            grid.apply(np.divide, values, begin)
+            rounded = values.astype(numpy_type(FP8))
+            codes[: exact.size], codes = rounded.view("u1").reshape(-1), codes[exact.size :]
+            values[...] = rounded
+            grid.apply(np.multiply, values, begin)
+            self.error.note(exact, np.subtract(values, exact, out=values))
+
+
+def _box(begin: Iterable[int], size: Sizes) -> tuple[slice, ...]:
+    return tuple(slice(i, i + n) for i, n in zip(begin, size, strict=True))
+
+
+def boxes_in(shape: Sizes, first: int, count: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Cut a row-major stretch of an array into boxes of few elements: where each begins, and its size."""
+    for done in range(0, count, PIECE):
+        yield from boxes_of(shape, first + done, min(PIECE, count - done))

@@ -1,0 +1,127 @@
+"""ckpttool convert --dequantize and --quantize, and what inspect says, as people and scripts use them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.running import assert_says
+
+SECTION = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(autouse=True)
+def model(here: Path) -> None:
+    """Write a model of two layers in fp8 to a folder."""
+    tensors = {"lm_head.weight": torch.randn(64, 192).bfloat16()}
+    for layer in ("model.layers.0.", "model.layers.1."):
+        for name in ("q_proj", "up_proj"):
+            tensors[f"{layer}{name}.weight"] = torch.randn(256, 192).to(torch.float8_e4m3fn)
+            tensors[f"{layer}{name}.weight_scale_inv"] = torch.rand(2, 2)
+        tensors[f"{layer}attn.k_scale"] = torch.tensor(1.0)
+    (here / "model").mkdir()
+    save_file(tensors, "model/model.safetensors")
+    write_settings(SECTION)
+    Path("model/quantize_config.json").write_text("{}")
+
+
+def write_settings(section: dict[str, Any] | None) -> None:
+    settings = {"model_type": "x", "dtype": "bfloat16"} | (
+        {"quantization_config": section} if section else {}
+    )
+    Path("model/config.json").write_text(json.dumps(settings))
+
+
+def test_the_result_is_one_line_and_what_was_left_out_is_named(cli: Any) -> None:
+    ran = cli("convert model/model.safetensors out.safetensors --dequantize")
+    assert ran.code == 0
+    assert ran.out.startswith("converted safetensors, 4 tensors dequantised -> out.safetensors (")
+    assert ran.err.splitlines() == [
+        "fp8, blocks of 128 × 128: 4 tensors",
+        "config.json beside the output must have no quantization_config",
+        "left out: model.layers.0.attn.k_scale, model.layers.1.attn.k_scale",
+    ]
+    assert {each.dtype for each in load_file("out.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_config_copied_along_is_corrected_and_files_that_are_no_longer_true_stay(cli: Any) -> None:
+    ran = cli("convert model/ out/ --dequantize --companions")
+    assert_says(ran, 0, "copying along: out/config.json", "not copied: quantize_config.json")
+    assert "must have" not in ran.err
+    assert json.loads(Path("out/config.json").read_text()) == {"model_type": "x", "dtype": "bfloat16"}
+    assert not Path("out/quantize_config.json").exists()
+
+
+def test_json_has_the_schemes(cli: Any) -> None:
+    ran = cli("convert model/model.safetensors out.safetensors --dequantize --dtype fp32 --json")
+    assert ran.json["dequantized"] == {"fp8, blocks of 128 × 128": 4}
+    assert ran.json["settings"] == "model/config.json"
+    assert ran.json["left_out"] == ["model.layers.0.attn.k_scale", "model.layers.1.attn.k_scale"]
+    assert {each.dtype for each in load_file("out.safetensors").values()} == {torch.float32}
+
+
+def test_finite_numbers_that_become_infinite_are_counted(cli: Any) -> None:
+    codes = torch.full((2, 3), 448.0).to(torch.float8_e4m3fn)
+    save_file({"w": codes, "w_scale": torch.tensor([1.0, 1e3])}, "big.safetensors")
+    ran = cli("convert big.safetensors out.safetensors --dequantize --dtype fp16")
+    assert_says(ran, 0, "3 finite values became infinite")
+
+
+def test_nothing_to_dequantise_is_exit_1_and_what_does_not_fit_exit_3(cli: Any) -> None:
+    save_file({"w": torch.ones(3)}, "plain.safetensors")
+    assert_says(cli("convert plain.safetensors out.pt --dequantize"), 1, "no tensor is quantised")
+    write_settings(SECTION | {"weight_block_size": [64, 64]})
+    ran = cli("convert model/model.safetensors out.pt --dequantize")
+    assert_says(ran, 3, "can't be dequantised", "blocks of 64 × 64 of [256, 192] are [4, 3]")
+    Path("model/config.json").write_text("[")
+    assert_says(cli("convert model/model.safetensors out.pt --dequantize"), 3, "config.json: is not JSON")
+    assert not Path("out.pt").exists()
+
+
+def test_there_and_back_with_the_error_of_each_tensor(cli: Any) -> None:
+    cli("convert model/ plain/ --dequantize --companions")
+    ran = cli("convert plain/ again/ --quantize fp8-block --companions --json")
+    assert [each["name"] for each in ran.json["errors"]] == [
+        f"model.layers.{i}.{name}_proj.weight" for i in (0, 1) for name in ("q", "up")
+    ]
+    assert all(0.01 < each["relative"] < 0.04 and each["max_abs"] > 0 for each in ran.json["errors"])
+    assert ran.json["left_plain"] == ["lm_head.weight"]
+    section = json.loads(Path("again/config.json").read_text())["quantization_config"]
+    assert section == ran.json["quantization_config"]
+    assert section | SECTION == section
+    assert section["modules_to_not_convert"] == ["lm_head"]
+    ran = cli("convert plain/ once/ --quantize fp8")
+    assert_says(ran, 0, "largest error: model.layers.", 'must have "quantization_config": {"quant_method":')
+    ran = cli("convert plain/ twice/ --quantize fp8-channel -v")
+    assert ran.err.count(": error ") == 4
+
+
+def test_one_scheme_becomes_another_in_one_pass(cli: Any) -> None:
+    ran = cli("convert model/ out.safetensors --dequantize --quantize fp8-channel")
+    assert "4 tensors dequantised, 4 tensors in fp8-channel" in ran.out
+    assert ran.err.count("config.json beside the output must have") == 1
+    assert load_file("out.safetensors")["model.layers.0.q_proj.weight_scale"].shape == (256, 1)
+
+
+def test_a_dry_run_reads_no_numbers(cli: Any) -> None:
+    ran = cli("convert model/ out/ --dequantize --quantize fp8 --dry-run --json")
+    assert ran.json["dry_run"] and "errors" not in ran.json
+    assert not Path("out").exists()
+
+
+def test_inspect_says_how_tensors_are_packed(cli: Any) -> None:
+    ran = cli("inspect model/")
+    assert "  quantised   fp8, blocks of 128 × 128, 2 layers (4 tensors)\n" in ran.out
+    rows = cli("inspect model/ --json").json["quantised"]
+    assert rows == [{"scheme": "fp8, blocks of 128 × 128", "tensors": 4, "layers": 2}]
+    write_settings(SECTION | {"weight_block_size": [64, 64]})
+    ran = cli("inspect model/")
+    assert ran.code == 0
+    assert "  unclear     " in ran.out and "can't be dequantised" in ran.out
+    Path("model/config.json").write_text("[")
+    assert cli("inspect model/").code == 0

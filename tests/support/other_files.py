@@ -1,0 +1,237 @@
+"""What others write, small and honest: GGUF, ONNX with values beside it, NumPy's files, exported programs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support import gguf_files
+from tests.support.gguf_files import BF16, F32, Q8_0, Tensor, array, gguf_file, number, text
+from tests.support.onnx_files import FLOAT, INT64, UINT8, message, onnx_file, tensor, varint
+
+ROWS = np.arange(64, dtype="<f4").reshape(2, 32)
+NUMBERS = b"".join(map(varint, (1, -2, 2**40)))
+
+
+def as_gguf(path: Path) -> None:
+    """Write key-values of many types, and tensors; packed ones where they can be unpacked."""
+    values = [("general.architecture", "llama"), ("general.alignment", 32), ("rope", number(6, "f", 1e-5))]
+    values += [("tokens", array(8, [text(f"t{n}") for n in range(80)])), ("few", array(4, [bytes(4)] * 3))]
+    values.append(("nested", array(9, [array(8, [text("a")]).raw] * 2)))
+    tensors = {
+        "token_embd.weight": Tensor(F32, (2, 32), ROWS.tobytes()),
+        "half": Tensor(BF16, (3,), bytes(range(6))),
+        "count": Tensor(gguf_files.I64, (), struct.pack("<q", 7)),
+    }
+    if importlib.util.find_spec("gguf"):
+        tensors["blk.0.weight"] = Tensor(Q8_0, (2, 32), bytes(range(68)))
+    path.write_bytes(gguf_file(tensors, values))
+
+
+def _initialisers(elsewhere: Mapping[str, str] | None = None) -> list[bytes]:
+    raw = None if elsewhere else ROWS.tobytes()
+    return [
+        tensor("fc.weight", FLOAT, (2, 32), raw, elsewhere=elsewhere),
+        tensor("steps", INT64, (3,), numbers=(7, NUMBERS)),
+        tensor("bias", FLOAT, (2,), numbers=(4, ROWS[:1, :2].tobytes())),
+    ]
+
+
+def as_onnx(path: Path) -> None:
+    path.write_bytes(onnx_file(_initialisers(), texts={"who": "me"}))
+
+
+def as_onnx_folder(path: Path) -> None:
+    """Write a model and the file beside it that has most of its values."""
+    path.mkdir()
+    place = {"location": "model.data", "offset": "16", "length": str(ROWS.nbytes)}
+    (path / "model.onnx").write_bytes(onnx_file(_initialisers(place)))
+    (path / "model.data").write_bytes(bytes(16) + ROWS.tobytes())
+
+
+def as_small_onnx_folder(path: Path) -> None:
+    path.mkdir()
+    first = tensor("first", UINT8, (16,), elsewhere={"location": "model.data"})
+    (path / "model.onnx").write_bytes(onnx_file([first]))
+    (path / "model.data").write_bytes(bytes(range(16)))
+
+
+def _arrays() -> dict[str, Any]:
+    return {
+        "w": ROWS,
+        "fortran": np.asfortranarray(ROWS.astype("f8")),
+        "big": ROWS[0].astype(">i4"),
+        "b": ROWS > 3,
+    }
+
+
+def as_npz(path: Path) -> None:
+    with open(path, "wb") as file:
+        np.savez(file, **{name: each for name, each in _arrays().items() if name != "big"})
+
+
+def as_compressed_npz(path: Path) -> None:
+    with open(path, "wb") as file:
+        np.savez_compressed(file, big=_arrays()["big"])
+
+
+def as_npy(path: Path) -> None:
+    with open(path, "wb") as file:
+        np.save(file, ROWS)
+
+
+def described(shape: tuple[int, ...], stride: tuple[int, ...], **changes: Any) -> dict[str, Any]:
+    """Return what a package says of a tensor (PayloadMeta)."""
+    sizes, strides = ([{"as_int": n} for n in numbers] for numbers in (shape, stride))
+    tensor = {"dtype": 7, "sizes": sizes, "strides": strides, "storage_offset": {"as_int": 0}, "layout": 7}
+    tensor |= {"requires_grad": False, "device": {"type": "cpu", "index": None}}
+    return {"path_name": "weight_0", "is_param": False, "use_pickle": False, "tensor_meta": tensor | changes}
+
+
+def as_package(path: Path) -> None:
+    """Write a package as torch.export.save does, without what makes it a program."""
+    config = {
+        "w": described((2, 32), (32, 1)),
+        "tied": described((2, 32), (32, 1)),
+        "t": described((32, 2), (1, 32)),
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data/weights/weight_0", ROWS.tobytes())
+        archive.writestr("m/data/weights/model_weights_config.json", json.dumps({"config": config}))
+        archive.writestr("m/models/model.json", "{}")
+        archive.writestr("m/archive_format", "pt2")
+
+
+# Any state in each of these formats.
+
+
+def state_as_gguf(path: Path, state: Mapping[str, Any]) -> None:
+    kinds = {"float32": F32, "int64": gguf_files.I64}
+    tensors = {name: Tensor(kinds[str(a.dtype)], a.shape, a.tobytes()) for name, a in state.items()}
+    tokens = array(8, [text(f"t{n}") for n in range(80)])
+    path.write_bytes(gguf_file(tensors, [("general.architecture", "net"), ("tokens", tokens)]))
+
+
+def state_as_onnx(path: Path, state: Mapping[str, Any]) -> None:
+    kinds = {"float32": FLOAT, "int64": INT64}
+    path.write_bytes(
+        onnx_file([tensor(name, kinds[str(a.dtype)], a.shape, a.tobytes()) for name, a in state.items()])
+    )
+
+
+def state_as_npz(path: Path, state: Mapping[str, Any]) -> None:
+    with open(path, "wb") as file:
+        np.savez(file, **state)
+
+
+def state_as_package(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a package as torch.export.save does, without what makes it a program."""
+    config = {}
+    with zipfile.ZipFile(path, "w") as archive:
+        for index, (name, a) in enumerate(state.items()):
+            stride = tuple(step // a.itemsize for step in a.strides)
+            changes = {"dtype": {"float32": 7, "int64": 5}[str(a.dtype)]}
+            config[name] = described(a.shape, stride, **changes) | {"path_name": f"weight_{index}"}
+            archive.writestr(f"m/data/weights/weight_{index}", a.tobytes())
+        archive.writestr("m/data/weights/model_weights_config.json", json.dumps({"config": config}))
+        archive.writestr("m/models/model.json", "{}")
+        archive.writestr("m/archive_format", "pt2")
+
+
+# What their own libraries read: names and arrays, those that they can't read left out.
+
+
+def read_by_numpy(path: Path) -> Iterator[tuple[str, Any]]:
+    loaded = np.load(path, allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        yield "arr_0", loaded
+        return
+    for name in loaded.files:
+        with contextlib.suppress(Exception):
+            yield name, loaded[name]
+
+
+def read_by_onnx(path: Path) -> Iterator[tuple[str, Any]]:
+    import onnx
+
+    for each in onnx.load(path).graph.initializer:
+        yield each.name, onnx.numpy_helper.to_array(each)
+
+
+def read_by_gguf(path: Path) -> Iterator[tuple[str, Any]]:
+    import gguf
+
+    for each in gguf.GGUFReader(path).tensors:
+        is_plain = each.tensor_type.name[0] in "FI" and each.tensor_type.name[1] != "Q"
+        yield each.name, each.data if is_plain else gguf.quants.dequantize(each.data, each.tensor_type)
+
+
+def npy(header: str, data: bytes = b"") -> bytes:
+    """Return an array with any text as its header."""
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header.encode() + data
+
+
+def npz(members: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return raw.getvalue()
+
+
+HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': %s}"
+EVIL = {"location": "../../../../etc/passwd", "length": "4"}
+
+# Files made to cost much, or to mislead, by name.
+HOSTILE: dict[str, bytes] = {
+    "GGUF: a billion tensors": gguf_file([], counts=(10**9, 0)),
+    "GGUF: a text without an end": gguf_file([], [("k", gguf_files.Typed(8, struct.pack("<Q", 2**63)))]),
+    "GGUF: 2^62 texts": gguf_file([], [("k", array(8, [], 2**62))]),
+    "GGUF: 100,000 arrays in arrays": gguf_file(
+        [], [("k", gguf_files.Typed(9, struct.pack("<IQ", 9, 1) * 100_000 + struct.pack("<IQ", 4, 0)))]
+    ),
+    "GGUF: 100,000 empty arrays in an array": gguf_file(
+        [], [("k", array(9, [struct.pack("<IQ", 4, 0)] * 100_000))]
+    ),
+    "GGUF: 3,000 tensors of no values": gguf_file(
+        [(f"{n}", Tensor(F32, (0, 2**30), b"")) for n in range(3000)]
+    ),
+    "GGUF: values of 2^60 elements": gguf_file([("a", Tensor(Q8_0, (2**30, 2**30), bytes(34)))]),
+    "GGUF: an alignment of 2^31": gguf_file(
+        [("a", Tensor(F32, (1,), bytes(4)))], [("general.alignment", 2**31)]
+    ),
+    "ONNX: values outside the folder": onnx_file([tensor("a", FLOAT, (1,), elsewhere=EVIL)]),
+    "ONNX: a number without an end": onnx_file([tensor("a", INT64, (1,), numbers=(7, b"\xff" * 100_000))]),
+    "ONNX: 100,000 sizes": onnx_file([tensor("a", FLOAT, (2**62,) * 100_000)]),
+    "ONNX: 100,000 graphs": onnx_file([]) + message(7, b"") * 100_000,
+    "ONNX: messages in messages": onnx_file([message(5, b"")] * 50_000),
+    "ONNX: 100,000 nodes": onnx_file([], nodes=100_000),
+    "NumPy: brackets": npy("{'descr': " + "(" * 9000),
+    "NumPy: a size of 2^80": npy(HEADER % f"({2**40}, {2**40})"),
+    "NumPy: sizes that multiply": npy(HEADER % f"({2**40}, 0, {2**40})"),
+    "NumPy: spaces": npy("{" + " " * 9000 + "'" * 900),
+    "NumPy: zeros that were packed": npz(
+        {"a.npy": npy(HEADER % f"({2**23},)", bytes(2**25))}, zipfile.ZIP_DEFLATED
+    ),
+    "NumPy: 500 arrays": npz({f"{n}.npy": npy(HEADER % "()", bytes(4)) for n in range(500)}),
+    "exported: nested": npz(
+        {"m/data/weights/model_weights_config.json": b"[" * 100_000, "m/archive_format": b"pt2"}
+    ),
+    "exported: a shape of 2^80": npz(
+        {
+            "m/data/weights/weight_0": b"",
+            "m/data/weights/model_weights_config.json": json.dumps(
+                {"config": {"w": described((2**40, 2**40), (0, 0))}}
+            ).encode(),
+        }
+    ),
+}
