@@ -26,8 +26,8 @@ from ckpttool.checkpoint.state import State
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import Mismatch, NoState, NothingToDo, UsageFault
 from ckpttool.models.diagnosis import Diagnosis, diagnose
-from ckpttool.models.diagnosis.fit import Blueprint, Case, compare
-from ckpttool.models.diagnosis.report import command_line
+from ckpttool.models.diagnosis.fit import Aim, Blueprint, Case, compare
+from ckpttool.models.diagnosis.script_lines import command_line
 from ckpttool.models.diagnosis.treatment import treat
 from ckpttool.models.reloading import Reloaded, reload
 from ckpttool.models.skeleton import accepts
@@ -213,7 +213,7 @@ def _diagnosis(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ..
             places[name] = replace(place, shape=None)  # any shape fits
     parameters = tuple(name for name in blueprint.parameters if name in places)
     reduced = replace(blueprint, places=places, parameters=parameters)
-    return diagnose(checkpoint, reduced, "MODEL", accepts=partial(accepts, model))
+    return diagnose(checkpoint, reduced, Aim("MODEL"), accepts=partial(accepts, model))
 
 
 def _patterns(wanting: Iterable[str], names: list[str]) -> Iterator[str]:

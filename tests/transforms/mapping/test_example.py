@@ -15,8 +15,7 @@ from tests.support.dialects import LLAMA
 from tests.support.mapped import assert_reversible, random_state
 from tests.support.running import ROOT
 
-PAGES = [ROOT / "docs" / "dialects.md", ROOT / "docs-A.md"]  # the second until it is a part of the first
-PAGE = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.exists())
+PAGE = (ROOT / "docs" / "dialects.md").read_text(encoding="utf-8")
 
 
 def the_example() -> Rules:
