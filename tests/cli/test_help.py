@@ -53,7 +53,10 @@ def prepare(folder: Path, example: str) -> None:
     torch.save(norm, folder / "old.pt")
     save_file(state, folder / "base.safetensors")
     save_file(
-        {key: tensor + torch.rand_like(tensor) * (tensor.dim() > 1) for key, tensor in state.items()},
+        {
+            key: tensor + torch.rand(tensor.shape) if tensor.dim() > 1 else tensor
+            for key, tensor in state.items()
+        },
         folder / "tuned.safetensors",
     )
     for name in ("base.pt", "epoch8.pt", "epoch9.pt"):

@@ -181,7 +181,7 @@ def test_moving_bytes_imports_no_numpy(command: str, without_torch: dict[str, st
 def test_the_declared_dependencies_are_those_of_a_plain_install() -> None:
     tomllib: Any = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {"ml_dtypes", "click", "numpy", "tqdm", "wcwidth"}
+    wanted = {"ml_dtypes", "click", "numpy", "tomli", "tqdm", "wcwidth"}
     assert {name.partition(">")[0] for name in project["dependencies"]} == wanted
 
 

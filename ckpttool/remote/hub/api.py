@@ -23,6 +23,8 @@ MOST_PAGES = 1000  # of one listing
 class NoEntry(Missing):
     """The repository and its revision are there, the file or folder is not."""
 
+    kind = "no-entry"
+
 
 class About(NamedTuple):
     """What a call is about, for its errors."""

@@ -182,7 +182,7 @@ def test_a_file_that_can_t_be_read_is_named_and_the_others_are_answered(command:
     ran = cli(command, "bad.pt", "a.pt", "missing.pt")
     assert ran.code == 3 and "a.pt" in ran.out and "bad.pt" not in ran.out
     assert [line for line in ran.err.splitlines() if line.startswith("error: ")] == [
-        "error: bad.pt: is not a checkpoint in any format known here",
+        "error: bad.pt: is not a checkpoint, but text: nonsense",
         "error: missing.pt: no such file",
     ]
     found = cli(command, "bad.pt", "a.pt", "--json")
