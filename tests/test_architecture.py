@@ -298,9 +298,10 @@ def tables() -> Iterator[str]:
     """Yield the generated lines of the page: what each folder is for, from the first lines of the modules."""
     yield from ("", "| folder | purpose |", "|---|---|")
     yield from (f"| `{name}/` | {sentence(PACKAGE / name / '__init__.py')} |" for name in FOLDERS)
-    yield from ("", "| in `formats/` | purpose |", "|---|---|")
-    for room in sorted((PACKAGE / "formats").glob("*/__init__.py")):
-        yield f"| `{room.parent.name}/` | {sentence(room)} |"
+    for folder in ("formats", "transforms"):
+        yield from ("", f"| in `{folder}/` | purpose |", "|---|---|")
+        for room in sorted((PACKAGE / folder).glob("*/__init__.py")):
+            yield f"| `{room.parent.name}/` | {sentence(room)} |"
     yield "\n"
 
 

@@ -35,7 +35,8 @@ class Visit:
         self.stores: dict[tuple[str, ...], Store] = {}
         self.listings: dict[str, list[Entry] | None] = {}
         self.opened: dict[str, Callable[[], Source]] = {}  # what waits for each
-        self.next: dict[str, None] = {}  # to be opened when some of those were handed out
+        self.next: dict[str, None] = {}  # to be opened when some of those before were handed out
+        self.before: set[str] = set()
         self.versions: set[str] = set()  # of all files and objects that were opened, as text
 
     def store(self, url: str) -> tuple[Store, str]:
@@ -75,7 +76,8 @@ class Visit:
         if (entries := self.entries(folder)) is not None:
             return sorted(entry.name for entry in entries)
         urls = {os.path.join(folder, name): name for name in TELLING}
-        self.prepare([*urls])
+        for url in urls:
+            self.begun(url)
         found, failed = list[str](), list[Exception]()
         for url, name in urls.items():
             try:
@@ -98,16 +100,19 @@ class Visit:
         """Open an object."""
         outcome = self.begun(url)
         del self.opened[url]
+        self.before.discard(url)
         self.prepare(())
         return outcome()
 
     def prepare(self, urls: Sequence[str]) -> None:
         """Begin to ask for the beginnings of several objects; `source` hands each out when it is there."""
         self.next |= dict.fromkeys(url for url in urls if url not in self.opened)
-        while self.next and len(self.opened) < WAITING:
-            self.begun(next(iter(self.next)))
+        while self.next and len(self.before) < WAITING:
+            self.before.add(url := next(iter(self.next)))
+            self.begun(url)
 
     def begun(self, url: str) -> Callable[[], Source]:
+        """Have an object opened, unless it is already; return what waits for it."""
         from .ahead import begin
 
         self.next.pop(url, None)

@@ -1,1 +1,1 @@
-"""Checkpoint to Checkpoint, pure: keys, selection, layout, optimizer state, averages."""
+"""Checkpoint to Checkpoint: names, selection, layout, architecture, numbers, optimizers, LoRA, averages."""

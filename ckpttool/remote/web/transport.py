@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
@@ -101,7 +101,11 @@ class Transport:
         Unranged after that.
         """
         # Pages of its own, which go back at once: a thread's heap keeps what was freed for the next time.
-        room = mmap(-1, stop - start) if expected and expected.size else io.BytesIO()
+        room = (
+            mmap(-1, stop - start, MAP_PRIVATE | MAP_ANONYMOUS)
+            if expected and expected.size
+            else io.BytesIO()
+        )
         response = self._patiently(
             _Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
         )
