@@ -21,7 +21,7 @@ from ..inert_pickle.values import remade
 from ..tensors.cast import CastReport
 from ..tensors.dtypes import real_dtype
 from ..tensors.ref import Storage, TensorRef
-from ..tensors.values import CHUNK, MAX_REPEATED, in_pieces, require_bounded
+from ..tensors.values import CHUNK, MAX_REPEATED, in_pieces, require_bounded, same_values
 from .keys import stripping
 from .mean_tensors import MeanTensors
 from .merging.merge import Merger
@@ -159,6 +159,7 @@ class _Averaging:
         self.kept: list[str] = []
         self.taken: list[str] = []
         self.storages: dict[tuple[object, ...], Storage] = {}
+        self.tied: dict[tuple[object, ...], list[TensorRef]] = {}  # by the last file's
 
     def entry(self, name: str, value: object) -> object:
         """Return the result's value for an entry of the last file's state."""
@@ -180,12 +181,22 @@ class _Averaging:
             require_bounded(name, tensor)
         self.averaged.append(name)
         views = tuple(tensor.view for tensor in inputs)
+        if views not in self.storages and (twin := self._twin(inputs)):
+            self.storages[views] = self.storages[twin]
         if views not in self.storages:
             kind, origins = last.dtype.storage or "UntypedStorage", tuple(tensor.storage for tensor in inputs)
             data, old = self.maker.computed(name, inputs, part), last.storage
             self.storages[views] = Storage(data, kind, old.location, byteorder=old.byteorder, origins=origins)
+            self.tied.setdefault(last.view, inputs)
         new = TensorRef.contiguous(self.storages[views], last.dtype, last.shape)
         return replace(new, requires_grad=last.requires_grad)
+
+    def _twin(self, inputs: list[TensorRef]) -> tuple[object, ...] | None:
+        """Return the views of a tensor that the last file ties to this one, where no other file contradicts."""
+        tied = self.tied.get(inputs[-1].view)
+        if tied is None or not all(map(same_values, tied, inputs)):
+            return None
+        return tuple(tensor.view for tensor in tied)
 
 
 def _same(name: str, a: TensorRef, b: TensorRef) -> bool:

@@ -85,6 +85,9 @@ def _compiled(text: str, kinds: Mapping[str, str]) -> Template:
             before += brace[0]
             continue
         expression += re.escape(before)
+        if parts and not before:
+            what = "two placeholders with nothing between them match a name in several ways"
+            raise UsageFault(f"'{text}': {what}", hint="write what stands between them")
         again = field in fields
         expression += f"(?P={field})" if again else f"(?P<{field}>{_values(kinds.get(field))})"
         parts.append((before, field))

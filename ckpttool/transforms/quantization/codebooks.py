@@ -97,7 +97,7 @@ def _largest(parts: Parts, said: dict[str, Any], name: str, blocks: int) -> Fiel
     if "nested_blocksize" not in said:
         return numbers(elements(parts.of(absmax, "float32", (blocks,))))
     size, offset = _count(parts, said, "nested_blocksize"), said.get("nested_offset")
-    if type(offset) not in (int, float):
+    if not isinstance(offset, int | float) or isinstance(offset, bool) or not abs(offset) < 3e38:
         raise parts.refused(f"its settings say nested_offset = {offset!r:.40}")
     codes: TensorRef = parts.of(absmax, "uint8", (blocks,))
     table = Table(_table(parts, f"{name}.nested_quant_map", 256))

@@ -97,17 +97,23 @@ def _blocks(parts: Parts, shape: Sizes, scales: Sizes, cut: list[int], group: in
     if not set(cut) <= {last - 1, last}:
         raise parts.refused(f"there are {list(scales)} scales for {list(shape)}, cut along an outer axis")
     if cut == [last]:
-        size = group or _group_size(parts, shape[last], scales[last])
+        is_block = last > 0 and scales[last - 1] == 1 != shape[last - 1]  # not groups of each row
+        size = group or _group_size(parts, shape[last], scales[last], is_block)
         return {last: size}
     return dict(zip((last - 1, last), _block_sizes(parts), strict=True)) if cut else {}
 
 
-def _group_size(parts: Parts, size: int, groups: int) -> int:
+def _group_size(parts: Parts, size: int, groups: int, is_block: bool) -> int:
     """Return the size of groups that the settings say, or into which a row divides."""
     named = [each.get("group_size") for each in parts.settings.groups()]
     for said in (*named, *(pair[1] for pair in _pairs(parts))):
         if type(said) is int and said > 0 and -(-size // said) == groups:
             return said
+    if -(-size // USUAL_BLOCK) == groups and size != groups * USUAL_BLOCK:
+        if is_block or size % groups:
+            return USUAL_BLOCK
+        what = f"are of {size // groups} elements or of {USUAL_BLOCK}"
+        raise parts.refused(f"nothing says whether the {groups} groups of its rows {what}")
     if size % groups:
         raise parts.refused(f"{groups} groups don't divide a row of {size}")
     return size // groups

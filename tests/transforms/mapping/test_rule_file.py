@@ -242,3 +242,8 @@ def test_a_changed_rule_file_is_read_or_refused_in_one_line(text: str, data: st.
         assert len(str(fault)) < 2000
     else:
         assert rules_in(read_again.to_toml()) == read_again
+
+
+def test_placeholders_side_by_side_are_refused() -> None:
+    with pytest.raises(UsageFault, match="nothing between them"):
+        templates(["{a}{b}"])

@@ -343,3 +343,20 @@ def test_memory_stays_flat(method: str, tmp_path: Path, monkeypatch: pytest.Monk
     given = "--density 0.2" if method == "ties" else ""
     command = f"average a.safetensors out.safetensors --method {method} --base base.safetensors {given}"
     assert peak(*command.split()) < MOST
+
+
+@pytest.mark.parametrize("method", ["ties", "dare"])
+def test_names_that_the_inputs_tie_stay_tied_where_the_base_has_equal_copies(
+    tmp_path: Path, method: str
+) -> None:
+    head = torch.randn(20, 8)
+    torch.save({"head": head, "tied": head.clone()}, tmp_path / "base.pt")
+    for name in ("a", "b"):
+        tuned = head + torch.randn(20, 8)
+        torch.save({"head": tuned, "tied": tuned}, tmp_path / f"{name}.pt")
+    files = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    with ckpttool.open(files[-1]):
+        merged, _ = ckpttool.average(files, method=method, base=tmp_path / "base.pt", density=0.5)
+        ckpttool.save(merged, tmp_path / "o.pt")
+    out = torch.load(tmp_path / "o.pt")
+    assert out["head"].data_ptr() == out["tied"].data_ptr()

@@ -45,6 +45,17 @@ def test_blocks_are_multiplied_with_their_scale_also_where_ends_do_not_divide(
     assert equal(got, by_blocks(codes, scale, 128, 128).bfloat16())
 
 
+def test_blocks_that_hold_all_rows_are_128_columns_wide_without_settings(tmp_path: Path) -> None:
+    codes, scale = fp8(64, 192), torch.tensor([[1.0, 100.0]])
+    got = weight(tmp_path, {"l.0.weight": codes, "l.0.weight_scale_inv": scale})
+    assert equal(got, by_blocks(codes, scale, 128, 128).bfloat16())
+
+
+def test_groups_of_rows_that_may_be_of_two_sizes_are_refused(tmp_path: Path) -> None:
+    tensors = {"l.0.weight": fp8(64, 192), "l.0.weight_scale": torch.rand(64, 2)}
+    assert "of 96 elements or of 128" in refusal(tmp_path, tensors)
+
+
 @given(
     st.tuples(st.integers(1, 40), st.integers(1, 40)),
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
