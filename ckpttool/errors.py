@@ -125,7 +125,8 @@ class Ambiguous(CkptToolError):
     exit_code = 1
 
     def __init__(self, message: str, *, candidates: tuple[str, ...] = (), hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+        # Names of a file's may be of any length.
+        super().__init__(message if len(message) <= 3 * LONGEST else f"{message[: 3 * LONGEST]} …", hint=hint)
         self.candidates = candidates
 
 

@@ -192,7 +192,7 @@ class _Averaging:
         return replace(new, requires_grad=last.requires_grad)
 
     def _twin(self, inputs: list[TensorRef]) -> tuple[object, ...] | None:
-        """Return the views of a tensor that the last file ties to this one, where no other file contradicts."""
+        """Return the views of a tensor that the last file ties to this one, if no other file contradicts."""
         tied = self.tied.get(inputs[-1].view)
         if tied is None or not all(map(same_values, tied, inputs)):
             return None

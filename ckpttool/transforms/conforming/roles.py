@@ -176,10 +176,14 @@ def _swiglu(modules: Sequence[tuple[Parts, Sizes]]) -> Iterable[tuple[int, Role]
             yield from ((group["w1"], ("gate",)), (group["w2"], ("up",)), (group["w3"], ("down",)))
 
 
+LONGEST = 256  # characters of a name's end that are looked at: each is tried as a beginning
+
+
 def _norms(modules: Sequence[tuple[Parts, Sizes]]) -> Iterable[tuple[int, Role]]:
     """Yield the roles of a block's two norms, if no third is beside them."""
     paths = [_bare(parts) for parts, _ in modules]
-    norms = [place for place, path in enumerate(paths) if re.search(r"(?i)(norm|(^|[._])ln)[\w.]*$", path)]
+    word = re.compile(r"(?i)(norm|(^|[._])ln)[\w.]*$")
+    norms = [place for place, path in enumerate(paths) if word.search(path[-LONGEST:])]
     sizes = {place: modules[place][1] for place in norms}
     for first, second in NORM_PAIRS:
         before = [place for place in norms if _ends(paths[place], first)]

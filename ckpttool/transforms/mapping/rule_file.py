@@ -27,6 +27,7 @@ of = "model.embed_tokens.weight"
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -40,6 +41,10 @@ from .step_table import step_of
 from .templates import templates
 
 MAX_BYTES = 16 << 20  # of a rule file: one with a rule for each of 100,000 tensors has that many
+
+# A dotted key costs the square of its length, digits too, and nested brackets the interpreter's stack.
+DEEP = re.compile(r"(?:[\w-]+\s*\.\s*){9}|(?:[\[{]\s*){9}|[0-9A-Fa-fxob_]{40}")
+QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*')
 
 ENTRIES = {*TEXTS, "rest", "numbers", "counts", "rule"}
 OF_RULES = {
@@ -81,10 +86,12 @@ def rules_in(text: str) -> Rules:
 
 def _toml(text: str) -> dict[str, Any]:
     tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    if DEEP.search(QUOTED.sub("", text)):
+        raise UsageFault("it is not TOML of a rule file: a key, a number or brackets in it go on and on")
     try:
         table: dict[str, Any] = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageFault(f"it is not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageFault(f"it is not TOML: {str(error)[:200]}") from None
     return table
 
 

@@ -247,3 +247,17 @@ def test_a_changed_rule_file_is_read_or_refused_in_one_line(text: str, data: st.
 def test_placeholders_side_by_side_are_refused() -> None:
     with pytest.raises(UsageFault, match="nothing between them"):
         templates(["{a}{b}"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[numbers]\nx" + ".a" * 60_000 + " = 1",
+        "x = " + "[" * 50_000,
+        "x = " + "9" * 5000,
+        "rest = 0x" + "F" * 5000,
+    ],
+)
+def test_what_would_cost_much_is_refused_at_once(text: str) -> None:
+    with pytest.raises(UsageFault):
+        rules_in(text)
