@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...errors import OutputExists, UsageFault
 from .. import options
 from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite
@@ -49,14 +52,17 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
 
     if (like is None) == (model is None):
         raise click.UsageError("name the other side: --like REF, or --model SPEC")
-    dtype = cast.target(choices.pop("dtype").lower()) if choices["dtype"] else choices.pop("dtype")
+    if write_map is not None:
+        _require_new_map(write_map, job, like)
+    exclude, said = choices.pop("exclude"), choices.pop("dtype")
+    dtype = cast.target(said.lower()) if said else None
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         from ...transforms import selection
         from ...transforms.conforming.conform import conform
 
         left_out: tuple[str, ...] = ()
-        if exclude := choices.pop("exclude"):
+        if exclude:
             checkpoint, chosen = selection.select(checkpoint, exclude=exclude, state=target.state)
             left_out = chosen.left_out
         reference = _places_of(model) if model is not None else like
@@ -69,14 +75,43 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
             outcome.done += f", {outcome.casting.tensors} tensors cast to {dtype.name}"
         elif conformed.types:
             outcome.notes += _types(conformed)
-        if write_map and not job.dry_run:
-            with open(write_map, "w" if job.force else "x", encoding="utf-8") as file:
-                file.write(conformed.rules.to_toml())
-            again = shlex.join(["ckpttool", "convert", job.input, job.output, "--map", write_map])
-            outcome.notes.append(f"as a command: {again}")
+        if write_map is not None:
+            also = [f"--exclude={glob}" for glob in exclude] + ([f"--dtype={said}"] if said else [])
+            outcome.written = partial(_write_map, write_map, conformed, outcome, job, also)
         return new, outcome
 
     rewrite(job, transform)
+
+
+def _require_new_map(path: str, job: Job, like: str | None) -> None:
+    """Refuse a place for the rules where --map would not find them, or where another file is."""
+    from ...files.commit import require_folder
+
+    if not path.endswith(".toml"):
+        raise UsageFault(f"--write-map {path}: a rule file's name ends in .toml", hint="name it so")
+    others = {"INPUT": job.input, "REF": like, "OUTPUT": job.output}
+    for what, other in others.items():
+        if other is not None and os.path.realpath(other) == os.path.realpath(path):
+            raise UsageFault(f"--write-map {path}: is the {what}", hint="name another file")
+    if os.path.lexists(path) and not job.force:
+        raise OutputExists(f"--write-map {path}: already exists", hint="write it anyway with --force")
+    require_folder(path)
+
+
+def _write_map(path: str, conformed: Conformed, outcome: Outcome, job: Job, also: Sequence[str]) -> None:
+    """Write the rules once OUTPUT is there, and say how convert makes the same of them."""
+    from ...files.commit import replacing
+
+    with replacing(path) as file:
+        file.write(conformed.rules.to_toml().encode())
+    if from_reference := (*conformed.padded, *conformed.counted, *conformed.taken):
+        outcome.notes.append(f"{path} is without what INPUT lacks: {job.console.names(from_reference)}")
+        return
+    given = {"--state": job.state, "--shard-size": job.shard_size, "--device": job.device}
+    also = [*also, *(f"{name}={value}" for name, value in given.items() if value is not None)]
+    also += ["--companions"] * job.companions + ["--force"]
+    again = ["ckpttool", "convert", job.input, job.output, "--map", path, *also]
+    outcome.notes.append(f"as a command: {shlex.join(again)}")
 
 
 def _places_of(spec: str) -> Any:

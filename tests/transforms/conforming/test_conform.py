@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -409,6 +410,40 @@ def test_the_map_that_is_written_brings_the_same_over_and_back(cli: Cli, tmp_pat
         back, _ = apply(checkpoint, written.inverse())
         ckpttool.save(back, tmp_path / "back.safetensors")
     assert same(load_file(tmp_path / "back.safetensors"), llama())
+
+
+def test_the_map_is_written_after_the_output_and_over_no_other_file(cli: Cli, tmp_path: Path) -> None:
+    state = {**llama(), "extra": torch.ones(3)}
+    save_file(state, tmp_path / "in.safetensors")
+    save_file(fused(llama()), tmp_path / "like.safetensors")
+    (tmp_path / "link.toml").symlink_to("in.safetensors")
+    out, rules = tmp_path / "out.safetensors", tmp_path / "rules.toml"
+    start = ("conform", tmp_path / "in.safetensors", out, "--like", tmp_path / "like.safetensors")
+    for name in ("in.safetensors", "like.safetensors", "out.safetensors", "link.toml", "no/such.toml"):
+        ran = cli(*start, "--exclude", "extra", "--force", "--write-map", tmp_path / name)
+        assert (ran.code, "Traceback" in ran.err) == (2, False), name
+    assert same(load_file(tmp_path / "in.safetensors"), state)
+    assert cli(*start, "--write-map", rules).code == 1  # "extra" has no counterpart
+    assert not rules.exists()
+    ran = cli(*start, "--exclude", "extra", "--dtype", "bf16", "--write-map", rules)
+    assert ran.code == 0, ran.err
+    made = load_file(out)
+    again = cli(*shlex.split(ran.err.partition("as a command: ckpttool ")[2].splitlines()[0]))
+    assert again.code == 0, again.err
+    assert same(load_file(out), made)
+    out.unlink()
+    ran = cli(*start, "--exclude", "extra", "--write-map", rules)
+    assert (ran.code, "--force" in ran.err, out.exists()) == (2, True, False)
+
+
+def test_what_the_map_can_not_add_is_said(cli: Cli, tmp_path: Path) -> None:
+    norm = filled({"n.weight": (4,), "n.bias": (4,), "n.running_mean": (4,), "n.running_var": (4,)})
+    save_file({f"a.{k}": v for k, v in norm.items()}, tmp_path / "in.safetensors")
+    save_file({**norm, "n.num_batches_tracked": torch.tensor(0)}, tmp_path / "like.safetensors")
+    out, like, rules = (tmp_path / n for n in ("out.safetensors", "like.safetensors", "rules.toml"))
+    ran = cli("conform", tmp_path / "in.safetensors", out, "--like", like, "--write-map", rules)
+    assert "rules.toml is without what INPUT lacks: n.num_batches_tracked" in ran.err
+    assert "as a command" not in ran.err
 
 
 def test_a_vocabulary_grows_by_zeros_on_demand(tmp_path: Path) -> None:
