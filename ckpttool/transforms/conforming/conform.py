@@ -25,7 +25,7 @@ from ..selection import replace_state
 from .modules import Module
 from .places import Place, Places, places_of
 from .rules import Row, as_rules, rows
-from .search import COUNTER, Found, search
+from .search import COUNTER, Found, is_shared, search
 from .values import Values, differing
 
 SHOWN = 4  # names or candidates in a message, which counts the rest
@@ -142,8 +142,9 @@ def _conformed(
     more = {**padded, **counters, **taken}
     changed = replace_state(changed, after, lambda old: _in_order({**old, **more}, theirs))
     made = changed.state(state)
+    compared: dict[str, TensorRef] = {}
     if values:
-        compared = {name: tensor for name, tensor in values.items() if name in made.tensors}
+        compared = {n: tensor for n, tensor in values.items() if n in made.tensors and n not in taken}
         if (name := differing(made.tensors, compared)) is not None:
             hint = "--check-values is for a reference that holds the same model"
             raise CheckFailed(f"{path}: as '{name[:80]}' it has other values than the reference", hint=hint)
@@ -164,7 +165,7 @@ def _conformed(
         tuple(name for name in found.lacking if name not in more),
         tuple(padded),
         tuple((*pair, count) for pair, count in types.items()),
-        len(compared) if values else 0,
+        len(compared),
     )
 
 
@@ -178,11 +179,15 @@ def _in_order(entries: dict[Any, Any], theirs: Places) -> dict[Any, Any]:
 
 
 def _tie_by_values(found: Found, left: Mapping[str, TensorRef], right: Mapping[str, TensorRef]) -> None:
-    """Take what has no counterpart and the values of another tensor of its side for a second name of that."""
+    """Take an embedding or head without a counterpart for a second name of another that has its values.
+
+    Others are no ties though they are equal, such as two norms of ones: they are trained apart.
+    """
     for modules, tensors in ((found.left, left), (found.right, right)):
         for module in [*modules]:
             others = {kind: _equal(name, tensors) for kind, name in module.names.items()}
-            if all(others.values()):
+            names = [*module.names.values(), *others.values()]
+            if all(others.values()) and any(name and is_shared(name) for name in names):
                 pairs = tuple((module.names[kind], other or "") for kind, other in others.items())
                 modules.remove(module)
                 if tensors is left:

@@ -152,8 +152,17 @@ def _shape(place: Place) -> tuple[int, ...]:
 
 
 def _is_embedding(name: str) -> bool:
-    parts = tuple(name.removesuffix(".weight").split("."))
-    return roles([(parts, ())]) == [("embedding",)]
+    return _role(name) == ("embedding",)
+
+
+def is_shared(name: str) -> bool:
+    """Return whether a name is that of an embedding or a head, which models tie."""
+    return _role(name) in (("embedding",), ("head",))
+
+
+def _role(name: str) -> object:
+    (role,) = roles([(tuple(name.removesuffix(".weight").split(".")), ())])
+    return role
 
 
 def _resize(found: Found) -> None:

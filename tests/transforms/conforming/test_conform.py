@@ -365,6 +365,24 @@ def test_values_decide_between_layers_of_one_shape_and_square_matrices(tmp_path:
     assert same(brought(state, like, tmp_path, check_values=True)[0], like)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_equal_values_are_a_tie_of_embeddings_and_heads_alone(reverse: bool, tmp_path: Path) -> None:
+    state = filled({"wte.weight": (9, 4), "h.weight": (4, 5), "f.weight": (5,)})
+    pair = [state, {**state, "lm_head.weight": state["wte.weight"].clone()}]
+    made, found = brought(*pair[:: -1 if reverse else 1], tmp_path, check_values=True)
+    assert found.untied if reverse else found.tied
+    pair[1] = {**state, "g.weight": state["f.weight"].clone()}
+    with pytest.raises(Mismatch):
+        brought(*pair[:: -1 if reverse else 1], tmp_path, check_values=True)
+
+
+def test_what_is_taken_from_the_reference_proves_nothing(tmp_path: Path) -> None:
+    state = filled({"wte.weight": (9, 4)})
+    like = {**state, "n.relative_position_index": torch.arange(6)}
+    _, found = brought(state, like, tmp_path, check_values=True)
+    assert (found.taken, found.proven) == (("n.relative_position_index",), 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_values_are_compared_in_the_precision_of_the_reference(dtype: torch.dtype, tmp_path: Path) -> None:
     state = llama()
