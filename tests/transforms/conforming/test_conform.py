@@ -241,6 +241,29 @@ def test_the_order_of_files_counts_only_where_it_agrees_with_all_else(tmp_path: 
         brought(state, others(shuffled), tmp_path)
 
 
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_order_of_sorted_names_counts_not_whatever_types_and_shards(shards: bool, tmp_path: Path) -> None:
+    """safetensors are written by type, then by name, and each shard for itself."""
+    shapes = {f"n{n}.weight": (n + 2, n + 3) for n in range(8)}
+    state = filled({"a.weight": (5, 5), **shapes, "z.weight": (5, 5)})
+    like = {k.replace("n", "m").replace("a.", "b.").replace("z.", "y."): t for k, t in state.items()}
+    halves = [dict([*each.items()][start::2]) for each in (state, like) for start in (0, 1)]
+    for place, (one, other) in {"in": halves[:2], "like": halves[2:]}.items():
+        if shards:
+            (tmp_path / place).mkdir()
+            save_file(other, tmp_path / place / "model-00001-of-00002.safetensors")
+            save_file(one, tmp_path / place / "model-00002-of-00002.safetensors")
+            files = {
+                name: f"model-0000{n}-of-00002.safetensors" for n, h in ((1, other), (2, one)) for name in h
+            }
+            index = {"metadata": {}, "weight_map": files}
+            (tmp_path / place / "model.safetensors.index.json").write_text(json.dumps(index))
+        else:
+            save_file(one | {k: t.half() for k, t in other.items()}, tmp_path / place)
+    with ckpttool.open(tmp_path / "in") as checkpoint, pytest.raises(Ambiguous, match="of one shape"):
+        conform(checkpoint, tmp_path / "like")
+
+
 MISFITS: dict[str, tuple[State, State, str]] = {
     "a layer too many": (
         llama(3),
@@ -369,7 +392,7 @@ def test_values_decide_between_layers_of_one_shape_and_square_matrices(tmp_path:
 def test_equal_values_are_a_tie_of_embeddings_and_heads_alone(reverse: bool, tmp_path: Path) -> None:
     state = filled({"wte.weight": (9, 4), "h.weight": (4, 5), "f.weight": (5,)})
     pair = [state, {**state, "lm_head.weight": state["wte.weight"].clone()}]
-    made, found = brought(*pair[:: -1 if reverse else 1], tmp_path, check_values=True)
+    _, found = brought(*pair[:: -1 if reverse else 1], tmp_path, check_values=True)
     assert found.untied if reverse else found.tied
     pair[1] = {**state, "g.weight": state["f.weight"].clone()}
     with pytest.raises(Mismatch):
