@@ -51,7 +51,12 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
     from ...tensors import cast
 
     if (like is None) == (model is None):
-        raise click.UsageError("name the other side: --like REF, or --model SPEC")
+        what = "name one other side, not two" if like else "name the other side"
+        raise click.UsageError(f"{what}: --like REF, or --model SPEC")
+    for name in ("check_values", "like_state"):
+        if model is not None and choices[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageFault(f"{flag} is of --like: a model has no file", hint="--like REF in its place")
     if write_map is not None:
         _require_new_map(write_map, job, like)
     exclude, said = choices.pop("exclude"), choices.pop("dtype")
@@ -67,7 +72,9 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
             left_out = chosen.left_out
         reference = _places_of(model) if model is not None else like
         assert reference is not None
-        new, conformed = conform(checkpoint, reference, state=target.state, **choices)
+        new, conformed = conform(
+            checkpoint, reference, state=target.state, optimizers=target.place.holds_all, **choices
+        )
         outcome = _outcome(conformed, like or model or "", verbose=job.console.verbose)
         outcome.left_out = left_out
         if dtype is not None:
@@ -141,6 +148,7 @@ def _outcome(conformed: Conformed, like: str, *, verbose: bool) -> Outcome:
         ("taken from the other side, whose model computes them", conformed.taken),
         ("not written, as the other side's model computes them", conformed.lacking),
         ("rows of zeros added", conformed.padded),
+        ("changed too", conformed.also),
     ):
         if names:
             shown = ", ".join(names if verbose else names[:4]) + ("" if verbose or len(names) < 5 else ", …")

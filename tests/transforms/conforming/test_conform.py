@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.errors import Ambiguous, CheckFailed, Mismatch, NothingToDo
+from ckpttool.errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, UsageFault
 from ckpttool.transforms.conforming.conform import Conformed, conform
 from ckpttool.transforms.conforming.places import Place
 from ckpttool.transforms.conforming.search import search
@@ -512,6 +512,45 @@ def test_the_optimizers_momentum_follows(tmp_path: Path) -> None:
     for name, tensor in fused(state).items():
         assert torch.equal(made["model"][name], tensor)
         assert torch.equal(made["optimizer"]["state"][name]["exp_avg"], tensor * 2)
+
+
+def test_an_average_gets_all_that_the_model_gets(cli: Cli, tmp_path: Path) -> None:
+    norm = {"n.weight": (4,), "n.bias": (4,), "n.running_mean": (4,), "n.running_var": (4,)}
+    state = filled({**norm, "wte.weight": (9, 4)})
+    like = {**others(state), "n.num_batches_tracked": torch.tensor(0), "i.position_ids": torch.arange(6)}
+    like["wte.weight"] = torch.zeros(12, 4)
+    ema = {f"a.{k}": t + 1 for k, t in state.items()}
+    torch.save({"model": {f"a.{k}": t for k, t in state.items()}, "ema": ema}, tmp_path / "in.pt")
+    torch.save(like, tmp_path / "like.pt")
+    arguments = (tmp_path / "in.pt", tmp_path / "out.pt", "--like", tmp_path / "like.pt", "--pad-vocab")
+    ran = cli("conform", *arguments)
+    assert (ran.code, "changed too: ema" in ran.err) == (0, True), ran.err
+    made = torch.load(tmp_path / "out.pt")
+    assert {k: t.shape for k, t in made["ema"].items()} == {k: t.shape for k, t in like.items()}
+    assert torch.equal(made["ema"]["wte.weight"][:9], ema["a.wte.weight"])
+    assert torch.equal(made["model"]["wte.weight"][:9], state["wte.weight"])
+
+
+def test_an_optimizer_that_is_not_written_is_no_obstacle(cli: Cli, tmp_path: Path) -> None:
+    state, like = llama(rows=50), fused(llama(rows=64))
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": state, "optimizer": optimizer}, tmp_path / "in.pt")
+    torch.save(like, tmp_path / "like.pt")
+    arguments = ("--like", tmp_path / "like.pt", "--pad-vocab")
+    assert cli("conform", tmp_path / "in.pt", tmp_path / "out.pt", *arguments).code == 3
+    ran = cli("conform", tmp_path / "in.pt", tmp_path / "out.safetensors", *arguments)
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize("flag", [("--check-values",), ("--like-state", "ema"), ("--like", "a.pt"), None])
+def test_what_a_model_can_not_say_is_refused(flag: tuple[str, ...] | None, cli: Cli, tmp_path: Path) -> None:
+    save_file(llama(), tmp_path / "in.safetensors")
+    model = () if flag is None else ("--model", "no.py:net", *flag)
+    ran = cli("conform", tmp_path / "in.safetensors", tmp_path / "out.pt", *model)
+    said = "name the other side" if flag is None else "not two" if "--like" in flag else flag[0]
+    assert (ran.code, said in ran.err) == (2, True), ran.err
+    with ckpttool.open(tmp_path / "in.safetensors") as checkpoint, pytest.raises(UsageFault):
+        conform(checkpoint, {"a": Place((1,), "float32", "a")}, check_values=True)
 
 
 def test_what_would_be_done_is_said_and_nothing_written(cli: Cli, tmp_path: Path) -> None:
