@@ -131,6 +131,8 @@ def _places_of(spec: str) -> Any:
 
 
 def _outcome(conformed: Conformed, like: str, *, verbose: bool) -> Outcome:
+    from ...transforms.mapping.config import FILES
+
     count = sum(row.count * len(row.rule.targets) for row in conformed.table)
     done = f"brought {count} tensors under the names of {like}"
     if conformed.proven:
@@ -138,7 +140,7 @@ def _outcome(conformed: Conformed, like: str, *, verbose: bool) -> Outcome:
     lines = [*_table(conformed.table)]
     if len(lines) > LINES and not verbose:
         lines = [*lines[:LINES], f"… and {len(lines) - LINES} more lines (-v)"]
-    outcome = Outcome(done, conformed.renamed, result=conformed, table=lines)
+    outcome = Outcome(done, conformed.renamed, result=conformed, table=lines, untrue=FILES)
     outcome.fields = {"mapping": [_entry(row) for row in conformed.table]}
     for said, names in (
         ("left out, as the other side has no such buffer", conformed.dropped),

@@ -477,6 +477,24 @@ def test_the_map_is_written_after_the_output_and_over_no_other_file(cli: Cli, tm
     assert (ran.code, "--force" in ran.err, out.exists()) == (2, True, False)
 
 
+@pytest.mark.parametrize("flags", [[], ["--companions"]])
+def test_the_config_of_another_architecture_is_not_copied(flags: list[str], cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    save_file(llama(), tmp_path / "in" / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "in" / name).write_text("{}")
+    save_file(fused(llama()), tmp_path / "like.safetensors")
+    rules, like = tmp_path / "rules.toml", tmp_path / "like.safetensors"
+    said = ["not true of the output, so not copied: config.json"]
+    one = ("conform", tmp_path / "in", f"{tmp_path}/one/", "--like", like, "--write-map", rules)
+    for command in (one, ("convert", tmp_path / "in", f"{tmp_path}/two/", "--map", rules)):
+        ran = cli(*command, *flags)
+        assert ran.code == 0, ran.err
+        assert [line for line in ran.err.splitlines() if "config.json" in line] == said
+        assert not (Path(command[2]) / "config.json").exists()
+        assert (Path(command[2]) / "tokenizer.json").exists() is bool(flags)
+
+
 def test_what_the_map_can_not_add_is_said(cli: Cli, tmp_path: Path) -> None:
     norm = filled({"n.weight": (4,), "n.bias": (4,), "n.running_mean": (4,), "n.running_var": (4,)})
     save_file({f"a.{k}": v for k, v in norm.items()}, tmp_path / "in.safetensors")
