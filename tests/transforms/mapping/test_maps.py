@@ -83,6 +83,8 @@ def test_numbers_of_another_model_are_refused(tmp_path: Path) -> None:
     )
     said = refusal(meta, tmp_path, by, config={})
     assert "nothing says the number 'heads'" in said and "--config config.json" in said
+    said = refusal(meta, tmp_path, by, config={"dim": 16})
+    assert "the config has no n_heads nor num_attention_heads; [numbers]" in said
 
 
 def test_the_wrong_way_and_the_wrong_map_are_said(tmp_path: Path) -> None:
