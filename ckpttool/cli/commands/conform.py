@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...errors import OutputExists, UsageFault
 from .. import options
+from ..console import Console, columns, cut_front, printable, table, terminal_width
 from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from ...transforms.conforming.conform import Conformed
     from ...transforms.conforming.rules import Row
 
-LINES = 40  # of the table; -v shows all
+LINES = 41  # of the table, with its header; -v shows all
 
 
 @click.command("conform")
@@ -75,7 +78,7 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
         new, conformed = conform(
             checkpoint, reference, state=target.state, optimizers=target.place.holds_all, **choices
         )
-        outcome = _outcome(conformed, like or model or "", verbose=job.console.verbose)
+        outcome = _outcome(conformed, like or model or "", job.console)
         outcome.left_out = left_out
         if dtype is not None:
             new, outcome.casting = selection.cast(new, dtype, state=target.state)
@@ -130,14 +133,15 @@ def _places_of(spec: str) -> Any:
         return Blueprint.of(skeleton(spec)).places
 
 
-def _outcome(conformed: Conformed, like: str, *, verbose: bool) -> Outcome:
+def _outcome(conformed: Conformed, like: str, console: Console) -> Outcome:
     from ...transforms.mapping.config import FILES
 
     count = sum(row.count * len(row.rule.targets) for row in conformed.table)
     done = f"brought {count} tensors under the names of {like}"
     if conformed.proven:
         done += f", {conformed.proven} proven equal bit for bit"
-    lines = [*_table(conformed.table)]
+    verbose = console.verbose
+    lines = [*_table(conformed.table, terminal_width(sys.stderr if console.to_stderr else sys.stdout))]
     if len(lines) > LINES and not verbose:
         lines = [*lines[:LINES], f"… and {len(lines) - LINES} more lines (-v)"]
     outcome = Outcome(done, conformed.renamed, result=conformed, table=lines, untrue=FILES)
@@ -164,15 +168,21 @@ def _types(conformed: Conformed) -> Iterator[str]:
         yield f"{count} tensors are {mine} here and {theirs} there: {hint}"
 
 
-def _table(table: Sequence[Row]) -> Iterator[str]:
-    """Yield a line for each rule: its names, what is done, and what that rests on."""
-    for row in table:
-        sides = [
-            ", ".join(_ranged(text, row) for text in side) for side in (row.rule.sources, row.rule.targets)
-        ]
-        done = " ".join(step.verb for step in row.rule.steps)
-        shapes = row.shapes[0] if row.shapes[0] == row.shapes[1] else f"{row.shapes[0]} -> {row.shapes[1]}"
-        yield f"{sides[0]} -> {sides[1]}  {shapes}{' ' * bool(done)}{done}  by {row.rests}"
+def _table(mapping: Sequence[Row], width: int | None) -> Iterator[str]:
+    """Yield, under a header, each rule's names, one a line, with what is done and what that rests on."""
+    rows = [("from", "to", "shape", "steps", "by")]
+    for row in mapping:
+        rule, (before, after) = row.rule, row.shapes
+        shape = before if before == after else f"{before} -> {after}"
+        facts = shape, " ".join(step.verb for step in rule.steps), row.rests
+        for source, target in zip_longest(rule.sources, rule.targets, fillvalue=""):
+            rows.append((printable(_ranged(source, row)), printable(_ranged(target, row)), *facts))
+            facts = "", "", ""
+    if width is not None:
+        rest = sum(max(map(columns, column)) for column in [*zip(*rows, strict=True)][2:]) + 8
+        each = max((width - rest) // 2, 16)
+        rows = [(cut_front(row[0], each), cut_front(row[1], each), *row[2:]) for row in rows]
+    yield from table(rows, range(5), width)
 
 
 def _ranged(text: str, row: Row) -> str:
