@@ -193,6 +193,11 @@ def _completed(
 ) -> Checkpoint:
     """Return a checkpoint with what a state lacks, in the order of the reference."""
     state = checkpoint.state(where)
+    for name in resized:
+        place, rows = theirs[name], state.tensors[name].shape[:1]
+        if place.shape is not None and rows > place.shape[:1]:
+            hint = "write the state alone first: ckpttool slim"
+            raise Refused(checkpoint.path, f"'{where}' has more rows of '{name[:80]}' than fit", hint=hint)
     padded = {name: _padded(name, state.tensors[name], theirs[name]) for name in resized}
     return replace_state(checkpoint, state, lambda old: _in_order({**old, **padded, **more}, theirs))
 

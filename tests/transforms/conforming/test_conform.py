@@ -547,6 +547,10 @@ def test_an_average_gets_all_that_the_model_gets(cli: Cli, tmp_path: Path) -> No
     assert {k: t.shape for k, t in made["ema"].items()} == {k: t.shape for k, t in like.items()}
     assert torch.equal(made["ema"]["wte.weight"][:9], ema["a.wte.weight"])
     assert torch.equal(made["model"]["wte.weight"][:9], state["wte.weight"])
+    ema["a.wte.weight"] = torch.ones(15, 4)
+    torch.save({"model": {f"a.{k}": t for k, t in state.items()}, "ema": ema}, tmp_path / "in.pt")
+    ran = cli("conform", *arguments, "--force")
+    assert (ran.code, "'ema' has more rows of 'wte.weight'" in ran.err) == (3, True), ran.err
 
 
 def test_an_optimizer_that_is_not_written_is_no_obstacle(cli: Cli, tmp_path: Path) -> None:
