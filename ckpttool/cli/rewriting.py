@@ -63,6 +63,7 @@ class Companions:
     copied: Mapping[str, str]  # path -> where it is copied to
     left: Sequence[str] = ()  # names that --companions would copy
     others: Sequence[str] = ()
+    untrue: Sequence[str] = ()  # names of what would be copied, or could be, and is not true of the output
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, job: Job, place: Destination) -> Companions:
@@ -92,10 +93,11 @@ class Companions:
         return [os.path.basename(place) for place in self.copied.values()]
 
     def without(self, names: Sequence[str]) -> Companions:
-        """Return the same without the companions of some names, which are not copied."""
+        """Return the same without the companions of some names, which are not true of the output."""
         copied = {path: to for path, to in self.copied.items() if os.path.basename(path) not in names}
-        stay = [os.path.basename(path) for path in self.copied if path not in copied]
-        return replace(self, copied=copied, others=[*self.others, *stay]) if stay else self
+        left = [name for name in self.left if name not in names]
+        before = [*map(os.path.basename, self.copied), *self.left]
+        return replace(self, copied=copied, left=left, untrue=[name for name in before if name in names])
 
     def copy(self, console: Console, settings: Mapping[str, object] | None = None, *, dry: bool) -> None:
         """Copy what is to be copied, a config.json with these settings changed; name what is not."""
@@ -103,13 +105,17 @@ class Companions:
 
         console.note_names("not copied (--companions does)", self.left)
         console.note_names("other files of the folder, not copied", self.others)
+        console.note_names("not true of the output, so not copied", self.untrue)
         if not dry:
             console.note_names("copying along", list(self.copied.values()))
             folders.copy_companions(self.copied, settings)
 
     def fields(self) -> dict[str, object]:
         """Return the JSON fields, of which each is there only if there is something to say."""
-        fields = {"companions": [*self.copied.values()], "not_copied": [*self.left, *self.others]}
+        fields = {
+            "companions": [*self.copied.values()],
+            "not_copied": [*self.left, *self.others, *self.untrue],
+        }
         return {name: value for name, value in fields.items() if value}
 
 

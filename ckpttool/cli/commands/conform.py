@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...errors import OutputExists, UsageFault
 from .. import options
+from ..console import Console, columns, cut_front, printable, table, terminal_width
 from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite
 
@@ -17,7 +23,7 @@ if TYPE_CHECKING:
     from ...transforms.conforming.conform import Conformed
     from ...transforms.conforming.rules import Row
 
-LINES = 40  # of the table; -v shows all
+LINES = 41  # of the table, with its header; -v shows all
 
 
 @click.command("conform")
@@ -48,35 +54,74 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
     from ...tensors import cast
 
     if (like is None) == (model is None):
-        raise click.UsageError("name the other side: --like REF, or --model SPEC")
-    dtype = cast.target(choices.pop("dtype").lower()) if choices["dtype"] else choices.pop("dtype")
+        what = "name one other side, not two" if like else "name the other side"
+        raise click.UsageError(f"{what}: --like REF, or --model SPEC")
+    for name in ("check_values", "like_state"):
+        if model is not None and choices[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageFault(f"{flag} is of --like: a model has no file", hint="--like REF in its place")
+    if write_map is not None:
+        _require_new_map(write_map, job, like)
+    exclude, said = choices.pop("exclude"), choices.pop("dtype")
+    dtype = cast.target(said.lower()) if said else None
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         from ...transforms import selection
         from ...transforms.conforming.conform import conform
 
         left_out: tuple[str, ...] = ()
-        if exclude := choices.pop("exclude"):
+        if exclude:
             checkpoint, chosen = selection.select(checkpoint, exclude=exclude, state=target.state)
             left_out = chosen.left_out
         reference = _places_of(model) if model is not None else like
         assert reference is not None
-        new, conformed = conform(checkpoint, reference, state=target.state, **choices)
-        outcome = _outcome(conformed, like or model or "", verbose=job.console.verbose)
+        new, conformed = conform(
+            checkpoint, reference, state=target.state, optimizers=target.place.holds_all, **choices
+        )
+        outcome = _outcome(conformed, like or model or "", job.console)
         outcome.left_out = left_out
         if dtype is not None:
             new, outcome.casting = selection.cast(new, dtype, state=target.state)
             outcome.done += f", {outcome.casting.tensors} tensors cast to {dtype.name}"
         elif conformed.types:
             outcome.notes += _types(conformed)
-        if write_map and not job.dry_run:
-            with open(write_map, "w" if job.force else "x", encoding="utf-8") as file:
-                file.write(conformed.rules.to_toml())
-            again = shlex.join(["ckpttool", "convert", job.input, job.output, "--map", write_map])
-            outcome.notes.append(f"as a command: {again}")
+        if write_map is not None:
+            also = [f"--exclude={glob}" for glob in exclude] + ([f"--dtype={said}"] if said else [])
+            outcome.written = partial(_write_map, write_map, conformed, outcome, job, also)
         return new, outcome
 
     rewrite(job, transform)
+
+
+def _require_new_map(path: str, job: Job, like: str | None) -> None:
+    """Refuse a place for the rules where --map would not find them, or where another file is."""
+    from ...files.commit import require_folder
+
+    if not path.endswith(".toml"):
+        raise UsageFault(f"--write-map {path}: a rule file's name ends in .toml", hint="name it so")
+    others = {"INPUT": job.input, "REF": like, "OUTPUT": job.output}
+    for what, other in others.items():
+        if other is not None and os.path.realpath(other) == os.path.realpath(path):
+            raise UsageFault(f"--write-map {path}: is the {what}", hint="name another file")
+    if os.path.lexists(path) and not job.force:
+        raise OutputExists(f"--write-map {path}: already exists", hint="write it anyway with --force")
+    require_folder(path)
+
+
+def _write_map(path: str, conformed: Conformed, outcome: Outcome, job: Job, also: Sequence[str]) -> None:
+    """Write the rules once OUTPUT is there, and say how convert makes the same of them."""
+    from ...files.commit import replacing
+
+    with replacing(path) as file:
+        file.write(conformed.rules.to_toml().encode())
+    if from_reference := (*conformed.padded, *conformed.counted, *conformed.taken):
+        outcome.notes.append(f"{path} is without what INPUT lacks: {job.console.names(from_reference)}")
+        return
+    given = {"--state": job.state, "--shard-size": job.shard_size, "--device": job.device}
+    also = [*also, *(f"{name}={value}" for name, value in given.items() if value is not None)]
+    also += ["--companions"] * job.companions + ["--force"]
+    again = ["ckpttool", "convert", job.input, job.output, "--map", path, *also]
+    outcome.notes.append(f"as a command: {shlex.join(again)}")
 
 
 def _places_of(spec: str) -> Any:
@@ -88,15 +133,18 @@ def _places_of(spec: str) -> Any:
         return Blueprint.of(skeleton(spec)).places
 
 
-def _outcome(conformed: Conformed, like: str, *, verbose: bool) -> Outcome:
+def _outcome(conformed: Conformed, like: str, console: Console) -> Outcome:
+    from ...transforms.mapping.config import FILES
+
     count = sum(row.count * len(row.rule.targets) for row in conformed.table)
     done = f"brought {count} tensors under the names of {like}"
     if conformed.proven:
         done += f", {conformed.proven} proven equal bit for bit"
-    lines = [*_table(conformed.table)]
+    verbose = console.verbose
+    lines = [*_table(conformed.table, terminal_width(sys.stderr if console.to_stderr else sys.stdout))]
     if len(lines) > LINES and not verbose:
         lines = [*lines[:LINES], f"… and {len(lines) - LINES} more lines (-v)"]
-    outcome = Outcome(done, conformed.renamed, result=conformed, table=lines)
+    outcome = Outcome(done, conformed.renamed, result=conformed, table=lines, untrue=FILES)
     outcome.fields = {"mapping": [_entry(row) for row in conformed.table]}
     for said, names in (
         ("left out, as the other side has no such buffer", conformed.dropped),
@@ -106,6 +154,7 @@ def _outcome(conformed: Conformed, like: str, *, verbose: bool) -> Outcome:
         ("taken from the other side, whose model computes them", conformed.taken),
         ("not written, as the other side's model computes them", conformed.lacking),
         ("rows of zeros added", conformed.padded),
+        ("changed too", conformed.also),
     ):
         if names:
             shown = ", ".join(names if verbose else names[:4]) + ("" if verbose or len(names) < 5 else ", …")
@@ -119,15 +168,21 @@ def _types(conformed: Conformed) -> Iterator[str]:
         yield f"{count} tensors are {mine} here and {theirs} there: {hint}"
 
 
-def _table(table: Sequence[Row]) -> Iterator[str]:
-    """Yield a line for each rule: its names, what is done, and what that rests on."""
-    for row in table:
-        sides = [
-            ", ".join(_ranged(text, row) for text in side) for side in (row.rule.sources, row.rule.targets)
-        ]
-        done = " ".join(step.verb for step in row.rule.steps)
-        shapes = row.shapes[0] if row.shapes[0] == row.shapes[1] else f"{row.shapes[0]} -> {row.shapes[1]}"
-        yield f"{sides[0]} -> {sides[1]}  {shapes}{' ' * bool(done)}{done}  by {row.rests}"
+def _table(mapping: Sequence[Row], width: int | None) -> Iterator[str]:
+    """Yield, under a header, each rule's names, one a line, with what is done and what that rests on."""
+    rows = [("from", "to", "shape", "steps", "by")]
+    for row in mapping:
+        rule, (before, after) = row.rule, row.shapes
+        shape = before if before == after else f"{before} -> {after}"
+        facts = shape, " ".join(step.verb for step in rule.steps), row.rests
+        for source, target in zip_longest(rule.sources, rule.targets, fillvalue=""):
+            rows.append((printable(_ranged(source, row)), printable(_ranged(target, row)), *facts))
+            facts = "", "", ""
+    if width is not None:
+        rest = sum(max(map(columns, column)) for column in [*zip(*rows, strict=True)][2:]) + 8
+        each = max((width - rest) // 2, 16)
+        rows = [(cut_front(row[0], each), cut_front(row[1], each), *row[2:]) for row in rows]
+    yield from table(rows, range(5), width)
 
 
 def _ranged(text: str, row: Row) -> str:

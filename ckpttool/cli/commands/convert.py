@@ -137,12 +137,14 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
 
 def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
     from ...transforms.mapping.applying import apply_map
+    from ...transforms.mapping.config import FILES
 
     given = {"inverse": changes["inverse"], "config": changes["config"], "state": target.state}
     optimizers = target.place.holds_all  # what is left out need not follow
     checkpoint, mapped = apply_map(checkpoint, changes["map_"], optimizers=optimizers, **given)
     outcome.renamed = {old: new for old, new in mapped.renaming.items() if old != new}
     outcome.left_out += mapped.dropped
+    outcome.untrue = (*outcome.untrue, *FILES)  # they say the architecture that it was
     outcome.result = mapped
     outcome.casting = mapped.casting if mapped.casting.reports else None
     outcome.done += f", {counted(len(mapped.names), 'tensor')} made by {changes['map_']}"

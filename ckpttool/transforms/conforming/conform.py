@@ -11,7 +11,7 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
-from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused
+from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ...formats.reading import File
 from ...formats.reading import open as open_checkpoint
 from ...inert_pickle.values import walk
@@ -25,7 +25,7 @@ from ..selection import replace_state
 from .modules import Module
 from .places import Place, Places, places_of
 from .rules import Row, as_rules, rows
-from .search import COUNTER, Found, search
+from .search import COUNTER, Found, is_shared, search
 from .values import Values, differing
 
 SHOWN = 4  # names or candidates in a message, which counts the rest
@@ -48,6 +48,7 @@ class Conformed:
         padded: names of tensors that got rows of zeros.
         types: (type here, type in the reference, how many tensors).
         proven: how many tensors have the reference's values, bit for bit; 0 where they were not compared.
+        also: dotted paths of copies of the state, such as an average, that were changed too.
     """
 
     table: tuple[Row, ...] = field(metadata={"json": False})
@@ -62,6 +63,7 @@ class Conformed:
     padded: tuple[str, ...] = ()
     types: tuple[tuple[str, str, int], ...] = ()
     proven: int = 0
+    also: tuple[str, ...] = ()
 
 
 @takes_checkpoint
@@ -73,6 +75,7 @@ def conform(
     like_state: str | None = None,
     check_values: bool = False,
     pad_vocab: bool = False,
+    optimizers: bool = True,
 ) -> tuple[Checkpoint, Conformed]:
     """Return a checkpoint whose state has the names and shapes of a reference.
 
@@ -84,6 +87,7 @@ def conform(
         check_values: the reference is the same model: what names and shapes leave open is decided by values,
             and all of the result is compared.
         pad_vocab: give embeddings and heads that have fewer rows than the reference's rows of zeros.
+        optimizers: take along what else the file has of the model: optimizers, and copies of the state.
 
     Returns:
         The new checkpoint, whose tensors still lie in the old file, and how each came to its name.
@@ -94,17 +98,22 @@ def conform(
         CheckFailed: values differ from the reference's.
         NothingToDo: the state has these names and shapes already.
         Refused: an optimizer's state can't follow.
+        UsageFault: values or a state of a model's places are asked for, which have none.
         NoState, Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
     target = checkpoint.state(state)
     mine = places_of(checkpoint.path, target)
     if isinstance(like, Mapping):
-        return _conformed(checkpoint, target, mine, like, {}, state, False, pad_vocab)
+        if check_values or like_state is not None:
+            what = "a model in the place of a reference has no values, nor several states"
+            raise UsageFault(what, hint="a checkpoint of it has: name that")
+        return _conformed(checkpoint, target, mine, like, {}, state, False, pad_vocab, optimizers)
     # Not closed here: buffers of the output may lie in it, and its last tensor closes it.
     reference = like if isinstance(like, Checkpoint) else open_checkpoint(like)
     other = reference.state(like_state)
     theirs = places_of(reference.path, other)
-    return _conformed(checkpoint, target, mine, theirs, other.tensors, state, check_values, pad_vocab)
+    tensors = other.tensors
+    return _conformed(checkpoint, target, mine, theirs, tensors, state, check_values, pad_vocab, optimizers)
 
 
 def _conformed(
@@ -116,6 +125,7 @@ def _conformed(
     state: str | None,
     check_values: bool,
     pad_vocab: bool,
+    optimizers: bool,
 ) -> tuple[Checkpoint, Conformed]:
     path, values = checkpoint.path, reference if check_values else {}
     theirs = {name: place for name, place in theirs.items() if place.shape is not None}
@@ -131,19 +141,24 @@ def _conformed(
     require_certain(path, found, by_values=bool(values))
     table = rows(found, mine)
     rules = as_rules(found, table)
-    if found.resized and any(isinstance(v, dict) and is_optimizer(v) for v in walk(checkpoint.tree)):
+    if (
+        found.resized
+        and optimizers
+        and any(isinstance(v, dict) and is_optimizer(v) for v in walk(checkpoint.tree))
+    ):
         hint = "write the state alone first: ckpttool slim"
         raise Refused(path, "its optimizer's state can't follow a vocabulary that is padded", hint=hint)
-    changed, mapped = apply(checkpoint, rules, state=state)
-    after = changed.state(state)
-    padded = {new: _padded(new, after.tensors[new], theirs[new]) for new in _resized_names(found)}
+    changed, mapped = apply(checkpoint, rules, state=state, optimizers=optimizers)
+    padded = _resized_names(found)
     counters = {name: _zero(path, theirs[name]) for name in found.lacking if name.endswith(COUNTER)}
     taken = {name: reference[name] for name in found.lacking if name in reference and name not in counters}
-    more = {**padded, **counters, **taken}
-    changed = replace_state(changed, after, lambda old: _in_order({**old, **more}, theirs))
+    more = {**counters, **taken}
+    for where in (state, *mapped.also):
+        changed = _completed(changed, where, padded, more, theirs)
     made = changed.state(state)
+    compared: dict[str, TensorRef] = {}
     if values:
-        compared = {name: tensor for name, tensor in values.items() if name in made.tensors}
+        compared = {n: tensor for n, tensor in values.items() if n in made.tensors and n not in taken}
         if (name := differing(made.tensors, compared)) is not None:
             hint = "--check-values is for a reference that holds the same model"
             raise CheckFailed(f"{path}: as '{name[:80]}' it has other values than the reference", hint=hint)
@@ -164,8 +179,27 @@ def _conformed(
         tuple(name for name in found.lacking if name not in more),
         tuple(padded),
         tuple((*pair, count) for pair, count in types.items()),
-        len(compared) if values else 0,
+        len(compared),
+        mapped.also,
     )
+
+
+def _completed(
+    checkpoint: Checkpoint,
+    where: str | None,
+    resized: Iterable[str],
+    more: Mapping[str, TensorRef],
+    theirs: Places,
+) -> Checkpoint:
+    """Return a checkpoint with what a state lacks, in the order of the reference."""
+    state = checkpoint.state(where)
+    for name in resized:
+        place, rows = theirs[name], state.tensors[name].shape[:1]
+        if place.shape is not None and rows > place.shape[:1]:
+            hint = "write the state alone first: ckpttool slim"
+            raise Refused(checkpoint.path, f"'{where}' has more rows of '{name[:80]}' than fit", hint=hint)
+    padded = {name: _padded(name, state.tensors[name], theirs[name]) for name in resized}
+    return replace_state(checkpoint, state, lambda old: _in_order({**old, **padded, **more}, theirs))
 
 
 def _shapes(places: Places) -> dict[str, object]:
@@ -178,11 +212,15 @@ def _in_order(entries: dict[Any, Any], theirs: Places) -> dict[Any, Any]:
 
 
 def _tie_by_values(found: Found, left: Mapping[str, TensorRef], right: Mapping[str, TensorRef]) -> None:
-    """Take what has no counterpart and the values of another tensor of its side for a second name of that."""
+    """Take an embedding or head without a counterpart for a second name of another that has its values.
+
+    Others are no ties though they are equal, such as two norms of ones: they are trained apart.
+    """
     for modules, tensors in ((found.left, left), (found.right, right)):
         for module in [*modules]:
             others = {kind: _equal(name, tensors) for kind, name in module.names.items()}
-            if all(others.values()):
+            names = [*module.names.values(), *others.values()]
+            if all(others.values()) and any(name and is_shared(name) for name in names):
                 pairs = tuple((module.names[kind], other or "") for kind, other in others.items())
                 modules.remove(module)
                 if tensors is left:

@@ -16,6 +16,7 @@ class Place:
     shape: tuple[int, ...] | None  # None where any value fits: `_extra_state`, and lazy parameters
     dtype: str  # as `float32`; "" where there is none
     first: str  # the first name of the same memory: another than its own for a tied parameter
+    file: str = ""  # the file that it lies in, of those of a folder
 
 
 Places = Mapping[str, Place]
@@ -26,8 +27,11 @@ def places_of(path: str, state: State) -> dict[str, Place]:
     require_plain(path, state.likes, "can't be brought under other names")
     first: dict[tuple[object, ...], str] = {}
     return {
-        name: Place(tensor.shape, tensor.dtype.name, first.setdefault(tensor.view, name))
-        if tensor.numel
-        else Place(tensor.shape, tensor.dtype.name, name)
+        name: Place(
+            tensor.shape,
+            tensor.dtype.name,
+            first.setdefault(tensor.view, name) if tensor.numel else name,
+            tensor.storage.data.path,
+        )
         for name, tensor in state.tensors.items()
     }

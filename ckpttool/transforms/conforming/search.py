@@ -101,7 +101,7 @@ def search(path: str, left: Places, right: Places, *, with_values: bool = False)
     _resize(found)
     if not with_values:
         found.falling = tuple(falling((m for _, m in found.matches), work.trusted.values()))
-        _by_order(found, [*left] == sorted(left) or [*right] == sorted(right))
+        _by_order(found, _is_sorted(left) or _is_sorted(right))
         found.matches = _decided(found.matches, kernels={_ends(left), _ends(right)})
     return found
 
@@ -152,8 +152,17 @@ def _shape(place: Place) -> tuple[int, ...]:
 
 
 def _is_embedding(name: str) -> bool:
-    parts = tuple(name.removesuffix(".weight").split("."))
-    return roles([(parts, ())]) == [("embedding",)]
+    return _role(name) == ("embedding",)
+
+
+def is_shared(name: str) -> bool:
+    """Return whether a name is that of an embedding or a head, which models tie."""
+    return _role(name) in (("embedding",), ("head",))
+
+
+def _role(name: str) -> object:
+    (role,) = roles([(tuple(name.removesuffix(".weight").split(".")), ())])
+    return role
 
 
 def _resize(found: Found) -> None:
@@ -178,6 +187,14 @@ def _differ_in_rows(left: Module, right: Module) -> bool:
     pairs = [(shape, right.shapes[kind]) for kind, shape in left.shapes.items()]
     rows = {(a[0], b[0]) for a, b in pairs if a and b}
     return all(a and b and a[1:] == b[1:] for a, b in pairs) and len(rows) == 1
+
+
+def _is_sorted(places: Places) -> bool:
+    """Return whether the names of each file and type are sorted, as writers of safetensors leave them."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, place in places.items():
+        groups[place.file, place.dtype].append(name)
+    return all(names == sorted(names) for names in groups.values())
 
 
 def _by_order(found: Found, is_sorted: bool) -> None:

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
+from ...errors import CkptToolError, Refused
 from ...tensors.cast import Overflows
 from ..keys import with_copies
+from ..wrappers import found_prefixes
 from .builtin import rules_of
 from .config import config_of
 from .optimizers import followed
@@ -118,7 +121,28 @@ def apply_map(
         Unreadable, Damaged: a file of rules or settings can't be read.
         Refused, Collision, NoState: the checkpoint does not fit the rules, as for `apply`.
     """
-    found = rules_of(rules)
-    found = found.inverse() if inverse else found
+    one_way = rules_of(rules)
+    found = one_way.inverse() if inverse else one_way
     settings = config_of(checkpoint, config)
-    return apply(checkpoint, found, config=settings, state=state, optimizers=optimizers)
+    try:
+        return apply(checkpoint, found, config=settings, state=state, optimizers=optimizers)
+    except Refused as fault:
+        target = checkpoint.state(state)
+        if not _fits(target, found, settings):
+            back = found.inverse() if found.reversible else None
+            if back is not None and _fits(target, back, settings):
+                way = "without --inverse" if inverse else "with --inverse"
+                fault.hint = f"its names are those of the other side: {way} the map takes them"
+            elif found.name and fault.hint and not found_prefixes([*target.tensors]):
+                # Of a map of the package: nobody changes its rules.
+                fault.hint = f"is it {found.start}? --exclude leaves out what more it has"
+        raise
+
+
+def _fits(state: State, rules: Rules, config: Mapping[str, Any]) -> bool:
+    """Return whether rules take the names of a state, whatever its shapes."""
+    try:
+        StateMapping("", state, rules, config)
+    except CkptToolError:
+        return False
+    return True

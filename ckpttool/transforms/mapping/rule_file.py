@@ -39,6 +39,7 @@ from .numbers import Number, parsed
 from .rules import RESTS, TEXTS, Count, Drop, Rule, Rules, Tie
 from .step_table import step_of
 from .templates import templates
+from .toml_text import text as toml
 
 MAX_BYTES = 16 << 20  # of a rule file: one with a rule for each of 100,000 tensors has that many
 
@@ -81,7 +82,21 @@ def rules_in(text: str) -> Rules:
     listed = table.get("rule", [])
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed) or not listed:
         raise UsageFault("it has no rules", hint="each begins with [[rule]]")
-    return Rules(tuple(map(_rule, listed)), rest, numbers, counts, **texts)
+    rules = tuple(_rule_at(number, each, text, len(listed)) for number, each in enumerate(listed))
+    return Rules(rules, rest, numbers, counts, **texts)
+
+
+HEAD = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
+
+
+def _rule_at(number: int, table: Mapping[str, Any], text: str, count: int) -> Rule | Drop | Tie:
+    """Return a rule; UsageFault says which one is wrong, by the line that it begins in if that is certain."""
+    try:
+        return _rule(table)
+    except UsageFault as fault:
+        heads = [line for line, said in enumerate(text.split("\n"), 1) if HEAD.match(said)]
+        where = f"line {heads[number]}" if len(heads) == count else f"rule {number + 1}"
+        raise UsageFault(f"{where}: {fault.message}", hint=fault.hint) from None
 
 
 def _toml(text: str) -> dict[str, Any]:
@@ -150,7 +165,7 @@ def _rule(table: Mapping[str, Any]) -> Rule | Drop | Tie:
     kind = next((kind for kind in OF_RULES if kind in table), None)
     if kind is None:
         raise UsageFault(
-            f"the rule {dict(table)} has no verb", hint="it has from and to, drop, tie, or untie"
+            f"the rule {toml(table)[:200]} has no verb", hint="it has from and to, drop, tie, or untie"
         )
     _require_known(table, OF_RULES[kind], f"a rule with '{kind}'")
     if kind == "from":

@@ -110,6 +110,11 @@ class StateMapping:
             raise Refused(self.path, f"{names} {fault}: {rule}") from None
         except Unknown as fault:
             hint = "give the model's config: --config config.json"
+            if self.config:
+                looked_for = self.rules.numbers.get(str(fault), str(fault))
+                listed = looked_for if isinstance(looked_for, tuple) else (looked_for,)
+                names = " nor ".join(map(str, listed))
+                hint = f"the config has no {names}; [numbers] in the rules says where a number is"
             raise Refused(
                 self.path, f"nothing says the number '{fault}', which {rule} needs", hint=hint
             ) from None

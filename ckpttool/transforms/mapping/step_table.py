@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
 from ...errors import UsageFault
 from .numbers import parsed
+from .toml_text import text as toml
 from .verbs import (
     WRITTEN,
     Cast,
@@ -36,7 +38,10 @@ def step_of(table: Mapping[str, Any]) -> Step:
     found = [verb for verb in table if verb in VERBS]
     if len(found) != 1:
         hint = f"a step is a table with one of {', '.join(VERBS)}, such as {{concat = 0}}"
-        raise UsageFault(f"the step {dict(table)} has {len(found)} verbs", hint=hint)
+        close = [each for key in table for each in get_close_matches(key, VERBS, 1)]
+        if close and not found:
+            hint = f"did you mean {close[0]}? {hint}"
+        raise UsageFault(f"the step {toml(table)[:200]} has {len(found)} verbs", hint=hint)
     kind = VERBS[found[0]]
     known = {each.name for each in fields(kind)}
     given: dict[str, Any] = {}

@@ -20,8 +20,10 @@ def key(name: str) -> str:
 
 def text(value: object) -> str:
     """Return a value in one line. A text of JSON is one of TOML, but for DEL."""
+    if isinstance(value, Mapping) and not value:
+        return "{}"
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key(name)} = {text(each)}" for name, each in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(text, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.errors import Ambiguous, CheckFailed, Mismatch, NothingToDo
+from ckpttool.errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, UsageFault
 from ckpttool.transforms.conforming.conform import Conformed, conform
 from ckpttool.transforms.conforming.places import Place
 from ckpttool.transforms.conforming.search import search
@@ -240,6 +241,29 @@ def test_the_order_of_files_counts_only_where_it_agrees_with_all_else(tmp_path: 
         brought(state, others(shuffled), tmp_path)
 
 
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_order_of_sorted_names_counts_not_whatever_types_and_shards(shards: bool, tmp_path: Path) -> None:
+    """safetensors are written by type, then by name, and each shard for itself."""
+    shapes = {f"n{n}.weight": (n + 2, n + 3) for n in range(8)}
+    state = filled({"a.weight": (5, 5), **shapes, "z.weight": (5, 5)})
+    like = {k.replace("n", "m").replace("a.", "b.").replace("z.", "y."): t for k, t in state.items()}
+    halves = [dict([*each.items()][start::2]) for each in (state, like) for start in (0, 1)]
+    for place, (one, other) in {"in": halves[:2], "like": halves[2:]}.items():
+        if shards:
+            (tmp_path / place).mkdir()
+            save_file(other, tmp_path / place / "model-00001-of-00002.safetensors")
+            save_file(one, tmp_path / place / "model-00002-of-00002.safetensors")
+            files = {
+                name: f"model-0000{n}-of-00002.safetensors" for n, h in ((1, other), (2, one)) for name in h
+            }
+            index = {"metadata": {}, "weight_map": files}
+            (tmp_path / place / "model.safetensors.index.json").write_text(json.dumps(index))
+        else:
+            save_file(one | {k: t.half() for k, t in other.items()}, tmp_path / place)
+    with ckpttool.open(tmp_path / "in") as checkpoint, pytest.raises(Ambiguous, match="of one shape"):
+        conform(checkpoint, tmp_path / "like")
+
+
 MISFITS: dict[str, tuple[State, State, str]] = {
     "a layer too many": (
         llama(3),
@@ -364,6 +388,24 @@ def test_values_decide_between_layers_of_one_shape_and_square_matrices(tmp_path:
     assert same(brought(state, like, tmp_path, check_values=True)[0], like)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_equal_values_are_a_tie_of_embeddings_and_heads_alone(reverse: bool, tmp_path: Path) -> None:
+    state = filled({"wte.weight": (9, 4), "h.weight": (4, 5), "f.weight": (5,)})
+    pair = [state, {**state, "lm_head.weight": state["wte.weight"].clone()}]
+    _, found = brought(*pair[:: -1 if reverse else 1], tmp_path, check_values=True)
+    assert found.untied if reverse else found.tied
+    pair[1] = {**state, "g.weight": state["f.weight"].clone()}
+    with pytest.raises(Mismatch):
+        brought(*pair[:: -1 if reverse else 1], tmp_path, check_values=True)
+
+
+def test_what_is_taken_from_the_reference_proves_nothing(tmp_path: Path) -> None:
+    state = filled({"wte.weight": (9, 4)})
+    like = {**state, "n.relative_position_index": torch.arange(6)}
+    _, found = brought(state, like, tmp_path, check_values=True)
+    assert (found.taken, found.proven) == (("n.relative_position_index",), 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_values_are_compared_in_the_precision_of_the_reference(dtype: torch.dtype, tmp_path: Path) -> None:
     state = llama()
@@ -411,6 +453,58 @@ def test_the_map_that_is_written_brings_the_same_over_and_back(cli: Cli, tmp_pat
     assert same(load_file(tmp_path / "back.safetensors"), llama())
 
 
+def test_the_map_is_written_after_the_output_and_over_no_other_file(cli: Cli, tmp_path: Path) -> None:
+    state = {**llama(), "extra": torch.ones(3)}
+    save_file(state, tmp_path / "in.safetensors")
+    save_file(fused(llama()), tmp_path / "like.safetensors")
+    (tmp_path / "link.toml").symlink_to("in.safetensors")
+    out, rules = tmp_path / "out.safetensors", tmp_path / "rules.toml"
+    start = ("conform", tmp_path / "in.safetensors", out, "--like", tmp_path / "like.safetensors")
+    for name in ("in.safetensors", "like.safetensors", "out.safetensors", "link.toml", "no/such.toml"):
+        ran = cli(*start, "--exclude", "extra", "--force", "--write-map", tmp_path / name)
+        assert (ran.code, "Traceback" in ran.err) == (2, False), name
+    assert same(load_file(tmp_path / "in.safetensors"), state)
+    assert cli(*start, "--write-map", rules).code == 1  # "extra" has no counterpart
+    assert not rules.exists()
+    ran = cli(*start, "--exclude", "extra", "--dtype", "bf16", "--write-map", rules)
+    assert ran.code == 0, ran.err
+    made = load_file(out)
+    again = cli(*shlex.split(ran.err.partition("as a command: ckpttool ")[2].splitlines()[0]))
+    assert again.code == 0, again.err
+    assert same(load_file(out), made)
+    out.unlink()
+    ran = cli(*start, "--exclude", "extra", "--write-map", rules)
+    assert (ran.code, "--force" in ran.err, out.exists()) == (2, True, False)
+
+
+@pytest.mark.parametrize("flags", [[], ["--companions"]])
+def test_the_config_of_another_architecture_is_not_copied(flags: list[str], cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    save_file(llama(), tmp_path / "in" / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "in" / name).write_text("{}")
+    save_file(fused(llama()), tmp_path / "like.safetensors")
+    rules, like = tmp_path / "rules.toml", tmp_path / "like.safetensors"
+    said = ["not true of the output, so not copied: config.json"]
+    one = ("conform", tmp_path / "in", f"{tmp_path}/one/", "--like", like, "--write-map", rules)
+    for command in (one, ("convert", tmp_path / "in", f"{tmp_path}/two/", "--map", rules)):
+        ran = cli(*command, *flags)
+        assert ran.code == 0, ran.err
+        assert [line for line in ran.err.splitlines() if "config.json" in line] == said
+        assert not (Path(command[2]) / "config.json").exists()
+        assert (Path(command[2]) / "tokenizer.json").exists() is bool(flags)
+
+
+def test_what_the_map_can_not_add_is_said(cli: Cli, tmp_path: Path) -> None:
+    norm = filled({"n.weight": (4,), "n.bias": (4,), "n.running_mean": (4,), "n.running_var": (4,)})
+    save_file({f"a.{k}": v for k, v in norm.items()}, tmp_path / "in.safetensors")
+    save_file({**norm, "n.num_batches_tracked": torch.tensor(0)}, tmp_path / "like.safetensors")
+    out, like, rules = (tmp_path / n for n in ("out.safetensors", "like.safetensors", "rules.toml"))
+    ran = cli("conform", tmp_path / "in.safetensors", out, "--like", like, "--write-map", rules)
+    assert "rules.toml is without what INPUT lacks: n.num_batches_tracked" in ran.err
+    assert "as a command" not in ran.err
+
+
 def test_a_vocabulary_grows_by_zeros_on_demand(tmp_path: Path) -> None:
     state, wanted = llama(rows=50), fused(llama(rows=64))
     with pytest.raises(Mismatch, match="50 rows"):
@@ -438,6 +532,49 @@ def test_the_optimizers_momentum_follows(tmp_path: Path) -> None:
         assert torch.equal(made["optimizer"]["state"][name]["exp_avg"], tensor * 2)
 
 
+def test_an_average_gets_all_that_the_model_gets(cli: Cli, tmp_path: Path) -> None:
+    norm = {"n.weight": (4,), "n.bias": (4,), "n.running_mean": (4,), "n.running_var": (4,)}
+    state = filled({**norm, "wte.weight": (9, 4)})
+    like = {**others(state), "n.num_batches_tracked": torch.tensor(0), "i.position_ids": torch.arange(6)}
+    like["wte.weight"] = torch.zeros(12, 4)
+    ema = {f"a.{k}": t + 1 for k, t in state.items()}
+    torch.save({"model": {f"a.{k}": t for k, t in state.items()}, "ema": ema}, tmp_path / "in.pt")
+    torch.save(like, tmp_path / "like.pt")
+    arguments = (tmp_path / "in.pt", tmp_path / "out.pt", "--like", tmp_path / "like.pt", "--pad-vocab")
+    ran = cli("conform", *arguments)
+    assert (ran.code, "changed too: ema" in ran.err) == (0, True), ran.err
+    made = torch.load(tmp_path / "out.pt")
+    assert {k: t.shape for k, t in made["ema"].items()} == {k: t.shape for k, t in like.items()}
+    assert torch.equal(made["ema"]["wte.weight"][:9], ema["a.wte.weight"])
+    assert torch.equal(made["model"]["wte.weight"][:9], state["wte.weight"])
+    ema["a.wte.weight"] = torch.ones(15, 4)
+    torch.save({"model": {f"a.{k}": t for k, t in state.items()}, "ema": ema}, tmp_path / "in.pt")
+    ran = cli("conform", *arguments, "--force")
+    assert (ran.code, "'ema' has more rows of 'wte.weight'" in ran.err) == (3, True), ran.err
+
+
+def test_an_optimizer_that_is_not_written_is_no_obstacle(cli: Cli, tmp_path: Path) -> None:
+    state, like = llama(rows=50), fused(llama(rows=64))
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": state, "optimizer": optimizer}, tmp_path / "in.pt")
+    torch.save(like, tmp_path / "like.pt")
+    arguments = ("--like", tmp_path / "like.pt", "--pad-vocab")
+    assert cli("conform", tmp_path / "in.pt", tmp_path / "out.pt", *arguments).code == 3
+    ran = cli("conform", tmp_path / "in.pt", tmp_path / "out.safetensors", *arguments)
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize("flag", [("--check-values",), ("--like-state", "ema"), ("--like", "a.pt"), None])
+def test_what_a_model_can_not_say_is_refused(flag: tuple[str, ...] | None, cli: Cli, tmp_path: Path) -> None:
+    save_file(llama(), tmp_path / "in.safetensors")
+    model = () if flag is None else ("--model", "no.py:net", *flag)
+    ran = cli("conform", tmp_path / "in.safetensors", tmp_path / "out.pt", *model)
+    said = "name the other side" if flag is None else "not two" if "--like" in flag else flag[0]
+    assert (ran.code, said in ran.err) == (2, True), ran.err
+    with ckpttool.open(tmp_path / "in.safetensors") as checkpoint, pytest.raises(UsageFault):
+        conform(checkpoint, {"a": Place((1,), "float32", "a")}, check_values=True)
+
+
 def test_what_would_be_done_is_said_and_nothing_written(cli: Cli, tmp_path: Path) -> None:
     save_file(llama(), tmp_path / "in.safetensors")
     save_file(fused(llama()), tmp_path / "like.safetensors")
@@ -445,7 +582,10 @@ def test_what_would_be_done_is_said_and_nothing_written(cli: Cli, tmp_path: Path
     ran = cli(*arguments, "--like", tmp_path / "like.safetensors")
     assert ran.code == 0
     assert "model.layers.{0..1}.mlp.gate_proj.weight" in ran.out
-    assert "concat  by role" in ran.out
+    header, *lines = ran.out.splitlines()[1:]
+    assert header.split() == ["from", "to", "shape", "steps", "by"]
+    ends = {line[header.index("by") :] for line in lines}  # the columns are aligned
+    assert (ends, any("concat" in line for line in lines)) == ({"name", "role", ""}, True)
     found = cli(*arguments, "--like", tmp_path / "like.safetensors", "--json").json
     assert {entry["rests_on"] for entry in found["mapping"]} == {"name", "role"}
     assert not (tmp_path / "out.safetensors").exists()

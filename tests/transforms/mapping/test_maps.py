@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from ckpttool.errors import Refused
+from ckpttool.transforms.mapping.applying import apply_map
 from ckpttool.transforms.mapping.builtin import maps, named, names
 from ckpttool.transforms.mapping.rule_file import rules_in
 from tests.support.dialects import (
@@ -22,6 +25,7 @@ from tests.support.dialects import (
     resnet,
 )
 from tests.support.mapped import State, assert_equal, assert_reversible, mapped, random_state, refusal
+from tests.support.saved import opened
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,6 +83,24 @@ def test_numbers_of_another_model_are_refused(tmp_path: Path) -> None:
     )
     said = refusal(meta, tmp_path, by, config={})
     assert "nothing says the number 'heads'" in said and "--config config.json" in said
+    said = refusal(meta, tmp_path, by, config={"dim": 16})
+    assert "the config has no n_heads nor num_attention_heads; [numbers]" in said
+
+
+def test_the_wrong_way_and_the_wrong_map_are_said(tmp_path: Path) -> None:
+    meta = random_state(of_meta() | {"output.weight": (11, 8)})
+    there, _ = mapped(meta, tmp_path, named("meta-llama"), config=LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for value, inverse, said in (
+        (there, False, "with --inverse the map takes them"),
+        (meta, True, "without --inverse the map takes them"),
+        (random_state({"conv1.weight": (4, 3)}), False, "is it Meta Llama (consolidated.*.pth)? --exclude"),
+        ({f"module.{name}": tensor for name, tensor in there.items()}, False, "strip-prefix"),
+        (there | {"model.norm.bias": torch.ones(8)}, True, "--exclude"),
+    ):
+        with opened(value, tmp_path) as checkpoint, pytest.raises(Refused) as refused:
+            apply_map(checkpoint, "meta-llama", inverse=inverse)
+        assert said in str(refused.value)
 
 
 def test_a_tied_head_is_left_out_where_the_config_says_so_and_comes_back(tmp_path: Path) -> None:

@@ -180,6 +180,22 @@ def test_a_mistake_in_a_rule_file_is_named(text: str, said: str, tmp_path: Path)
     assert said in str(fault.value) and "rules.toml" in str(fault.value)
 
 
+def test_a_mistake_in_a_rule_is_found_by_its_line_and_its_likely_word(tmp_path: Path) -> None:
+    good, step = f"[[rule]]\n{RENAME}\n\n", "{ permute-head = 4, to = 'pairs' }"
+    (tmp_path / "rules.toml").write_text(f"# mine\n{good}[[ rule ]]\nfrom='c'\nto='d'\nsteps = [{step}]")
+    with pytest.raises(UsageFault) as fault:
+        read(str(tmp_path / "rules.toml"))
+    said = 'rules.toml: line 6: the step { permute-head = 4, to = "pairs" } has 0 verbs'
+    assert said in str(fault.value) and "did you mean permute-heads?" in str(fault.value)
+    for text, said in (
+        ("rule = [{ from = 'a', to = 'b' }, {}]", "rule 2: the rule {} has no verb"),
+        ("[[rule]]\nx = 2020-01-01", 'line 1: the rule { x = "2020-01-01" } has no verb'),
+    ):
+        with pytest.raises(UsageFault) as fault:
+            rules_in(text)
+        assert said in fault.value.message
+
+
 def test_a_file_that_is_no_rule_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Unreadable):
         read(str(tmp_path / "none.toml"))
