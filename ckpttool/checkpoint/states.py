@@ -66,6 +66,13 @@ def is_optimizer(value: object) -> bool:
     return isinstance(value, dict) and (("param_groups" in value and "state" in value) or is_flat(value))
 
 
+def is_numbered(value: object) -> bool:
+    """Return whether a value is an optimizer's state dict that knows its parameters by numbers alone."""
+    groups = value.get("param_groups") if isinstance(value, dict) and is_optimizer(value) else None
+    params = [group.get("params") for group in groups or () if isinstance(group, dict)]
+    return any(isinstance(each, int) for listed in params if isinstance(listed, list) for each in listed)
+
+
 def candidates(root: object) -> Iterator[Path]:
     """Yield the paths of states: dicts by text with a tensor inside, nested dicts, and models."""
     # A file that is one empty dict is the state of a model without parameters.

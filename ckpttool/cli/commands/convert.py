@@ -136,6 +136,8 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
 
 
 def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
+    from ...checkpoint.states import is_numbered
+    from ...inert_pickle.values import walk
     from ...transforms.mapping.applying import apply_map
     from ...transforms.mapping.config import FILES
 
@@ -146,6 +148,11 @@ def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: d
     outcome.left_out += mapped.dropped
     outcome.untrue = (*outcome.untrue, *FILES)  # they say the architecture that it was
     outcome.result = mapped
+    if optimizers and any(map(is_numbered, walk(checkpoint.tree))):
+        outcome.notes.append(
+            "its optimizer numbers the parameters in INPUT's order: if the other side has another, key it by "
+            "names first (ckpttool optimizer --to names)"
+        )
     outcome.casting = mapped.casting if mapped.casting.reports else None
     outcome.done += f", {counted(len(mapped.names), 'tensor')} made by {changes['map_']}"
     return checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.state import State
-from ...checkpoint.states import is_optimizer
+from ...checkpoint.states import is_numbered, is_optimizer
 from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ...formats.reading import File
 from ...formats.reading import open as open_checkpoint
@@ -149,6 +149,8 @@ def _conformed(
         hint = "write the state alone first: ckpttool slim"
         raise Refused(path, "its optimizer's state can't follow a vocabulary that is padded", hint=hint)
     changed, mapped = apply(checkpoint, rules, state=state, optimizers=optimizers)
+    if optimizers:
+        _require_order(changed, state, theirs)
     padded = _resized_names(found)
     counters = {name: _zero(path, theirs[name]) for name in found.lacking if name.endswith(COUNTER)}
     taken = {name: reference[name] for name in found.lacking if name in reference and name not in counters}
@@ -182,6 +184,16 @@ def _conformed(
         len(compared),
         mapped.also,
     )
+
+
+def _require_order(checkpoint: Checkpoint, state: str | None, theirs: Places) -> None:
+    """Check that no optimizer numbers parameters in an order that is not the reference's."""
+    names = [name for name in checkpoint.state(state).tensors if name in theirs]
+    known = {*names}
+    if names != [name for name in theirs if name in known] and any(map(is_numbered, walk(checkpoint.tree))):
+        what = "its optimizer numbers the parameters in another order than the reference has them"
+        hint = "key it by names first: ckpttool optimizer IN NAMED --to names; or write the state alone: slim"
+        raise Refused(checkpoint.path, what, hint=hint)
 
 
 def _completed(
