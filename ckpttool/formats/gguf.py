@@ -42,6 +42,7 @@ MAX_FILES = 1000  # of a model
 MAX_AXES = 4  # GGML_MAX_DIMS
 MAX_NESTED = 4  # arrays in arrays; the format allows any number, and nothing writes one
 MAX_ITEMS = 64  # of an array that is kept as text
+MAX_NAME, MAX_TEXT = (1 << 16) - 1, 1 << 20  # bytes of a key, which the format says; of a text that is kept
 
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -169,7 +170,9 @@ Value = int | float | str | list[Any]
 
 
 def _text(cursor: Cursor, what: str) -> str:
-    raw = cursor.take(cursor.number("Q"))
+    if (nbytes := cursor.number("Q")) > MAX_NAME:
+        raise Damaged(cursor.source.path, f"{what} has {nbytes} bytes, and may have {MAX_NAME}")
+    raw = cursor.take(nbytes)
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -186,7 +189,10 @@ def _value(cursor: Cursor, key: str, kind: int, level: int = 0) -> Value:
             raise Damaged(cursor.source.path, f"its key '{key[:80]}' has a bool that is {flag}")
         return bool(flag)
     if kind == TEXT:
-        raw = cursor.take(cursor.number("Q"))
+        if (nbytes := cursor.number("Q")) > MAX_TEXT:
+            cursor.place(nbytes)
+            return InWords(f"{nbytes} bytes of text")
+        raw = cursor.take(nbytes)
         try:
             return raw.decode()
         except UnicodeDecodeError:
