@@ -14,6 +14,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ..tensors.dtypes import DTYPES
 from ..tensors.ref import MAX_BYTES, ByteRange, Computed, Source, Storage, TensorRef, extent
 from . import safetensors
 from .cursor import Cursor
-from .gguf_types import PACKED, PLAIN, fill
+from .gguf_types import PACKED, PLAIN, fill, require
 
 NAME = "gguf"
 MAGIC = b"GGUF"
@@ -302,5 +303,6 @@ def _tensor(data: ByteRange, name: str, info: Info, byteorder: str) -> TensorRef
     dtype = DTYPES["float32"]
     values = partial(fill, data, name, info.kind, byteorder)
     made = Computed.filling(data.path, math.prod(info.shape) * dtype.itemsize, values)
+    made = replace(made, require=partial(require, data.path, name, info.kind, byteorder))
     raw = Storage(data, "UntypedStorage")
     return TensorRef.contiguous(Storage(made, dtype.storage or "", origins=(raw,)), dtype, info.shape)

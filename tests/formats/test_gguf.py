@@ -151,9 +151,10 @@ def test_without_the_package_everything_but_packed_values_is_there(
     shown = cli("inspect", path).out
     assert "stored as   1 F32, 1 I64, 1 Q8_0" in shown and "general.architecture: llama" in shown
     assert cli("convert", path, tmp_path / "out.safetensors", "--only", "embed*").code == 0
-    ran = cli("convert", path, tmp_path / "all.safetensors")
-    assert_says(ran, 2, "the values of 'blk.0.weight' are packed as Q8_0, and need the package gguf")
-    assert "[gguf]" in ran.err and not (tmp_path / "all.safetensors").exists()
+    for more in ((), ("--dry-run",), ("--dry-run", "--dtype", "bf16")):
+        ran = cli("convert", path, tmp_path / "all.safetensors", *more)
+        assert_says(ran, 2, "the values of 'blk.0.weight' are packed as Q8_0, and need the package gguf")
+        assert "[gguf]" in ran.err and not (tmp_path / "all.safetensors").exists()
     with pytest.raises(UsageFault, match="need the package gguf"):
         ckpttool.open(path).state().tensors["blk.0.weight"].numpy()
 
