@@ -27,12 +27,10 @@ from ..tensors.dtypes import DTYPES
 from ..tensors.ref import MAX_BYTES, ByteRange, Computed, Source, Storage, TensorRef, extent
 from . import safetensors
 from .cursor import Cursor
-from .gguf_types import PACKED, PLAIN, fill, require
+from .gguf_types import PACKED, PACKED_NAMES, PLAIN, fill, require
 
 NAME = "gguf"
 MAGIC = b"GGUF"
-
-PACKED_NAMES = {name for name, _, _ in PACKED.values()}
 
 # Types of key-values by their number, as `struct` has them; 7, 8 and 9 are a bool, a text and an array.
 NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 10, 11, 12), "BbHhIifQqd", strict=True))

@@ -20,6 +20,7 @@ _PACKED = """
     41 Q1_0 128 18
 """
 PACKED = {int(row[0]): (row[1], int(row[2]), int(row[3])) for row in map(str.split, _PACKED.split(","))}
+PACKED_NAMES = {name for name, _, _ in PACKED.values()}
 
 PIECE = 1 << 17  # elements that are unpacked together, whole blocks; fewer and more are slower
 
