@@ -86,7 +86,8 @@ class Companions:
             shown = folder is not None or place.is_folder
             return cls({}, [os.path.basename(path) for path in found], others) if shown else cls({})
         places = folders.companion_targets(found, place.path, is_folder=place.is_folder, force=job.force)
-        if any(os.path.lexists(to) and identity_of(path) == identity_of(to) for path, to in places.items()):
+        steps = [map(os.path.dirname, pair) for pair in places.items() if os.path.lexists(pair[1])]
+        if any(identity_of(old or ".") == identity_of(new or ".") for old, new in steps):
             what = f"--companions: {place.path} is written beside them"
             raise UsageFault(what, hint="leave it out, or write into another folder")
         return cls(places, others=() if is_lone else others)

@@ -17,6 +17,7 @@ from ..errors import Damaged, Unreadable, Unsupported
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
 from ..remote.places import is_inside, open_source_at, prepare
+from ..remote.urls import is_url
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.ref import MAX_AXES, MAX_BYTES, ByteRange, Computed, Source, Storage, TensorRef, extent
 from . import safetensors
@@ -197,7 +198,8 @@ def _open_beside(source: Source, tensors: list[Tensor]) -> dict[str, Source]:
     folder = os.path.dirname(source.path)
     for name in names:
         steps = name.removeprefix("./").split("/")
-        is_plain = not {"", ".", ".."} & {*steps} and "\\" not in name and "\0" not in name
+        odd = "\\\0%?#" if is_url(folder) else "\\\0"  # a URL has other ways to say ".."
+        is_plain = not {"", ".", ".."} & {*steps} and not {*odd} & {*name}
         if not is_plain or not is_inside(folder, name):
             raise Damaged(source.path, f"names a file outside its folder: {name[:80]!r}")
     paths = {name: os.path.join(folder, name.removeprefix("./")) for name in names}
