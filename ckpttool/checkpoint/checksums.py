@@ -47,6 +47,13 @@ def reads_of(storages: Iterable[Named]) -> Iterator[ByteRange]:
     return (place for place in places if isinstance(place, ByteRange))
 
 
+def require_made(storages: Iterable[Named]) -> None:
+    """Raise what would keep storages, or those that they come from, from being made; nothing is read."""
+    for _, storage in each_once(storages):
+        if not isinstance(storage.data, ByteRange) and storage.data.require is not None:
+            storage.data.require()
+
+
 class Checksums:
     """Sums bytes while they are read for another purpose, and compares the sums. A context manager."""
 

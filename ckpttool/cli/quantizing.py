@@ -36,6 +36,8 @@ class Quantizing:
         outcome.done += f", {counted(sum(schemes.values()), 'tensor')} dequantised"
         outcome.left_out += report.left_out
         outcome.notes += [f"{scheme}: {counted(count, 'tensor')}" for scheme, count in schemes.items()]
+        if self.checkpoint.packed:
+            outcome.notes.append("GGUF's types are made plain whenever they are read, with this flag or not")
         outcome.untrue = (*OWN,)
         if report.settings:
             self._correct(dict.fromkeys(SECTIONS), "no quantization_config")

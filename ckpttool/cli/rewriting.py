@@ -69,7 +69,7 @@ class Companions:
     def of(cls, checkpoint: Checkpoint, job: Job, place: Destination) -> Companions:
         """Look into INPUT's folder; an existing file in a companion's place is refused without --force."""
         from ..formats import folders
-        from ..remote.places import is_folder
+        from ..remote.places import identity_of, is_folder
 
         folder = job.input if is_folder(job.input) else None
         wanted = job.companions
@@ -77,15 +77,21 @@ class Companions:
             return cls({})
         if wanted and place.path == "-":
             raise UsageFault("--companions: stdout has no room for them", hint="name a file or a folder")
+        is_lone = folder is None and folders.folder_of(checkpoint) is None
+        if wanted and is_lone:
+            if job.input == "-":
+                raise UsageFault("--companions: stdin has no files beside it", hint="name a file or a folder")
+            folder = os.path.dirname(job.input) or "."
         found, others = folders.listed_beside(checkpoint, place.path, folder)
         if not wanted:
             shown = folder is not None or place.is_folder
             return cls({}, [os.path.basename(path) for path in found], others) if shown else cls({})
-        if folder is None and folders.folder_of(checkpoint) is None:
-            where = shlex.quote(os.path.dirname(job.input) or ".")
-            raise UsageFault(f"--companions: {job.input} is not a folder", hint=f"name the folder: {where}")
         places = folders.companion_targets(found, place.path, is_folder=place.is_folder, force=job.force)
-        return cls(places, others=others)
+        steps = [map(os.path.dirname, pair) for pair in places.items() if os.path.lexists(pair[1])]
+        if any(identity_of(old or ".") == identity_of(new or ".") for old, new in steps):
+            what = f"--companions: {place.path} is written beside them"
+            raise UsageFault(what, hint="leave it out, or write into another folder")
+        return cls(places, others=() if is_lone else others)
 
     @property
     def names(self) -> list[str]:

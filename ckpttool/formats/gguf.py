@@ -14,6 +14,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,12 +27,10 @@ from ..tensors.dtypes import DTYPES
 from ..tensors.ref import MAX_BYTES, ByteRange, Computed, Source, Storage, TensorRef, extent
 from . import safetensors
 from .cursor import Cursor
-from .gguf_types import PACKED, PLAIN, fill
+from .gguf_types import PACKED, PACKED_NAMES, PLAIN, fill, require
 
 NAME = "gguf"
 MAGIC = b"GGUF"
-
-PACKED_NAMES = {name for name, _, _ in PACKED.values()}
 
 # Types of key-values by their number, as `struct` has them; 7, 8 and 9 are a bool, a text and an array.
 NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 10, 11, 12), "BbHhIifQqd", strict=True))
@@ -42,6 +41,7 @@ MAX_FILES = 1000  # of a model
 MAX_AXES = 4  # GGML_MAX_DIMS
 MAX_NESTED = 4  # arrays in arrays; the format allows any number, and nothing writes one
 MAX_ITEMS = 64  # of an array that is kept as text
+MAX_NAME, MAX_TEXT = (1 << 16) - 1, 1 << 20  # bytes of a key, which the format says; of a text that is kept
 
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -169,7 +169,9 @@ Value = int | float | str | list[Any]
 
 
 def _text(cursor: Cursor, what: str) -> str:
-    raw = cursor.take(cursor.number("Q"))
+    if (nbytes := cursor.number("Q")) > MAX_NAME:
+        raise Damaged(cursor.source.path, f"{what} has {nbytes} bytes, and may have {MAX_NAME}")
+    raw = cursor.take(nbytes)
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -186,7 +188,10 @@ def _value(cursor: Cursor, key: str, kind: int, level: int = 0) -> Value:
             raise Damaged(cursor.source.path, f"its key '{key[:80]}' has a bool that is {flag}")
         return bool(flag)
     if kind == TEXT:
-        raw = cursor.take(cursor.number("Q"))
+        if (nbytes := cursor.number("Q")) > MAX_TEXT:
+            cursor.place(nbytes)
+            return InWords(f"{nbytes} bytes of text")
+        raw = cursor.take(nbytes)
         try:
             return raw.decode()
         except UnicodeDecodeError:
@@ -296,5 +301,6 @@ def _tensor(data: ByteRange, name: str, info: Info, byteorder: str) -> TensorRef
     dtype = DTYPES["float32"]
     values = partial(fill, data, name, info.kind, byteorder)
     made = Computed.filling(data.path, math.prod(info.shape) * dtype.itemsize, values)
+    made = replace(made, require=partial(require, data.path, name, info.kind, byteorder))
     raw = Storage(data, "UntypedStorage")
     return TensorRef.contiguous(Storage(made, dtype.storage or "", origins=(raw,)), dtype, info.shape)

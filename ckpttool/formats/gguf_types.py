@@ -20,6 +20,7 @@ _PACKED = """
     41 Q1_0 128 18
 """
 PACKED = {int(row[0]): (row[1], int(row[2]), int(row[3])) for row in map(str.split, _PACKED.split(","))}
+PACKED_NAMES = {name for name, _, _ in PACKED.values()}
 
 PIECE = 1 << 17  # elements that are unpacked together, whole blocks; fewer and more are slower
 
@@ -28,11 +29,8 @@ def fill(data: ByteRange, name: str, kind: int, byteorder: str, start: int, out:
     """Put values of a packed tensor into memory, float32, from byte `start` of them on."""
     import numpy as np
 
-    type_name, elements, nbytes = PACKED[kind]
-    if byteorder == "big":
-        what = f"tensor '{name[:80]}' is {type_name}, which is read in little-endian files alone"
-        raise Unsupported(data.path, what, hint="turn it around first: gguf-convert-endian FILE little")
-    unpack, values = _unpacker(data.path, name, type_name), np.frombuffer(out, "<f4")
+    _, elements, nbytes = PACKED[kind]
+    unpack, values = _unpacker(data.path, name, kind, byteorder), np.frombuffer(out, "<f4")
     first, done = start // 4, 0
     while done < len(values):
         block, skipped = divmod(first + done, elements)
@@ -44,8 +42,19 @@ def fill(data: ByteRange, name: str, kind: int, byteorder: str, start: int, out:
         done += count
 
 
-def _unpacker(path: str, name: str, type_name: str) -> Any:
+def require(path: str, name: str, kind: int, byteorder: str) -> None:
+    """Raise what unpacking a tensor would, for want of the package or a formula: a block of zeros tells."""
+    import numpy as np
+
+    _unpacker(path, name, kind, byteorder)(np.zeros((1, PACKED[kind][2]), np.uint8))
+
+
+def _unpacker(path: str, name: str, kind: int, byteorder: str) -> Any:
     """Return what makes an array of float32 of rows of blocks."""
+    type_name = PACKED[kind][0]
+    if byteorder == "big":
+        what = f"tensor '{name[:80]}' is {type_name}, which is read in little-endian files alone"
+        raise Unsupported(path, what, hint="turn it around first: gguf-convert-endian FILE little")
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize

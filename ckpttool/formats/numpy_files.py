@@ -29,13 +29,14 @@ from ..tensors.ref import (
     is_count,
 )
 from .cursor import Cursor
-from .pytorch.inflating import MAX_TEXT_GROWTH, UNPACK, Inflating
+from .pytorch.inflating import MAX_TEXT_GROWTH, Inflating
 from .pytorch.zip_reader import Record, first_name, read_directory
 
 NPY, NPZ = "npy", "npz"
 MAGIC = b"\x93NUMPY"
 ENDING = ".npy"
 ALONE = "arr_0"  # what numpy.savez calls an array that it is given without a name
+MAX_PICKLE = 16 << 20  # bytes, which are read at once
 MAX_HEADER = 10_000  # bytes; numpy.load refuses longer ones too
 
 ENTRY = re.compile(
@@ -76,9 +77,9 @@ def read(source: Source) -> Checkpoint:
         places = {ALONE: Storage(ByteRange(source, 0, source.size), "UntypedStorage")}
         return _checkpoint(source, NPY, places, ())
     records, inflating = read_directory(source, folded=False), Inflating(source)
-    arrays = {name.removesuffix(ENDING): _whole(inflating, record) for name, record in records.items()}
-    places = {name: whole for name, whole in arrays.items() if f"{name}{ENDING}" in records}
-    others = tuple(f"record '{name[:80]}'" for name in records if not name.endswith(ENDING))
+    arrays = {name: record for name, record in records.items() if name.endswith(ENDING)}
+    places = {name.removesuffix(ENDING): _whole(inflating, record) for name, record in arrays.items()}
+    others = tuple(f"record '{name[:80]}'" for name in records if name not in arrays)
     return _checkpoint(source, NPZ, places, others)
 
 
@@ -110,9 +111,10 @@ def _checkpoint(
 
 def _names(cursor: Cursor, name: str, size: int) -> frozenset[Global]:
     """Return the names that a pickled array mentions: what numpy would call if it were allowed to."""
-    if cursor.left > (1 << 20) + MAX_TEXT_GROWTH * size:
+    if cursor.left > min((1 << 20) + MAX_TEXT_GROWTH * size, MAX_PICKLE):
         what = f"its '{name[:80]}' is a pickle of {cursor.left} bytes, in a file of {size}"
-        raise Refused(cursor.source.path, what, hint=f"no ordinary file does that: {UNPACK}")
+        hint = f"write it again without that array, whose names are looked at up to {MAX_PICKLE >> 20} MiB"
+        raise Refused(cursor.source.path, what, hint=hint)
     try:
         return read_pickle(cursor.take(cursor.left)).names
     except PickleFault as fault:

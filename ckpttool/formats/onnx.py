@@ -17,6 +17,7 @@ from ..errors import Damaged, Unreadable, Unsupported
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
 from ..remote.places import is_inside, open_source_at, prepare
+from ..remote.urls import is_url
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.ref import MAX_AXES, MAX_BYTES, ByteRange, Computed, Source, Storage, TensorRef, extent
 from . import safetensors
@@ -39,6 +40,7 @@ RAW, AS_BYTES, AS_NUMBERS = 9, (4, 9, 10), (5, 7, 11)
 FIELDS = {1: 4, 14: 4, 11: 10, 15: 10, 7: 7, 12: 11, 13: 11}
 EXTERNAL = 1  # DataLocation
 
+MAX_TEXT = 1 << 20  # bytes of a name or of a text that is kept
 CHUNK = 1 << 16  # bytes of coded numbers that are decoded together
 
 
@@ -65,6 +67,9 @@ def read(source: Source) -> Checkpoint:
             graphs += 1
             left += _read_graph(value, tensors)
         elif number == 14 and isinstance(value, Cursor):
+            if value.left > MAX_TEXT:
+                left.append(f"metadata of {value.left} bytes")
+                continue
             key, text = _pair(value)
             texts[key] = text
         elif number in (20, 25):
@@ -134,7 +139,7 @@ def _read_tensor(message: Cursor) -> Tensor:
             elif number == 14:
                 tensor.is_elsewhere = value == EXTERNAL
         elif number == 1:
-            while value.left:
+            while value.left and len(tensor.shape) <= MAX_AXES:
                 tensor.shape.append(value.varint())
         elif number == 8:
             tensor.name = _text(value)
@@ -167,6 +172,8 @@ def _check(tensor: Tensor) -> None:
 
 
 def _text(message: Cursor) -> str:
+    if message.left > MAX_TEXT:
+        raise Damaged(message.source.path, f"has a name of {message.left} bytes")
     raw = message.take(message.left)
     try:
         return raw.decode()
@@ -191,7 +198,8 @@ def _open_beside(source: Source, tensors: list[Tensor]) -> dict[str, Source]:
     folder = os.path.dirname(source.path)
     for name in names:
         steps = name.removeprefix("./").split("/")
-        is_plain = not {"", ".", ".."} & {*steps} and "\\" not in name and "\0" not in name
+        odd = "\\\0%?#" if is_url(folder) else "\\\0"  # a URL has other ways to say ".."
+        is_plain = not {"", ".", ".."} & {*steps} and not {*odd} & {*name}
         if not is_plain or not is_inside(folder, name):
             raise Damaged(source.path, f"names a file outside its folder: {name[:80]!r}")
     paths = {name: os.path.join(folder, name.removeprefix("./")) for name in names}

@@ -172,6 +172,8 @@ class Computed:
     is_divisible: bool = False
     # `fill(start, buffer)`, where the bytes can be made in the caller's memory.
     fill: Callable[[int, memoryview], None] | None = None
+    # Raises what making them would, for want of a package or a formula, and reads nothing.
+    require: Callable[[], None] | None = None
 
     @classmethod
     def filling(cls, path: str, nbytes: int, fill: Callable[[int, memoryview], None]) -> Computed:

@@ -131,9 +131,21 @@ def test_every_command_copies_companions(command: str, cli: Any) -> None:
 
 
 @pytest.mark.usefixtures("hf")
-def test_companions_need_a_folder_and_a_place(cli: Any) -> None:
-    ran = cli("convert hf/model.safetensors a.pt --companions")
-    assert ran.code == 2 and "hint: name the folder: hf" in ran.err
+def test_a_lone_file_takes_the_companions_beside_it(cli: Any) -> None:
+    ran = cli("convert hf/model.safetensors out/ --companions")
+    assert ran.code == 0, ran.err
+    assert "copying along: out/config.json, out/tokenizer.json\n" in ran.err and "notes.txt" not in ran.err
+    assert {"config.json", "tokenizer.json"} <= {*os.listdir("out")}
+
+
+@pytest.mark.usefixtures("hf")
+def test_companions_need_a_folder_and_another_place(cli: Any, process: Any) -> None:
+    with open("hf/model.safetensors", "rb") as file:
+        ran = process("convert", "-", "a.pt", "--companions", stdin=file)
+    assert ran.returncode == 2 and b"--companions: stdin has no files beside it" in ran.stderr
+    for name in ("hf", "hf/model.safetensors"):
+        ran = cli(f"convert {name} hf/a.pt --companions")
+        assert ran.code == 2 and "--companions: hf/a.pt is written beside them" in ran.err
     ran = cli("convert hf - --companions")
     assert ran.code == 2 and "--companions" in ran.err
 

@@ -151,9 +151,10 @@ def test_without_the_package_everything_but_packed_values_is_there(
     shown = cli("inspect", path).out
     assert "stored as   1 F32, 1 I64, 1 Q8_0" in shown and "general.architecture: llama" in shown
     assert cli("convert", path, tmp_path / "out.safetensors", "--only", "embed*").code == 0
-    ran = cli("convert", path, tmp_path / "all.safetensors")
-    assert_says(ran, 2, "the values of 'blk.0.weight' are packed as Q8_0, and need the package gguf")
-    assert "[gguf]" in ran.err and not (tmp_path / "all.safetensors").exists()
+    for more in ((), ("--dry-run",), ("--dry-run", "--dtype", "bf16")):
+        ran = cli("convert", path, tmp_path / "all.safetensors", *more)
+        assert_says(ran, 2, "the values of 'blk.0.weight' are packed as Q8_0, and need the package gguf")
+        assert "[gguf]" in ran.err and not (tmp_path / "all.safetensors").exists()
     with pytest.raises(UsageFault, match="need the package gguf"):
         ckpttool.open(path).state().tensors["blk.0.weight"].numpy()
 
@@ -241,7 +242,7 @@ BROKEN = {
     "2^64 - 1 tensors": (gguf_file(ONE, counts=(2**64 - 1, 0)), "claims 1844"),
     "fewer tensors than said": (gguf_file([], counts=(1, 0)), "more than its 32 bytes can hold"),
     "a text without an end": (gguf_file(ONE, [("k", Typed(8, struct.pack("<Q", 2**63)))]), "cut short"),
-    "a key of 2^64 - 1": (gguf_file(ONE, [("k", 1)]).replace(text("k"), b"\xff" * 9), "is cut short"),
+    "a key of 2^64 - 1": (gguf_file(ONE, [("k", 1)]).replace(text("k"), b"\xff" * 9), "a key has 18446"),
     "a name not UTF-8": (gguf_file(ONE).replace(text("a"), text(b"\xff"), 1), "is not UTF-8"),
     "an array of 2^62 texts": (gguf_file([], [("k", array(8, [], 2**62))]), "is cut short"),
     "an array of 2^62 numbers": (gguf_file([], [("k", array(12, [], 2**62))]), "is cut short"),
@@ -280,6 +281,14 @@ def test_a_file_that_breaks_a_rule_is_refused(what: str, tmp_path: Path) -> None
 def test_what_is_not_known_is_named(raw: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(raw)
     refused(tmp_path / "m.gguf", said, Unsupported)
+
+
+def test_long_names_are_refused_and_long_texts_named(tmp_path: Path) -> None:
+    long = 1 << 20
+    refused(put(tmp_path / "m.gguf", [], [("k" * long, 1)]), "a key has 1048576 bytes, and may have 65535")
+    refused(put(tmp_path / "m.gguf", [("n" * long, ONE[0][1])]), "a tensor's name has 1048576 bytes")
+    found = ckpttool.open(put(tmp_path / "m.gguf", ONE, [("kept", "t" * long), ("k", "t" * (long + 1))]))
+    assert (len(found.metadata["kept"]), found.unread) == (long, ("metadata 'k' (1048577 bytes of text)",))
 
 
 def test_arrays_nested_without_end_are_refused(tmp_path: Path) -> None:

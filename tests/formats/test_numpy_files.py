@@ -142,6 +142,8 @@ def test_what_a_pickled_array_names_is_shown_and_not_run(
     refused(put(tmp_path / "bad.npz", raw), "its pickle has an unknown opcode")
     np.savez_compressed("in.npz", ok=ROWS, odd=np.array([" " * (8 << 20)], object))
     refused(tmp_path / "in.npz", "pickle of 8388[0-9]+ bytes", Refused)
+    np.save("in.npy", np.array([" " * (17 << 20)], object))
+    refused(tmp_path / "in.npy", "pickle of 1782[0-9]+ bytes", Refused)
     assert not os.path.exists("CANARY")
 
 
@@ -150,6 +152,13 @@ def test_other_records_of_an_archive_are_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "in.npz", "a") as archive:
         archive.writestr("notes.pkl", pickle.dumps(Trap()))
     assert ckpttool.open(tmp_path / "in.npz").unread == ("record 'notes.pkl'",)
+
+
+def test_a_record_of_the_name_of_an_array_does_not_shadow_it(tmp_path: Path) -> None:
+    raw = npz({"a.npy": npy(GOOD, bytes(8)), "a": npy(GOOD, b"\1" * 8)})
+    found = ckpttool.open(put(tmp_path / "in.npz", raw))
+    assert found.state().tensors["a"].numpy().tolist() == [0, 0]
+    assert found.unread == ("record 'a'",)
 
 
 def test_an_archive_that_begins_with_something_else_is_named(tmp_path: Path) -> None:

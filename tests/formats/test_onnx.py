@@ -285,6 +285,15 @@ def test_other_messages_of_protobuf_are_no_models(tmp_path: Path) -> None:
         refused(put(tmp_path / "m.bin", raw), "SavedModel|not a checkpoint", Unsupported)
 
 
+def test_long_names_are_refused_and_long_texts_named(tmp_path: Path) -> None:
+    long, one = (1 << 20) + 1, tensor("a", FLOAT, (1,), bytes(4))
+    refused(
+        put(tmp_path / "m.onnx", onnx_file([tensor("n" * long, FLOAT, (1,), bytes(4))])), "a name of 10485"
+    )
+    found = ckpttool.open(put(tmp_path / "m.onnx", onnx_file([one], texts={"k": "t" * long, "who": "me"})))
+    assert (found.metadata, found.unread[-1]) == ({"who": "me"}, f"metadata of {long + 7} bytes")
+
+
 def test_a_large_model_is_passed_over_in_little_memory(tmp_path: Path) -> None:
     raw = onnx_file([tensor(f"w{n}", FLOAT, (1,), bytes(4)) for n in range(3000)], nodes=20_000)
     found = ckpttool.open(put(tmp_path / "m.onnx", raw))

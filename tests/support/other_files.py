@@ -189,6 +189,7 @@ def npz(members: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes
 
 
 HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': %s}"
+LONG = 2 << 20  # bytes
 EVIL = {"location": "../../../../etc/passwd", "length": "4"}
 
 # Files made to cost much, or to mislead, by name.
@@ -209,6 +210,12 @@ HOSTILE: dict[str, bytes] = {
     "GGUF: an alignment of 2^31": gguf_file(
         [("a", Tensor(F32, (1,), bytes(4)))], [("general.alignment", 2**31)]
     ),
+    "GGUF: a key of 2 MiB": gguf_file([], [("k" * LONG, 1)]),
+    "GGUF: a text of 2 MiB": gguf_file([], [("k", "t" * LONG)]),
+    "GGUF: a name of 2 MiB": gguf_file([("n" * LONG, Tensor(F32, (1,), bytes(4)))]),
+    "ONNX: a name of 2 MiB": onnx_file([tensor("n" * LONG, FLOAT, (1,), bytes(4))]),
+    "ONNX: a text of 2 MiB": onnx_file([], texts={"k": "t" * LONG}),
+    "ONNX: 2^20 sizes in one field": onnx_file([message(1, b"\1" * (1 << 20)) + tensor("a", FLOAT, ())]),
     "ONNX: values outside the folder": onnx_file([tensor("a", FLOAT, (1,), elsewhere=EVIL)]),
     "ONNX: a number without an end": onnx_file([tensor("a", INT64, (1,), numbers=(7, b"\xff" * 100_000))]),
     "ONNX: 100,000 sizes": onnx_file([tensor("a", FLOAT, (2**62,) * 100_000)]),
@@ -222,6 +229,10 @@ HOSTILE: dict[str, bytes] = {
     "NumPy: zeros that were packed": npz(
         {"a.npy": npy(HEADER % f"({2**23},)", bytes(2**25))}, zipfile.ZIP_DEFLATED
     ),
+    "NumPy: a pickle of 17 MiB": npz(
+        {"a.npy": npy(HEADER.replace("<f4", "|O") % "()", b"]" * (17 << 20))}, zipfile.ZIP_DEFLATED
+    ),
+    "NumPy: a record of the name of an array": npz({"a.npy": npy(HEADER % "()", bytes(4)), "a": b"x"}),
     "NumPy: 500 arrays": npz({f"{n}.npy": npy(HEADER % "()", bytes(4)) for n in range(500)}),
     "exported: nested": npz(
         {"m/data/weights/model_weights_config.json": b"[" * 100_000, "m/archive_format": b"pt2"}

@@ -7,7 +7,7 @@ import sys
 import click
 
 from .. import options
-from ..console import Console, table, terminal_width
+from ..console import Console, cut, table, terminal_width
 
 
 @click.command("maps")
@@ -36,4 +36,5 @@ def command(console: Console, name: str | None) -> None:
     ]
     ways = [f"{each['from']} {'<->' if each['reversible'] else '->'} {each['to']}" for each in found]
     rows = [(str(each["name"]), way) for each, way in zip(found, ways, strict=True)]
-    console.listed("\n".join(table(rows, (0, 1), terminal_width(sys.stdout))), found)
+    width = terminal_width(sys.stdout)  # the names, which are to be typed, stay whole
+    console.listed("\n".join(cut(line, width) for line in table(rows, (0, 1))), found)

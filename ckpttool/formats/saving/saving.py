@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
-from ...checkpoint.checksums import Checksums, reads_of
+from ...checkpoint.checksums import Checksums, reads_of, require_made
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Damaged, FileError, Refused, UsageFault
 from ...files.commit import replacing, require_folder
@@ -95,6 +95,7 @@ class SavePlan:
         self, verify: bool | None, dry_run: bool, progress: Progress | None, resume: bool | None, recipe: str
     ) -> Saved:
         """Write, and compare what was read and written before it takes its place."""
+        require_made(self.storages())
         is_compared = not dry_run if verify is None else verify
         if not dry_run:
             ahead.expect((storage for _, storage in self.storages()), as_they_lie=True)

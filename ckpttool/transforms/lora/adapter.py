@@ -68,7 +68,9 @@ class Adapter:
         """Raise Unsupported unless it is a LoRA that adds a product to the weights, and nothing else."""
         path, kind = self.checkpoint.path, self.config.get("peft_type")
         if kind != "LORA":
-            raise Unsupported(path, f"is an adapter of type {str(kind)[:40]}, and only LORA is added")
+            raise Unsupported(
+                path, f"is an adapter of type {str(kind)[:40]}, and only LORA is added", hint=IN_PYTHON
+            )
         odd = [name for name in UNKNOWN_WAYS if self.config.get(name)]
         start = self.config.get("init_lora_weights", True)
         if start not in PLAIN_STARTS:
@@ -142,7 +144,7 @@ class Adapter:
         named = NAMED.fullmatch(key)
         if named is None:
             said = "which is no factor of a product (DoRA, or a bias)"
-            return Unsupported(self.checkpoint.path, f"holds '{key[:80]}', {said}")
+            return Unsupported(self.checkpoint.path, f"holds '{key[:80]}', {said}", hint=IN_PYTHON)
         file, adapter = shlex.quote(self.checkpoint.path), named[1]
         wanted = shlex.quote(rf"(\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}=\1")
         what = f"holds '{key[:80]}' with the adapter's name '{adapter[:40]}' in it, which PEFT's files lack"

@@ -54,6 +54,8 @@ KINDS = {
     "lora_B.bias": "a bias of a factor",
 }
 
+OTHER = "two factors for each layer are added; merge other adapters with the program that trained them"
+
 MOST_PARTS = 6  # of a name in the model that may stand before the adapter's
 
 
@@ -113,7 +115,10 @@ def _layers(path: str, tensors: Mapping[str, TensorRef]) -> dict[str, _Layer]:
         kind = next((kind for part, kind in KINDS.items() if f".{part}" in key), None)
         if match is None or kind:
             what = f"is {kind}" if kind else "is no factor of a product, nor an alpha"
-            raise Unsupported(path, f"holds '{key[:80]}', which {what}")
+            hint = OTHER
+            if not any(map(FACTOR.fullmatch, tensors)) and not kind:
+                hint = f"of a whole model: ckpttool extract-lora BASE {shlex.quote(path)} ADAPTER --rank 16"
+            raise Unsupported(path, f"holds '{key[:80]}', which {what}", hint=hint)
         layer = layers.setdefault(match["layer"], _layer(path, match["layer"], old=bool(match["old"])))
         letter = LETTERS[match["which"]]
         if letter in layer.factors:
@@ -131,7 +136,7 @@ def _layer(path: str, key: str, *, old: bool) -> _Layer:
         return _Layer(key, match[1], "_", (match[2],), {})
     if key.startswith("lora_"):
         what = f"holds factors of '{key[:80]}', and what begins with 'lora_' is of lora_unet_ or lora_te_"
-        raise Unsupported(path, what)
+        raise Unsupported(path, what, hint=OTHER)
     match = DIFFUSERS.fullmatch(key)
     component, rest = (match[1], match[2]) if match else ("", key)
     rest = rest.replace(".processor.", ".")

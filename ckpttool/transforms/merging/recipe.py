@@ -50,6 +50,8 @@ def recipe(
     shares = one_for_each(weights, files)
     if not all(map(math.isfinite, (*shares, 1.0 if scale is None else scale))):
         raise UsageFault("weights and --lambda must be finite")
+    if not any(shares) and method != "slerp":
+        raise UsageFault("weights must not all be 0: nothing would be added to the base")
     return Recipe(
         method,
         tuple(shares),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...errors import CkptToolError, Collision, NothingToDo
+from ...formats.gguf_types import PACKED_NAMES
 from ...tensors.cast import Caster, Overflows
 from ...tensors.dtypes import DType
 from ..selection import cast, replace_state
@@ -40,7 +41,8 @@ def dequantize(
 ) -> tuple[Checkpoint, Dequantized]:
     """Return a checkpoint with the packed tensors of its state as plain ones; others stay.
 
-    Values are those that the library of each scheme computes. They are made when they are written.
+    Values are those that the library of each scheme computes. They are made when they are written, and those
+    of a GGUF are plain already.
 
     Args:
         checkpoint: the checkpoint; it stays as it is. A `config.json` beside it says how it is packed.
@@ -60,7 +62,7 @@ def dequantize(
     found = recognise(checkpoint, target)
     if found.faults:
         raise found.faults[0]
-    if not found.groups:
+    if not found.groups and not checkpoint.packed:
         raise _nothing(checkpoint.path, found)
     casters: dict[DType, Caster] = {}
     plain: dict[str, tuple[str, object]] = {}  # name of the part whose place it takes -> name, tensor
@@ -84,6 +86,7 @@ def dequantize(
             new, report = cast(new, dtype, state=state)
             reports.append(report)
     schemes = Counter(group.scheme for group in found.groups)
+    schemes.update({kind: count for kind, count in checkpoint.packed.items() if kind in PACKED_NAMES})
     return new, Dequantized(schemes, found.unused, found.settings.path, Overflows(reports=reports))
 
 

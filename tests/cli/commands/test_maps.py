@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckpttool.cli.commands import maps
 from tests.support.dialects import CASES, GPT, LLAMA
 from tests.support.mapped import assert_equal, random_state
 from tests.support.running import ROOT, Cli, assert_says
@@ -43,6 +44,13 @@ def test_the_maps_are_listed_with_both_ends(cli: Cli) -> None:
     assert {*listed[0]} == {"name", "from", "to", "reversible"}
     assert {each["name"]: each["reversible"] for each in listed}["meta-llama"] is True
     assert len(listed) == len(ran.out.splitlines()) == len([*(ROOT / "ckpttool").rglob("maps/*.toml")])
+
+
+def test_a_narrow_terminal_cuts_no_name(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "terminal_width", lambda _: 50)
+    names = [line.split()[0] for line in cli("maps").out.splitlines()]
+    assert names == [each["name"] for each in cli("maps --json").json]
+    assert max(map(len, cli("maps").out.splitlines())) == 50
 
 
 def test_a_map_is_printed_as_a_rule_file_that_map_takes(cli: Cli) -> None:

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckpttool.formats import gguf_types
+from tests.support.gguf_files import F32, Q8_0, Tensor, gguf_file
 from tests.support.running import assert_says
 
 SECTION = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -70,6 +73,21 @@ def test_finite_numbers_that_become_infinite_are_counted(cli: Any) -> None:
     save_file({"w": codes, "w_scale": torch.tensor([1.0, 1e3])}, "big.safetensors")
     ran = cli("convert big.safetensors out.safetensors --dequantize --dtype fp16")
     assert_says(ran, 0, "3 finite values became infinite")
+
+
+def test_a_gguf_becomes_plain_with_its_companions(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_types, "_unpacker", lambda *_: lambda raw: np.zeros((1, raw.size // 34 * 32)))
+    tensors = {"a": Tensor(Q8_0, (2, 32), bytes(68)), "b": Tensor(F32, (1,), bytes(4))}
+    Path("model/m.gguf").write_bytes(gguf_file(tensors))
+    Path("model/model.safetensors").unlink()
+    Path("model/config.json").write_text("{}")
+    ran = cli("convert model/m.gguf plain/ --dequantize --companions --dtype bf16 -v")
+    assert_says(ran, 0, "Q8_0: 1 tensor", "made plain whenever they are read")
+    made = load_file(next(Path("plain").glob("*.safetensors")))
+    assert {name: tensor.dtype for name, tensor in made.items()} == dict.fromkeys("ab", torch.bfloat16)
+    assert Path("plain/config.json").read_text() == "{}"
+    Path("model/m.gguf").write_bytes(gguf_file({"b": tensors["b"]}))
+    assert_says(cli("convert model/m.gguf b.pt --dequantize"), 1, "no tensor is quantised")
 
 
 def test_nothing_to_dequantise_is_exit_1_and_what_does_not_fit_exit_3(cli: Any) -> None:

@@ -163,6 +163,7 @@ WRONG: dict[str, tuple[Tensors, type[CkptToolError], str]] = {
     "a third factor": (FC | {"lora_unet_fc.lora_mid.weight": A}, Unsupported, "with a third factor"),
     "a whole difference": (FC | {"lora_unet_fc.diff": A}, Unsupported, "a difference kept whole"),
     "a bias": (FC | {"lora_unet_fc.bias": A}, Unsupported, "is no factor of a product, nor an alpha"),
+    "a whole model": ({"fc.weight": WEIGHT}, Unsupported, "of a whole model: ckpttool extract-lora BASE"),
     "an unknown part": (kohya("lora_vae_fc"), Unsupported, "'lora_vae_fc'"),
     "another layer": (FC | kohya("lora_unet_up"), Refused, "'lora_unet_up' is no layer of the model"),
     "one factor": (
@@ -185,8 +186,9 @@ WRONG: dict[str, tuple[Tensors, type[CkptToolError], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_plain_lora_is_refused_by_name(case: str, tmp_path: Path) -> None:
     held, error, said = WRONG[case]
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said) as fault:
         merge(tmp_path, {"fc.weight": WEIGHT}, held)
+    assert fault.value.hint or error is not Unsupported, "the usual hint lists formats"
     assert not (tmp_path / "out.pt").exists()
 
 

@@ -309,6 +309,7 @@ WRONG: dict[str, tuple[int, dict[str, Any], str]] = {
     "t beyond": (2, {"method": "slerp", "t": 1.5}, "--t 1.5"),
     "no density": (1, {"method": "ties", "base": "0.pt", "density": nan}, "--density nan"),
     "infinite weights": (1, {"method": "task", "base": "0.pt", "weights": [inf]}, "must be finite"),
+    "weights that are all 0": (2, {"method": "ties", "base": "0.pt", "weights": [0, 0]}, "must not all be 0"),
     "too few weights": (2, {"method": "task", "base": "0.pt", "weights": [1]}, "1 weights for 2 files"),
     "lambda of a mean": (2, {"scale": 1.0}, "--lambda has no effect on linear"),
     "a base of a mean": (2, {"base": "0.pt"}, "--base has no effect on linear"),
