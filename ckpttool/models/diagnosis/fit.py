@@ -232,12 +232,13 @@ KINDS = (
     (
         "adapter",
         r"\.lora_(A|B|embedding_A|embedding_B)\b",
-        "they are a LoRA adapter's weights: load the model it was trained on, then the adapter with peft",
+        "they are a LoRA adapter's weights: ckpttool merge-lora BASE ADAPTER OUT adds them to "
+        "the model they were trained on",
     ),
     (
         "quantised",
-        r"\.(qweight|qzeros|absmax|quant_map|SCB|_packed_params\S*)$",
-        "they are quantised weights: load them with the library that quantised them",
+        r"\.(qweight|qzeros|absmax|quant_map|SCB|weight_scale(_inv|_2)?|weight_packed|_packed_params\S*)$",
+        "they are of quantised weights: ckpttool convert FILE OUT --dequantize makes them plain, or says why not",
     ),
 )
 

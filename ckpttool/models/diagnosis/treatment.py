@@ -28,6 +28,7 @@ from .script_lines import command_line
 
 # From certain to guessed: earlier ones are tried first.
 FINDERS: tuple[Finder, ...] = (
+    value_remedies.dequantized,
     value_remedies.complex_parts,
     name_remedies.wrappers,
     name_remedies.wrappers_inside,

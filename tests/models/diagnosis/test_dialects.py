@@ -77,3 +77,46 @@ def test_one_side_to_fit_is_named(sides: tuple[str, ...], cli: Cli, tmp_path: Pa
 def test_a_file_that_fits_is_exit_0(cli: Cli, tmp_path: Path) -> None:
     torch.save(llama(), tmp_path / "in.pt")
     assert cli("doctor", tmp_path / "in.pt", "--like", tmp_path / "in.pt").code == 0
+
+
+FP8 = {
+    "a.weight": torch.ones(16, 16).to(torch.float8_e4m3fn),
+    "a.weight_scale_inv": torch.full((1, 1), 0.01),
+    "norm.weight": torch.ones(16),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_quantised_file_is_dequantised_and_its_codes_are_never_cast(
+    prefix: str, cli: Cli, tmp_path: Path
+) -> None:
+    save_file(FP8, tmp_path / "in.safetensors")
+    plain = {"a.weight": torch.ones(16, 16).bfloat16(), "norm.weight": torch.ones(16)}
+    save_file({prefix + name: tensor for name, tensor in plain.items()}, tmp_path / "like.safetensors")
+    arguments = ("doctor", tmp_path / "in.safetensors", "--like", tmp_path / "like.safetensors")
+    found = cli(*arguments, "--json")
+    commands = [shlex.split(problem["command"]) for problem in found.json["problems"] if "command" in problem]
+    assert kinds(found)[0] == "quantised"
+    assert "--dequantize" in commands[0]
+    assert not any("--exclude" in words for words in commands)
+    script = [shlex.split(line) for line in cli(*arguments).out.splitlines() if not line.startswith("#")]
+    assert [cli(*words[1:]).code for words in script] == [0] * len(script)
+    made = load_file(script[0][3])[f"{prefix}a.weight"]
+    assert torch.allclose(made.float(), torch.full((16, 16), 0.01), rtol=0.01)
+
+
+def test_no_scale_is_left_out_where_the_codes_can_t_be_dequantised(cli: Cli, tmp_path: Path) -> None:
+    state = {**FP8, "a.weight_scale_inv": torch.ones(7, 3)}
+    save_file(state, tmp_path / "in.safetensors")
+    save_file({"a.weight": torch.ones(16, 16), "norm.weight": torch.ones(16)}, tmp_path / "like.safetensors")
+    found = cli("doctor", tmp_path / "in.safetensors", "--like", tmp_path / "like.safetensors", "--json")
+    assert not any("command" in problem for problem in found.json["problems"])
+    assert kinds(found) == ["quantised"]
+    assert "--dequantize" in found.json["problems"][0]["message"]
+
+
+def test_a_model_that_is_quantised_too_gets_its_codes(cli: Cli, tmp_path: Path) -> None:
+    save_file({f"model.{name}": tensor for name, tensor in FP8.items()}, tmp_path / "in.safetensors")
+    save_file(FP8, tmp_path / "like.safetensors")
+    found = cli("doctor", tmp_path / "in.safetensors", "--like", tmp_path / "like.safetensors", "--json")
+    assert kinds(found) == ["prefix"]
