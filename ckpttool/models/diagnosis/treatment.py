@@ -126,16 +126,24 @@ def treat(
 def treated(case: Case, accepts: Accepts) -> Treatment:
     """Return the treatment by what is certain, else as another dialect of the model, else by guesses."""
     certain = treat(case, FINDERS, accepts)
-    if not certain.case.fit.distance:
+    if not (certain.case.fit.distance or certain.is_guess):
         return certain
-    question = ""
     try:
         step = _best(case, dialects.conforming)
+        if step is not None and not step[1].fit.distance:
+            is_same = not certain.case.fit.distance and _is_same(step[1].state, certain.case.state)
+            return certain if is_same else Treatment(step[1], (step[0],))
+        guessed = treat(case, FINDERS + GUESSES, accepts)
+        if guessed.is_guess:
+            dialects.require_certain_names(case)
     except Ambiguous as error:
-        step, question = None, "; ".join(error.candidates[:3])
-    if step is not None and not step[1].fit.distance:
-        return Treatment(step[1], (step[0],))
-    return replace(treat(case, FINDERS + GUESSES, accepts), open_question=question)
+        return Treatment(case, open_question=dialects.question(case, error))
+    return guessed
+
+
+def _is_same(one: State, other: State) -> bool:
+    """Return whether each name has the same bytes of the file in both."""
+    return {n: t.view for n, t in one.tensors.items()} == {n: t.view for n, t in other.tensors.items()}
 
 
 def _best(case: Case, finder: Finder) -> tuple[Remedy, Case] | None:

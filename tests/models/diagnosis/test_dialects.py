@@ -68,6 +68,67 @@ def test_several_ways_are_said_and_no_command_is_printed(cli: Cli, tmp_path: Pat
     assert "heads reordered" in found.json["problems"][0]["message"]
 
 
+def written(state: dict[str, torch.Tensor], path: Path) -> Path:
+    save_file(state, path)
+    return path
+
+
+ATTENTION = {f"b.{n}.attn.{w}.weight": (8, 8) for n in (0, 1) for w in ("query", "key", "value")}
+WORDS = {"b": "layers", "attn": "att", "query": "q_proj", "key": "k_proj", "value": "v_proj"}
+EQUAL = filled({f"enc.{word}.weight": (8, 8) for word in ("zeta", "alpha", "mid")})
+OPEN = {
+    "another family's rotary rows": (meta(llama()), llama(), "heads reordered"),
+    "and the way back": (llama(), meta(llama()), "heads reordered"),
+    "q, k and v of one shape": (filled(ATTENTION), renamed(filled(ATTENTION), WORDS), "heads reordered"),
+    "squares": (EQUAL, renamed(EQUAL, {"enc": "net", "zeta": "0", "alpha": "1", "mid": "2"}), "one shape"),
+    "squares beside a head of another size": (
+        {**EQUAL, "enc.head.weight": torch.ones(10, 8)},
+        {
+            **renamed(EQUAL, {"enc": "net", "zeta": "0", "alpha": "1", "mid": "2"}),
+            "head.weight": torch.ones(5, 8),
+        },
+        "one shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OPEN)
+@pytest.mark.parametrize("flag", ["--like", "--model"])
+def test_what_conform_refuses_is_not_guessed_by_order_and_shapes(
+    what: str, flag: str, cli: Cli, tmp_path: Path
+) -> None:
+    theirs, ours, said = OPEN[what]
+    path, like = written(theirs, tmp_path / "in.safetensors"), written(ours, tmp_path / "like.safetensors")
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom safetensors.torch import load_file\n\n\ndef net():\n"
+        f"    root = torch.nn.Module()\n    for name, tensor in load_file({str(like)!r}).items():\n"
+        "        *parts, last = name.split('.')\n        module = root\n        for part in parts:\n"
+        "            if part not in module._modules:\n"
+        "                module.add_module(part, torch.nn.Module())\n"
+        "            module = module._modules[part]\n"
+        "        module.register_parameter(last, torch.nn.Parameter(tensor))\n    return root\n"
+    )
+    side = like if flag == "--like" else f"{tmp_path}/net.py:net"
+    found = cli("doctor", path, flag, side, "--json")
+    assert (found.code, kinds(found)) == (1, ["ambiguous"])
+    assert said in found.json["problems"][0]["message"]
+    assert ("--check-values" in found.json["problems"][0]["message"]) is (flag == "--like")
+    assert "command" not in found.json["problems"][0]
+
+
+def test_words_for_parts_are_believed_before_shapes(cli: Cli, tmp_path: Path) -> None:
+    words = {"wq": "query", "wk": "key", "wv": "value"}
+    theirs = filled({f"a.{name}.weight": (8, 8) for name in words.values()})
+    ours = {f"b.{new}.weight": theirs[f"a.{old}.weight"] for new, old in sorted(words.items())}
+    path, like = written(theirs, tmp_path / "in.safetensors"), written(ours, tmp_path / "like.safetensors")
+    script = cli("doctor", path, "--like", like).out.splitlines()
+    commands = [shlex.split(line)[1:] for line in script if not line.startswith("#")]
+    if commands:
+        assert [cli(*words).code for words in commands] == [0] * len(commands)
+        made = load_file(commands[0][2])
+        assert all(torch.equal(made[name], tensor) for name, tensor in ours.items())
+
+
 @pytest.mark.parametrize("sides", [(), ("--like", "a", "--model", "b:c")])
 def test_one_side_to_fit_is_named(sides: tuple[str, ...], cli: Cli, tmp_path: Path) -> None:
     torch.save(llama(), tmp_path / "in.pt")
