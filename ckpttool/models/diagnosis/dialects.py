@@ -10,6 +10,7 @@ from ...transforms.conforming.conform import conform, require_certain
 from ...transforms.conforming.places import places_of
 from ...transforms.conforming.search import search
 from .fit import Case, Remedy
+from .map_remedies import maps_between
 
 
 def conforming(case: Case) -> Iterator[Remedy]:
@@ -35,7 +36,8 @@ def require_certain_names(case: Case) -> None:
 
 def question(case: Case, error: Ambiguous) -> str:
     """Return what is open, and the commands that decide it."""
-    way = "the model's own map: ckpttool convert --map NAME --config config.json, or a file of rules"
+    known = next(maps_between(case.state.tensors, case.blueprint.places), "--map RULES")
+    way = f"ckpttool convert … {known}, with the model's --config config.json"
     if case.aim.flag == "--like":
         way = (
             f"ckpttool conform … --like {case.aim.name} --check-values, if it holds the same model; or {way}"

@@ -117,16 +117,27 @@ def test_what_conform_refuses_is_not_guessed_by_order_and_shapes(
 
 
 def test_words_for_parts_are_believed_before_shapes(cli: Cli, tmp_path: Path) -> None:
-    words = {"wq": "query", "wk": "key", "wv": "value"}
-    theirs = filled({f"a.{name}.weight": (8, 8) for name in words.values()})
-    ours = {f"b.{new}.weight": theirs[f"a.{old}.weight"] for new, old in sorted(words.items())}
-    path, like = written(theirs, tmp_path / "in.safetensors"), written(ours, tmp_path / "like.safetensors")
-    script = cli("doctor", path, "--like", like).out.splitlines()
+    words = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    sizes = {"down_proj": (8, 16), "up_proj": (16, 8), "gate_proj": (16, 8)}
+    theirs = filled({f"a.{word}.weight": sizes[word] for word in sizes})
+    ours = {f"b.{words[word]}.weight": theirs[f"a.{word}.weight"] for word in words}
+    torch.save(theirs, tmp_path / "in.pt")
+    torch.save(ours, tmp_path / "like.pt")
+    script = cli("doctor", tmp_path / "in.pt", "--like", tmp_path / "like.pt").out.splitlines()
     commands = [shlex.split(line)[1:] for line in script if not line.startswith("#")]
-    if commands:
-        assert [cli(*words).code for words in commands] == [0] * len(commands)
-        made = load_file(commands[0][2])
-        assert all(torch.equal(made[name], tensor) for name, tensor in ours.items())
+    assert [cli(*words).code for words in commands] == [0] * len(commands)
+    made = torch.load(commands[0][2])
+    assert all(torch.equal(made[name], tensor) for name, tensor in ours.items())
+
+
+def test_the_map_that_decides_is_named_where_its_numbers_are_not_known(cli: Cli, tmp_path: Path) -> None:
+    paths = (
+        written(meta(llama()), tmp_path / "meta.safetensors"),
+        written(llama(), tmp_path / "hf.safetensors"),
+    )
+    for path, like, flags in ((*paths, "--map meta-llama,"), (*paths[::-1], "--map meta-llama --inverse")):
+        found = cli("doctor", path, "--like", like, "--json")
+        assert flags in found.json["problems"][0]["message"]
 
 
 @pytest.mark.parametrize("sides", [(), ("--like", "a", "--model", "b:c")])
