@@ -52,8 +52,8 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
     dtype = cast.target(choices.pop("dtype").lower()) if choices["dtype"] else choices.pop("dtype")
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        from ...models.diagnosis.ways_out import conformed as conform
         from ...transforms import selection
-        from ...transforms.conforming.conform import conform
 
         left_out: tuple[str, ...] = ()
         if exclude := choices.pop("exclude"):

@@ -13,6 +13,12 @@ from safetensors.torch import load_file, save_file
 from tests.support.running import Cli
 from tests.support.two_dialects import filled, fused, llama, meta, renamed
 
+FP8 = {
+    "a.weight": torch.ones(16, 16).to(torch.float8_e4m3fn),
+    "a.weight_scale_inv": torch.full((1, 1), 0.01),
+    "norm.weight": torch.ones(16),
+}
+
 
 def kinds(ran: Any) -> list[str]:
     return [problem["kind"] for problem in ran.json["problems"] if not problem["remark"]]
@@ -140,6 +146,33 @@ def test_the_map_that_decides_is_named_where_its_numbers_are_not_known(cli: Cli,
         assert flags in found.json["problems"][0]["message"]
 
 
+CLASSES = {"fc.weight": (10, 8), "fc.bias": (10,), "conv.weight": (8, 3, 3, 3)}
+REFUSED = {
+    "a map": (llama(), meta(llama()), "convert INPUT OUTPUT --map meta-llama --inverse"),
+    "plain tensors": (
+        FP8,
+        {"a.weight": torch.ones(16, 16).bfloat16(), "norm.weight": torch.ones(16)},
+        "convert INPUT PLAIN --dequantize",
+    ),
+    "another head": (
+        filled(CLASSES),
+        filled({**CLASSES, "fc.weight": (20, 8), "fc.bias": (20,)}),
+        "a reference with 10 rows",
+    ),
+    "a larger vocabulary": (llama(rows=50), fused(llama(rows=64)), "--pad-vocab adds rows of zeros"),
+    "a larger vocabulary of another family": (meta(llama(rows=50)), llama(rows=64), "--pad-vocab"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_conform_names_what_else_brings_the_file_over(what: str, cli: Cli, tmp_path: Path) -> None:
+    theirs, ours, hint = REFUSED[what]
+    path, like = written(theirs, tmp_path / "in.safetensors"), written(ours, tmp_path / "like.safetensors")
+    ran = cli("conform", path, tmp_path / "out.safetensors", "--like", like)
+    assert ran.code == 1
+    assert hint in ran.err
+
+
 @pytest.mark.parametrize("sides", [(), ("--like", "a", "--model", "b:c")])
 def test_one_side_to_fit_is_named(sides: tuple[str, ...], cli: Cli, tmp_path: Path) -> None:
     torch.save(llama(), tmp_path / "in.pt")
@@ -149,13 +182,6 @@ def test_one_side_to_fit_is_named(sides: tuple[str, ...], cli: Cli, tmp_path: Pa
 def test_a_file_that_fits_is_exit_0(cli: Cli, tmp_path: Path) -> None:
     torch.save(llama(), tmp_path / "in.pt")
     assert cli("doctor", tmp_path / "in.pt", "--like", tmp_path / "in.pt").code == 0
-
-
-FP8 = {
-    "a.weight": torch.ones(16, 16).to(torch.float8_e4m3fn),
-    "a.weight_scale_inv": torch.full((1, 1), 0.01),
-    "norm.weight": torch.ones(16),
-}
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
