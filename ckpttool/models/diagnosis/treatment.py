@@ -28,7 +28,6 @@ from .script_lines import command_line
 
 # From certain to guessed: earlier ones are tried first.
 FINDERS: tuple[Finder, ...] = (
-    value_remedies.dequantized,
     value_remedies.complex_parts,
     name_remedies.wrappers,
     name_remedies.wrappers_inside,
@@ -86,10 +85,9 @@ def diagnose(
     best = min(range(len(treatments)), key=lambda number: treatments[number].case.fit.distance)
     if treatments[best].case.fit.distance and (part := named_part(checkpoint.path)):
         return of_whole(part)
-    if not is_same_architecture(treatments[best].case):  # a fit by chance is no reason for commands
-        question = treatments[best].open_question
-        best = 0
-        treatments[0] = Treatment(cases[0], open_question=question)
+    is_asked = bool(treatments[best].open_question)  # names differ then, and the architecture need not
+    if not (is_asked or is_same_architecture(treatments[best].case)):
+        best, treatments[0] = 0, Treatment(cases[0])  # a fit by chance is no reason for commands
     case = cases[best]
     loads = not case.fit.distance or accepts(case.state)
     # Whoever does not know that the state has to be named does not load it.
@@ -125,6 +123,9 @@ def treat(
 
 def treated(case: Case, accepts: Accepts) -> Treatment:
     """Return the treatment by what is certain, else as another dialect of the model, else by guesses."""
+    if not accepts(case.state) and (plain := _best(case, value_remedies.dequantized)):
+        below = treated(plain[1], accepts)  # names and shapes are those of the plain tensors
+        return replace(below, remedies=(plain[0], *below.remedies))
     certain = treat(case, FINDERS, accepts)
     if not (certain.case.fit.distance or certain.is_guess):
         return certain

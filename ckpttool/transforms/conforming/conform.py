@@ -232,7 +232,7 @@ def _way_out(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> str |
 
 
 def _wider(found: Found, rows: int) -> str:
-    """Return a hint for fewer rows than the reference's: vocabularies are padded, of which one has no bias."""
+    """Return a hint for fewer rows than the reference's: vocabularies are padded, and have no bias."""
     if any("bias" not in module.shapes for module, _ in found.resized):
         return "--pad-vocab adds rows of zeros"
     return f"a head for other classes is another head: take a reference with {rows} rows"

@@ -146,6 +146,26 @@ def test_the_map_that_decides_is_named_where_its_numbers_are_not_known(cli: Cli,
         assert flags in found.json["problems"][0]["message"]
 
 
+def quantised(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    codes = {k: v.to(torch.float8_e4m3fn) for k, v in state.items() if "proj" in k}
+    return {**state, **codes, **{f"{name}_scale_inv": torch.ones(1, 1) for name in codes}}
+
+
+def test_a_quantised_file_of_another_dialect_is_plain_first(cli: Cli, tmp_path: Path) -> None:
+    path = written(quantised(llama()), tmp_path / "in.safetensors")
+    like = written(fused(llama()), tmp_path / "like.safetensors")
+    script = cli("doctor", path, "--like", like).out.splitlines()
+    commands = [shlex.split(line)[1:] for line in script if not line.startswith("#")]
+    assert [words[0] for words in commands] == ["convert", "conform", "doctor"]
+    assert [cli(*words).code for words in commands] == [0, 0, 0]
+
+
+def test_no_rows_of_a_quantised_file_are_guessed(cli: Cli, tmp_path: Path) -> None:
+    path = written(quantised(llama()), tmp_path / "in.safetensors")
+    found = cli("doctor", path, "--like", written(meta(llama()), tmp_path / "like.safetensors"), "--json")
+    assert kinds(found) == ["quantised", "ambiguous"]
+
+
 CLASSES = {"fc.weight": (10, 8), "fc.bias": (10,), "conv.weight": (8, 3, 3, 3)}
 REFUSED = {
     "a map": (llama(), meta(llama()), "convert INPUT OUTPUT --map meta-llama --inverse"),
