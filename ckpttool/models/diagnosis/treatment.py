@@ -135,7 +135,7 @@ def treated(case: Case, accepts: Accepts) -> Treatment:
             is_same = not certain.case.fit.distance and _is_same(step[1].state, certain.case.state)
             return certain if is_same else Treatment(step[1], (step[0],))
         guessed = treat(case, FINDERS + GUESSES, accepts)
-        if guessed.is_guess:
+        if guessed.is_guess and is_same_architecture(guessed.case):  # else none is advised
             dialects.require_certain_names(case)
     except Ambiguous as error:
         return Treatment(case, open_question=dialects.question(case, error))
