@@ -66,8 +66,8 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
     dtype = cast.target(said.lower()) if said else None
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        from ...models.diagnosis.ways_out import conformed as conform
         from ...transforms import selection
-        from ...transforms.conforming.conform import conform
 
         left_out: tuple[str, ...] = ()
         if exclude:

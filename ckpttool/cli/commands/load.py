@@ -94,7 +94,14 @@ def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
 def _comment(text: str) -> list[str]:
     """Return text as comment lines, no wider than the terminal."""
     width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
-    return wrap(printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
+    return wrap(
+        printable(text),
+        width,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 @click.command("reload")

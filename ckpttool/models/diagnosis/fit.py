@@ -197,6 +197,7 @@ class Remedy:
     message: str
     command: tuple[str, ...]  # without the files
     apply: Callable[[Checkpoint], Checkpoint]  # raises CkptToolError where the command would fail
+    is_guess: bool = False  # by order and shapes, which do not tell layers of one shape apart
 
 
 Finder = Callable[[Case], Iterator[Remedy]]
@@ -221,6 +222,11 @@ class Treatment:
     remedies: tuple[Remedy, ...] = ()
     open_question: str = ""  # what nothing decides, so that no command is advised
 
+    @property
+    def is_guess(self) -> bool:
+        """Whether names were matched by order and shapes."""
+        return any(remedy.is_guess for remedy in self.remedies)
+
 
 # (kind, regular expression of the names, what they are and what to do)
 KINDS = (
@@ -232,12 +238,13 @@ KINDS = (
     (
         "adapter",
         r"\.lora_(A|B|embedding_A|embedding_B)\b",
-        "they are a LoRA adapter's weights: load the model it was trained on, then the adapter with peft",
+        "they are a LoRA adapter's weights: ckpttool merge-lora BASE ADAPTER OUT adds them to "
+        "the model they were trained on",
     ),
     (
         "quantised",
-        r"\.(qweight|qzeros|absmax|quant_map|SCB|_packed_params\S*)$",
-        "they are quantised weights: load them with the library that quantised them",
+        r"\.(qweight|qzeros|absmax|quant_map|SCB|weight_scale(_inv|_2)?|weight_packed|_packed_params\S*)$",
+        "of quantised weights: ckpttool convert FILE OUT --dequantize makes them plain, or says why",
     ),
 )
 

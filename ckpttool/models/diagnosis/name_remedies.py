@@ -74,7 +74,7 @@ def prefixes(case: Case) -> Iterator[Remedy]:
             yield _add(f"the model has '{ours}' in front of its keys, the file does not", ours)
         else:
             message = f"the file has '{theirs}' where the model has '{ours}', judging by shapes alone"
-            yield _rename("names", message, [(f"^{_exactly(theirs)}", ours)])
+            yield _rename("names", message, [(f"^{_exactly(theirs)}", ours)], is_guess=True)
 
 
 def _add(message: str, prefix: str) -> Remedy:
@@ -107,9 +107,10 @@ def _exactly(text: str) -> str:
     return re.escape(text).replace("=", r"\=")
 
 
-def _rename(kind: str, message: str, rules: list[tuple[str, str]]) -> Remedy:
+def _rename(kind: str, message: str, rules: list[tuple[str, str]], *, is_guess: bool = False) -> Remedy:
     flags = [word for old, new in rules for word in ("--map", f"{old}={new}")]
-    return Remedy(kind, message, ("rename-keys", *flags), lambda c: keys.rename_keys(c, rules)[0])
+    command = "rename-keys", *flags
+    return Remedy(kind, message, command, lambda c: keys.rename_keys(c, rules)[0], is_guess)
 
 
 # (kind, what has the names, (old name, new name) of each part); tried in both directions
@@ -154,4 +155,4 @@ def same_order(case: Case) -> Iterator[Remedy]:
     if len(set(layers.values())) == len(layers):
         rules = [(rf"^{_exactly(old)}\.(?=[^.]*$)", f"{new}." if new else "") for old, new in layers.items()]
         message = f"{len(layers)} layers have other names; they are matched by order and shapes alone"
-        yield _rename("names", message, rules)
+        yield _rename("names", message, rules, is_guess=True)

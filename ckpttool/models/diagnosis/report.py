@@ -20,6 +20,7 @@ from ...transforms.optimizer.rekey import to_indices
 from ...transforms.optimizer.slots import OrderCheck, mismatched_order
 from .fit import Aim, Case, Fit, Rebuild, Treatment, shortened, unfixable
 from .script_lines import command_line
+from .value_remedies import is_packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,7 @@ class Report:
 
     def _precision(self) -> Iterator[Problem]:
         after = self.treatment.case
+        packed = is_packed(after.checkpoint, after.state)
         casts = Counter(
             (tensor.dtype.name, place.dtype)
             for name, tensor in after.state.tensors.items()
@@ -228,7 +230,8 @@ class Report:
         )
         for (theirs, ours), count in casts.items():
             message = f"{count} tensors are {theirs} in the file and {ours} in the model: loading casts them"
-            known = SHORT_TYPES.get(ours) if "float" in theirs else None  # convert casts only floats
+            # convert casts only floats, and a cast of codes would be no number of the model's
+            known = SHORT_TYPES.get(ours) if "float" in theirs and not packed else None
             yield self._remark("precision", message, *(["convert", "--dtype", known] if known else [None]))
 
     def _remark(self, kind: str, message: str, verb: str | None, *flags: str) -> Problem:

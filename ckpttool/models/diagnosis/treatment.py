@@ -85,10 +85,9 @@ def diagnose(
     best = min(range(len(treatments)), key=lambda number: treatments[number].case.fit.distance)
     if treatments[best].case.fit.distance and (part := named_part(checkpoint.path)):
         return of_whole(part)
-    if not is_same_architecture(treatments[best].case):  # a fit by chance is no reason for commands
-        question = treatments[best].open_question
-        best = 0
-        treatments[0] = Treatment(cases[0], open_question=question)
+    is_asked = bool(treatments[best].open_question)  # names differ then, and the architecture need not
+    if not (is_asked or is_same_architecture(treatments[best].case)):
+        best, treatments[0] = 0, Treatment(cases[0])  # a fit by chance is no reason for commands
     case = cases[best]
     loads = not case.fit.distance or accepts(case.state)
     # Whoever does not know that the state has to be named does not load it.
@@ -124,17 +123,28 @@ def treat(
 
 def treated(case: Case, accepts: Accepts) -> Treatment:
     """Return the treatment by what is certain, else as another dialect of the model, else by guesses."""
+    if not accepts(case.state) and (plain := _best(case, value_remedies.dequantized)):
+        below = treated(plain[1], accepts)  # names and shapes are those of the plain tensors
+        return replace(below, remedies=(plain[0], *below.remedies))
     certain = treat(case, FINDERS, accepts)
-    if not certain.case.fit.distance:
+    if not (certain.case.fit.distance or certain.is_guess):
         return certain
-    question = ""
     try:
         step = _best(case, dialects.conforming)
+        if step is not None and not step[1].fit.distance:
+            is_same = not certain.case.fit.distance and _is_same(step[1].state, certain.case.state)
+            return certain if is_same else Treatment(step[1], (step[0],))
+        guessed = treat(case, FINDERS + GUESSES, accepts)
+        if guessed.is_guess and is_same_architecture(guessed.case):  # else none is advised
+            dialects.require_certain_names(case)
     except Ambiguous as error:
-        step, question = None, "; ".join(error.candidates[:3])
-    if step is not None and not step[1].fit.distance:
-        return Treatment(step[1], (step[0],))
-    return replace(treat(case, FINDERS + GUESSES, accepts), open_question=question)
+        return Treatment(case, open_question=dialects.question(case, error))
+    return guessed
+
+
+def _is_same(one: State, other: State) -> bool:
+    """Return whether each name has the same bytes of the file in both."""
+    return {n: t.view for n, t in one.tensors.items()} == {n: t.view for n, t in other.tensors.items()}
 
 
 def _best(case: Case, finder: Finder) -> tuple[Remedy, Case] | None:

@@ -8,12 +8,34 @@ from fnmatch import fnmatchcase, translate
 from itertools import permutations
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.state import State
 from ...transforms import layout, selection
+from ...transforms.quantization.dequantize import dequantize
+from ...transforms.quantization.recognise import recognise
 from .fit import COUNTER, Case, Remedy, shortened
 
 Sizes = tuple[int, ...]
 Rules = Sequence[tuple[str, Sizes]]
 Changed = tuple[Checkpoint, object]
+
+
+def dequantized(case: Case) -> Iterator[Remedy]:
+    """Compute plain tensors of packed ones, unless the model has them packed too."""
+    found = recognise(case.checkpoint, case.state)
+    parts = {_last(part) for group in found.groups for part in group.parts if part != group.name}
+    if found.groups and not parts & {_last(name) for name in case.blueprint.places}:
+        message = f"the file is quantised, the model is not: {', '.join(map(str, found.schemes))}"
+        yield Remedy("quantised", message, ("convert", "--dequantize"), lambda c: dequantize(c)[0])
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def is_packed(checkpoint: Checkpoint, state: State) -> bool:
+    """Return whether tensors of a state are codes, which mean nothing without what lies beside them."""
+    found = recognise(checkpoint, state)
+    return bool(found.groups or found.faults)
 
 
 def complex_parts(case: Case) -> Iterator[Remedy]:
@@ -150,6 +172,8 @@ def extras(case: Case) -> Iterator[Remedy]:
     """Leave out entries that the model has no place for, if it lacks nothing and few sizes differ."""
     fit = case.fit
     if fit.missing or not fit.unexpected or 10 * len(fit.mismatched) > len(case.blueprint.places):
+        return
+    if is_packed(case.checkpoint, case.state):  # they would be its scales
         return
     unwanted = dict.fromkeys(fit.unexpected, ())
     patterns = [pattern for pattern, _ in as_patterns(unwanted, case.state.container)]

@@ -269,7 +269,7 @@ def require_complete(path: str, found: Found, *, pad_vocab: bool = False) -> Non
         if rows_here > rows_there:
             raise Mismatch(what, hint="rows are never cut off: take a reference of this vocabulary")
         if not pad_vocab:
-            raise Mismatch(what, hint="--pad-vocab adds rows of zeros")
+            raise Mismatch(what, hint=_wider(found, rows_here))
 
 
 def _way_out(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> str | None:
@@ -279,6 +279,13 @@ def _way_out(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> str |
         name = right[0][0]
         return f"if it is tied to another: ckpttool convert INPUT TIED --tie {name}=NAME, and conform that"
     return None
+
+
+def _wider(found: Found, rows: int) -> str:
+    """Return a hint for fewer rows than the reference's: vocabularies are padded, and have no bias."""
+    if any("bias" not in module.shapes for module, _ in found.resized):
+        return "--pad-vocab adds rows of zeros"
+    return f"a head for other classes is another head: take a reference with {rows} rows"
 
 
 def _names(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:

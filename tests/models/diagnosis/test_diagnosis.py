@@ -416,7 +416,7 @@ BEYOND: dict[str, tuple[str, Callable[[], Any], str, str]] = {
     "weights kept as length and direction": (
         *("linear", lambda: state_of(made("weight_normed")), "weight-norm", "remove_parametrizations"),
     ),
-    "an adapter": ("net", lambda: LORA, "adapter", "peft"),
+    "an adapter": ("net", lambda: LORA, "adapter", "merge-lora"),
     "a head that the factory can't make": ("convolved", wide_head, "head", NINE),
     "flat parameters of FSDP": (
         *("net", lambda: {"_fsdp_wrapped_module._flat_param": torch.rand(9)}, "fsdp-flat", "FULL_STATE_DICT"),
