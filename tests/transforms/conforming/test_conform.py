@@ -666,6 +666,8 @@ def test_an_optimizer_that_numbers_parameters_in_another_order_than_the_referenc
     torch.save({"model": net.state_dict(), "optimizer": adam.state_dict()}, tmp_path / "in.pt")
     turned = torch.nn.ModuleDict({f"fc{i}": layers[f"lin{i}"] for i in (2, 1, 0)})
     torch.save(turned.state_dict(), tmp_path / "ref.pt")
-    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
-        with pytest.raises(Refused, match="numbers the parameters"):
-            ckpttool.conform(checkpoint, tmp_path / "ref.pt")
+    with (
+        pytest.raises(Refused, match="numbers the parameters"),
+        ckpttool.open(tmp_path / "in.pt") as checkpoint,
+    ):
+        ckpttool.conform(checkpoint, tmp_path / "ref.pt")
