@@ -154,15 +154,15 @@ def _of_torchao(tensor: Subclass, parts: Parts) -> Group:
 
 def unknown(path: str, settings: Settings) -> Iterator[Unsupported]:
     """Yield what is wrong with the method that the settings name, if it is not known here."""
-    form = str(settings.section.get("format") or "dense")
     if settings.method not in KNOWN:
         yield Unsupported(
             path, f"is quantised by '{settings.method[:40]}', which is none of the methods read here"
         )
-    elif settings.method.startswith("compressed") and form not in FORMATS:
-        yield Unsupported(
-            path, f"is of compressed-tensors' format '{form[:40]}', which is none of those read here"
-        )
+    elif settings.method.startswith("compressed"):
+        form = settings.text("format") or "dense"
+        if form not in FORMATS:
+            what = f"is of compressed-tensors' format '{form[:40]}', which is none of those read here"
+            yield Unsupported(path, what)
 
 
 def _leads(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, Make]]:
