@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
@@ -139,6 +141,16 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
         name, kind = next(iter(bare.items()))
         faults.append(Refused(path, f"'{name[:200]}' is of {kind}, and has no scale"))
     return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings)
+
+
+def require_unpacked(checkpoint: Checkpoint, state: State, why: str) -> None:
+    """Raise Refused where a tensor of a state is packed: its codes and scales are numbers only together."""
+    apart = (each.name for each in subclasses(state, checkpoint.metadata))
+    name = next(chain((lead for lead, _ in _leads(state.tensors)), apart), None)
+    if name is not None:
+        path = shlex.quote(checkpoint.path)
+        hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype bf16"
+        raise Refused(checkpoint.path, f"'{name[:200]}' is packed, and {why}", hint=hint)
 
 
 def _made(make: Make, parts: Parts) -> Group | CkptToolError:

@@ -83,6 +83,25 @@ def test_nothing_to_dequantise_is_exit_1_and_what_does_not_fit_exit_3(cli: Any) 
     assert not Path("out.pt").exists()
 
 
+def test_codes_and_scales_are_neither_cast_nor_averaged(cli: Any) -> None:
+    hint = "ckpttool convert model/model.safetensors plain.safetensors --dequantize --dtype bf16"
+    packed = "'model.layers.0.q_proj.weight' is packed, and its codes can't be "
+    ran = cli("convert model/model.safetensors out.safetensors --dtype bf16")
+    assert_says(ran, 3, f"{packed}cast", hint)
+    ran = cli("average model/model.safetensors model/model.safetensors out.safetensors")
+    assert_says(ran, 3, f"{packed}averaged", hint)
+    assert not Path("out.safetensors").exists()
+    words = torch.zeros(4, 8, dtype=torch.int32)
+    save_file({"l.qweight": words, "l.scales": torch.ones(1, 8)}, "gptq.safetensors")
+    assert_says(cli("average gptq.safetensors gptq.safetensors out.pt"), 3, "'l.qweight' is packed")
+    assert_says(cli("convert gptq.safetensors out.pt --dtype fp16"), 3, "'l.qweight' is packed")
+    # What is no part of them is cast, and so are 8-bit floats alone.
+    rest = "--exclude *.weight_scale_inv --exclude *proj.weight"
+    assert cli(f"convert model/model.safetensors rest.safetensors --dtype fp32 {rest}").code == 0
+    save_file({"w": torch.ones(3).to(torch.float8_e4m3fn)}, "bare.safetensors")
+    assert cli("convert bare.safetensors bare.pt --dtype fp16").code == 0
+
+
 def test_there_and_back_with_the_error_of_each_tensor(cli: Any) -> None:
     cli("convert model/ plain/ --dequantize --companions")
     ran = cli("convert plain/ again/ --quantize fp8-block --companions --json")
