@@ -271,20 +271,31 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
 def copy_companions(places: Mapping[str, str], settings: Mapping[str, object] | None = None) -> None:
     """Copy each companion to its place, whole or not at all; a config.json with these settings changed.
 
-    A setting of None is taken out.
+    A setting inside another has a dotted name, and is changed where that is there. One of None is taken out.
     """
     for path, place in places.items():
         content = _bytes_of(path)
         if settings and os.path.basename(path) == "config.json":
-            try:
-                said = {**json.loads(content), **settings}
-                gone = [name for name in settings if said[name] is None]
-                text = json.dumps({name: said[name] for name in said if name not in gone}, indent=2)
-            except (ValueError, TypeError, RecursionError):
-                raise Damaged(path, "is no JSON object") from None
-            content = f"{text}\n".encode()
+            content = _corrected(path, content, settings)
         with uploading(place, replace=True) as local, replacing(local) as file:
             file.write(content)
+
+
+def _corrected(path: str, content: bytes, settings: Mapping[str, object]) -> bytes:
+    try:
+        said = json.loads(content)
+        for name, value in settings.items():
+            of, (*outer, last) = said, name.split(".")
+            for step in outer:
+                inner = of.get(step)
+                of = inner if isinstance(inner, dict) else {}
+            if value is None:
+                of.pop(last, None)
+            else:
+                of[last] = value
+        return f"{json.dumps(said, indent=2)}\n".encode()
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise Damaged(path, "is no JSON object") from None
 
 
 def _bytes_of(path: str) -> bytes:
