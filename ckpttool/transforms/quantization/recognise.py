@@ -12,6 +12,7 @@ from itertools import chain
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...errors import CkptToolError, Refused, Unsupported
+from ...remote import ahead
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from . import codebooks, fp4, integers, scaled
@@ -53,6 +54,9 @@ ACTIVATIONS = re.compile(
     r"|(.*\.)?(scale_input|qscale_act|weight_format|input_g_idx|scaled_fp8)"
 )
 
+
+# Names of tensors whose values are read to know how others are packed.
+READ = re.compile(rf"[._]g_idx$|_shape$|_format$|quant_map$|{re.escape(codebooks.STATE)}")
 
 NONE = Settings()
 
@@ -124,6 +128,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
         faults += unknown(path, settings)
     except CkptToolError as fault:  # which the caller raises or shows
         faults.append(fault)
+    ahead.expect(tensor.storage for name, tensor in tensors.items() if READ.search(name))
     groups: list[Group] = []
     strips = Strips()
     for lead, make in makers.items():
