@@ -274,27 +274,23 @@ def copy_companions(places: Mapping[str, str], settings: Mapping[str, object] | 
     A setting inside another has a dotted name, and is changed where that is there. One of None is taken out.
     """
     for path, place in places.items():
-        content = _bytes_of(path)
-        if settings and os.path.basename(path) == "config.json":
-            content = _corrected(path, content, settings)
+        own = settings if os.path.basename(path) == "config.json" else None
+        content = _corrected(path, own) if own else _bytes_of(path)
         with uploading(place, replace=True) as local, replacing(local) as file:
             file.write(content)
 
 
-def _corrected(path: str, content: bytes, settings: Mapping[str, object]) -> bytes:
+def _corrected(path: str, settings: Mapping[str, object]) -> bytes:
     try:
-        said = json.loads(content)
+        said = {**json.loads(_bytes_of(path))}
         for name, value in settings.items():
-            of, (*outer, last) = said, name.split(".")
-            for step in outer:
-                inner = of.get(step)
-                of = inner if isinstance(inner, dict) else {}
-            if value is None:
-                of.pop(last, None)
-            else:
+            outer, _, last = name.rpartition(".")
+            if isinstance(of := said.get(outer) if outer else said, dict):
                 of[last] = value
+                if value is None:
+                    del of[last]
         return f"{json.dumps(said, indent=2)}\n".encode()
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         raise Damaged(path, "is no JSON object") from None
 
 
