@@ -96,7 +96,7 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
     """
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be cast")
-    require_unpacked(checkpoint, target, "its codes can't be cast")
+    require_unpacked(checkpoint, target, "its codes can't be cast", to.name)
     caster = Caster(to)
     new = replace_state(checkpoint, target, lambda old: _map_tensors(old, caster.cast))
     if not caster.report.tensors:

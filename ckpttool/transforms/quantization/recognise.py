@@ -148,13 +148,13 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
     return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings)
 
 
-def require_unpacked(checkpoint: Checkpoint, state: State, why: str) -> None:
+def require_unpacked(checkpoint: Checkpoint, state: State, why: str, dtype: str = "bfloat16") -> None:
     """Raise Refused where a tensor of a state is packed: its codes and scales are numbers only together."""
     apart = (each.name for each in subclasses(state, checkpoint.metadata))
     name = next(chain((lead for lead, _ in _leads(state.tensors)), apart), None)
     if name is not None:
         path = shlex.quote(checkpoint.path)
-        hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype bf16"
+        hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype {dtype}"
         raise Refused(checkpoint.path, f"'{name[:200]}' is packed, and {why}", hint=hint)
 
 

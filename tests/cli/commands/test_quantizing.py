@@ -114,7 +114,7 @@ def test_nothing_to_dequantise_is_exit_1_and_what_does_not_fit_exit_3(cli: Any) 
 
 
 def test_codes_and_scales_are_neither_cast_nor_averaged(cli: Any) -> None:
-    hint = "ckpttool convert model/model.safetensors plain.safetensors --dequantize --dtype bf16"
+    hint = "ckpttool convert model/model.safetensors plain.safetensors --dequantize --dtype bfloat16"
     packed = "'model.layers.0.q_proj.weight' is packed, and its codes can't be "
     ran = cli("convert model/model.safetensors out.safetensors --dtype bf16")
     assert_says(ran, 3, f"{packed}cast", hint)
@@ -124,7 +124,8 @@ def test_codes_and_scales_are_neither_cast_nor_averaged(cli: Any) -> None:
     words = torch.zeros(4, 8, dtype=torch.int32)
     save_file({"l.qweight": words, "l.scales": torch.ones(1, 8)}, "gptq.safetensors")
     assert_says(cli("average gptq.safetensors gptq.safetensors out.pt"), 3, "'l.qweight' is packed")
-    assert_says(cli("convert gptq.safetensors out.pt --dtype fp16"), 3, "'l.qweight' is packed")
+    ran = cli("convert gptq.safetensors out.pt --dtype fp16")
+    assert_says(ran, 3, "'l.qweight' is packed", "--dequantize --dtype float16")
     # What is no part of them is cast, and so are 8-bit floats alone.
     rest = "--exclude *.weight_scale_inv --exclude *proj.weight"
     assert cli(f"convert model/model.safetensors rest.safetensors --dtype fp32 {rest}").code == 0
