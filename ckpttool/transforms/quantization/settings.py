@@ -45,7 +45,8 @@ class Settings:
                 if named in ("bfloat16", "float16", "float32"):
                     return DTYPES[named]
                 if named is not None and not isinstance(named, str):
-                    raise Damaged(self.path, f"says torch_dtype = {shown(named)}, which is no name")
+                    path = self.path or "config.json"
+                    raise Damaged(path, f"says torch_dtype = {shown(named)}, which is no name")
         return DTYPES["bfloat16"]
 
     def number(self, *names: str) -> int | None:

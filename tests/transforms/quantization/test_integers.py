@@ -281,6 +281,9 @@ def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path, value: Any
     fp8 = {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(2, 2)}
     said = refusal(tmp_path, fp8, {"quant_method": "fp8", "weight_block_size": value})
     assert "config.json: says weight_block_size = " in said
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": value}))
+    fp8["a.weight_scale_inv"] = torch.ones(1, 1)
+    assert "config.json: says torch_dtype = " in refusal(tmp_path, fp8)
     if not isinstance(value, dict):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": value}))
         assert "config.json: says quantization_config = " in refusal(tmp_path, gptq()[0])
