@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
     from ..tensors.dtypes import DType
     from ..transforms.quantization.quantize import Quantized
+
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,8 @@ class Quantizing:
             outcome.notes.append("GGUF's types are made plain whenever they are read, with this flag or not")
         outcome.untrue = (*OWN,)
         if report.settings:
-            self._correct(dict.fromkeys(SECTIONS), "no quantization_config")
+            gone = [f"{at}{name}" for at in ("", "text_config.") for name in SECTIONS]
+            self._correct(dict.fromkeys(gone), "no quantization_config")
         return new
 
     def done(self, checkpoint: Checkpoint, scheme: str) -> Checkpoint:
@@ -54,6 +59,21 @@ class Quantizing:
         section = report.quantization_config
         self._correct({"quantization_config": section}, f'"quantization_config": {json.dumps(section)}')
         return new
+
+    def typed(self, dtype: DType) -> None:
+        """Have a config.json that is copied along name the type of the numbers, wherever it names one."""
+        from ..transforms.lora.ties import config_of
+        from ..transforms.quantization.settings import SECTIONS
+
+        model = config_of(self.checkpoint.path) if self.job.companions else {}
+        within = {f"{name}.": value for name, value in model.items() if name not in SECTIONS}
+        said = [
+            f"{at}{name}"
+            for at, section in {"": model, **within}.items()
+            for name in ("torch_dtype", "dtype")
+            if isinstance(section, Mapping) and section.get(name) in FLOATS
+        ]
+        self.outcome.settings = {**self.outcome.settings, **dict.fromkeys(said, dtype.name)}
 
     def _say_errors(self, report: Quantized) -> None:
         rows = [(each.relative, each.largest, name) for name, each in report.errors.items()]
@@ -69,6 +89,6 @@ class Quantizing:
 
         outcome, beside = self.outcome, "config.json beside the output must have "
         outcome.notes[:] = [note for note in outcome.notes if not note.startswith(beside)]
-        outcome.settings = settings
+        outcome.settings = {**outcome.settings, **settings}
         if not self.job.companions or folders.is_in_place(self.checkpoint, self.target.place.path):
             outcome.notes.append(f"{beside}{said}")

@@ -44,6 +44,7 @@ SAID = {
         "tied": "other names of one tensor, added or taken away",
         "also": "changed too",
     },
+    "Quantized": {"left_plain": "not quantised"},
     "Averaged": {"parallel": "too nearly parallel for slerp, so merged linearly"},
     "Extracted": {
         "lowered": "of the rank of their smaller side, which is less",

@@ -271,20 +271,27 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
 def copy_companions(places: Mapping[str, str], settings: Mapping[str, object] | None = None) -> None:
     """Copy each companion to its place, whole or not at all; a config.json with these settings changed.
 
-    A setting of None is taken out.
+    A setting inside another has a dotted name, and is changed where that is there. One of None is taken out.
     """
     for path, place in places.items():
-        content = _bytes_of(path)
-        if settings and os.path.basename(path) == "config.json":
-            try:
-                said = {**json.loads(content), **settings}
-                gone = [name for name in settings if said[name] is None]
-                text = json.dumps({name: said[name] for name in said if name not in gone}, indent=2)
-            except (ValueError, TypeError, RecursionError):
-                raise Damaged(path, "is no JSON object") from None
-            content = f"{text}\n".encode()
+        own = settings if os.path.basename(path) == "config.json" else None
+        content = _corrected(path, own) if own else _bytes_of(path)
         with uploading(place, replace=True) as local, replacing(local) as file:
             file.write(content)
+
+
+def _corrected(path: str, settings: Mapping[str, object]) -> bytes:
+    try:
+        said = {**json.loads(_bytes_of(path))}
+        for name, value in settings.items():
+            outer, _, last = name.rpartition(".")
+            if isinstance(of := said.get(outer) if outer else said, dict):
+                of[last] = value
+                if value is None:
+                    del of[last]
+        return f"{json.dumps(said, indent=2)}\n".encode()
+    except (ValueError, TypeError, RecursionError):
+        raise Damaged(path, "is no JSON object") from None
 
 
 def _bytes_of(path: str) -> bytes:

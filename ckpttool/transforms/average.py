@@ -26,6 +26,7 @@ from .keys import stripping
 from .mean_tensors import MeanTensors
 from .merging.merge import Merger
 from .merging.recipe import one_for_each, recipe, require_no_more
+from .quantization.recognise import require_unpacked
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
@@ -116,6 +117,7 @@ def average(
     states = [checkpoint.state(state) for checkpoint in checkpoints]
     for checkpoint, chosen in zip(checkpoints, states, strict=True):
         require_plain(checkpoint.path, chosen.likes, "can't be averaged")
+        require_unpacked(checkpoint, chosen, "its codes can't be averaged")
     for checkpoint, chosen in zip(checkpoints[:-1], states, strict=False):
         _require_same(checkpoint, chosen, checkpoints[-1], states[-1])
     last, work = states[-1], _Averaging(states, maker)

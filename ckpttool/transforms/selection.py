@@ -23,6 +23,7 @@ from ..inert_pickle.values import remade, walk
 from ..tensors.cast import Caster, CastReport
 from ..tensors.dtypes import DType
 from ..tensors.ref import Storage, TensorRef
+from .quantization.recognise import require_unpacked
 
 WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no element is cut
 
@@ -90,10 +91,12 @@ def _wider(flag: str, pattern: str, keys: list[str]) -> str:
 def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tuple[Checkpoint, CastReport]:
     """Return a checkpoint with the floating-point tensors of its state in another type; others stay.
 
-    Values are computed when they are written: only then does the report count overflows.
+    Values are computed when they are written: only then does the report count overflows. Raises Refused where
+    a tensor is packed.
     """
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be cast")
+    require_unpacked(checkpoint, target, "its codes can't be cast", to.name)
     caster = Caster(to)
     new = replace_state(checkpoint, target, lambda old: _map_tensors(old, caster.cast))
     if not caster.report.tensors:

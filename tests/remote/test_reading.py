@@ -151,6 +151,24 @@ def test_inspect_asks_little(name: str, most: int, server: RangeServer, tmp_path
     assert TRAFFIC.nbytes - before <= most * (256 << 10)
 
 
+def test_inspect_asks_for_what_tells_how_layers_are_packed_at_once(
+    server: RangeServer, tmp_path: Path, cli: Cli
+) -> None:
+    words = {"qweight": (8, 256), "qzeros": (8, 32), "g_idx": (64,)}
+    tensors = {
+        f"l.{layer}.{name}": torch.zeros(shape, dtype=torch.int32)
+        for layer in range(200)
+        for name, shape in words.items()
+    }
+    tensors |= {f"l.{layer}.scales": torch.ones(8, 256).half() for layer in range(200)}
+    save_file(tensors, tmp_path / "there" / "model.safetensors")
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 8}
+    (tmp_path / "there" / "config.json").write_text(json.dumps({"quantization_config": section}))
+    ran = cli("inspect", f"{server.url}/model.safetensors", "--json")
+    assert (ran.code, [each["tensors"] for each in ran.json["quantised"]]) == (0, [200])
+    assert len(server.requests) <= 6
+
+
 def test_a_selection_reads_its_tensors_alone(server: RangeServer, tmp_path: Path, cli: Cli) -> None:
     put(tmp_path / "there", "b.safetensors")
     before = TRAFFIC.nbytes

@@ -87,6 +87,8 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
         of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
         outcome = Outcome(f"converted {checkpoint.format}", of_state=of_state)
         packing = Quantizing(job, checkpoint, outcome, target)
+        if changes["dtype"]:
+            packing.typed(changes["dtype"])
         if changes["dequantize"]:
             checkpoint = packing.undone(changes.pop("dtype"))
             changes["dtype"] = None  # each value is rounded once

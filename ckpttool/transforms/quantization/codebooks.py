@@ -17,6 +17,7 @@ from ...tensors.ref import TensorRef, extent
 from .fields import HIGH_FIRST, Field, Packing, Sizes, elements, numbers, packed
 from .formula import Formula, Grid, Table
 from .groups import Group, Parts
+from .settings import shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,21 +66,21 @@ def _settings(parts: Parts, name: str) -> dict[str, Any]:
 def _shape(parts: Parts, said: dict[str, Any]) -> Sizes:
     shape = shape_of(said.get("shape"))
     if shape is None:
-        raise parts.refused(f"its settings say the shape {said.get('shape')!r:.80}")
+        raise parts.refused(f"its settings say the shape {shown(said.get('shape'))}")
     return shape
 
 
 def _dtype(parts: Parts, said: dict[str, Any]) -> DType:
     name = said.get("dtype")
     if name not in ("bfloat16", "float16", "float32"):
-        raise parts.refused(f"its settings say the type {name!r:.40}")
+        raise parts.refused(f"its settings say the type {shown(name)}")
     return DTYPES[name]
 
 
 def _count(parts: Parts, said: dict[str, Any], name: str) -> int:
     value = said.get(name)
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise parts.refused(f"its settings say {name} = {value!r:.40}")
+        raise parts.refused(f"its settings say {name} = {shown(value)}")
     return value
 
 
@@ -98,7 +99,7 @@ def _largest(parts: Parts, said: dict[str, Any], name: str, blocks: int) -> Fiel
         return numbers(elements(parts.of(absmax, "float32", (blocks,))))
     size, offset = _count(parts, said, "nested_blocksize"), said.get("nested_offset")
     if not isinstance(offset, int | float) or isinstance(offset, bool) or not abs(offset) < 3e38:
-        raise parts.refused(f"its settings say nested_offset = {offset!r:.40}")
+        raise parts.refused(f"its settings say nested_offset = {shown(offset)}")
     codes: TensorRef = parts.of(absmax, "uint8", (blocks,))
     table = Table(_table(parts, f"{name}.nested_quant_map", 256))
     outer = parts.of(f"{name}.nested_absmax", "float32", (-(-blocks // size),))

@@ -33,7 +33,7 @@ def of_modules(parts: Parts, stem: str) -> Group:
 
 
 def _gptq(parts: Parts, stem: str) -> Group:
-    form = str(parts.settings.section.get("checkpoint_format") or _packing(parts) or "gptq")
+    form = parts.settings.text("checkpoint_format") or _packing(parts) or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise Unsupported(
             parts.path, f"is of GPTQ's format '{form[:40]}', and only gptq and gptq_v2 are read"
@@ -68,10 +68,10 @@ def _gptq(parts: Parts, stem: str) -> Group:
     return parts.group(f"{stem}.weight", scheme, scales.dtype, codes.shape, formula)
 
 
-def _packing(parts: Parts) -> str | None:
+def _packing(parts: Parts) -> str:
     """Return the format that auto-round names: `auto_round:auto_gptq` is GPTQ's first."""
-    named = parts.settings.section.get("packing_format")
-    return named and ("gptq" if str(named) in ("auto_round:auto_gptq", "auto_round:gptq") else str(named))
+    named = parts.settings.text("packing_format")
+    return "gptq" if named in ("auto_round:auto_gptq", "auto_round:gptq") else named
 
 
 def _index(parts: Parts, name: str, inputs: int, groups: int, size: int) -> Field | None:
@@ -94,8 +94,8 @@ def _index(parts: Parts, name: str, inputs: int, groups: int, size: int) -> Fiel
 
 
 def _awq(parts: Parts, stem: str) -> Group:
-    section, settings = parts.settings.section, parts.settings
-    form, bits = str(section.get("version") or "gemm").lower(), settings.number("bits", "w_bit") or 4
+    settings = parts.settings
+    form, bits = (settings.text("version") or "gemm").lower(), settings.number("bits", "w_bit") or 4
     if form != "gemm" or bits != 4:
         what = f"is of AWQ's version '{form[:40]}' with {bits} bits, and only gemm with 4 is read"
         raise Unsupported(parts.path, what)
@@ -156,8 +156,8 @@ def _words(bits: int, is_whole: bool, count: int) -> int:
 def _bits(parts: Parts, shape: Sizes) -> tuple[int, bool]:
     """Return the bits of a code and whether words hold whole codes: the one way that fits the shapes."""
     rows, words = parts.tensors[parts.lead].shape
-    named = {group.get("num_bits") for group in parts.settings.groups()} or {4, 8}
-    known = [bits for bits in named if type(bits) is int and 1 <= bits <= 8]
+    named = {group.number("num_bits") or 0 for group in parts.settings.groups()} or {4, 8}
+    known = [bits for bits in named if 1 <= bits <= 8]
     ways = [(bits, is_whole) for bits in known for is_whole in (True, False) if 32 % bits or is_whole]
     fitting = [way for way in ways if _words(*way, max(shape[1], 0)) == words]
     if shape[0] != rows or shape[1] < 0 or len(fitting) != 1:
@@ -169,8 +169,8 @@ def _bits(parts: Parts, shape: Sizes) -> tuple[int, bool]:
 def _size(parts: Parts, inputs: int, groups: int) -> int:
     """Return the size of groups: the one that the settings name, or into which the inputs divide."""
     for group in parts.settings.groups():
-        size = group.get("group_size")
-        if type(size) is int and size > 0 and -(-inputs // size) == groups:
+        size = group.number("group_size") or 0
+        if size > 0 and -(-inputs // size) == groups:
             return size
     if not groups or inputs % groups:
         raise parts.refused(f"{groups} groups don't divide {inputs} inputs")

@@ -8,7 +8,7 @@ vLLM's and transformers' method `fp8` read; for the other two compressed-tensors
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
@@ -21,7 +21,9 @@ from ...errors import Collision, NothingToDo, Refused, UsageFault
 from ...tensors.dtypes import DTYPES, DType, numpy_type
 from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.values import boxes_of
-from ..lora.ties import is_embedding
+from ..lora.differences import POSITIONS
+from ..lora.merge import orientations
+from ..lora.ties import EMBEDDINGS
 from ..selection import replace_state
 from .fields import Field, Sizes, elements, numbers
 from .formula import Grid
@@ -93,8 +95,8 @@ def quantize(
 ) -> tuple[Checkpoint, Quantized]:
     """Return a checkpoint with the matrices of its layers in fp8, each with its scales behind it.
 
-    Embeddings, the output layer, routers and matrices of fewer than 64 rows or columns stay. The largest
-    magnitudes are read when the first code or scale is written.
+    Embeddings, the output layer, routers, GPT-2's Conv1D and matrices of fewer than 64 rows or columns stay.
+    The largest magnitudes are read when the first code or scale is written.
 
     Args:
         checkpoint: the checkpoint; it stays as it is.
@@ -112,10 +114,12 @@ def quantize(
         raise UsageFault(f"'{scheme}' is no scheme", hint=f"one of {', '.join(SCHEMES)}")
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be quantised")
-    matrices = {name: tensor for name, tensor in target.tensors.items() if _is_chosen(name, tensor)}
+    turned = {parent for parent, is_turned in orientations(target.tensors) if is_turned}
+    matrices = {name: tensor for name, tensor in target.tensors.items() if _is_chosen(name, tensor, turned)}
     chosen = {name: _Matrix(name, tensor, SCHEMES[scheme]) for name, tensor in matrices.items()}
     if not chosen:
-        raise NothingToDo(f"{checkpoint.path}: no matrix of a layer is of a float type")
+        what = f"no matrix of a linear layer, of {SMALLEST} rows and columns or more, is of a float type"
+        raise NothingToDo(f"{checkpoint.path}: {what}")
     end = "_scale_inv" if scheme == "fp8-block" else "_scale"
     for name in chosen:
         if f"{name}{end}" in target.container:
@@ -135,10 +139,12 @@ def quantize(
     return new, Quantized(_config(scheme, kept), kept, errors)
 
 
-def _is_chosen(name: str, tensor: TensorRef) -> bool:
-    module, _, end = name.rpartition(".")
+def _is_chosen(name: str, tensor: TensorRef, turned: Collection[str]) -> bool:
+    """Return whether a tensor is the matrix of a linear layer, and not of a Conv1D beside others of them."""
+    path, _, end = name.rpartition(".")
+    parent, _, module = path.rpartition(".")
     is_matrix = len(tensor.shape) == 2 and min(tensor.shape) >= SMALLEST and tensor.dtype.name in FLOATS
-    is_kept = is_embedding(name) or module.rpartition(".")[2] in KEPT
+    is_kept = module in EMBEDDINGS | POSITIONS | KEPT or "emb" in module or parent in turned
     return is_matrix and end == "weight" and not is_kept
 
 

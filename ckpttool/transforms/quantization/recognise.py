@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...errors import CkptToolError, Refused, Unsupported
+from ...remote import ahead
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from . import codebooks, fp4, integers, scaled
@@ -51,6 +54,9 @@ ACTIVATIONS = re.compile(
     r"|(.*\.)?(scale_input|qscale_act|weight_format|input_g_idx|scaled_fp8)"
 )
 
+
+# Names of tensors whose values are read to know how others are packed.
+READ = re.compile(rf"[._]g_idx$|_shape$|_format$|quant_map$|{re.escape(codebooks.STATE)}")
 
 NONE = Settings()
 
@@ -122,6 +128,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
         faults += unknown(path, settings)
     except CkptToolError as fault:  # which the caller raises or shows
         faults.append(fault)
+    ahead.expect(tensor.storage for name, tensor in tensors.items() if READ.search(name))
     groups: list[Group] = []
     strips = Strips()
     for lead, make in makers.items():
@@ -141,6 +148,16 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
     return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings)
 
 
+def require_unpacked(checkpoint: Checkpoint, state: State, why: str, dtype: str = "bfloat16") -> None:
+    """Raise Refused where a tensor of a state is packed: its codes and scales are numbers only together."""
+    apart = (each.name for each in subclasses(state, checkpoint.metadata))
+    name = next(chain((lead for lead, _ in _leads(state.tensors)), apart), None)
+    if name is not None:
+        path = shlex.quote(checkpoint.path)
+        hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype {dtype}"
+        raise Refused(checkpoint.path, f"'{name[:200]}' is packed, and {why}", hint=hint)
+
+
 def _made(make: Make, parts: Parts) -> Group | CkptToolError:
     try:
         return make(parts)
@@ -154,15 +171,15 @@ def _of_torchao(tensor: Subclass, parts: Parts) -> Group:
 
 def unknown(path: str, settings: Settings) -> Iterator[Unsupported]:
     """Yield what is wrong with the method that the settings name, if it is not known here."""
-    form = str(settings.section.get("format") or "dense")
     if settings.method not in KNOWN:
         yield Unsupported(
             path, f"is quantised by '{settings.method[:40]}', which is none of the methods read here"
         )
-    elif settings.method.startswith("compressed") and form not in FORMATS:
-        yield Unsupported(
-            path, f"is of compressed-tensors' format '{form[:40]}', which is none of those read here"
-        )
+    elif settings.method.startswith("compressed"):
+        form = settings.text("format") or "dense"
+        if form not in FORMATS:
+            what = f"is of compressed-tensors' format '{form[:40]}', which is none of those read here"
+            yield Unsupported(path, what)
 
 
 def _leads(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, Make]]:

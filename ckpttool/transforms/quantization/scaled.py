@@ -105,9 +105,9 @@ def _blocks(parts: Parts, shape: Sizes, scales: Sizes, cut: list[int], group: in
 
 def _group_size(parts: Parts, size: int, groups: int, is_block: bool) -> int:
     """Return the size of groups that the settings say, or into which a row divides."""
-    named = [each.get("group_size") for each in parts.settings.groups()]
+    named = [each.number("group_size") or 0 for each in parts.settings.groups()]
     for said in (*named, *(pair[1] for pair in _pairs(parts))):
-        if type(said) is int and said > 0 and -(-size // said) == groups:
+        if said > 0 and -(-size // said) == groups:
             return said
     if -(-size // USUAL_BLOCK) == groups and size != groups * USUAL_BLOCK:
         if is_block or size % groups:
@@ -125,17 +125,9 @@ def _block_sizes(parts: Parts) -> Sizes:
 
 def _pairs(parts: Parts) -> Iterator[Sizes]:
     """Yield the block sizes that the settings name."""
-    section = parts.settings.section
-    for pair in (
-        section.get("weight_block_size"),
-        *(w.get("block_structure") for w in parts.settings.groups()),
-    ):
-        if (
-            isinstance(pair, list)
-            and len(pair) == 2
-            and all(type(n) is int and 0 < n < 1 << 31 for n in pair)
-        ):
-            yield tuple(pair)
+    settings = parts.settings
+    pairs = settings.pair("weight_block_size"), *(w.pair("block_structure") for w in settings.groups())
+    yield from filter(None, pairs)
 
 
 def _in_words(parts: Parts, given: Sizes, shape: Sizes, block: Sizes, cut: list[int]) -> str:

@@ -34,7 +34,7 @@ class Settings:
     @property
     def method(self) -> str:
         """The name of the method, in small letters; "" where none is named."""
-        return str(self.section.get("quant_method") or "").lower()
+        return self.text("quant_method").lower()
 
     @property
     def dtype(self) -> DType:
@@ -44,6 +44,9 @@ class Settings:
                 named = settings.get("torch_dtype") or settings.get("dtype")
                 if named in ("bfloat16", "float16", "float32"):
                     return DTYPES[named]
+                if named is not None and not isinstance(named, str):
+                    path = self.path or "config.json"
+                    raise Damaged(path, f"says torch_dtype = {shown(named)}, which is no name")
         return DTYPES["bfloat16"]
 
     def number(self, *names: str) -> int | None:
@@ -51,18 +54,51 @@ class Settings:
         for name in names:
             value = self.section.get(name)
             if value is not None:
-                if type(value) is not int or not -1 <= value < 1 << 31:
-                    raise Damaged(self.path, f"says {name} = {value!r:.40}, which is no size")
+                if type(value) is not int or value == 0 or not -1 <= value < 1 << 31:
+                    raise Damaged(self.path, f"says {name} = {shown(value)}, which is no size")
                 return value
         return None
 
-    def groups(self) -> Iterator[Mapping[str, Any]]:
-        """Yield how each group of layers is quantised, of compressed-tensors: `config_groups.*.weights`."""
-        groups = self.section.get("config_groups")
-        for group in groups.values() if isinstance(groups, dict) else ():
-            weights = group.get("weights") if isinstance(group, dict) else None
-            if isinstance(weights, dict):
-                yield weights
+    def text(self, name: str) -> str:
+        """Return a setting, "" where there is none; raises Damaged where it is no text."""
+        value = self.section.get(name)
+        if value is not None and not isinstance(value, str):
+            raise Damaged(self.path, f"says {name} = {shown(value)}, which is no name")
+        return value or ""
+
+    def pair(self, name: str) -> tuple[int, int] | None:
+        """Return two sizes, None where there are none; raises Damaged where they are no sizes."""
+        match self.section.get(name):
+            case None:
+                return None
+            case [int(rows), int(columns)] if all(0 < n < 1 << 31 and n is not True for n in (rows, columns)):
+                return rows, columns
+            case value:
+                raise Damaged(self.path, f"says {name} = {shown(value)}, which is no pair of sizes")
+
+    def groups(self) -> Iterator[Settings]:
+        """Yield how each group of layers is quantised, of compressed-tensors: `config_groups.*.weights`.
+
+        Raises Damaged where one is no object.
+        """
+        for name, group in self._object(self.section, "config_groups").items():
+            weights = self._object(self._object({name: group}, name), "weights")
+            if weights:
+                yield Settings(self.path, weights, self.model)
+
+    def _object(self, of: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        value = of.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise Damaged(self.path, f"says {name[:40]} = {shown(value)}, which is no object")
+        return value or {}
+
+
+def shown(value: object) -> str:
+    """Return a value that JSON said, in short."""
+    try:
+        return f"{value!r:.40}"
+    except RecursionError:
+        return f"a nested {type(value).__name__}"
 
 
 def settings_beside(path: str) -> Settings:
@@ -77,8 +113,11 @@ def settings_beside(path: str) -> Settings:
         model = {}
     for name in SECTIONS:
         for settings in (model, model.get("text_config")):
-            if isinstance(settings, dict) and isinstance(settings.get(name), dict):
-                return Settings(place, settings[name], model)
+            section = settings.get(name) if isinstance(settings, dict) else None
+            if section is not None and not isinstance(section, dict):
+                raise Damaged(place, f"says {name} = {shown(section)}, which is no object")
+            if section:
+                return Settings(place, section, model)
     for name, method in OWN.items():
         if exists(place := os.path.join(folder, name)):
             return Settings(place, {"quant_method": method} | json_object(place), model)

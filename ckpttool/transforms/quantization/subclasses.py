@@ -59,7 +59,7 @@ class Subclass:
             what = f"'{self.name[:200]}' is torchao's {self.kind[:40]}, and none of those read here"
             raise Unsupported(path, f"{what}: {', '.join((*PLAIN, *MICRO))}")
         block = self._block()
-        settings = Settings("", {"weight_block_size": block}) if block else Settings()
+        settings = Settings(path, {"weight_block_size": block}) if block else Settings()
         parts = Parts(path, {**beside, self.name: data}, self.name, settings)
         for name in ("act_pre_scale", "is_swizzled_scales"):
             given = self.settings.get(name) or self.tensors.get(name)
@@ -75,7 +75,9 @@ class Subclass:
     def _block(self) -> list[int] | None:
         """Return the sizes of a block along both axes, as settings have them."""
         block = self.settings.get("block_size")
-        return list(block) if isinstance(block, list | tuple) and len(block) == 2 else None
+        if not isinstance(block, list | tuple) or len(block) != 2 or 0 in block:
+            return None
+        return list(block)
 
 
 def subclasses(state: State, metadata: Mapping[str, str]) -> Iterator[Subclass]:

@@ -60,6 +60,36 @@ def test_a_config_copied_along_is_corrected_and_files_that_are_no_longer_true_st
     assert not Path("out/quantize_config.json").exists()
 
 
+def test_a_section_of_the_text_model_is_taken_out_where_it_was_found(cli: Any) -> None:
+    text = {"quantization_config": SECTION, "hidden_size": 4}
+    Path("model/config.json").write_text(json.dumps({"compression_config": None, "text_config": text}))
+    assert cli("convert model/ out/ --dequantize --companions").code == 0
+    assert json.loads(Path("out/config.json").read_text()) == {"text_config": {"hidden_size": 4}}
+    assert cli("convert model/ again/ --dequantize --quantize fp8 --companions").code == 0
+    settings = json.loads(Path("again/config.json").read_text())
+    assert settings["text_config"] == {"hidden_size": 4}
+    assert settings["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert "compression_config" not in settings
+
+
+def test_a_config_copied_along_names_the_type_of_the_numbers(cli: Any) -> None:
+    settings = {"torch_dtype": "bfloat16", "text_config": {"dtype": "float16", "x_dtype": "float16"}}
+    Path("model/config.json").write_text(json.dumps({**settings, "quantization_config": SECTION}))
+    assert cli("convert model/ out/ --dequantize --dtype fp32 --companions").code == 0
+    text = {"dtype": "float32", "x_dtype": "float16"}
+    assert json.loads(Path("out/config.json").read_text()) == {"torch_dtype": "float32", "text_config": text}
+    assert cli("convert out/ half/ --dtype fp16 --companions").code == 0
+    text["dtype"] = "float16"
+    assert json.loads(Path("half/config.json").read_text()) == {"torch_dtype": "float16", "text_config": text}
+
+
+def test_what_quantizing_leaves_as_it_is_is_named(cli: Any) -> None:
+    experts = {"model.layers.0.mlp.experts.down_proj": torch.randn(4, 64, 64)}
+    save_file(experts | {"model.layers.0.q_proj.weight": torch.randn(64, 64)}, "moe.safetensors")
+    ran = cli("convert moe.safetensors out.safetensors --quantize fp8")
+    assert_says(ran, 0, "not quantised: model.layers.0.mlp.experts.down_proj")
+
+
 def test_json_has_the_schemes(cli: Any) -> None:
     ran = cli("convert model/model.safetensors out.safetensors --dequantize --dtype fp32 --json")
     assert ran.json["dequantized"] == {"fp8, blocks of 128 × 128": 4}
@@ -99,6 +129,26 @@ def test_nothing_to_dequantise_is_exit_1_and_what_does_not_fit_exit_3(cli: Any) 
     Path("model/config.json").write_text("[")
     assert_says(cli("convert model/model.safetensors out.pt --dequantize"), 3, "config.json: is not JSON")
     assert not Path("out.pt").exists()
+
+
+def test_codes_and_scales_are_neither_cast_nor_averaged(cli: Any) -> None:
+    hint = "ckpttool convert model/model.safetensors plain.safetensors --dequantize --dtype bfloat16"
+    packed = "'model.layers.0.q_proj.weight' is packed, and its codes can't be "
+    ran = cli("convert model/model.safetensors out.safetensors --dtype bf16")
+    assert_says(ran, 3, f"{packed}cast", hint)
+    ran = cli("average model/model.safetensors model/model.safetensors out.safetensors")
+    assert_says(ran, 3, f"{packed}averaged", hint)
+    assert not Path("out.safetensors").exists()
+    words = torch.zeros(4, 8, dtype=torch.int32)
+    save_file({"l.qweight": words, "l.scales": torch.ones(1, 8)}, "gptq.safetensors")
+    assert_says(cli("average gptq.safetensors gptq.safetensors out.pt"), 3, "'l.qweight' is packed")
+    ran = cli("convert gptq.safetensors out.pt --dtype fp16")
+    assert_says(ran, 3, "'l.qweight' is packed", "--dequantize --dtype float16")
+    # What is no part of them is cast, and so are 8-bit floats alone.
+    rest = "--exclude *.weight_scale_inv --exclude *proj.weight"
+    assert cli(f"convert model/model.safetensors rest.safetensors --dtype fp32 {rest}").code == 0
+    save_file({"w": torch.ones(3).to(torch.float8_e4m3fn)}, "bare.safetensors")
+    assert cli("convert bare.safetensors bare.pt --dtype fp16").code == 0
 
 
 def test_there_and_back_with_the_error_of_each_tensor(cli: Any) -> None:

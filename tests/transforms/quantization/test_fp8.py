@@ -255,9 +255,10 @@ def test_an_unknown_method_is_named(tmp_path: Path) -> None:
     assert "format 'marlin-24'" in refusal(tmp_path, {"w": fp8(4, 4), "w_scale": torch.ones(1)}, section)
 
 
-@pytest.mark.parametrize("size", [[0, 128], [128], "128", [2**40, 1], [-1, 5], [True, 2], None])
-def test_settings_that_make_no_sense_are_not_followed(tmp_path: Path, size: Any) -> None:
-    codes, scale = fp8(130, 4), torch.rand(2, 1)
+@pytest.mark.parametrize("size", [[0, 128], [128], "128", [2**40, 1], [-1, 5], [True, 2]])
+def test_settings_that_make_no_sense_are_refused_by_name(tmp_path: Path, size: Any) -> None:
+    tensors = {"w": fp8(130, 4), "w_scale_inv": torch.rand(2, 1)}
     section = {"quant_method": "fp8", "weight_block_size": size}
-    got = weight(tmp_path, {"w": codes, "w_scale_inv": scale}, section)
-    assert equal(got, by_blocks(codes, scale, 128, 128).bfloat16())
+    assert "config.json: says weight_block_size = " in refusal(tmp_path, tensors, section)
+    got = weight(tmp_path, tensors, section | {"weight_block_size": None})
+    assert equal(got, by_blocks(tensors["w"], tensors["w_scale_inv"], 128, 128).bfloat16())

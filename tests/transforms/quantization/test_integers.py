@@ -257,6 +257,38 @@ def test_what_is_no_whole_layer_of_compressed_tensors_is_refused(
     )
 
 
+DEEP: Any = 4
+for _ in range(600):
+    DEEP = [DEEP]
+ODD = {"a truth": True, "a float": 4.5, "huge": 10**30, "a list": [4], "an object": {"4": 4}, "deep": DEEP}
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+    for name in ("bits", "group_size", "checkpoint_format", "packing_format", "quant_method"):
+        assert f"config.json: says {name} = " in refusal(tmp_path, gptq()[0], GPTQ | {name: value})
+    assert "config.json: says version = " in refusal(tmp_path, awq()[0], AWQ | {"version": value})
+    tensors, section, _ = compressed(4, 32, zeros=False)
+    for name in ("num_bits", "group_size"):
+        groups = {"config_groups": {"0": {"weights": {name: value}}}}
+        if name == "group_size":
+            groups["config_groups"]["0"]["weights"]["num_bits"] = 4
+        assert f"config.json: says {name} = " in refusal(tmp_path, tensors, section | groups)
+    assert "config.json: says format = " in refusal(tmp_path, tensors, section | {"format": value})
+    for groups in ({"config_groups": value}, {"config_groups": {"0": value}}):
+        if not isinstance(value, dict):
+            assert "which is no object" in refusal(tmp_path, tensors, section | groups)
+    fp8 = {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(2, 2)}
+    said = refusal(tmp_path, fp8, {"quant_method": "fp8", "weight_block_size": value})
+    assert "config.json: says weight_block_size = " in said
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": value}))
+    fp8["a.weight_scale_inv"] = torch.ones(1, 1)
+    assert "config.json: says torch_dtype = " in refusal(tmp_path, fp8)
+    if not isinstance(value, dict):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": value}))
+        assert "config.json: says quantization_config = " in refusal(tmp_path, gptq()[0])
+
+
 @pytest.mark.parametrize("nbytes", [64, 600, 1 << 12])
 def test_strips_of_any_size_give_the_same_numbers(
     tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch

@@ -104,6 +104,26 @@ def test_only_the_matrices_of_layers_are_quantised(tmp_path: Path) -> None:
     ]
 
 
+EMBEDDINGS = (
+    *("embed_tokens", "wte", "wpe", "embeddings.position_embeddings", "decoder.embed_positions"),
+    *("token_embd", "shared", "tok_emb", "cls.token_embedding"),
+)
+
+
+def test_tables_of_tokens_and_positions_and_a_conv1d_stay(tmp_path: Path) -> None:
+    """Only `Linear` is replaced by those who load it: of another module the codes would be its weight."""
+    conv1d = {"h.0.attn.c_attn": (64, 192), "h.0.attn.c_proj": (64, 64), "h.0.mlp.c_fc": (64, 256)}
+    kept = {f"{name}.weight": torch.randn(shape) for name, shape in conv1d.items()}
+    kept |= {f"{name}.bias": torch.randn(shape[1]) for name, shape in conv1d.items()}
+    kept |= {f"{name}.weight": torch.randn(80, 64) for name in EMBEDDINGS}
+    linear = {"l.0.fc.weight": torch.randn(192, 64), "l.0.fc.bias": torch.randn(192)}
+    got, report = quantised(tmp_path, kept | linear, "fp8")
+    assert [name for name, each in got.items() if each.dtype == torch.float8_e4m3fn] == ["l.0.fc.weight"]
+    assert {*report.quantization_config["ignore"]} == {*EMBEDDINGS, *conv1d}  # type: ignore[call-overload]
+    with pytest.raises(NothingToDo):
+        quantised(tmp_path, kept, "fp8")
+
+
 def test_zeros_and_the_smallest_numbers_keep_their_values(tmp_path: Path) -> None:
     values = torch.zeros(192, 128)
     values[64:128] = 1e-42
@@ -127,7 +147,7 @@ def test_numbers_that_no_scale_brings_into_fp8_are_refused_by_name(
 
 
 def test_nothing_to_quantise_and_names_that_are_taken(tmp_path: Path) -> None:
-    with pytest.raises(NothingToDo, match="no matrix of a layer"):
+    with pytest.raises(NothingToDo, match="no matrix of a linear layer"):
         quantised(tmp_path, {"l.weight": torch.randn(8, 8)}, "fp8")
     with pytest.raises(ckpttool.CkptToolError, match=r"'l\.weight_scale' would hold the scales"):
         quantised(tmp_path, {"l.weight": torch.randn(64, 64), "l.weight_scale": torch.ones(1)}, "fp8")
