@@ -150,7 +150,8 @@ def _is_chosen(name: str, tensor: TensorRef, turned: Collection[str]) -> bool:
 
 def _config(scheme: str, kept: tuple[str, ...]) -> dict[str, object]:
     """Return the settings by which vLLM and transformers know the scheme."""
-    modules = [name.removesuffix(".weight") for name in kept]
+    # An output layer that is tied stands in no file; transformers would make a quantised one, of nothing.
+    modules = [*dict.fromkeys([*(name.removesuffix(".weight") for name in kept), "lm_head"])]
     if scheme == "fp8-block":
         how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         return {**how, "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": modules}
