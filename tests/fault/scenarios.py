@@ -203,6 +203,13 @@ SCENARIOS = [
     ),
     _new("merge dcp out/model.safetensors", "DCP to .safetensors", "prefixed"),
     _new("merge ranks out/model.pt", "files of two ranks to .pt", "prefixed"),
+    _new(
+        "conform in.pt out/model.safetensors --like out/ref.safetensors --check-values",
+        ".pt under the names of another",
+        "plain",
+        before="strip-prefix in.pt out/ref.safetensors",
+        targets=("out/model.safetensors",),
+    ),
     _new("merge-lora in.pt adapter out/model.pt", ".pt and adapter to .pt", "adapted"),
     _new("extract-lora in.pt other.pt out/model --rank 1 --others drop", "two .pt to a new adapter"),
     _new("split in.pt out/model/ --ranks 2 --as dtensor --device cpu", ".pt to new files of two ranks"),
