@@ -79,6 +79,9 @@ def read(source: Source) -> Checkpoint:
     records, inflating = read_directory(source, folded=False), Inflating(source)
     arrays = {name: record for name, record in records.items() if name.endswith(ENDING)}
     places = {name.removesuffix(ENDING): _whole(inflating, record) for name, record in arrays.items()}
+    if both := sorted(places.keys() & records.keys()):
+        what = f"holds the records '{both[0][:80]}' and '{both[0][:80]}{ENDING}', of which NumPy takes either"
+        raise Damaged(source.path, what, hint="save the arrays again, under names of their own")
     others = tuple(f"record '{name[:80]}'" for name in records if name not in arrays)
     return _checkpoint(source, NPZ, places, others)
 
