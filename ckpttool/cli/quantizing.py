@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..tensors.dtypes import PLAIN_FLOATS
 from .console import counted
 from .options import Job
 from .rewriting import Outcome, Target
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
     from ..tensors.dtypes import DType
     from ..transforms.quantization.quantize import Quantized
-
-
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Quantizing:
             f"{at}{name}"
             for at, section in {"": model, **within}.items()
             for name in ("torch_dtype", "dtype")
-            if isinstance(section, Mapping) and section.get(name) in FLOATS
+            if isinstance(section, Mapping) and section.get(name) in PLAIN_FLOATS
         ]
         self.outcome.settings = {**self.outcome.settings, **dict.fromkeys(said, dtype.name)}
 

@@ -19,6 +19,9 @@ class DType:
     part: int  # bytes of the unit that byte order and sign apply to: half an element for complex types
 
 
+# The floats that need no scale beside them: what is averaged, added to, scaled and made fp8.
+PLAIN_FLOATS = ("float64", "float32", "float16", "bfloat16")
+
 DTYPES = {
     name: DType(name, size, storage, safetensors, size // 2 if "complex" in name else size)
     for name, size, storage, safetensors in (

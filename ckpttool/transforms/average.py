@@ -19,7 +19,7 @@ from ..formats.reading import File
 from ..formats.reading import open as open_checkpoint
 from ..inert_pickle.values import remade
 from ..tensors.cast import CastReport
-from ..tensors.dtypes import real_dtype
+from ..tensors.dtypes import PLAIN_FLOATS, real_dtype
 from ..tensors.ref import Storage, TensorRef
 from ..tensors.values import CHUNK, MAX_REPEATED, in_pieces, require_bounded, same_values
 from .keys import stripping
@@ -28,7 +28,6 @@ from .merging.merge import Merger
 from .merging.recipe import one_for_each, recipe, require_no_more
 from .quantization.recognise import require_unpacked
 
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 
 
@@ -175,7 +174,7 @@ class _Averaging:
             same = all(_same(name, tensor, last) for tensor in inputs[:-1])
             (self.kept if same else self.taken).append(name)
             return last
-        if part.name not in FLOATS:
+        if part.name not in PLAIN_FLOATS:
             path, what = last.storage.data.path, f"'{name}' is {last.dtype.name}, which can't be averaged"
             convert = f"ckpttool convert {shlex.quote(path)} bf16.pt --dtype bf16"
             raise Refused(path, what, hint=f"convert each file first: {convert}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
+from ...checkpoint.states import COUNTER
 from ...tensors.ref import TensorRef
 from ...transforms.conforming.places import Place, places_of
 from .script_lines import command_line
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 
 # BatchNorm's counter: torch adds it to states that were saved before version 2 of the module.
-COUNTER = "num_batches_tracked"
 
 SHOWN = 3  # names in a message, which counts the rest
 

@@ -9,10 +9,11 @@ from itertools import permutations
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
+from ...checkpoint.states import COUNTER
 from ...transforms import layout, selection
 from ...transforms.quantization.dequantize import dequantize
 from ...transforms.quantization.recognise import recognise
-from .fit import COUNTER, Case, Remedy, shortened
+from .fit import Case, Remedy, shortened
 
 Sizes = tuple[int, ...]
 Rules = Sequence[tuple[str, Sizes]]

@@ -36,11 +36,11 @@ def client() -> HfApi:
     return HfApi(endpoint=constants.ENDPOINT, library_name=AGENT)
 
 
-def call(about: About, do: Callable[[], T], patience: Patience, *, reconnects: bool = True) -> T:
+def call(about: About, do: Callable[[], T], patience: Patience) -> T:
     """Return what a call of the library returns; try again where the hub may do better then.
 
-    Without `reconnects` not after a failed connection: where the library tries again itself (6 times within
-    24 s and the stalls), or may have had its way. Raises Missing, Unreadable.
+    Not after a failed connection: the library tries again itself (6 times within 24 s and the stalls), or may
+    have had its way. Raises Missing, Unreadable.
     """
     for attempt in count(1):
         try:
@@ -54,7 +54,7 @@ def call(about: About, do: Callable[[], T], patience: Patience, *, reconnects: b
             cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
             if isinstance(cause, OSError) and cause.filename:  # of this machine
                 raise cause from None
-            failure, may_pass, wait = _judged(about, cause, reconnects)
+            failure, may_pass, wait = _judged(about, cause)
         if not may_pass or attempt >= patience.attempts:
             raise failure from None
         patience.wait(attempt, wait)
@@ -76,7 +76,7 @@ def _bounded(about: About, do: Callable[[], T], seconds: float) -> T:
     return outcome.result()
 
 
-def _judged(about: About, error: BaseException, reconnects: bool) -> tuple[CkptToolError, bool, float | None]:
+def _judged(about: About, error: BaseException) -> tuple[CkptToolError, bool, float | None]:
     """Return an error as ours, whether another try may help, and the seconds that the hub asks to wait."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -90,10 +90,8 @@ def _judged(about: About, error: BaseException, reconnects: bool) -> tuple[CkptT
         return Unreadable(about.url, f"'{about.name}' is no name of a repository"), False, None
     why = SECRETS.sub("…", str(error).strip().partition("\n")[0]) or type(error).__name__
     if type(error).__module__.startswith("httpx"):
-        lasting = type(error).__name__ in ("TooManyRedirects", "UnsupportedProtocol", "LocalProtocolError")
         hint = "check the network, and HF_ENDPOINT"
-        failure = Unreadable(about.url, f"the hub can't be reached: {why}", hint=hint)
-        return failure, reconnects and not lasting, None
+        return Unreadable(about.url, f"the hub can't be reached: {why}", hint=hint), False, None
     return Unreadable(about.url, f"the hub's answer is not understood: {why}"), False, None
 
 

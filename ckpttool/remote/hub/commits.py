@@ -66,7 +66,7 @@ class Upload:
         raise Refused(self._about.url, "others commit to it all the time", hint="run the command again")
 
     def _call(self, do: Callable[[], T]) -> T:
-        return call(self._about, do, self._patience, reconnects=False)
+        return call(self._about, do, self._patience)
 
     def _look(self, revision: str | None) -> Commit:
         return look(self._about, revision, self._transport)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 from urllib.parse import quote
 
 from ...errors import Unreadable, UsageFault
 from ..patience import Patience
 from ..store import Bytes, Entry, Facts, Progress
-
-if TYPE_CHECKING:
-    pass
-
-
 from .transport import Transport
 
 

@@ -19,12 +19,10 @@ from urllib.request import getproxies_environment, proxy_bypass
 from ...errors import Unreadable
 from ..patience import Patience
 from ..store import DATED, TRAFFIC, Bytes, Facts, Forbidden, Missing, Unranged, changed
+from .connections import Fault, manager_by, named
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
-
-
-from .connections import Fault, manager_by, named
 
 REDIRECTS = 5  # that are followed for one request
 SLOWEST = 1000  # bytes a second below which a body counts as stalled, though one byte comes after the other

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.state import State
-from ...checkpoint.states import is_numbered, is_optimizer
+from ...checkpoint.states import COUNTER, is_numbered, is_optimizer
 from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ...formats.reading import File
 from ...formats.reading import open as open_checkpoint
@@ -25,7 +25,7 @@ from ..selection import replace_state
 from .modules import Module
 from .places import Place, Places, places_of
 from .rules import Row, as_rules, rows
-from .search import COUNTER, Found, is_shared, search
+from .search import Found, is_shared, search
 from .values import Values, differing
 
 SHOWN = 4  # names or candidates in a message, which counts the rest

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from .modules import Module, Parts, Sizes, by_numbers, pattern
 from .roles import Role, is_rotary, is_unclear, perhaps, roles, stem
-from .ways import Joint, Unit, Way, joint, with_layouts, with_turns
+from .ways import Joint, Unit, joint, with_layouts, with_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +294,3 @@ def _paired(left: Sequence[Unit], right: Sequence[Unit]) -> tuple[list[tuple[Uni
     if orders[0] is None or orders[1] is None:
         return [], ""
     return [(left[a], right[b]) for a, b in zip(*orders, strict=True)], "numbers"
-
-
-def as_way(found: Joint, way: Way) -> Joint:
-    """Return a joint for which one way is decided."""
-    return replace(found, ways=(way,))

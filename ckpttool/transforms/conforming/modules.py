@@ -14,6 +14,7 @@ from itertools import chain
 from math import prod
 
 from ...errors import Unsupported
+from ...tensors.dtypes import PLAIN_FLOATS
 from .places import Place
 
 Sizes = tuple[int, ...]
@@ -121,7 +122,7 @@ def tree(path: str, places: Mapping[str, Place]) -> Block:
 
 def class_of(dtype: str) -> str:
     """Return what a type has to share with another for a cast between them to keep the meaning."""
-    return "float" if dtype in ("float64", "float32", "float16", "bfloat16") else dtype
+    return "float" if dtype in PLAIN_FLOATS else dtype
 
 
 @lru_cache(1 << 16)  # names repeat the same few words

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from ...checkpoint.states import COUNTER
 from .blocks import TOP, Search
 from .counting import falling
 from .layers import Doubts, Match, Tangle
@@ -20,7 +21,6 @@ from .places import Place, Places
 from .roles import roles, rotary_stems
 from .ways import Joint, joint
 
-COUNTER = "num_batches_tracked"
 # What a model computes for itself and older versions of libraries saved
 BUFFERS = re.compile(
     rf"(^|\.)({COUNTER}|(\w+_)?inv_freq|position_ids|token_type_ids|masked_bias|freqs_cis|relative_position_index"
@@ -56,17 +56,6 @@ class Found:
     resized: list[tuple[Module, Module]] = field(default_factory=list)
     uneven: tuple[str, ...] = ()
     falling: tuple[str, ...] = ()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every tensor of both sides has its counterpart, whatever is still open about how."""
-        return not (self.left or self.right)
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether there is one way alone."""
-        is_open = self.tangles or self.falling or any(len(m.joint.ways) > 1 for _, m in self.matches)
-        return self.is_complete and not is_open
 
 
 def search(path: str, left: Places, right: Places, *, with_values: bool = False) -> Found:

@@ -11,11 +11,12 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...errors import NothingToDo, Refused
+from ...tensors.dtypes import PLAIN_FLOATS
 from ...tensors.ref import TensorRef
 from ...tensors.values import CHUNK, in_pieces, require_bounded
 from ..keys import stripping
 from .low_rank import Difference
-from .merge import FLOATS, orientations
+from .merge import orientations
 from .ties import EMBEDDINGS, config_of, is_embedding, is_output
 
 POSITIONS = {"wpe", "shared", "embeddings"}
@@ -174,7 +175,7 @@ def _patterns(rank: int, ranks: Mapping[str, int]) -> dict[str, int]:
 def _is_layer(names: Iterable[str], *tensors: TensorRef) -> bool:
     """Return whether a tensor is the weight of a linear layer or a convolution, under all its names."""
     sizes = tensors[0].shape
-    if len(sizes) < 2 or not prod(sizes) or any(tensor.dtype.name not in FLOATS for tensor in tensors):
+    if len(sizes) < 2 or not prod(sizes) or any(tensor.dtype.name not in PLAIN_FLOATS for tensor in tensors):
         return False
     modules = [name.removesuffix(".weight").rpartition(".")[2] for name in names if name.endswith(".weight")]
     embeddings = (module in EMBEDDINGS | POSITIONS or "embed" in module for module in modules)

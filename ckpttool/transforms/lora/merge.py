@@ -22,7 +22,7 @@ from ...checkpoint.state import State
 from ...errors import Damaged, NothingToDo, Refused, Unsupported
 from ...inert_pickle.values import remade
 from ...tensors.cast import Caster, CastReport, Overflows, reader
-from ...tensors.dtypes import DType
+from ...tensors.dtypes import PLAIN_FLOATS, DType
 from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.values import CHUNK
 from ..mean import in_float64, nearest
@@ -33,9 +33,6 @@ from .ties import Ties, is_embedding, saved_module, tying
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class _Merging:
         if not a.shape or len(b.shape) < 2 or a.shape[0] != rank or prod(b.shape[1:]) != rank:
             shapes = f"shapes {list(a.shape)} and {list(b.shape)}"
             raise Damaged(self.path, f"{what} {shapes}, and {CONFIG} says rank {rank}")
-        if {a.dtype.name, b.dtype.name} - {*FLOATS}:
+        if {a.dtype.name, b.dtype.name} - {*PLAIN_FLOATS}:
             raise Unsupported(self.path, f"{what} type {a.dtype.name}")
         turned = "embedding_A" in those or self._is_turned(module, prod(a.shape[1:]), b.shape[0])
         return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
@@ -160,7 +157,7 @@ class _Merging:
         for name, update in self.updates.items():
             if (weight := tensors.get(name)) is None:
                 raise self._missing(name, "weight")
-            if weight.dtype.name not in FLOATS:
+            if weight.dtype.name not in PLAIN_FLOATS:
                 raise self._misfit(name, f"the weight is {weight.dtype.name}")
             sizes = (weight.shape[0], prod(weight.shape[1:])) if weight.shape else ()
             if sizes != update.sizes:
@@ -173,7 +170,7 @@ class _Merging:
                 shapes = f"{list(tensor.shape)}, and {list(old.shape)} in the model"
                 raise self._misfit(name, f"its shape is {shapes}")
             types = {tensor.dtype.name, (old or tensor).dtype.name}
-            if len(types) > 1 and types - {*FLOATS}:
+            if len(types) > 1 and types - {*PLAIN_FLOATS}:
                 raise self._misfit(name, f"its type is {tensor.dtype.name}, and the model's another")
         if self._against and self._square:
             raise Unsupported(

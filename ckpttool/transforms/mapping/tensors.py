@@ -9,14 +9,14 @@ from math import prod
 
 from ...tensors.cast import Caster, CastReport, carrier, reader, target
 from ...tensors.chunks import Part, assembled
-from ...tensors.dtypes import DType
+from ...tensors.dtypes import PLAIN_FLOATS, DType
 from ...tensors.ref import MAX_AXES, Computed, Storage, TensorRef
 from ...tensors.values import require_bounded, stream, stretches
 from ..layout import strides
 from ..mean import nearest
 
 Sizes = tuple[int, ...]
-FLOATS = ("float64", "float32", "float16", "bfloat16")
+
 MAX_PARTS = 1 << 16  # tensors that one is cut into
 MAX_EMPTY = 1 << 8  # the same of one without elements, of which a header can claim any number
 
@@ -69,7 +69,7 @@ def materialised(tensor: TensorRef) -> TensorRef:
 
 def scaled(tensor: TensorRef, factor: float) -> TensorRef:
     """Return a tensor times a number, computed in float64 and rounded once to its type. Raises Misfit."""
-    if (dtype := tensor.dtype).name not in FLOATS:
+    if (dtype := tensor.dtype).name not in PLAIN_FLOATS:
         raise Misfit(f"is {dtype.name}, which is not scaled")
     require_bounded("a tensor of a rule", tensor)
 

@@ -18,7 +18,7 @@ from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Collision, NothingToDo, Refused, UsageFault
-from ...tensors.dtypes import DTYPES, DType, numpy_type
+from ...tensors.dtypes import DTYPES, PLAIN_FLOATS, DType, numpy_type
 from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.values import boxes_of
 from ..lora.differences import POSITIONS
@@ -43,7 +43,7 @@ SCHEMES: Mapping[str, tuple[int | None, int | None]] = {
     "fp8-channel": (1, None),
     "fp8-block": (BLOCK, BLOCK),
 }
-FLOATS = ("float64", "float32", "float16", "bfloat16")
+
 # Modules whose matrices stay, whoever quantises: the output, and what chooses experts.
 KEPT = {"lm_head", "output", "embed_out", "score", "classifier", "gate", "router", "shared_expert_gate"}
 
@@ -143,7 +143,7 @@ def _is_chosen(name: str, tensor: TensorRef, turned: Collection[str]) -> bool:
     """Return whether a tensor is the matrix of a linear layer, and not of a Conv1D beside others of them."""
     path, _, end = name.rpartition(".")
     parent, _, module = path.rpartition(".")
-    is_matrix = len(tensor.shape) == 2 and min(tensor.shape) >= SMALLEST and tensor.dtype.name in FLOATS
+    is_matrix = len(tensor.shape) == 2 and min(tensor.shape) >= SMALLEST and tensor.dtype.name in PLAIN_FLOATS
     is_kept = module in EMBEDDINGS | POSITIONS | KEPT or "emb" in module or parent in turned
     return is_matrix and end == "weight" and not is_kept
 
