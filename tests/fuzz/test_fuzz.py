@@ -230,12 +230,14 @@ FOUND: dict[str, tuple[str, Callable[[], object], Callable[[str], Files], str]] 
 
 @pytest.mark.parametrize("hole", FOUND)
 def test_a_hole_is_found(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("HANGS", 1.5), ("WAITS", 1.0), ("LOOKS", 0.2), ("ROOM", 1 << 30)):
-        monkeypatch.setattr(f"tests.fuzz.worker.{name}", value)
     kind, break_it, make, wrong = FOUND[hole]
     files = make(kind)
     with Worker() as worker:
         assert judged(worker, files).wrong == ""
+    if wrong in ("", HANGS):  # any other would seem to hang where the machine is busy
+        for name, value in (("HANGS", 1.5), ("WAITS", 1.0), ("LOOKS", 0.2)):
+            monkeypatch.setattr(f"tests.fuzz.worker.{name}", value)
+    monkeypatch.setattr("tests.fuzz.worker.ROOM", 1 << 30)
     with Worker(break_it) as worker:
         found = judged(worker, files).wrong
     assert found and wrong in found
