@@ -267,7 +267,8 @@ NOT_FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /de
 OUTPUTS = pytest.mark.parametrize("name", WRITERS)
 COMMANDS = pytest.mark.parametrize("name", ARGUMENTS)
 PLAIN_OR_JSON = pytest.mark.parametrize("more", [[], ["--json"]], ids=" ".join)
-SOME = pytest.mark.covered(lambda name, more: more and name not in ("inspect", "convert", "verify", "doctor"))
+SOME = pytest.mark.covered(lambda name, more: bool(more) != (name in ("inspect", "verify", "doctor", "maps")))
+SOME_OUTPUTS = pytest.mark.covered(lambda name: name not in ("convert", "disarm", "strip-prefix"))
 HELP = [["--help"], ["--version"], [], ["inspect", "--help"]]
 WRONG = [["inspect", "missing.pt", "--json"], ["inspect", "--json"]]
 
@@ -292,6 +293,7 @@ def test_help_for_a_full_stdout_is_one_line_and_exit_3(words: list[str], into_a_
 
 
 @NOT_FULL
+@SOME_OUTPUTS
 @OUTPUTS
 def test_an_output_for_a_full_stdout_is_one_line_and_exit_3(name: str, into_a_full_disk: Run) -> None:
     code, lines = into_a_full_disk(words_of(name, "-"))
@@ -316,6 +318,7 @@ def test_a_reader_that_has_gone_is_exit_141_without_a_word(
     assert into_a_broken_pipe([*words_of(name, tmp_path / "out.pt"), *more]) == (141, [])
 
 
+@SOME_OUTPUTS
 @OUTPUTS
 def test_a_reader_of_the_output_that_has_gone_is_exit_141(name: str, into_a_broken_pipe: Run) -> None:
     assert into_a_broken_pipe(words_of(name, "-")) == (141, [])

@@ -62,6 +62,7 @@ def gather_every_dtype(rank: int, world_size: int, cuts: list[int], piece: int) 
     )
 
 
+@pytest.mark.covered(lambda size, cuts, piece: piece == 100)
 @pytest.mark.parametrize(
     ("size", "cuts"),
     [(1, []), (2, [11]), (2, [0]), (2, [SAMPLES]), (3, [0, 1]), (3, [SAMPLES, SAMPLES]), (4, [5, 5, 6])],

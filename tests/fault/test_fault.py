@@ -75,6 +75,7 @@ FOUND: dict[str, tuple[Collection[str], Collection[str], tuple[str, ...]]] = {
 """By hole: the calls that fail, and how, and what is found; nothing without a hole."""
 
 
+@pytest.mark.covered(lambda hole: hole in ("leave-temporaries", "trust-short-writes"))
 @pytest.mark.parametrize("hole", [*HOLES, ""], ids=lambda hole: hole or "none")
 def test_a_hole_is_found_and_nothing_without_one(hole: str, given: Path) -> None:
     calls, ways, wanted = FOUND[hole]

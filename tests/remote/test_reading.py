@@ -104,6 +104,7 @@ WRITING: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.covered(lambda command, ending: ending == ".pt" and command != "strip-prefix")
 @pytest.mark.parametrize("command", WRITING)
 @pytest.mark.parametrize("ending", [".pt", ".safetensors", "/"])
 def test_a_command_writes_the_same_bytes_from_a_url(

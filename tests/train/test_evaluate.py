@@ -50,6 +50,7 @@ def without_ranks(score: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in score.items() if name not in ("checkpoint", "ranks")})
 
 
+@pytest.mark.covered(lambda size: size == 1)
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_published_resnet20_gets_776_of_846_right_and_rank_0_alone_reads_it(run_ranks, resnet20, size):
     if not TEST_SET.exists():

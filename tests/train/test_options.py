@@ -44,7 +44,8 @@ ALSO_RESUMED: dict[str, dict[str, Any]] = {
 
 
 COVERED = ["adam", "Adagrad", "bf16, clipped, averaged, accumulated", "divided, clipped"]
-COVERED += ["synchronised, shares", "pooled, shares"]
+COVERED += ["synchronised, shares", "pooled, shares", "shares, bf16"]
+COVERED += ["all decay, linear", "RMSprop with momentum"]
 
 
 def perceptron() -> nn.Module:

@@ -207,6 +207,7 @@ def run(*arguments: object) -> int:
     return plot.main([str(argument) for argument in arguments])
 
 
+@pytest.mark.covered(lambda ending: ending in ("pdf", "PNG"))
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf", "PNG"])
 def test_the_picture_is_written_and_named_and_the_same_logs_give_the_same_bytes(tmp_path, ending, capsys):
     first, again = (tmp_path / f"{name}.{ending}" for name in ("first", "again"))

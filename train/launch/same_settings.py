@@ -80,15 +80,16 @@ def _settings(config: Any) -> dict[str, str]:
 def _code(config: Any) -> Iterator[tuple[str, str]]:
     """Yield the name and digest of each of the user's files that is loaded: a SPEC's, and what lies there."""
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    loaded = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
+    files = {os.path.abspath(file) for file in loaded if isinstance(file, str)}
     for spec in SPECS:
         path = getattr(config, spec, "").partition(":")[0]
         if not path.endswith(".py"):
             continue
-        folder = os.path.dirname(os.path.abspath(path))
-        for file in sorted(filter(None, loaded)):
-            below = os.path.relpath(file, folder)
-            is_users = not below.startswith((os.pardir, ".")) and "site-packages" not in below
+        folder = os.path.dirname(os.path.abspath(path)).rstrip(os.sep) + os.sep
+        for file in sorted(file for file in files if file.startswith(folder)):
+            below = file.removeprefix(folder)
+            is_users = not below.startswith(".") and "site-packages" not in below
             if is_users and not file.startswith((f"{own}{os.sep}", os.path.dirname(ckpttool.__file__))):
                 yield below, _digest(file)
 

@@ -98,6 +98,7 @@ OPEN = {
 }
 
 
+@pytest.mark.covered(lambda flag, what: flag == "--model" and "head" not in what)
 @pytest.mark.parametrize("what", OPEN)
 @pytest.mark.parametrize("flag", ["--like", "--model"])
 def test_what_conform_refuses_is_not_guessed_by_order_and_shapes(

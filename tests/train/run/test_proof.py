@@ -196,6 +196,7 @@ CHANGED: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.covered(lambda said: "is missing" in said or "is not the one of" in said)
 @pytest.mark.parametrize("said", CHANGED)
 def test_what_is_not_the_runs_is_found_and_placed(cli, run, said):
     assert number_of(run, "step", 4) == 4

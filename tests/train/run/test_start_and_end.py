@@ -51,6 +51,7 @@ MIXED: dict[str, Any] = {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}
 AUTO: dict[str, Any] = {"augment": "auto", "mixup": 0.4}
 
 
+@pytest.mark.covered(lambda size, changed: changed in (CROP, MIXED))
 @pytest.mark.parametrize(
     ("size", "changed"),
     [(3, CROP), (1, CROP), (3, MIXED), (3, AUTO), (1, {**AUTO, **MIXED})],

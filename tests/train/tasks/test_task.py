@@ -415,6 +415,7 @@ GOOD = [
 ]
 
 
+@pytest.mark.covered(lambda name, flags, shown: name in ("fine", "weighted"))
 @pytest.mark.parametrize(("name", "flags", "shown"), GOOD)
 def test_a_task_is_trained_logged_and_evaluated(run, own, tmp_path, capsys, name, flags, shown):
     given = flags.format(own=own).split()

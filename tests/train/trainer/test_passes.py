@@ -65,6 +65,7 @@ def straight(run_ranks, tmp_path_factory) -> Callable[[str], Path]:
     return whole
 
 
+@pytest.mark.covered(lambda name: name in ("both", "frozen", "pooled"))
 @pytest.mark.parametrize("name", MODELS)
 def test_before_training_it_is_said_why_accumulate_is_another_training(run_ranks, tmp_path, name):
     make, settings, why = MODELS[name]
@@ -79,7 +80,11 @@ CASES = [(name, "accumulate") for name in MODELS]
 CASES += [(name, one) for name in [*MODELS][:6] for one in ("rank_batch", "rank_share")]
 
 
-@pytest.mark.covered(lambda name, setting: setting == "rank_batch" and name not in ("neither", "sync"))
+@pytest.mark.covered(
+    lambda name, setting: (
+        name in ("both", "frozen", "pooled") or (setting == "rank_batch" and name not in ("neither", "sync"))
+    )
+)
 @pytest.mark.parametrize(("name", "setting"), CASES)
 def test_a_resume_on_as_many_ranks_changes_passes_and_shares_only_where_that_is_the_same_training(
     run_ranks, straight, tmp_path, name, setting
