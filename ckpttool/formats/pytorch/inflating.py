@@ -8,14 +8,13 @@ one, and all records together may not grow without bound.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import zlib
 from collections.abc import Iterator
 
 from ...errors import Damaged, Refused, Unsupported
-from ...files.copying import BUFFER, no_room_named
+from ...files.copying import BUFFER
 from ...files.crc32 import crc32_of
+from ...files.spool import Spool
 from ...tensors.ref import ByteRange, Source
 from .zip_reader import Record
 from .zip_writer import DEFLATED, STORED
@@ -37,7 +36,7 @@ class Inflating:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.inflated: Source | None = None
+        self.spool: Spool | None = None
 
     def data(self, record: Record) -> ByteRange:
         """Return where the bytes of a record are, inflated if they were compressed."""
@@ -46,20 +45,15 @@ class Inflating:
 
     def _inflate(self, record: Record) -> ByteRange:
         """Inflate a record into the temporary file, and return where its bytes are."""
-        if self.inflated is None:
-            with tempfile.TemporaryFile() as file:
-                self.inflated = Source(self.source.path, os.dup(file.fileno()))
-        target, start = self.inflated, self.inflated.size
+        if self.spool is None:
+            self.spool = Spool(self.source.path)
+        start = self.spool.source.size
         if start + record.size > max(SMALL, MAX_GROWTH * self.source.size):
             what = f"would grow from {self.source.size} bytes to more than {start}"
             raise Refused(self.source.path, f"its compressed records {what}", hint=UNPACK)
         for piece in _inflated(self.source, record):
-            rest = memoryview(piece)
-            with no_room_named(tempfile.gettempdir()):
-                while rest:
-                    written = os.pwrite(target.fd, rest, target.size)
-                    target.size, rest = target.size + written, rest[written:]
-        return ByteRange(target, start, record.size)
+            self.spool.append(piece)
+        return ByteRange(self.spool.source, start, record.size)
 
 
 def require_known_method(source: Source, record: Record) -> None:

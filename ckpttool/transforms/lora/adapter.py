@@ -7,7 +7,6 @@ reached so far is carried from one piece of the expression to the next.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -18,9 +17,10 @@ from sys import float_info
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.settings import json_object
 from ...errors import Damaged, Refused, Unreadable, Unsupported
 from ...formats.reading import open as open_any
-from ...remote.places import exists, is_file, open_source_at
+from ...remote.places import exists, is_file
 from ...remote.urls import canonical
 from ...tensors.ref import TensorRef
 
@@ -28,7 +28,6 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 OF_DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 PREFIX = "base_model.model."
-MAX_BYTES = 16 << 20  # of a file of settings
 
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 
@@ -188,21 +187,6 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
     if weights is None:
         raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     return Adapter(open_any(weights), config)
-
-
-def json_object(path: str) -> dict[str, Any]:
-    """Return what a file of settings says. Raises Unreadable, and Damaged if it is no JSON object."""
-    source = open_source_at(path)  # a regular file: a pipe would wait, and a device never end
-    text = source.read(0, min(source.size, MAX_BYTES + 1))
-    if len(text) > MAX_BYTES:
-        raise Damaged(path, f"is longer than {MAX_BYTES >> 20} MiB, and holds settings alone")
-    try:
-        settings = json.loads(text)
-    except (ValueError, RecursionError):
-        raise Damaged(path, "is not JSON") from None
-    if not isinstance(settings, dict):
-        raise Damaged(path, "is not a JSON object")
-    return settings
 
 
 # A group, a character of its own meaning, text, and one character of some kind, perhaps repeated.

@@ -7,8 +7,6 @@ as the caller says. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and `uti
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,8 +18,9 @@ from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
 from ...errors import UsageFault
 from ...files.copying import Progress
+from ...files.spool import Spool
 from ...tensors.dtypes import DTYPES
-from ...tensors.ref import ByteRange, Source, Storage, TensorRef
+from ...tensors.ref import Storage, TensorRef
 from .adapter import PREFIX
 from .differences import Differences
 from .low_rank import Difference, factors
@@ -136,7 +135,7 @@ def extract_lora(
         for each_sum in sums:
             each_sum.finish()
     found.require(others)
-    spool = _Spool()
+    spool = Spool("the factors")
     layers, tensors = [], {}
     if expect is not None:
         expect(sum(states[0].tensors[f"{module}.weight"].nbytes for module in found.modules))
@@ -146,7 +145,7 @@ def extract_lora(
         made = factors(Difference(base, other), of_layer)
         pair = _pair(base, made.left, made.right, turned=module in found.turned)
         for letter, values in pair.items():
-            tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = spool.tensor(values)
+            tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = _kept(values, spool)
         layers.append(Layer(module, base.shape, of_layer, made.error, made.max_abs))
         if progress is not None:
             progress(base.nbytes)
@@ -179,20 +178,9 @@ def _pair(
     }
 
 
-class _Spool:
-    """A temporary file without a name that holds tensors until they are saved."""
+def _kept(values: NDArray[Any], spool: Spool) -> TensorRef:
+    """Return an array of float32 as a tensor in a temporary file."""
+    import numpy as np
 
-    def __init__(self) -> None:
-        with tempfile.TemporaryFile(prefix="ckpttool-") as file:
-            self.source = Source("the factors", os.dup(file.fileno()))
-
-    def tensor(self, values: NDArray[Any]) -> TensorRef:
-        """Append an array of float32, and return it as a tensor."""
-        import numpy as np
-
-        raw, start = memoryview(np.ascontiguousarray(values).tobytes()), self.source.size
-        while raw:
-            done = os.pwrite(self.source.fd, raw, self.source.size)
-            self.source.size, raw = self.source.size + done, raw[done:]
-        data = ByteRange(self.source, start, self.source.size - start)
-        return TensorRef.contiguous(Storage(data, "FloatStorage"), DTYPES["float32"], values.shape)
+    data = spool.append(np.ascontiguousarray(values).tobytes())
+    return TensorRef.contiguous(Storage(data, "FloatStorage"), DTYPES["float32"], values.shape)

@@ -7,7 +7,6 @@ saved by transformers does not name it. Measured with PEFT 0.21 and transformers
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -15,12 +14,12 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
+from ...checkpoint.settings import settings_beside
 from ...errors import CkptToolError, Refused
-from ...remote.places import is_folder
 from ...tensors.ref import TensorRef
 from ...tensors.values import same_values
 from ..renaming import MAX_LEVELS
-from .adapter import Adapter, json_object
+from .adapter import Adapter
 
 EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared", "embeddings"}
 # Modules whose embedding transformers ties to a layer named `lm_head`.
@@ -166,8 +165,7 @@ def _may_be_tied(tensor: TensorRef, other: TensorRef, name: str) -> bool:
 
 def config_of(base: str) -> Mapping[str, Any]:
     """Return the settings of the model in a file or folder, {} if there are none to read."""
-    folder = base if is_folder(base) else os.path.dirname(base)
     try:
-        return {} if base == "-" else json_object(os.path.join(folder, "config.json"))
+        return settings_beside(base, "config.json")[1]
     except CkptToolError:
         return {}

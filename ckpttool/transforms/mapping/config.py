@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.settings import json_object, settings_beside
 from ...inert_pickle.values import Record, attributes_in
-from ...remote.places import exists, is_folder
-from ..lora.adapter import json_object
 
 FILES = ("config.json", "params.json")  # of Hugging Face, and of Meta
-ENTRIES = (
-    "model_args",
-    "config",
-    "args",
-    "hyper_parameters",
-)  # of a .pt: nanoGPT, others, Megatron, Lightning
+ENTRIES = ("model_args", "config", "args", "hyper_parameters")  # of nanoGPT, others, Megatron, Lightning
 
 
 def config_of(checkpoint: Checkpoint, path: str | None = None) -> Mapping[str, Any]:
@@ -27,11 +20,8 @@ def config_of(checkpoint: Checkpoint, path: str | None = None) -> Mapping[str, A
     """
     if path is not None:
         return json_object(path)
-    folder = checkpoint.path if is_folder(checkpoint.path) else os.path.dirname(checkpoint.path)
-    for name in FILES:
-        if checkpoint.path != "-" and exists(beside := os.path.join(folder, name)):
-            return json_object(beside)
-    return next(_inside(checkpoint.tree), {})
+    place, settings = settings_beside(checkpoint.path, *FILES)
+    return settings if place else next(_inside(checkpoint.tree), {})
 
 
 def _inside(tree: object) -> Iterator[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from ...tensors.cast import Caster, Overflows
 from ...tensors.dtypes import DType
 from ..selection import cast, replace_state
 from .recognise import Found, recognise, unknown
-from .settings import settings_beside
+from .settings import packing_beside
 from .subclasses import without_subclasses
 
 
@@ -95,4 +95,4 @@ def _nothing(path: str, found: Found) -> CkptToolError:
         hint = f"they are plain numbers, so cast them: --dtype bf16 (the first is '{found.bare[0][:80]}')"
         return NothingToDo(f"{path}: its 8-bit floats have no scales", hint=hint)
     nothing = NothingToDo(f"{path}: no tensor is quantised")
-    return next(unknown(path, settings_beside(path)), nothing)
+    return next(unknown(path, packing_beside(path)), nothing)

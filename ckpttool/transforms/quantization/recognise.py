@@ -17,7 +17,7 @@ from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from . import codebooks, fp4, integers, scaled
 from .groups import Group, Parts
-from .settings import Settings, settings_beside
+from .settings import Settings, packing_beside
 from .strips import Strips
 from .subclasses import Subclass, subclasses
 
@@ -124,7 +124,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
         return Found(bare=(*bare,))
     settings, faults = NONE, list[CkptToolError]()
     try:
-        settings = settings_beside(path)
+        settings = packing_beside(path)
         faults += unknown(path, settings)
     except CkptToolError as fault:  # which the caller raises or shows
         faults.append(fault)

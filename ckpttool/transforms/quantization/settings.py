@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import Damaged, Unreadable
-from ...remote.places import exists, is_folder
+from ...checkpoint.settings import settings_beside
+from ...errors import Damaged
 from ...tensors.dtypes import DTYPES, DType
-from ..lora.adapter import json_object
 
 # Files of the libraries' own with what else stands in config.json, and the method that they are of.
 OWN = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
@@ -101,16 +100,9 @@ def shown(value: object) -> str:
         return f"a nested {type(value).__name__}"
 
 
-def settings_beside(path: str) -> Settings:
+def packing_beside(path: str) -> Settings:
     """Return the settings in the folder of a checkpoint. Raises Damaged where a file of them is no JSON."""
-    if path == "-":
-        return Settings()
-    folder = path if is_folder(path) else os.path.dirname(path)
-    place = os.path.join(folder, "config.json")
-    try:
-        model = json_object(place)
-    except Unreadable:
-        model = {}
+    place, model = settings_beside(path, "config.json")
     for name in SECTIONS:
         for settings in (model, model.get("text_config")):
             section = settings.get(name) if isinstance(settings, dict) else None
@@ -118,7 +110,6 @@ def settings_beside(path: str) -> Settings:
                 raise Damaged(place, f"says {name} = {shown(section)}, which is no object")
             if section:
                 return Settings(place, section, model)
-    for name, method in OWN.items():
-        if exists(place := os.path.join(folder, name)):
-            return Settings(place, {"quant_method": method} | json_object(place), model)
-    return Settings("", {}, model)
+    place, section = settings_beside(path, *OWN)
+    method = {"quant_method": OWN[os.path.basename(place)]} if place else {}
+    return Settings(place, method | section, model)
