@@ -123,7 +123,7 @@ class Visit:
 
     def _open(self, url: str) -> Source:
         from . import cache
-        from .source import GUESS, RemoteSource
+        from .source import GUESS, RemoteSource, guessed
 
         store, key = self.store(url)
         if key.endswith("/") or not key:
@@ -133,7 +133,7 @@ class Visit:
         known = cache.kept(url, facts) if facts else {}
         was_kept = bool(known)
         if not known or facts is None:
-            head, facts = store.head(key, GUESS)
+            head, facts = store.head(key, guessed(facts.size) if facts else GUESS)
             known = cache.kept(url, facts)
             was_kept, known = bool(known), known or {0: head}
         if not facts.is_ranged and facts.size > len(known[0]):

@@ -158,6 +158,9 @@ class ByteRange(NamedTuple):
         self.source.fill(self.offset + start, view)
 
 
+Stretch = tuple[int, ByteRange]  # how many bytes, and where they come from
+
+
 @dataclass(frozen=True, slots=True)
 class Computed:
     """`nbytes` bytes that are made when asked for, always the same."""
@@ -174,15 +177,23 @@ class Computed:
     fill: Callable[[int, memoryview], None] | None = None
     # Raises what making them would, for want of a package or a formula, and reads nothing.
     require: Callable[[], None] | None = None
+    # How long each stretch is that comes from one place, and that place, in order; [] if it is not so simple.
+    stretches: Callable[[], list[Stretch]] = list
 
     @classmethod
-    def filling(cls, path: str, nbytes: int, fill: Callable[[int, memoryview], None]) -> Computed:
+    def filling(
+        cls,
+        path: str,
+        nbytes: int,
+        fill: Callable[[int, memoryview], None],
+        stretches: Callable[[], list[Stretch]] = list,
+    ) -> Computed:
         """Return bytes that a function puts into the caller's memory, any stretch of them in any thread."""
 
         def make(start: int, count: int) -> Iterator[memoryview]:
             return _filled(fill, start, count, memoryview(bytearray(min(count, 1 << 20))))  # whole elements
 
-        return cls(path, nbytes, make, is_divisible=True, fill=fill)
+        return cls(path, nbytes, make, is_divisible=True, fill=fill, stretches=stretches)
 
     def read(self) -> bytes:
         """Return all bytes."""
@@ -190,9 +201,17 @@ class Computed:
 
     def part(self, start: int, nbytes: int) -> Computed:
         """Return `nbytes` bytes from `start`, which must lie inside and cut no element."""
+        if nbytes == self.nbytes:
+            return self
         if (fill := self.fill) is not None:
             return self.filling(self.path, nbytes, lambda at, buffer: fill(start + at, buffer))
-        return replace(self, nbytes=nbytes, make=lambda at, count: self.make(start + at, count), view=None)
+        return replace(
+            self,
+            nbytes=nbytes,
+            make=lambda at, count: self.make(start + at, count),
+            view=None,
+            stretches=list,
+        )
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
         """Make all bytes in order, through the buffer if they are made in the caller's memory."""
