@@ -37,6 +37,7 @@ class RemoteSource(Source):
     def __init__(self, path: str, store: Store, key: str, facts: Facts) -> None:
         """Ask nothing yet: `facts` are known from the first answer, or from a listing."""
         self.path, self.size, self.content = path, facts.size, facts.content
+        self.commit = store.commit
         self._url = path
         self.observers = []
         self._store, self._key, self._facts = store, key, facts

@@ -29,6 +29,7 @@ class Source:
 
     is_local = True  # it has a descriptor: it can be mapped, and other files can share its blocks
     content = ""  # a hash of the bytes, where one is known without reading them
+    commit = ""  # of a repository on the hub, which the file is of
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path  # for messages: the descriptor is what is read, whatever happens to the name
@@ -70,6 +71,7 @@ class Source:
         """Return the first file of several under the path by which messages call them all."""
         source = Source(path, os.dup(self.fd))
         source.size = 0  # its bytes are those of the first file, which counts itself
+        source.commit = self.commit
         return source
 
     def guard(self, start: int, nbytes: int, before: int, check: Callable[[bytes], None]) -> None:

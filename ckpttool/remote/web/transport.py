@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from ...errors import Unreadable
+from ..busy import CODE, next_step, seconds_asked
 from ..patience import Patience
-from ..store import DATED, TRAFFIC, Bytes, Facts, Forbidden, Missing, Unranged, changed
+from ..store import TRAFFIC, Bytes, Facts, Forbidden, Missing, changed
 from .connections import Fault, manager_by, named
+from .wanted import Wanted, identity
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -29,7 +29,6 @@ SLOWEST = 1000  # bytes a second below which a body counts as stalled, though on
 PIECE = 1 << 20  # bytes of a body that are taken from a connection at a time
 LONGEST_PAGE = 64 << 20  # bytes of an answer that is no object
 LEFT = 1 << 12  # bytes of a body that nobody wants which cost less to read than a new connection
-RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
 PASSING = {408, 429, 500, 502, 503, 504}  # statuses of a server that may do better when it is asked again
 MOVED = {301, 302, 303, 307, 308}
 
@@ -105,7 +104,7 @@ class Transport:
             else io.BytesIO()
         )
         response = self._patiently(
-            _Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
+            Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
         )
         body = memoryview(room) if isinstance(room, mmap) else room.getbuffer()
         return replace(response, body=body[: room.tell()])
@@ -120,15 +119,15 @@ class Transport:
         headers: Mapping[str, str] | None = None,
     ) -> Response:
         """Fill an empty file with all of an object, in one request without a range."""
-        return self._patiently(_Wanted(url, shown, 0, None, headers or {}, expected, file))
+        return self._patiently(Wanted(url, shown, 0, None, headers or {}, expected, file))
 
     def page(self, url: str, *, shown: str, headers: Mapping[str, str]) -> Response:
         """Return an answer whose length and version nobody knows before, such as a listing."""
         body = io.BytesIO()
-        response = self._patiently(_Wanted(url, shown, 0, None, headers, None, body))
+        response = self._patiently(Wanted(url, shown, 0, None, headers, None, body))
         return replace(response, body=body.getvalue())
 
-    def _patiently(self, wanted: _Wanted) -> Response:
+    def _patiently(self, wanted: Wanted) -> Response:
         attempt = 1
         while True:
             # The error that a user sees is raised outside of `except`: its context would hold the signed URL.
@@ -140,7 +139,7 @@ class Transport:
             self._patience.wait(attempt, outcome.asked)
             attempt += 1
 
-    def _attempted(self, wanted: _Wanted) -> Response | Fault:
+    def _attempted(self, wanted: Wanted) -> Response | Fault:
         from urllib3.exceptions import HTTPError
 
         try:
@@ -150,21 +149,18 @@ class Transport:
         except HTTPError as error:
             return named(error, self._patience.stall, known=wanted.known is not None)
 
-    def _attempt(self, wanted: _Wanted) -> Response:
+    def _attempt(self, wanted: Wanted) -> Response:
         """Send a request for what is still missing, and take what arrives."""
         answer, url, redirects = self._follow(wanted)
         try:
             if answer.status in PASSING:
-                what, hint = f"the server answers with status {answer.status}", None
-                if answer.status == 429:
-                    what, hint = "the server asks to slow down (status 429)", "wait some minutes"
-                raise Fault(what, asked=_retry_after(answer), hint=hint)
+                raise _busy(answer)
             facts = self._take(wanted, answer)
         finally:
             leave(answer)
         return Response(answer.status, answer.headers, b"", url, redirects, facts)
 
-    def _follow(self, wanted: _Wanted) -> tuple[BaseHTTPResponse, str, tuple[Mapping[str, str], ...]]:
+    def _follow(self, wanted: Wanted) -> tuple[BaseHTTPResponse, str, tuple[Mapping[str, str], ...]]:
         """Return the answer that is no redirect, the URL that gave it, and the headers of those before."""
         urls, private = [wanted.url], wanted.private
         passed: list[Mapping[str, str]] = []
@@ -193,10 +189,10 @@ class Transport:
         except ValueError:  # its text may hold a token
             raise Fault("the URL or a header of the request is malformed", passes=False) from None
 
-    def _take(self, wanted: _Wanted, answer: BaseHTTPResponse) -> Facts | None:
+    def _take(self, wanted: Wanted, answer: BaseHTTPResponse) -> Facts | None:
         """Write the body of an answer to the file, once its headers are what was asked for."""
         if answer.status == 416 and not wanted.known and answer.headers.get("Content-Range") == "bytes */0":
-            return Facts(0, _identity(answer, 0))
+            return Facts(0, identity(answer, 0))
         if answer.status in (412, 416) and wanted.known:
             raise changed(wanted.shown)
         if answer.status not in (200, 206):
@@ -218,7 +214,7 @@ class Transport:
             raise Fault("the server sends more bytes than it says", passes=False)
         return facts
 
-    def _take_page(self, wanted: _Wanted, answer: BaseHTTPResponse) -> Facts:
+    def _take_page(self, wanted: Wanted, answer: BaseHTTPResponse) -> Facts:
         wanted.file.seek(0)
         wanted.file.truncate()
         for chunk in self._chunks(answer, LONGEST_PAGE + 1):
@@ -256,96 +252,18 @@ def _proxy(scheme: str, host: str) -> str | None:
     return None if proxy and proxy_bypass(host) else proxy
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """Bytes of an object, and the file that takes them, over all attempts."""
+def _busy(answer: BaseHTTPResponse) -> Fault:
+    """Return the fault of a server that may do better later, with what it says to do."""
+    from urllib3.exceptions import HTTPError
 
-    url: str
-    shown: str
-    start: int
-    stop: int | None  # None: all bytes, and not by a range
-    private: Mapping[str, str]
-    expected: Facts | None
-    file: BinaryIO
-    known: Facts | None = None  # expected, or of the answer that the file's first bytes are from
-
-    def __post_init__(self) -> None:
-        self.known = self.expected
-
-    @property
-    def is_page(self) -> bool:
-        return self.stop is None and self.expected is None
-
-    def asked(self) -> dict[str, str]:
-        """Return the headers that ask for the bytes that are not in the file."""
-        headers = {"Accept-Encoding": "identity", "User-Agent": "ckpttool"}
-        if self.stop is not None:
-            headers["Range"] = f"bytes={self.start + self.file.tell()}-{self.stop - 1}"
-        if self.known and self.known.identity.startswith('"'):
-            headers["If-Match"] = self.known.identity
-        return headers
-
-    def agreed(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
-        """Return the object's facts, how many bytes of the body to take, and whether these are all of it."""
-        return self._part(answer) if answer.status == 206 else self._front(answer)
-
-    def _part(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
-        told = RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-        if told is None or self.stop is None:
-            raise Fault("the server sends a part and does not tell which")
-        if told[3] == "*" and self.known is None:
-            raise Fault("the server does not tell its size", passes=False)
-        size = self.known.size if told[3] == "*" and self.known else int(told[3])
-        facts = self._unchanged(Facts(size, _identity(answer, size)))
-        begin, end = self.start + self.file.tell(), min(self.stop, size)
-        if (int(told[1]), int(told[2]) + 1) != (begin, end):
-            what = f"the server sends bytes {told[1]}-{told[2]}, not {begin}-{end - 1}"
-            raise Fault(what, passes=False)
-        if _length(answer) not in (None, end - begin):
-            raise Fault("the server contradicts itself: Content-Length, Content-Range", passes=False)
-        return facts, end - begin, True
-
-    def _front(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
-        """Agree to an answer with the whole object, of which the first bytes may be enough."""
-        size = _length(answer)
-        if size is None:
-            raise Fault("the server does not tell its size", passes=False)
-        facts = self._unchanged(Facts(size, _identity(answer, size), is_ranged=False))
-        if self.stop is not None and self.expected is not None:
-            raise Unranged(self.shown, "the server sends it only from front to back")
-        self.file.seek(0)
-        self.file.truncate()
-        nbytes = size if self.stop is None else min(self.stop, size)
-        return facts, nbytes, nbytes == size
-
-    def _unchanged(self, facts: Facts) -> Facts:
-        known = self.known or facts
-        if facts.size != known.size or known.identity not in ("", facts.identity):
-            raise changed(self.shown)
-        return facts
-
-
-def _identity(answer: BaseHTTPResponse, size: int) -> str:
-    """Return the strong ETag, or the time of the last change and the size, or ""."""
-    etag, modified = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
-    if re.fullmatch(r'"[!#-~]+"', etag):
-        return etag
-    return f"{DATED}{modified} {size}" if modified else ""
-
-
-def _length(answer: BaseHTTPResponse) -> int | None:
-    told = answer.headers.get("Content-Length", "")
-    return int(told) if re.fullmatch(r"[0-9]{1,19}", told) else None
-
-
-def _retry_after(answer: BaseHTTPResponse) -> float | None:
-    """Return for how many seconds the server wants to be left alone (RFC 9110, 10.2.3)."""
-    told = answer.headers.get("Retry-After", "")
-    if re.fullmatch(r"[0-9]{1,9}", told):
-        return float(told)
-    with suppress(ValueError, OverflowError):
-        return max(0.0, parsedate_to_datetime(told).timestamp() - time.time())
-    return None
+    text, seconds = b"", seconds_asked(answer.headers)
+    with suppress(HTTPError):
+        text = answer.read1(LEFT)
+    code = found[1] if (found := CODE.search(text.decode("latin-1"))) else ""
+    what, hint = f"the server answers with status {answer.status}", next_step(code, seconds)
+    if answer.status == 429:
+        what, hint = "the server asks to slow down (status 429)", hint or "wait some minutes"
+    return Fault(what, asked=seconds, hint=hint)
 
 
 def leave(answer: BaseHTTPResponse) -> None:
