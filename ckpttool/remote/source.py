@@ -14,7 +14,7 @@ from .store import DATED, Facts, Store
 from .urls import without_query
 
 MOST_OPENED = 512 << 20  # bytes that are read of an object before its tensors
-GUESS, LEAST = 256 << 10, 64 << 10  # bytes of the beginning and of the end that are fetched at once
+GUESS, LEAST = 256 << 10, 96 << 10  # bytes of the beginning and of the end that are fetched at once
 DESCRIBED = 32  # bytes of a file for one of its header or directory: of a small file less is fetched
 
 Check = Callable[[bytes], None]  # of the bytes before a stretch
