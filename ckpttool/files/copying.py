@@ -353,6 +353,7 @@ def settle_together(outputs: Sequence[Output]) -> None:
             yield from output._blocks(stretch, buffers)
 
     # What comes from elsewhere is read in the order in which it lies: there the link is what is slow.
+    by_turns: Iterable[Callable[[], _Block] | None]
     if is_from_here:
         by_turns = chain.from_iterable(zip_longest(*map(blocks, planned)))
     else:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
@@ -97,16 +97,11 @@ class Transport:
         From a server that ignores ranges it returns the first bytes while `expected` is None, and raises
         Unranged after that.
         """
-        # Pages of its own, which go back at once: a thread's heap keeps what was freed for the next time.
-        room = (
-            mmap(-1, stop - start, MAP_PRIVATE | MAP_ANONYMOUS)
-            if expected and expected.size
-            else io.BytesIO()
-        )
+        room = _room(stop - start) if expected and expected.size else io.BytesIO()
         response = self._patiently(
             Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
         )
-        body = memoryview(room) if isinstance(room, mmap) else room.getbuffer()
+        body = memoryview(room) if isinstance(room, mmap.mmap) else room.getbuffer()
         return replace(response, body=body[: room.tell()])
 
     def download(
@@ -204,8 +199,8 @@ class Transport:
         if wanted.is_page:
             return self._take_page(wanted, answer)
         facts, nbytes, is_whole = wanted.agreed(answer)
-        for chunk in self._chunks(answer, nbytes):
-            wanted.file.write(chunk)
+        for chunk in self._chunks(answer, nbytes, wanted.file):
+            wanted.take(chunk)
             TRAFFIC.count(requests=0, nbytes=len(chunk))
             wanted.known, nbytes = facts, nbytes - len(chunk)
         if nbytes:
@@ -217,16 +212,24 @@ class Transport:
     def _take_page(self, wanted: Wanted, answer: BaseHTTPResponse) -> Facts:
         wanted.file.seek(0)
         wanted.file.truncate()
-        for chunk in self._chunks(answer, LONGEST_PAGE + 1):
+        for chunk in self._chunks(answer, LONGEST_PAGE + 1, wanted.file):
             wanted.file.write(chunk)
         if wanted.file.tell() > LONGEST_PAGE:
             raise Fault(f"the answer is longer than {LONGEST_PAGE >> 20} MiB", passes=False)
         return Facts(wanted.file.tell())
 
-    def _chunks(self, answer: BaseHTTPResponse, most: int) -> Iterator[bytes]:
-        """Yield at most so many bytes of a body, as they arrive."""
+    def _chunks(self, answer: BaseHTTPResponse, most: int, file: object) -> Iterator[Bytes]:
+        """Yield at most so many bytes of a body, as they arrive; those for a map lie in it then."""
         began, got = time.monotonic(), 0
-        while got < most and (chunk := answer.read1(min(PIECE, most - got))):
+        response = getattr(answer.connection, "response", None) if isinstance(file, mmap.mmap) else None
+        while got < most:
+            if response is not None and isinstance(file, mmap.mmap):
+                response.room = memoryview(file)[file.tell() :]
+            chunk: Bytes = answer.read1(min(PIECE, most - got), decode_content=False)
+            if response is not None:
+                response.room = None
+            if not chunk:
+                return
             got += len(chunk)
             yield chunk
             seconds = time.monotonic() - began
@@ -244,6 +247,15 @@ class Transport:
                     self._pools[way] = manager_by(*way[:2], self._patience.stall)
                 self._managers[host] = self._pools[way]
             return self._managers[host]
+
+
+def _room(nbytes: int) -> mmap.mmap:
+    """Return memory of its own pages, which go back at once: a thread's heap keeps what was freed."""
+    room = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            room.madvise(mmap.MADV_HUGEPAGE)  # new small pages cost more than the bytes that come
+    return room
 
 
 def _proxy(scheme: str, host: str) -> str | None:

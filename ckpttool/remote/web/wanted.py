@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..store import DATED, Facts, Unranged, changed
+from ..store import DATED, Bytes, Facts, Unranged, changed
 from .connections import Fault
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ class Wanted:
     @property
     def is_page(self) -> bool:
         return self.stop is None and self.expected is None
+
+    def take(self, chunk: Bytes) -> None:
+        """Append what has arrived, if it is not there already."""
+        if isinstance(chunk, memoryview):
+            self.file.seek(len(chunk), os.SEEK_CUR)
+        else:
+            self.file.write(chunk)
 
     def asked(self) -> dict[str, str]:
         """Return the headers that ask for the bytes that are not in the file."""
