@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 
+LONGEST = 86_400  # seconds to which a user may be asked to come back
+
 CODE = re.compile(r"<Code>(\w{1,60})</Code>")  # a store's word for an error, of XML
 
 SLOWER = {  # those that ask for fewer requests, of S3, Google, Azure and what speaks like them
@@ -29,6 +31,7 @@ def seconds_asked(headers: Mapping[str, str]) -> float | None:
 
 def next_step(code: str = "", seconds: float | None = None) -> str | None:
     """Return as a hint what an answer says to do next, by its code and its Retry-After; None if nothing."""
+    seconds = seconds if seconds and seconds <= LONGEST else None
     if code in SLOWER and seconds:
         return f"the store asks for fewer requests ({code}), in {seconds:.0f} s: run this alone then"
     if code in SLOWER:
