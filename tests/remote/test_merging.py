@@ -25,8 +25,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, hub_server: Hub) -> Path:
 
     top = tmp_path_factory.mktemp("ranks")
     torch.manual_seed(0)
-    state = {f"layers.{n}.weight": torch.randn(RANKS * 16, 128) for n in range(128)}
-    state |= {f"layers.{n}.bias": torch.randn(n + 1) for n in range(40)}  # some ranks have none of it
+    state = {f"layers.{n}.weight": torch.randn(RANKS * 80, 128) for n in range(24)}
+    state |= {f"layers.{n}.bias": torch.randn(9 * n + 1) for n in range(8)}  # some ranks have none of it
     torch.save({"model": state, "epoch": 3}, top / "whole.pt")
     with open_checkpoint(top / "whole.pt") as checkpoint:
         split(checkpoint, f"{top}/ranks/", ranks=RANKS)
