@@ -358,8 +358,9 @@ def settle_together(outputs: Sequence[Output]) -> None:
         by_turns = chain.from_iterable(zip_longest(*map(blocks, planned)))
     else:
         by_turns = blocks(merge(*planned, key=lambda each: each[1].place))
-    for output, *block in in_order(filter(None, by_turns), cores(min(THREADS * len(outputs), MOST_THREADS))):
-        output._done(*block)
+    jobs: Iterator[Callable[[], _Block]] = filter(None, by_turns)
+    for block in in_order(jobs, cores(min(THREADS * len(outputs), MOST_THREADS))):
+        block[0]._done(*block[1:])
 
 
 def _start_flushing(fd: int, start: int) -> None:
