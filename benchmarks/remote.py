@@ -7,6 +7,7 @@ A server of the project's own stands for the hub, behind a link of 1 Gbit/s that
 ways share it in turns, each in its own process, with empty caches. `link` is the part of the link that a
 way uses from its start to its end: the bytes of the checkpoint in that time. Requests, bytes and round
 trips are the server's count; round trips are those that waited for one another. Connections cost none here.
+CPU is in seconds, that of the way and that of the server during it: two cores have both.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LATENCY, BANDWIDTH = 0.02, 125e6  # seconds, bytes a second
 RANKS, SHARDS = 64, 16
 ROOT = Path(__file__).parents[1]
 
-OURS, LOCAL, BARE = "ckpttool", "ckpttool, a local file", "bare GET"
+OURS, LOCAL, BARE, THREADS = "ckpttool", "ckpttool, a local file", "bare GET", "bare urllib3, to nowhere"
 DOWNLOAD, HEADERS = "huggingface_hub, then ckpttool", "huggingface_hub, headers alone"
 FSSPEC, FAKE = "fsspec + torch.load", "fsspec + torch.load, fake tensors"
 NEEDS = {
@@ -60,6 +61,7 @@ class Count(NamedTuple):
     requests: int
     nbytes: int
     trips: int
+    cpu: float  # seconds of the server's own
 
 
 @dataclass
@@ -97,7 +99,8 @@ class Hub:
 
     def middle(self, way: str) -> Count:
         """Return the medians over the rounds, without the warm-up."""
-        return Count(*(int(median(numbers)) for numbers in zip(*self.counts[way][1:], strict=True)))
+        *numbers, cpu = (median(each) for each in zip(*self.counts[way][1:], strict=True))
+        return Count(*map(int, numbers), cpu=cpu)
 
 
 @contextmanager
@@ -186,6 +189,7 @@ def _streamed(hub: Hub, paths: list[Path], command: str, what: str, with_torch: 
     downloaded = ["bench/model", *names, "--", *tool(command, "{}", out)]
     ways = [
         hub.way(BARE, [PYTHON, CHILDREN / "bare_download.py", copy, *urls], copy),
+        hub.way(THREADS, [PYTHON, CHILDREN / "bare_threads.py", *urls]),
         hub.way(LOCAL, tool(command, local, out), out),
         hub.way(OURS, tool(command, "/".join(["hf://bench/model", *names]), out), out),
         hub.way(DOWNLOAD, peer("download_from_hub.py", *downloaded), out),
@@ -222,9 +226,10 @@ def as_markdown(case: Case, results: Results, hub: Hub) -> str:
     """Return the table of the ways, and that of the targets that could be measured."""
     first = case.ways[0].name
     rows = [["way", "seconds", "min-max", f"× {first}", "link", "requests", "bytes", "round trips", "memory"]]
+    rows[0] += ["CPU", "the server's"]
     for way in case.ways:
         if way.name not in results:
-            rows.append([way.name, "not installed", *[""] * 7])
+            rows.append([way.name, "not installed", *[""] * 9])
             continue
         seconds, count = [run.seconds for run in results[way.name]], hub.middle(way.name)
         share = f"{_share(hub.size, way.name)(results):.2f}" if count.nbytes >= hub.size else ""
@@ -237,6 +242,8 @@ def as_markdown(case: Case, results: Results, hub: Hub) -> str:
                 share,
                 *(f"{count.requests}", show_size(count.nbytes), f"{count.trips}"),
                 show_size(peak(results, way.name)),
+                f"{median(run.cpu for run in results[way.name]):.2f}",
+                f"{count.cpu:.2f}",
             ]
         )
     targets = [["target", "limit", "measured", ""]]

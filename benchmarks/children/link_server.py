@@ -3,9 +3,9 @@
     python -m benchmarks.children.link_server FOLDER LATENCY BANDWIDTH
 
 As the real hub does, it sends who asks for a file of weights to another host: that costs a request. It prints
-both addresses. For each line of its input it prints, as JSON, how many requests, bytes and round trips there
-were since the last line, and it ends with its input. Round trips are the most requests of which none began
-before the one before it was answered.
+both addresses. For each line of its input it prints, as JSON, how many requests, bytes, round trips and
+seconds of its CPU there were since the last line, and it ends with its input. Round trips are the most
+requests of which none began before the one before it was answered.
 """
 
 from __future__ import annotations
@@ -126,8 +126,10 @@ def main() -> None:
     hub = Hub(folder, latency, storage)
     with storage, hub:
         print(hub.url, storage.url, flush=True)
+        before = time.process_time()
         for _ in sys.stdin:
-            print(json.dumps(link.counted()), flush=True)
+            seconds, before = time.process_time() - before, time.process_time()
+            print(json.dumps([*link.counted(), seconds]), flush=True)
 
 
 if __name__ == "__main__":

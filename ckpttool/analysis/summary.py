@@ -92,6 +92,7 @@ class Summary:
     # how the state's tensors are packed, if they are, and why some can't be made plain
     quantised: tuple[Scheme, ...] = ()
     unclear: tuple[str, ...] = ()
+    commit: str | None = None  # of the repository on the hub that was read
 
 
 def inspect(file: File, *, state: str | None = None) -> Summary:
@@ -156,6 +157,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         unread=checkpoint.unread,
         quantised=packed.schemes,
         unclear=tuple(fault.message for fault in packed.faults),
+        commit=checkpoint.source.commit or None,
     )
 
 

@@ -125,6 +125,7 @@ class Bar:
 
     def expect(self, total: int) -> None:
         """Draw the bar for a work of about `total` bytes, if that is worth a bar."""
+        self.close()  # what was written before an upload has a bar of its own
         if self._drawn and total >= BAR_FROM:
             self._draw(total, unit="B", unit_scale=True)
 
@@ -143,6 +144,7 @@ class Bar:
         """Erase the bar."""
         if self._shown is not None:
             self._shown.close()
+            self._shown = None
 
 
 def to_json(data: Mapping[str, object]) -> str:

@@ -40,6 +40,12 @@ EXTRAS |= dict.fromkeys(("urllib3", "obstore", "huggingface_hub"), "remote")
 GOES_ON = "; what was written is kept: the same command with --resume goes on with it"
 
 
+def left_by(error: BaseException) -> str:
+    """Return what an error, or a signal, has left of an output, to be appended to a line; "" if nothing."""
+    left = getattr(error, "left", "")
+    return GOES_ON if hasattr(error, "kept_at") else f"; {left}" if left else ""
+
+
 @dataclass(slots=True)
 class Call:
     """What the report of an error needs to know of the command line; the options fill it in."""
@@ -95,7 +101,7 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
     hint: str | None
     if isinstance(error, CkptToolError):
         hint = _extra_of(error.__cause__) or _own_hint(error) or error.hint or _usual_hint(error, call)
-        hint += GOES_ON if hasattr(error, "kept_at") else ""
+        hint += left_by(error)
         return error.kind, _with_file(error, call), hint, error.exit_code
     if isinstance(error, click.ClickException):
         ctx = error.ctx if isinstance(error, click.UsageError) else None
@@ -113,7 +119,7 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
         where = os.fsdecode(named) if named else "stdout" if _is_of_click(error) else ""
         message = f"{where}: " * bool(where) + reason(error)
         hint = HINTS.get(error.errno or 0, "check the disk and the permissions")
-        return "system", message, hint + (GOES_ON if hasattr(error, "kept_at") else ""), 3
+        return "system", message, hint + left_by(error), 3
     if isinstance(error, ImportError) and (library := _library(error)) != "ckpttool":
         if (hint := _extra_of(error)) is not None:
             return "not-installed", f"this needs {library}, which is not installed", hint, 2

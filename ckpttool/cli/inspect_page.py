@@ -57,6 +57,8 @@ def page(
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     """Yield label and text of each fact; a fact without a label goes on from the one before."""
     most = 1_000_000 if everything else 6
+    if summary.commit:
+        yield "commit", summary.commit
     if summary.ranks is not None:
         yield from _run(summary.ranks, most)
     yield from _state(summary, most)

@@ -29,7 +29,7 @@ from .commands import (
     ranks,
     training,
 )
-from .failure import GOES_ON, Call, fail
+from .failure import Call, fail, left_by
 
 EPILOG = """\
 \b
@@ -206,7 +206,7 @@ def main() -> NoReturn:
     try:
         code = run(sys.argv[1:])
     except Stopped as stopped:
-        _end_by(stopped.number, GOES_ON if hasattr(stopped, "kept_at") else "")
+        _end_by(stopped.number, left_by(stopped))
     if "ckpttool.models.factory" in sys.modules:  # code of the user's ran, and may have left work to atexit
         _close_stdout()
         sys.exit(code)
@@ -225,8 +225,8 @@ def run(arguments: list[str]) -> int:
         return group(arguments, prog_name="ckpttool", standalone_mode=False, obj=call) or 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
-    except (click.Abort, KeyboardInterrupt):  # not under `main`, which has handlers of its own
-        click.echo("interrupted", err=True)
+    except (click.Abort, KeyboardInterrupt) as stop:  # not under `main`, which has handlers of its own
+        click.echo(f"interrupted{left_by(stop)}", err=True)
         return 130
     except (ReaderGone, BrokenPipeError):
         return 141

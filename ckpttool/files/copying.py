@@ -8,10 +8,12 @@ import fcntl
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from heapq import merge
 from itertools import chain, zip_longest
 from mmap import mmap
+from operator import itemgetter
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 from ..tensors.ref import ByteRange, Computed, TensorRef
@@ -58,7 +60,7 @@ def no_room_named(path: str, *, every: bool = False) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Copy:
-    """Bytes for a place of an output: what is left of them, and the CRC-32 of those that are written."""
+    """Bytes for a place of an output: what is left of them, and the CRC-32s of those that are written."""
 
     data: Data
     position: int
@@ -66,7 +68,28 @@ class _Copy:
     then: Then | None
     near: ByteRange | None  # where the bytes come from
     left: int
-    crc: int = 0
+    sums: list[tuple[int, int, int]] = field(default_factory=list)  # of stretches: position, CRC-32, bytes
+
+    def wrote(self, position: int, crc: int, nbytes: int) -> None:
+        """Note a stretch that was written; after the last, tell the CRC-32 of all."""
+        self.left -= nbytes
+        if self.then is None:
+            return
+        self.sums.append((position, crc, nbytes))
+        if not self.left:
+            self.then(reduce(lambda crc, each: combined(crc, *each[1:]), sorted(self.sums), 0))
+
+
+Place = tuple[str, int]  # where bytes lie: what sorts them so, ("", 0) for those of this machine
+
+
+class _Stretch(NamedTuple):
+    """Bytes of a copy that are written together."""
+
+    place: Place
+    copy: _Copy
+    start: int
+    nbytes: int
 
 
 class Buffers:
@@ -182,8 +205,10 @@ class Output:
         """
         near = data if isinstance(data, ByteRange) else near
         if data.nbytes <= SMALL and not self._planned and (near is None or near.source.is_local):
-            self._put_here(self.position, [data.read()], then)
+            crc, _ = self._put_here(self.position, [data.read()], sums=bool(then))
             self.position += data.nbytes
+            if then:
+                then(crc)
         else:
             self._plan(data, data.nbytes, then, near)
 
@@ -194,7 +219,8 @@ class Output:
     def _plan(self, data: Data, nbytes: int, then: Then | None, near: ByteRange | None) -> None:
         self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))
         self.position += nbytes
-        if len(self._planned) == PLANNED:
+        # What is elsewhere is announced in the order in which all of it lies.
+        if len(self._planned) >= PLANNED and (near is None or near.source.is_local):
             self.settle()
 
     @property
@@ -202,25 +228,45 @@ class Output:
         """Whether all that was appended comes from this machine."""
         return all(copy.near is None or copy.near.source.is_local for copy in self._planned)
 
-    def _blocks(self, buffers: Buffers) -> Iterator[Callable[[], _Block]]:
-        """Yield the jobs that write what was planned; what takes no job is written in between."""
+    def _stretches(self) -> list[_Stretch]:
+        """Return what was planned: what is elsewhere in the order in which it lies, all else as it came."""
         planned, self._planned = self._planned, []
-        for copy in _as_they_lie(planned):
-            data, position = copy.data, copy.position
-            if copy.nbytes and self._has(data, position, copy.nbytes):
-                for start, size in cut(copy.nbytes, BUFFER):
-                    yield partial(self._sum, buffers, copy, _part(data, start, size), position + start, size)
-            elif not isinstance(data, ByteRange | Computed):
-                self._put_here(position, data)
-            elif copy.nbytes <= SMALL:
-                self._put_here(position, [data.read()], copy.then)
-            elif isinstance(data, Computed) and not data.is_divisible:
-                self._put_here(position, data.make(0, copy.nbytes), copy.then)
-            elif not self._shares(copy):
-                for start, size in cut(copy.nbytes, BUFFER):
-                    is_there = self._has(data, position + start, size)
-                    move = self._sum if is_there else self._put
-                    yield partial(move, buffers, copy, data.part(start, size), position + start, size)
+        stretches = list[_Stretch]()
+        for copy in planned:
+            data, near, start = copy.data, copy.near, 0
+            if near is None or near.source.is_local:
+                stretches.append(_Stretch(("", 0), copy, 0, copy.nbytes))
+            elif isinstance(data, Computed) and (parts := data.stretches()):
+                for nbytes, place in parts:
+                    stretches.append(_Stretch((place.source.place, place.offset), copy, start, nbytes))
+                    start += nbytes
+            else:
+                stretches.append(_Stretch((near.source.place, near.offset), copy, 0, copy.nbytes))
+        return sorted(stretches, key=itemgetter(0))
+
+    def _blocks(self, stretch: _Stretch, buffers: Buffers) -> Iterator[Callable[[], _Block]]:
+        """Yield the jobs that write a stretch; what takes no job is written in between."""
+        copy, position, nbytes = stretch.copy, stretch.copy.position + stretch.start, stretch.nbytes
+        data = copy.data
+        if isinstance(data, ByteRange | Computed):
+            data = data.part(stretch.start, nbytes)
+        if nbytes and self._has(data, position, nbytes):
+            for start, size in cut(nbytes, BUFFER):
+                yield partial(self._sum, buffers, copy, _part(data, start, size), position + start, size)
+        elif not isinstance(data, ByteRange | Computed):
+            self._put_here(position, data)
+        elif nbytes <= SMALL:
+            with buffers.one() as buffer:
+                crc, end = self._put_here(position, data.chunks(buffer), sums=bool(copy.then))
+            copy.wrote(position, crc, end - position)
+        elif isinstance(data, Computed) and not data.is_divisible:
+            crc, end = self._put_here(position, data.make(0, nbytes), sums=bool(copy.then))
+            copy.wrote(position, crc, end - position)
+        elif not self._shares(copy):
+            for start, size in cut(nbytes, BUFFER):
+                is_there = self._has(data, position + start, size)
+                move = self._sum if is_there else self._put
+                yield partial(move, buffers, copy, data.part(start, size), position + start, size)
 
     def _shares(self, copy: _Copy) -> bool:
         """Let the file share the bytes that are to be copied; return False where it can't."""
@@ -235,21 +281,21 @@ class Output:
         return bool(shared)
 
     def _put_here(
-        self, position: int, chunks: Iterable[memoryview | bytes], then: Then | None = None
-    ) -> None:
-        """Write chunks from this thread, with progress after each."""
-        crc, end = self._write_chunks(position, chunks, then, self._progress)
+        self, position: int, chunks: Iterable[memoryview | bytes], *, sums: bool = False
+    ) -> tuple[int, int]:
+        """Write chunks from this thread, with progress after each; return as `_write_chunks` does."""
+        crc, end = self._write_chunks(position, chunks, self._progress, sums=sums)
         if self._written:
             self._written.add(position, end - position)
-        if then:
-            then(crc)
+        return crc, end
 
     def _put(
         self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int, nbytes: int
     ) -> _Block:
         """Write a block, from any thread; progress is for the caller's."""
         with buffers.one() as buffer:
-            crc, _ = self._write_chunks(position, data.chunks(buffer), copy.then, lambda _: None)
+            chunks = data.chunks(buffer)
+            crc, _ = self._write_chunks(position, chunks, lambda _: None, sums=bool(copy.then))
         return self, copy, position, crc, nbytes
 
     def _has(self, data: Data, position: int, nbytes: int) -> bool:
@@ -270,26 +316,22 @@ class Output:
             return self, copy, position, crc32(view) if copy.then else 0, nbytes
 
     def _write_chunks(
-        self, position: int, chunks: Iterable[memoryview | bytes], then: Then | None, progress: Progress
+        self, position: int, chunks: Iterable[memoryview | bytes], progress: Progress, *, sums: bool
     ) -> tuple[int, int]:
-        """Write chunks one after another; return their CRC-32, 0 when nobody asks for it, and their end."""
+        """Write chunks one after another; return their CRC-32, 0 unless it `sums` them, and their end."""
         crc = 0
         for chunk in chunks:
             self.write_at(position, chunk)
             position += len(chunk)
-            crc = crc32(chunk, crc) if then else 0
+            crc = crc32(chunk, crc) if sums else 0
             progress(len(chunk))
         return crc, position
 
     def _done(self, copy: _Copy, position: int, crc: int, nbytes: int) -> None:
-        copy.left -= nbytes
         self._progress(nbytes)
         if self._written:
             self._written.add(position, nbytes)
-        if copy.then:
-            copy.crc = combined(copy.crc, crc, nbytes)
-            if not copy.left:
-                copy.then(copy.crc)
+        copy.wrote(position, crc, nbytes)
 
 
 # Of a block that was written: where, a part of what, from which place on, CRC-32, bytes
@@ -303,12 +345,22 @@ def _part(data: Data, start: int, nbytes: int) -> ByteRange | None:
 def settle_together(outputs: Sequence[Output]) -> None:
     """Write what was appended to several outputs, by turns: the kernel lets one thread write to a file."""
     buffers = Buffers()
-    blocks = [output._blocks(buffers) for output in outputs]
+    is_from_here = all(output._is_from_here for output in outputs)
+    planned = [[(output, stretch) for stretch in output._stretches()] for output in outputs]
+
+    def blocks(stretches: Iterable[tuple[Output, _Stretch]]) -> Iterator[Callable[[], _Block]]:
+        for output, stretch in stretches:
+            yield from output._blocks(stretch, buffers)
+
     # What comes from elsewhere is read in the order in which it lies: there the link is what is slow.
-    by_turns = zip_longest(*blocks) if all(output._is_from_here for output in outputs) else blocks
-    jobs = filter(None, chain.from_iterable(by_turns))
-    for output, *block in in_order(jobs, cores(min(THREADS * len(outputs), MOST_THREADS))):
-        output._done(*block)
+    by_turns: Iterable[Callable[[], _Block] | None]
+    if is_from_here:
+        by_turns = chain.from_iterable(zip_longest(*map(blocks, planned)))
+    else:
+        by_turns = blocks(merge(*planned, key=lambda each: each[1].place))
+    jobs: Iterator[Callable[[], _Block]] = filter(None, by_turns)
+    for block in in_order(jobs, cores(min(THREADS * len(outputs), MOST_THREADS))):
+        block[0]._done(*block[1:])
 
 
 def _start_flushing(fd: int, start: int) -> None:
@@ -317,16 +369,6 @@ def _start_flushing(fd: int, start: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # an advice; whatever fails is an error of fsync
             os.posix_fadvise(fd, start, FLUSHED, os.POSIX_FADV_DONTNEED)
-
-
-def _as_they_lie(copies: list[_Copy]) -> list[_Copy]:
-    """Return copies in the order of their bytes where these are not on this machine, else as they came."""
-
-    def place(copy: _Copy) -> tuple[str, int]:
-        near = copy.near
-        return ("", 0) if near is None or near.source.is_local else (near.source.place, near.offset)
-
-    return sorted(copies, key=place)
 
 
 class DryOutput(Output):

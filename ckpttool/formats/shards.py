@@ -25,6 +25,7 @@ from ..files.commit import writing_into
 from ..files.copying import Output, settle_together
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
+from ..remote import ahead
 from ..remote.places import is_folder, open_source_at, prepare
 from ..tensors.ref import Source, TensorRef
 from . import safetensors
@@ -313,9 +314,11 @@ def write(folder: str, kind: str, cut: Cut, text: str, write_shard: WriteShard, 
     """Write shards and their index into a folder."""
     names = [*cut]
     for first in range(0, len(names), TOGETHER):
+        group = names[first : first + TOGETHER]
+        ahead.expect((tensor.storage for name in group for tensor in cut[name].values()), as_they_lie=True)
         with contextlib.ExitStack() as stack:
             outputs = []
-            for name in names[first : first + TOGETHER]:
+            for name in group:
                 file = stack.enter_context(writing_into(os.path.join(folder, name)))
                 outputs.append(stack.enter_context(opened(file)))
                 write_shard(name, cut[name], outputs[-1])

@@ -135,7 +135,8 @@ def split(
         Damaged: what was read does not have its checksum, or what was written does not read back as intended.
     """
     named = output_at(os.fspath(path))
-    with uploading(named, replace=force, dry_run=dry_run, progress=progress) as name:
+    upload = uploading(named, replace=force, dry_run=dry_run, progress=progress, expect=expect)
+    with upload as name:
         device = device or (checkpoint.ranks.device if checkpoint.ranks else "") or "cuda"
         _require_sense(ranks, device)
         _require_place(checkpoint, name, force, kept)

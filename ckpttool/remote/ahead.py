@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from ..errors import CkptToolError
 from ..files.threads import is_dropped
-from ..tensors.ref import ByteRange, Source, Storage
+from ..tensors.ref import ByteRange, Computed, Source, Storage
 from .store import Bytes
 
 GAP = 256 << 10  # bytes between two ranges that are read along rather than asked for apart
@@ -140,6 +140,11 @@ class Line:
         self._places: dict[tuple[Ahead, int], int] = {}
         self._next = 0  # place of the piece that is fetched next
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is more to fetch."""
+        return self._next < len(self._pieces)
+
     def add(self, owner: Ahead, begin: int, end: int) -> None:
         """Append the pieces that hold a range, but for those that are there already."""
         while begin < end and (bounds := owner.bounds(begin)):
@@ -152,7 +157,7 @@ class Line:
         """Have pieces fetched behind the one that is read now, as far as there is room."""
         place = self._places.get((owner, begin), -1)
         self._next = place + 1 if jumped else max(place + 1, self._next)
-        room = HELD // len(_lines)  # two checkpoints that are compared are read by turns
+        room = HELD // max(1, sum(line.goes_on for line in _lines))  # two that are compared are read by turns
         while self._next < len(self._pieces):
             theirs, begin, end = self._pieces[self._next]
             if self.held + end - begin > room:
@@ -271,10 +276,19 @@ def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
 
     Args:
         storages: all that will be read; those in files of this machine are passed over.
-        as_they_lie: they are read in the order of their places instead, as copies are.
+        as_they_lie: they are read in the order of their places instead, as copies are, and what is put
+            together by stretches.
     """
     seen: set[int] = set()
-    jobs = [places for storage in storages if (places := _places(storage, seen))]
+    jobs = list[list[ByteRange]]()
+    for storage in storages:
+        data = storage.data
+        if as_they_lie and isinstance(data, Computed) and (stretches := data.stretches()):
+            if id(storage) not in seen:
+                jobs += ([place] for _, place in stretches if not place.source.is_local)
+            seen.add(id(storage))
+        elif places := _places(storage, seen):
+            jobs.append(places)
     if as_they_lie:
         jobs.sort(key=lambda places: (places[0].source.place, places[0].offset))
     of_source: dict[Source, list[Range]] = defaultdict(list)

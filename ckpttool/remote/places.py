@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -24,6 +25,7 @@ TELLING = (  # what a folder holds that nobody lists
 )
 OF_REPOSITORIES = (".gitattributes", "README.md")  # what a new one holds
 LAST = (".index.json", ".metadata")  # without which a folder's other files are no checkpoint
+SNAPSHOT = re.compile(r"--[^/]+/snapshots/([0-9a-f]{40})/")  # in the hub's own cache
 WAITING = 24  # objects that are opened before they are asked for, each with up to half a megabyte of it
 SPOOLED = 1 << 30  # bytes of an object that is read from front to back, since its server knows no ranges
 
@@ -123,7 +125,7 @@ class Visit:
 
     def _open(self, url: str) -> Source:
         from . import cache
-        from .source import GUESS, RemoteSource
+        from .source import GUESS, RemoteSource, guessed
 
         store, key = self.store(url)
         if key.endswith("/") or not key:
@@ -133,7 +135,7 @@ class Visit:
         known = cache.kept(url, facts) if facts else {}
         was_kept = bool(known)
         if not known or facts is None:
-            head, facts = store.head(key, GUESS)
+            head, facts = store.head(key, guessed(facts.size) if facts else GUESS)
             known = cache.kept(url, facts)
             was_kept, known = bool(known), known or {0: head}
         if not facts.is_ranged and facts.size > len(known[0]):
@@ -183,6 +185,7 @@ def open_source_at(path: str, *, shown: str | None = None) -> Source:
     """
     if not is_url(path):
         source = Source(shown or path, open_source_descriptor(path))
+        source.commit = found[1] if (found := SNAPSHOT.search(path)) else ""
     else:
         with visit() as now:
             source = now.source(path)
@@ -208,11 +211,17 @@ def prepare(paths: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def uploading(
-    path: str, *, replace: bool, dry_run: bool = False, progress: Progress | None = None
+    path: str,
+    *,
+    replace: bool,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    expect: Progress | None = None,
 ) -> Iterator[str]:
     """Yield where to write an output: at its path, or in a temporary folder from which it is uploaded.
 
-    What is written is uploaded when the block ends without an error, the index of a folder last.
+    What is written is uploaded when the block ends without an error, the index of a folder last; `expect` is
+    told first how many bytes that are, and `progress` each that is on its way.
     Raises OutputExists where there is something at the URL and `replace` is not set.
     """
     if not is_url(path):
@@ -238,6 +247,8 @@ def uploading(
         written = os.listdir(local) if os.path.isdir(local) else []
         names = sorted(written, key=lambda name: (name.endswith(LAST), name))
         files = {os.path.join(key, name): os.path.join(local, name) for name in names} or {key: local}
+        if expect is not None:
+            expect(sum(map(os.path.getsize, files.values())))
         store.put(files, replace=replace, progress=progress)
 
 

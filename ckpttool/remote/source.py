@@ -14,9 +14,15 @@ from .store import DATED, Facts, Store
 from .urls import without_query
 
 MOST_OPENED = 512 << 20  # bytes that are read of an object before its tensors
-GUESS = 256 << 10  # bytes of the beginning and of the end that are fetched at once
+GUESS, LEAST = 256 << 10, 96 << 10  # bytes of the beginning and of the end that are fetched at once
+DESCRIBED = 32  # bytes of a file for one of its header or directory: of a small file less is fetched
 
 Check = Callable[[bytes], None]  # of the bytes before a stretch
+
+
+def guessed(size: int) -> int:
+    """Return how many bytes to fetch of the beginning, or of the end, of an object of `size` bytes."""
+    return GUESS if size <= GUESS else min(GUESS, max(LEAST, size // DESCRIBED))
 
 
 class RemoteSource(Source):
@@ -31,6 +37,7 @@ class RemoteSource(Source):
     def __init__(self, path: str, store: Store, key: str, facts: Facts) -> None:
         """Ask nothing yet: `facts` are known from the first answer, or from a listing."""
         self.path, self.size, self.content = path, facts.size, facts.content
+        self.commit = store.commit
         self._url = path
         self.observers = []
         self._store, self._key, self._facts = store, key, facts
@@ -154,10 +161,10 @@ class RemoteSource(Source):
                 if begin <= offset < begin + len(data):
                     return begin, data
             following = min((begin for begin in self._known if begin > offset), default=self.size)
-            begin, end = offset, min(max(end, offset + GUESS), following)
+            begin, end = offset, min(max(end, offset + guessed(self.size)), following)
             if end == following == self.size:  # an archive has its directory there, and several ends of it
                 before = max((at + len(data) for at, data in self._known.items() if at <= offset), default=0)
-                begin = max(before, min(begin, self.size - GUESS))
+                begin = max(before, min(begin, self.size - guessed(self.size)))
             if end - begin + sum(map(len, self._known.values())) > MOST_OPENED:
                 what = f"takes more than {MOST_OPENED >> 20} MiB to be opened"
                 raise Refused(self.path, what, hint="no ordinary file does; download it first")

@@ -40,6 +40,10 @@ class Store(Protocol):
     object by `shown(key)`, and hold neither a token nor the query of a signed URL.
     """
 
+    @property
+    def commit(self) -> str:
+        """The commit that objects are read at, once it is known; "" where there is none."""
+
     def shown(self, key: str) -> str:
         """Return the URL of an object as messages name it."""
 

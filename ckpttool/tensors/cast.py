@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageFault
 from .dtypes import DTYPES, OF_ML_DTYPES, DType, numpy_type
-from .ref import Computed, Storage, TensorRef
+from .ref import Computed, Storage, Stretch, TensorRef
 from .values import CHUNK, stream
 
 if TYPE_CHECKING:
@@ -118,7 +118,12 @@ class Caster:
         def view(cast: TensorRef) -> Iterator[memoryview]:
             return map(_bytes, self._values(number, replace(cast, storage=old, dtype=dtype)))
 
-        data = Computed(old.data.path, count * self.to.itemsize, make, view, is_divisible=True)
+        def stretches() -> list[Stretch]:
+            from_ = old.data.stretches() if isinstance(old.data, Computed) else []
+            return [(nbytes // dtype.itemsize * self.to.itemsize, place) for nbytes, place in from_]
+
+        nbytes = count * self.to.itemsize
+        data = Computed(old.data.path, nbytes, make, view, is_divisible=True, stretches=stretches)
         kind = self.to.storage or "UntypedStorage"
         return Storage(data, kind, old.location, byteorder=old.byteorder, origins=(old,))
 

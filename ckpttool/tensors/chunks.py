@@ -18,7 +18,7 @@ from operator import add, lt, sub
 
 from ..errors import RanksDiffer
 from .dtypes import DType
-from .ref import MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent
+from .ref import MAX_BYTES, BadTensor, ByteRange, Computed, Storage, Stretch, TensorRef, extent
 from .values import boxed, boxes_of, read_into
 
 MAX_CUTS = 8  # dimensions along which a tensor may be cut; device meshes have three or four
@@ -52,7 +52,7 @@ def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[
         raise BadTensor(f"'{name}' of shape {str(list(shape))[:80]} whose chunks are not the whole of it")
     joined = _Whole(path, name, dtype.itemsize, shape, parts)
     origins = tuple(tensor.storage for part in parts for tensor in (part.tensor, *part.copies))
-    data = Computed.filling(path, math.prod(shape) * dtype.itemsize, joined.fill)
+    data = Computed.filling(path, math.prod(shape) * dtype.itemsize, joined.fill, joined.stretches)
     storage = Storage(data, dtype.storage or "UntypedStorage", origins=origins)
     return TensorRef.contiguous(storage, dtype, shape)
 
@@ -89,6 +89,22 @@ class _Whole:
     width: int
     shape: Index
     parts: Sequence[Part]
+
+    def stretches(self) -> list[Stretch]:
+        """Return where the parts lie, if their values follow one another in the whole; else []."""
+        found, end = list[Stretch](), 0
+        for part in self.parts:
+            at = 0
+            for i, n in zip(part.begin, self.shape, strict=True):
+                at = at * n + i
+            # Boxes without gap or overlap are in a row exactly if each begins where those before it end.
+            if at != end or part.copies or not part.tensor.is_plain:
+                return []
+            end += part.tensor.numel
+            data = part.tensor.data
+            assert isinstance(data, ByteRange)
+            found.append((data.nbytes, data))
+        return found
 
     def fill(self, start: int, out: memoryview) -> None:
         """Fill a buffer with the bytes from `start`."""

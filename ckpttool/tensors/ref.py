@@ -29,6 +29,7 @@ class Source:
 
     is_local = True  # it has a descriptor: it can be mapped, and other files can share its blocks
     content = ""  # a hash of the bytes, where one is known without reading them
+    commit = ""  # of a repository on the hub, which the file is of
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path  # for messages: the descriptor is what is read, whatever happens to the name
@@ -70,6 +71,7 @@ class Source:
         """Return the first file of several under the path by which messages call them all."""
         source = Source(path, os.dup(self.fd))
         source.size = 0  # its bytes are those of the first file, which counts itself
+        source.commit = self.commit
         return source
 
     def guard(self, start: int, nbytes: int, before: int, check: Callable[[bytes], None]) -> None:
@@ -158,6 +160,9 @@ class ByteRange(NamedTuple):
         self.source.fill(self.offset + start, view)
 
 
+Stretch = tuple[int, ByteRange]  # how many bytes, and where they come from
+
+
 @dataclass(frozen=True, slots=True)
 class Computed:
     """`nbytes` bytes that are made when asked for, always the same."""
@@ -174,15 +179,23 @@ class Computed:
     fill: Callable[[int, memoryview], None] | None = None
     # Raises what making them would, for want of a package or a formula, and reads nothing.
     require: Callable[[], None] | None = None
+    # How long each stretch is that comes from one place, and that place, in order; [] if it is not so simple.
+    stretches: Callable[[], list[Stretch]] = list
 
     @classmethod
-    def filling(cls, path: str, nbytes: int, fill: Callable[[int, memoryview], None]) -> Computed:
+    def filling(
+        cls,
+        path: str,
+        nbytes: int,
+        fill: Callable[[int, memoryview], None],
+        stretches: Callable[[], list[Stretch]] = list,
+    ) -> Computed:
         """Return bytes that a function puts into the caller's memory, any stretch of them in any thread."""
 
         def make(start: int, count: int) -> Iterator[memoryview]:
             return _filled(fill, start, count, memoryview(bytearray(min(count, 1 << 20))))  # whole elements
 
-        return cls(path, nbytes, make, is_divisible=True, fill=fill)
+        return cls(path, nbytes, make, is_divisible=True, fill=fill, stretches=stretches)
 
     def read(self) -> bytes:
         """Return all bytes."""
@@ -190,9 +203,17 @@ class Computed:
 
     def part(self, start: int, nbytes: int) -> Computed:
         """Return `nbytes` bytes from `start`, which must lie inside and cut no element."""
+        if nbytes == self.nbytes:
+            return self
         if (fill := self.fill) is not None:
             return self.filling(self.path, nbytes, lambda at, buffer: fill(start + at, buffer))
-        return replace(self, nbytes=nbytes, make=lambda at, count: self.make(start + at, count), view=None)
+        return replace(
+            self,
+            nbytes=nbytes,
+            make=lambda at, count: self.make(start + at, count),
+            view=None,
+            stretches=list,
+        )
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
         """Make all bytes in order, through the buffer if they are made in the caller's memory."""

@@ -21,6 +21,7 @@ from urllib.parse import unquote_plus
 
 import pytest
 
+from ckpttool.cli.failure import left_by
 from ckpttool.errors import CkptToolError, Damaged, OutputExists, Unreadable, UsageFault
 from ckpttool.remote.buckets import bucket as buckets
 from ckpttool.remote.buckets import settings as bucket_settings
@@ -63,6 +64,12 @@ class World:
     def exists(self, key: str) -> bool:
         listed = self.client.list_objects_v2(Bucket="runs", Prefix=key).get("Contents", [])
         return any(object["Key"] == key for object in listed)
+
+    def abort_unfinished(self) -> None:
+        for upload in self.client.list_multipart_uploads(Bucket="runs").get("Uploads", []):
+            found = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+            with contextlib.suppress(self.client.exceptions.NoSuchUpload):  # the library was faster
+                self.client.abort_multipart_upload(Bucket="runs", **found)
 
     def unfinished(self) -> list[str]:
         return [
@@ -674,6 +681,55 @@ def test_after_a_signal_no_part_stays_and_no_object_appears(
         signal.signal(signal.SIGTERM, before)
     assert any("partNumber" in request for request in world.proxy.requests)
     assert world.unfinished() == [] and not world.exists("interrupted")
+
+
+def test_an_interrupted_upload_ends_at_once_and_says_what_it_left(
+    world: World, runs: Bucket, tmp_path: Path
+) -> None:
+    path = tmp_path / "long"
+    with path.open("wb") as file:
+        file.truncate(20 * bucket_uploads.PART)
+    world.proxy.set(*[servers.stalled(world.proxy)] * 99, method="PUT", path="partNumber")
+    patient = Bucket("s3", "runs", Patience(stall=20, attempts=1))
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt) as stopped, _interrupted_after(0.6):
+        patient.put({"left": str(path)}, replace=True)
+    assert time.monotonic() - begin < 0.6 + bucket_uploads.ENDING + 1
+    assert left_by(stopped.value) == (
+        "; parts of s3://runs/left may be left, unseen: aws s3api list-multipart-uploads --bucket runs, "
+        "then abort-multipart-upload"
+    )
+    assert not world.exists("left")
+    world.abort_unfinished()
+
+
+def test_an_answer_to_an_upload_that_drips_ends_in_bounded_time(
+    world: World, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "UPLOADING", 1)
+    monkeypatch.setattr(bucket_uploads, "ENDING", 0.1)
+
+    def dripping(request: servers.Request) -> servers.Answer:
+        answer = servers.dripping(request)
+        return answer._replace(body=answer.body.ljust(1000))
+
+    world.proxy.set(*[dripping] * 9, method="POST", path="uploadId")
+    begin = time.monotonic()
+    with pytest.raises(Unreadable, match=r"answer to the upload does not end within 1\.5 s") as error:
+        Bucket("s3", "runs", HASTE).put({"dripping": file}, replace=True)
+    assert time.monotonic() - begin < 6
+    assert "see whether it is there: ckpttool inspect s3://runs/dripping" in said(error)
+    world.abort_unfinished()
+
+
+@pytest.mark.parametrize("code", ["SlowDown", "ServerBusy", "InternalError"])
+def test_a_busy_store_s_own_word_is_the_hint(world: World, runs: Bucket, code: str) -> None:
+    world.proxy.set(*[servers.status(503, code)] * 9)
+    with pytest.raises(Unreadable, match=f"the server answers 503 {code}") as error:
+        runs.head("step-1/model.pt", 10)
+    hint = error.value.hint or ""
+    assert ("asks for fewer requests" in hint) == (code != "InternalError")
+    assert (hint == "the server is busy: try again later") == (code == "InternalError")
 
 
 def test_an_error_of_the_progress_bar_aborts_the_upload(world: World, runs: Bucket, file: str) -> None:

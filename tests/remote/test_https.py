@@ -392,6 +392,25 @@ def test_a_server_that_asks_for_time_gets_it_within_bounds(server: RangeServer, 
     assert waited > 0.29 if asked in ("5", formatdate(4e9, usegmt=True)) else waited < 5
 
 
+HINTS = {
+    "Retry-After": ({"Retry-After": "120"}, b"", "the server asks to be left alone for 120 s"),
+    "a code": ({}, b"<Error><Code>SlowDown</Code></Error>", "fewer requests (SlowDown): wait a minute"),
+    "both": ({"Retry-After": "7"}, b"<Code>SlowDown</Code>", "fewer requests (SlowDown), in 7 s"),
+    "a code that asks for nothing": ({}, b"<Code>InternalError</Code>", None),
+    "a page": ({}, b"<html>" * 10_000, None),
+    "a time beyond reason": ({"Retry-After": "999999999"}, b"", None),
+}
+
+
+@pytest.mark.parametrize("answer", HINTS)
+def test_what_a_busy_server_asks_for_is_the_hint(server: RangeServer, answer: str) -> None:
+    headers, body, said = HINTS[answer]
+    server.fault("503", headers=headers, body=body)
+    error = error_of(lambda: store(server).head("a.pt", 1))
+    assert said in (error.hint or "") if said else error.hint is None
+    assert "status 503" in error.message
+
+
 @pytest.mark.parametrize("asked", ["soon", "-1", "1e9", "Mon, 99 Foo", "9" * 40])
 def test_a_wait_that_is_nonsense_is_not_asked_for(server: RangeServer, asked: str) -> None:
     server.fault("503", times=1, headers={"Retry-After": asked})

@@ -75,6 +75,7 @@ def test_every_format_is_the_same_checkpoint_at_each_kind_of_url(
                 "path": "",
                 "requests": remote["requests"],
                 "bytes_read": remote["bytes_read"],
+                **({"commit": hub.repos["model", "o/r"].refs["main"]} if top.startswith("hf") else {}),
             }
 
 
@@ -420,6 +421,25 @@ def test_companions_come_along_from_a_repository(hub: Hub, tmp_path: Path, cli: 
     assert_says(
         cli("convert", "hf://o/model", f"{tmp_path}/out2/"), 0, "not copied (--companions does): config.json"
     )
+
+
+def test_inspect_names_the_commit_that_was_read(
+    hub: Hub, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = hub.create("o/moving")
+    put(tmp_path, "model.safetensors")
+    old = repo.commit({"model.safetensors": (tmp_path / "model.safetensors").read_bytes()})
+    new = repo.commit({"README.md": b"x"})
+    repo.refs["v1"] = old
+    for revision, commit in (("", new), ("@main", new), ("@v1", old), (f"@{old}", old)):
+        for url in (f"hf://o/moving{revision}", f"hf://o/moving{revision}/model.safetensors"):
+            assert cli("inspect", url, "--json").json["commit"] == commit
+        assert f"  commit      {commit}\n" in cli("inspect", url).out
+    assert "commit" not in cli("inspect", tmp_path / "model.safetensors", "--json").json
+    cached = tmp_path / "models--o--moving" / "snapshots" / old
+    cached.mkdir(parents=True)
+    put(cached, "model.safetensors")
+    assert cli("inspect", cached / "model.safetensors", "--json").json["commit"] == old
 
 
 def test_a_root_in_a_bucket_names_the_checkpoints_in_it(bucket: str, cli: Cli) -> None:

@@ -99,3 +99,32 @@ def test_a_place_that_takes_nothing_is_named(
 ) -> None:
     assert_says(cli("convert", model, output), code, said)
     assert os.listdir(model.parents[1] / "spool") == []
+
+
+def test_an_upload_is_announced_and_counted_as_a_work_of_its_own(
+    top: str, model: Path, tmp_path: Path
+) -> None:
+    works: list[tuple[int, list[int]]] = []
+    with ckpttool.open(model) as checkpoint:
+        saved = ckpttool.save(
+            checkpoint,
+            f"{top}/m.safetensors",
+            expect=lambda total: works.append((total, [])),
+            progress=lambda nbytes: works[-1][1].append(nbytes),
+        )
+    assert [(total, sum(counted)) for total, counted in works] == [(80_000, 80_000), (saved.nbytes,) * 2]
+
+
+def test_the_bar_begins_again_with_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpttool.cli import console
+
+    monkeypatch.setattr(console, "BAR_FROM", 10)
+    bar = console.Bar("convert", drawn=True)
+    bar.expect(100)
+    bar.add(100)
+    bar.expect(30)
+    bar.add(20)
+    assert (bar._shown.n, bar._shown.total) == (20, 30)
+    bar.expect(9)  # too little for a bar
+    bar.add(9)
+    assert bar._shown is None

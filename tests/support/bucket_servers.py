@@ -65,6 +65,7 @@ class Answer(NamedTuple):
     headers: Mapping[str, str]
     body: bytes
     cut: int = 0  # bytes that are announced and not sent
+    drip: float = 0.0  # seconds between two bytes of the body
 
 
 class Request(NamedTuple):
@@ -146,7 +147,10 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", length or str(len(answer.body) + answer.cut))
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(answer.body)
+                step = 1 if answer.drip else len(answer.body) or 1
+                for start in range(0, len(answer.body), step):
+                    self.wfile.write(answer.body[start : start + step])
+                    proxy.stopped.wait(answer.drip)
             self.close_connection = self.close_connection or answer.cut > 0
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
@@ -220,6 +224,11 @@ def shortened(request: Request) -> Answer:
     """Send fewer bytes than were asked for, and announce so few."""
     given = request.passed_on(request.body)
     return given._replace(body=given.body[:-1])
+
+
+def dripping(request: Request) -> Answer:
+    """Pass the request on, and send the answer byte by byte."""
+    return request.passed_on(request.body)._replace(drip=0.05)
 
 
 def flipped(request: Request) -> Answer:

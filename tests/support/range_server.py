@@ -165,7 +165,7 @@ class RangeServer:
             skip: how many go right before.
             path: only requests whose path contains it are counted.
             after: seconds before an answer goes wrong.
-            options: for the fault: `to` of "redirect", `headers` of "headers" and of a status.
+            options: for the fault: `to` of "redirect", `headers` of "headers" and of a status, its `body`.
         """
         if name not in FAULTS and not re.fullmatch("[45][0-9][0-9]", name):
             raise KeyError(name)
@@ -190,7 +190,8 @@ class RangeServer:
         elif fault.name in FAULTS:
             FAULTS[fault.name](exchange, self.right(request), **fault.options)
         else:
-            exchange.send(_status(int(fault.name), fault.options.get("headers")))
+            answer = _status(int(fault.name), fault.options.get("headers"))
+            exchange.send(replace(answer, body=memoryview(fault.options.get("body", b"no\n"))))
 
     def _due(self, path: str) -> _Fault | None:
         for fault in self._faults:

@@ -120,7 +120,8 @@ def _fields(
     summary: Summary, rows: Iterable[TensorRow], stats: Mapping[str, Stats | None]
 ) -> dict[str, object]:
     here, renamed = summary.here, {"nbytes": "bytes", "unused": "unused_bytes", "running": "could_run"}
-    own = ("likes", "modules", "here", "outside", "other", *([] if summary.ranks else ["ranks"]))
+    absent = [name for name in ("ranks", "commit") if not getattr(summary, name)]
+    own = ("likes", "modules", "here", "outside", "other", *absent)
     return fields_of(summary, renamed, without=own) | {
         "dtypes": here.dtypes,
         "devices": here.devices,

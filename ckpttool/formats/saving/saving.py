@@ -97,7 +97,10 @@ class SavePlan:
         """Write, and compare what was read and written before it takes its place."""
         require_made(self.storages())
         is_compared = not dry_run if verify is None else verify
-        if not dry_run:
+        if not dry_run and self.format not in (
+            shards.SAFETENSORS,
+            shards.TORCH,
+        ):  # announced as they are written
             ahead.expect((storage for _, storage in self.storages()), as_they_lie=True)
         with Checksums(self.checkpoint, self.storages() if is_compared else ()) as checksums:
             if dry_run:
@@ -332,7 +335,8 @@ def save(
             that of the values alone, and an error of torch's own library is not foreseen.
         device: the device that a `.pt` tags its storages with, as `cpu`; None keeps those of the file.
         progress: called with the number of bytes after each piece, also of values that are read back.
-        expect: called first, with about the number of bytes that progress will come to.
+        expect: called first, with about the number of bytes that progress will come to; again before an
+            upload, with those that are sent.
         resume: go on with an output of remote files whose writing was interrupted, if it is of the same plan:
             the same versions of the same objects, and the same call.
         recipe: what tells computed values (a cast, a mean) from those of another call. Without it, and where
@@ -350,7 +354,8 @@ def save(
             read back as intended (it was removed).
     """
     named = output_at(os.fspath(path))
-    with uploading(named, replace=force, dry_run=dry_run, progress=progress) as name:
+    upload = uploading(named, replace=force, dry_run=dry_run, progress=progress, expect=expect)
+    with upload as name:
         target = destination(name, checkpoint, to, full=full)
         require_sense(target, state, full, keep_copies, shard_size)
         if device is not None:

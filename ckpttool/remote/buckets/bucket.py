@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,8 @@ from ..patience import Patience
 from ..store import TRAFFIC, Entry, Facts, Missing, Progress, changed
 from ..waiting import interruptible
 from .errors import named, status_of
-from .settings import Settings, connected, settings_of
-from .uploads import BACK, upload
+from .settings import UPLOADING, Settings, connected, settings_of
+from .uploads import BACK, Unanswered, upload
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 PAGE = 1000  # keys that a store lists in one answer
 MOST_KEYS = 100_000  # of a folder, that are listed
+LEFTOVERS = {  # where parts of an upload go that nobody has ended
+    "s3": "aws s3api list-multipart-uploads --bucket {}, then abort-multipart-upload",
+    "gs": "a rule AbortIncompleteMultipartUpload of the bucket {} removes them",
+    "az": "the container {} drops them after a week",
+}
 BEHIND_ALL = "\U0010ffff"  # sorts behind every name in a folder
 
 
@@ -38,6 +44,8 @@ class Bucket:
     The library repeats requests that fail, within the bounds of Patience, and tells nobody: TRAFFIC counts
     each call once. Its own errors never leave this class.
     """
+
+    commit = ""
 
     def __init__(self, scheme: str, name: str, patience: Patience) -> None:
         self._scheme, self._name, self._patience = scheme, name, patience
@@ -109,9 +117,9 @@ class Bucket:
         and another writer who creates it while that part travels is overwritten.
 
         After an error or a signal the parts that arrived are removed. This waits until the library asks for
-        the next part, or the last ones have arrived, ENDING seconds at most: it can't be told before. If the
-        server is silent for longer, or the process is killed, parts stay until the bucket's own rules remove
-        them.
+        the next part, or the last ones have arrived, ENDING seconds at most: it can't be told before. If that
+        takes longer, or the process is killed, parts stay until the bucket's own rules remove them; the
+        attribute `left` of the error, or of what the signal raised, says which.
         Raises OutputExists, Damaged if what arrived is not what was sent.
         """
         for key in files:
@@ -127,14 +135,30 @@ class Bucket:
         before_end = (lambda: None) if replace else (lambda: self._refuse_existing(key))
         with self._named(key):
             try:
-                sent = upload(self._writer, key, path, replace, progress, before_end)
+                longest = UPLOADING * self._patience.stall
+                sent = upload(self._writer, key, path, replace, progress, before_end, longest)
             except AlreadyExistsError:
                 raise self._exists(key) from None
+            except Unanswered as late:
+                what = f"the server's answer to the upload does not end within {late}"
+                hint = f"see whether it is there: ckpttool inspect {shlex.quote(self.shown(key))}"
+                hint += f"; {self._rest(key)}" if hasattr(late, "unfinished") else ""
+                raise Unreadable(self.shown(key), what, hint=hint) from None
+            except BaseException as error:
+                if getattr(error, "unfinished", False):
+                    error.left = self._rest(key)  # type: ignore[attr-defined]
+                elif not isinstance(error, Exception):
+                    error.left = "nothing of the upload stays"  # type: ignore[attr-defined]
+                raise
             there = self._facts(key)
         # An ETag that is no MD5, as with a key of one's own, says nothing: then every byte is compared.
         if there.size != sent.size or not (there.identity == sent.etag or self._is_same(key, there, path)):
             hint = "upload it again: --force"
             raise Damaged(self.shown(key), f"what arrived is not what was sent of {path}", hint=hint)
+
+    def _rest(self, key: str) -> str:
+        """Return in words what may be left of an upload that nobody has ended, and who removes it."""
+        return f"parts of {self.shown(key)} may be left, unseen: {LEFTOVERS[self._scheme].format(self._name)}"
 
     def _is_same(self, key: str, facts: Facts, path: str) -> bool:
         with naming(path, "read"), open(path, "rb") as file:

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 
 from ...errors import FileError, Unreadable
+from ..busy import CODE, next_step
 from ..store import Missing, Unranged
 from .settings import HINTS
 
-# An answer that is no success: its status, and the store's word for it, of XML or of Azure's header.
+# An answer that is no success: its status.
 STATUS = re.compile(r"status code: (\d{3})")
-CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 REASONS = (  # what stands in the text -> what it means
     ("dns error", "there is no such host, or no network"),
     ("Connection refused", "connection refused"),
@@ -75,7 +75,8 @@ def _translated(error: Exception, shown: str, scheme: str, is_signed: bool) -> F
         reason = "the bucket is in another region"
         return Unreadable(shown, reason, hint=OTHER_HINTS[reason])
     if status:
-        hint = "the server is busy: try again later" if status in (429, 500, 503) else None
+        usual = "the server is busy: try again later" if status in (429, 500, 503) else None
+        hint = next_step(code) or usual
         return Unreadable(shown, f"the server answers {answer}", hint=hint)
     if "parse path" in text or "invalid path" in text or isinstance(error, ValueError):
         what = "keys with empty parts, `.`, `..` or control characters can't be addressed"

@@ -7,25 +7,29 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
 
 from ...files.failures import naming
 from ..store import TRAFFIC, Progress
-from ..waiting import interruptible, started
+from ..waiting import started
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-PART = 8 << 20  # bytes; small, since Ctrl-C waits until one has arrived
+PART = 8 << 20  # bytes; small, since an upload is aborted when one has arrived
 PIECE = 1 << 20  # bytes of a part that are handed over together
 AT_ONCE = 6  # parts on their way; the library holds one or two more
 MOST_PARTS = 10_000  # of one object, on S3
 WHOLE = 16 << 20  # bytes that go out in one request
 BACK = 8 << 20  # bytes that are read back at a time
-ENDING = 30.0  # seconds that an interrupted upload may take to be aborted
+ENDING = 2.0  # seconds that an interrupted upload may take to be aborted
+LAST = 3  # times what one part may take: the last parts, and the answer to all
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -49,6 +53,10 @@ class Stopped(BaseException):
     """The upload was given up; raised where the library asks for the next bytes."""
 
 
+class Unanswered(Exception):
+    """The parts were sent, and the server's answer does not end; the text says within how many seconds."""
+
+
 def upload(
     store: ObjectStore,
     key: str,
@@ -56,24 +64,29 @@ def upload(
     replace: bool,
     progress: Progress,
     before_end: Callable[[], object],
+    longest: float,
 ) -> Sent:
     """Upload a file; return what was sent.
 
     Args:
         progress: called in this thread.
         before_end: called once the last part was handed over; what it raises aborts the upload.
+        longest: seconds that one part may take.
 
-    Raises whatever the library does: AlreadyExistsError, if it is a single part and nothing may be replaced.
+    Raises Unanswered, and whatever the library does: AlreadyExistsError, if it is a single part and nothing
+    may be replaced. An error has the attribute `unfinished` if parts may be left that nobody has removed.
     """
     with contextlib.ExitStack() as stack:
         with naming(path, "read"):
             file = stack.enter_context(open(path, "rb"))
         if os.fstat(file.fileno()).st_size <= WHOLE:
-            return _put_whole(store, key, file, replace, progress)
-        return _put_parts(store, key, file, progress, before_end)
+            return _put_whole(store, key, file, replace, progress, longest)
+        return _put_parts(store, key, file, progress, before_end, longest)
 
 
-def _put_whole(store: ObjectStore, key: str, file: BinaryIO, replace: bool, progress: Progress) -> Sent:
+def _put_whole(
+    store: ObjectStore, key: str, file: BinaryIO, replace: bool, progress: Progress, longest: float
+) -> Sent:
     import obstore
 
     with naming(file.name, "read"):
@@ -81,13 +94,18 @@ def _put_whole(store: ObjectStore, key: str, file: BinaryIO, replace: bool, prog
     sent = Sent(len(data), [hashlib.md5(data, usedforsecurity=False).digest()], is_whole=True)
     mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
     TRAFFIC.count()
-    interruptible(lambda: obstore.put(store, key, data, mode=mode, use_multipart=False))
+    _ended(started(lambda: obstore.put(store, key, data, mode=mode, use_multipart=False)), longest)
     progress(len(data))
     return sent
 
 
 def _put_parts(
-    store: ObjectStore, key: str, file: BinaryIO, progress: Progress, before_end: Callable[[], object]
+    store: ObjectStore,
+    key: str,
+    file: BinaryIO,
+    progress: Progress,
+    before_end: Callable[[], object],
+    longest: float,
 ) -> Sent:
     import obstore
 
@@ -105,6 +123,7 @@ def _put_parts(
         started(before_end).result()  # in a thread of its own: in this one the library does not call itself
         if stop.is_set():
             raise Stopped
+        handed_over.put(None)
 
     def put() -> None:
         try:
@@ -116,13 +135,22 @@ def _put_parts(
     try:
         for nbytes in iter(handed_over.get, None):
             progress(nbytes)
-        outcome.result()
-    except BaseException:
+        _ended(outcome, longest)
+    except BaseException as error:
         stop.set()
-        wait([outcome], ENDING)  # until the library has asked for the next part, and aborted the upload
+        # Until the library has asked for the next part, and aborted the upload.
+        error.unfinished = bool(wait([outcome], ENDING).not_done)  # type: ignore[attr-defined]
         raise
     TRAFFIC.count(len(sent.digests) + 2)
     return sent
+
+
+def _ended(outcome: Future[T], longest: float) -> T:
+    """Return the outcome of an upload whose bytes the library has."""
+    seconds = LAST * longest
+    if wait([outcome], seconds).not_done:  # its bound on silence says nothing of an answer that drips
+        raise Unanswered(f"{seconds:g} s")
+    return outcome.result()
 
 
 def _pieces(file: BinaryIO, part: int, sent: Sent) -> Iterator[bytes]:

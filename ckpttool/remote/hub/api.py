@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
 from ...errors import CkptToolError, Unreadable
+from ..busy import next_step, seconds_asked
 from ..store import Missing
 from ..web.transport import Transport, origin
 
@@ -140,7 +141,9 @@ def refused(about: About, status: int, headers: Mapping[str, str]) -> CkptToolEr
         return Missing(url, "no such repository, or a private one", hint=hint)
     if status == 403:
         return Unreadable(url, "access is refused (status 403)", hint="use a token that allows it")
-    return Unreadable(url, f"the hub answers with status {status}")
+    return Unreadable(
+        url, f"the hub answers with status {status}", hint=next_step(seconds=seconds_asked(headers))
+    )
 
 
 def offline(about: About) -> Unreadable:

@@ -13,6 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import CkptToolError, Unreadable
+from ..busy import seconds_asked
 from ..patience import Patience
 from ..store import TRAFFIC
 from ..waiting import started
@@ -84,8 +85,7 @@ def _judged(about: About, error: BaseException) -> tuple[CkptToolError, bool, fl
         return offline(about), False, None
     if isinstance(error, HfHubHTTPError):
         status, headers = error.response.status_code, error.response.headers
-        wait = headers.get("Retry-After", "")
-        return refused(about, status, headers), status in PASSING, float(wait) if wait.isdigit() else None
+        return refused(about, status, headers), status in PASSING, seconds_asked(headers)
     if isinstance(error, HFValidationError):
         return Unreadable(about.url, f"'{about.name}' is no name of a repository"), False, None
     why = SECRETS.sub("…", str(error).strip().partition("\n")[0]) or type(error).__name__

@@ -113,6 +113,11 @@ class Repository:
     def __repr__(self) -> str:
         return f"<Repository {self.shown('')}>"
 
+    @property
+    def commit(self) -> str:
+        """The hash of the commit that is read, once the hub was asked."""
+        return self._pinned.sha if self._pinned else ""
+
     def shown(self, key: str) -> str:
         """Return the hf:// URL of a file, with the revision that was asked for."""
         revision = self.revision

@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 from http.client import HTTPException, HTTPResponse, IncompleteRead, RemoteDisconnected
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ class _Timely(io.RawIOBase):
 
 
 class _Response(HTTPResponse):
-    """A response whose status and headers come in bounded time."""
+    """A response whose status and headers come in bounded time, and whose body may go where it is wanted."""
+
+    room: memoryview | None = None  # of the bytes that come next
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
@@ -64,6 +66,25 @@ class _Response(HTTPResponse):
     def begin(self) -> None:
         super().begin()
         self._timely.has_headers()
+
+    def read1(self, n: int = -1) -> bytes:
+        """Return what arrives next; it lies in the room, if there is one."""
+        if self.room is None or self.fp is None or self.chunked or self.length is None:
+            return super().read1(n)
+        view = self.room[: min(n, self.length)]
+        count = self.fp.readinto1(view)
+        self.length -= count
+        if not self.length or (len(view) and not count):
+            self.close()
+        return cast(bytes, view[:count])
+
+
+class Connection:
+    """A connection that knows the last response on it."""
+
+    def response_class(self, *args: Any, **kwargs: Any) -> _Response:
+        self.response = _Response(*args, **kwargs)
+        return self.response
 
 
 def manager_by(scheme: str, proxy: str | None, stall: float) -> PoolManager:
@@ -98,7 +119,7 @@ def _proxied(proxy: str, kept: dict[str, Any]) -> PoolManager:
 
 
 def _bounded(pool: type[HTTPConnectionPool]) -> type[HTTPConnectionPool]:
-    connection = type("Connection", (pool.ConnectionCls,), {"response_class": _Response})
+    connection = type("BoundedConnection", (Connection, pool.ConnectionCls), {})
     return type("Pool", (pool,), {"ConnectionCls": connection})
 
 

@@ -16,6 +16,8 @@ from .transport import Transport
 class Https:
     """The objects of one origin. No listing, no upload."""
 
+    commit = ""
+
     def __init__(
         self,
         origin: str,

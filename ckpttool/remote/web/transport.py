@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from ...errors import Unreadable
+from ..busy import CODE, next_step, seconds_asked
 from ..patience import Patience
-from ..store import DATED, TRAFFIC, Bytes, Facts, Forbidden, Missing, Unranged, changed
+from ..store import TRAFFIC, Bytes, Facts, Forbidden, Missing, changed
 from .connections import Fault, manager_by, named
+from .wanted import Wanted, identity
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -29,7 +29,6 @@ SLOWEST = 1000  # bytes a second below which a body counts as stalled, though on
 PIECE = 1 << 20  # bytes of a body that are taken from a connection at a time
 LONGEST_PAGE = 64 << 20  # bytes of an answer that is no object
 LEFT = 1 << 12  # bytes of a body that nobody wants which cost less to read than a new connection
-RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
 PASSING = {408, 429, 500, 502, 503, 504}  # statuses of a server that may do better when it is asked again
 MOVED = {301, 302, 303, 307, 308}
 
@@ -98,16 +97,11 @@ class Transport:
         From a server that ignores ranges it returns the first bytes while `expected` is None, and raises
         Unranged after that.
         """
-        # Pages of its own, which go back at once: a thread's heap keeps what was freed for the next time.
-        room = (
-            mmap(-1, stop - start, MAP_PRIVATE | MAP_ANONYMOUS)
-            if expected and expected.size
-            else io.BytesIO()
-        )
+        room = _room(stop - start) if expected and expected.size else io.BytesIO()
         response = self._patiently(
-            _Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
+            Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
         )
-        body = memoryview(room) if isinstance(room, mmap) else room.getbuffer()
+        body = memoryview(room) if isinstance(room, mmap.mmap) else room.getbuffer()
         return replace(response, body=body[: room.tell()])
 
     def download(
@@ -120,15 +114,15 @@ class Transport:
         headers: Mapping[str, str] | None = None,
     ) -> Response:
         """Fill an empty file with all of an object, in one request without a range."""
-        return self._patiently(_Wanted(url, shown, 0, None, headers or {}, expected, file))
+        return self._patiently(Wanted(url, shown, 0, None, headers or {}, expected, file))
 
     def page(self, url: str, *, shown: str, headers: Mapping[str, str]) -> Response:
         """Return an answer whose length and version nobody knows before, such as a listing."""
         body = io.BytesIO()
-        response = self._patiently(_Wanted(url, shown, 0, None, headers, None, body))
+        response = self._patiently(Wanted(url, shown, 0, None, headers, None, body))
         return replace(response, body=body.getvalue())
 
-    def _patiently(self, wanted: _Wanted) -> Response:
+    def _patiently(self, wanted: Wanted) -> Response:
         attempt = 1
         while True:
             # The error that a user sees is raised outside of `except`: its context would hold the signed URL.
@@ -140,7 +134,7 @@ class Transport:
             self._patience.wait(attempt, outcome.asked)
             attempt += 1
 
-    def _attempted(self, wanted: _Wanted) -> Response | Fault:
+    def _attempted(self, wanted: Wanted) -> Response | Fault:
         from urllib3.exceptions import HTTPError
 
         try:
@@ -150,21 +144,18 @@ class Transport:
         except HTTPError as error:
             return named(error, self._patience.stall, known=wanted.known is not None)
 
-    def _attempt(self, wanted: _Wanted) -> Response:
+    def _attempt(self, wanted: Wanted) -> Response:
         """Send a request for what is still missing, and take what arrives."""
         answer, url, redirects = self._follow(wanted)
         try:
             if answer.status in PASSING:
-                what, hint = f"the server answers with status {answer.status}", None
-                if answer.status == 429:
-                    what, hint = "the server asks to slow down (status 429)", "wait some minutes"
-                raise Fault(what, asked=_retry_after(answer), hint=hint)
+                raise _busy(answer)
             facts = self._take(wanted, answer)
         finally:
             leave(answer)
         return Response(answer.status, answer.headers, b"", url, redirects, facts)
 
-    def _follow(self, wanted: _Wanted) -> tuple[BaseHTTPResponse, str, tuple[Mapping[str, str], ...]]:
+    def _follow(self, wanted: Wanted) -> tuple[BaseHTTPResponse, str, tuple[Mapping[str, str], ...]]:
         """Return the answer that is no redirect, the URL that gave it, and the headers of those before."""
         urls, private = [wanted.url], wanted.private
         passed: list[Mapping[str, str]] = []
@@ -193,10 +184,10 @@ class Transport:
         except ValueError:  # its text may hold a token
             raise Fault("the URL or a header of the request is malformed", passes=False) from None
 
-    def _take(self, wanted: _Wanted, answer: BaseHTTPResponse) -> Facts | None:
+    def _take(self, wanted: Wanted, answer: BaseHTTPResponse) -> Facts | None:
         """Write the body of an answer to the file, once its headers are what was asked for."""
         if answer.status == 416 and not wanted.known and answer.headers.get("Content-Range") == "bytes */0":
-            return Facts(0, _identity(answer, 0))
+            return Facts(0, identity(answer, 0))
         if answer.status in (412, 416) and wanted.known:
             raise changed(wanted.shown)
         if answer.status not in (200, 206):
@@ -208,8 +199,8 @@ class Transport:
         if wanted.is_page:
             return self._take_page(wanted, answer)
         facts, nbytes, is_whole = wanted.agreed(answer)
-        for chunk in self._chunks(answer, nbytes):
-            wanted.file.write(chunk)
+        for chunk in self._chunks(answer, nbytes, wanted.file):
+            wanted.take(chunk)
             TRAFFIC.count(requests=0, nbytes=len(chunk))
             wanted.known, nbytes = facts, nbytes - len(chunk)
         if nbytes:
@@ -218,19 +209,27 @@ class Transport:
             raise Fault("the server sends more bytes than it says", passes=False)
         return facts
 
-    def _take_page(self, wanted: _Wanted, answer: BaseHTTPResponse) -> Facts:
+    def _take_page(self, wanted: Wanted, answer: BaseHTTPResponse) -> Facts:
         wanted.file.seek(0)
         wanted.file.truncate()
-        for chunk in self._chunks(answer, LONGEST_PAGE + 1):
+        for chunk in self._chunks(answer, LONGEST_PAGE + 1, wanted.file):
             wanted.file.write(chunk)
         if wanted.file.tell() > LONGEST_PAGE:
             raise Fault(f"the answer is longer than {LONGEST_PAGE >> 20} MiB", passes=False)
         return Facts(wanted.file.tell())
 
-    def _chunks(self, answer: BaseHTTPResponse, most: int) -> Iterator[bytes]:
-        """Yield at most so many bytes of a body, as they arrive."""
+    def _chunks(self, answer: BaseHTTPResponse, most: int, file: object) -> Iterator[Bytes]:
+        """Yield at most so many bytes of a body, as they arrive; those for a map lie in it then."""
         began, got = time.monotonic(), 0
-        while got < most and (chunk := answer.read1(min(PIECE, most - got))):
+        response = getattr(answer.connection, "response", None) if isinstance(file, mmap.mmap) else None
+        while got < most:
+            if response is not None and isinstance(file, mmap.mmap):
+                response.room = memoryview(file)[file.tell() :]
+            chunk: Bytes = answer.read1(min(PIECE, most - got), decode_content=False)
+            if response is not None:
+                response.room = None
+            if not chunk:
+                return
             got += len(chunk)
             yield chunk
             seconds = time.monotonic() - began
@@ -250,102 +249,33 @@ class Transport:
             return self._managers[host]
 
 
+def _room(nbytes: int) -> mmap.mmap:
+    """Return memory of its own pages, which go back at once: a thread's heap keeps what was freed."""
+    room = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            room.madvise(mmap.MADV_HUGEPAGE)  # new small pages cost more than the bytes that come
+    return room
+
+
 def _proxy(scheme: str, host: str) -> str | None:
     proxies = getproxies_environment()
     proxy = proxies.get(scheme) or proxies.get("all")
     return None if proxy and proxy_bypass(host) else proxy
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """Bytes of an object, and the file that takes them, over all attempts."""
+def _busy(answer: BaseHTTPResponse) -> Fault:
+    """Return the fault of a server that may do better later, with what it says to do."""
+    from urllib3.exceptions import HTTPError
 
-    url: str
-    shown: str
-    start: int
-    stop: int | None  # None: all bytes, and not by a range
-    private: Mapping[str, str]
-    expected: Facts | None
-    file: BinaryIO
-    known: Facts | None = None  # expected, or of the answer that the file's first bytes are from
-
-    def __post_init__(self) -> None:
-        self.known = self.expected
-
-    @property
-    def is_page(self) -> bool:
-        return self.stop is None and self.expected is None
-
-    def asked(self) -> dict[str, str]:
-        """Return the headers that ask for the bytes that are not in the file."""
-        headers = {"Accept-Encoding": "identity", "User-Agent": "ckpttool"}
-        if self.stop is not None:
-            headers["Range"] = f"bytes={self.start + self.file.tell()}-{self.stop - 1}"
-        if self.known and self.known.identity.startswith('"'):
-            headers["If-Match"] = self.known.identity
-        return headers
-
-    def agreed(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
-        """Return the object's facts, how many bytes of the body to take, and whether these are all of it."""
-        return self._part(answer) if answer.status == 206 else self._front(answer)
-
-    def _part(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
-        told = RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-        if told is None or self.stop is None:
-            raise Fault("the server sends a part and does not tell which")
-        if told[3] == "*" and self.known is None:
-            raise Fault("the server does not tell its size", passes=False)
-        size = self.known.size if told[3] == "*" and self.known else int(told[3])
-        facts = self._unchanged(Facts(size, _identity(answer, size)))
-        begin, end = self.start + self.file.tell(), min(self.stop, size)
-        if (int(told[1]), int(told[2]) + 1) != (begin, end):
-            what = f"the server sends bytes {told[1]}-{told[2]}, not {begin}-{end - 1}"
-            raise Fault(what, passes=False)
-        if _length(answer) not in (None, end - begin):
-            raise Fault("the server contradicts itself: Content-Length, Content-Range", passes=False)
-        return facts, end - begin, True
-
-    def _front(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
-        """Agree to an answer with the whole object, of which the first bytes may be enough."""
-        size = _length(answer)
-        if size is None:
-            raise Fault("the server does not tell its size", passes=False)
-        facts = self._unchanged(Facts(size, _identity(answer, size), is_ranged=False))
-        if self.stop is not None and self.expected is not None:
-            raise Unranged(self.shown, "the server sends it only from front to back")
-        self.file.seek(0)
-        self.file.truncate()
-        nbytes = size if self.stop is None else min(self.stop, size)
-        return facts, nbytes, nbytes == size
-
-    def _unchanged(self, facts: Facts) -> Facts:
-        known = self.known or facts
-        if facts.size != known.size or known.identity not in ("", facts.identity):
-            raise changed(self.shown)
-        return facts
-
-
-def _identity(answer: BaseHTTPResponse, size: int) -> str:
-    """Return the strong ETag, or the time of the last change and the size, or ""."""
-    etag, modified = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
-    if re.fullmatch(r'"[!#-~]+"', etag):
-        return etag
-    return f"{DATED}{modified} {size}" if modified else ""
-
-
-def _length(answer: BaseHTTPResponse) -> int | None:
-    told = answer.headers.get("Content-Length", "")
-    return int(told) if re.fullmatch(r"[0-9]{1,19}", told) else None
-
-
-def _retry_after(answer: BaseHTTPResponse) -> float | None:
-    """Return for how many seconds the server wants to be left alone (RFC 9110, 10.2.3)."""
-    told = answer.headers.get("Retry-After", "")
-    if re.fullmatch(r"[0-9]{1,9}", told):
-        return float(told)
-    with suppress(ValueError, OverflowError):
-        return max(0.0, parsedate_to_datetime(told).timestamp() - time.time())
-    return None
+    text, seconds = b"", seconds_asked(answer.headers)
+    with suppress(HTTPError):
+        text = answer.read1(LEFT)
+    code = found[1] if (found := CODE.search(text.decode("latin-1"))) else ""
+    what, hint = f"the server answers with status {answer.status}", next_step(code, seconds)
+    if answer.status == 429:
+        what, hint = "the server asks to slow down (status 429)", hint or "wait some minutes"
+    return Fault(what, asked=seconds, hint=hint)
 
 
 def leave(answer: BaseHTTPResponse) -> None:
