@@ -20,12 +20,11 @@ from ...checkpoint.special_tensors import require_plain
 from ...errors import Collision, NothingToDo, Refused, UsageFault
 from ...tensors.dtypes import DTYPES, PLAIN_FLOATS, DType, numpy_type
 from ...tensors.ref import Computed, Storage, TensorRef
-from ...tensors.values import boxes_of
 from ..lora.differences import POSITIONS
 from ..lora.merge import orientations
 from ..lora.ties import EMBEDDINGS
 from ..selection import replace_state
-from .fields import Field, Sizes, elements, numbers
+from .fields import Field, Sizes, boxes_in, elements, numbers
 from .formula import Grid
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ class _Matrix:
         import numpy as np
 
         largest = np.zeros(self.shape, "<f4")
-        for begin, size in boxes_in(self.tensor.shape, 0, self.tensor.numel):
+        for begin, size in boxes_in(self.tensor.shape, 0, self.tensor.numel, PIECE):
             values = np.abs(self._numbers.read(begin, size))
             first = [at // block for at, block in zip(begin, self.block, strict=True)]
             for axis, (at, n, block) in enumerate(zip(begin, size, self.block, strict=True)):
@@ -226,7 +225,7 @@ class _Matrix:
         )
         grid = Grid(self.name, field, self.block)
         codes = np.frombuffer(out, np.uint8)
-        for begin, size in boxes_in(self.tensor.shape, start, len(codes)):
+        for begin, size in boxes_in(self.tensor.shape, start, len(codes), PIECE):
             exact = self._numbers.read(begin, size)
             values = exact.copy()
             grid.apply(np.divide, values, begin)
@@ -239,9 +238,3 @@ class _Matrix:
 
 def _box(begin: Iterable[int], size: Sizes) -> tuple[slice, ...]:
     return tuple(slice(i, i + n) for i, n in zip(begin, size, strict=True))
-
-
-def boxes_in(shape: Sizes, first: int, count: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """Cut a row-major stretch of an array into boxes of few elements: where each begins, and its size."""
-    for done in range(0, count, PIECE):
-        yield from boxes_of(shape, first + done, min(PIECE, count - done))
