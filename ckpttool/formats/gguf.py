@@ -279,8 +279,7 @@ def _tensors(cursor: Cursor, infos: Mapping[str, Info], alignment: int) -> dict[
     source, tensors = cursor.source, dict[str, TensorRef]()
     start = cursor.position + -cursor.position % alignment
     end, order = 0, "big" if cursor.order == ">" else "little"
-    # What is needed to make the values is asked once for each type, under the name of its first tensor.
-    kinds = {info.kind: partial(require, source.path, name, info.kind, order) for name, info in reversed(infos.items())}
+    asked: dict[int, Callable[[], None]] = {}  # once for each type, under the name of its first tensor
     for name, info in infos.items():
         if info.offset != end:
             what = f"tensor '{name[:80]}' lies at byte {info.offset} of the values, and should at {end}"
@@ -289,13 +288,13 @@ def _tensors(cursor: Cursor, infos: Mapping[str, Info], alignment: int) -> dict[
             missing = start + end + info.nbytes - source.size
             raise Damaged(source.path, f"is cut short: {missing} bytes of tensor '{name[:80]}' are missing")
         data = ByteRange(source, start + end, info.nbytes)
-        tensors[name] = _tensor(data, name, info, order, kinds[info.kind])
+        tensors[name] = _tensor(data, name, info, order, asked)
         end += info.nbytes + -info.nbytes % alignment
     return tensors
 
 
 def _tensor(
-    data: ByteRange, name: str, info: Info, byteorder: str, require: Callable[[], None]
+    data: ByteRange, name: str, info: Info, byteorder: str, asked: dict[int, Callable[[], None]]
 ) -> TensorRef:
     if info.kind in PLAIN:
         dtype = DTYPES[PLAIN[info.kind]]
@@ -305,6 +304,7 @@ def _tensor(
     dtype = DTYPES["float32"]
     values = partial(fill, data, name, info.kind, byteorder)
     made = Computed.filling(data.path, math.prod(info.shape) * dtype.itemsize, values)
-    made = replace(made, require=require)
+    ask = asked.setdefault(info.kind, partial(require, data.path, name, info.kind, byteorder))
+    made = replace(made, require=ask)
     raw = Storage(data, "UntypedStorage")
     return TensorRef.contiguous(Storage(made, dtype.storage or "", origins=(raw,)), dtype, info.shape)

@@ -82,7 +82,7 @@ class Grid:
         last = len(begin) - 1
         first, sizes = self.blocks(begin, values.shape)
         numbers = self.numbers(first, sizes)
-        widest = max(range(last + 1), key=lambda axis: (self.block[axis], axis))
+        widest = max(range(last + 1), key=lambda axis: (self.block[axis], -axis))
         for axis, (at, n, block) in enumerate(zip(begin, values.shape, self.block, strict=True)):
             if axis == last and self.index is not None:
                 numbers = numbers.take(self.places(at, n), axis)
@@ -190,8 +190,10 @@ class Formula:
             if self.zero is not None:
                 values = values - self.zero.numbers(first, sizes)[..., None]
             for scale in self.scales:
-                is_grid = isinstance(scale, Grid)
-                values = values * (scale.numbers(first, sizes)[..., None] if is_grid else np.float32(scale))
+                if isinstance(scale, Grid):
+                    values = values * scale.numbers(first, sizes)[..., None]
+                else:
+                    values = values * np.float32(scale)
         return values
 
     def _fill(self, start: int, out: memoryview) -> None:
