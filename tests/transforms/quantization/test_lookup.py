@@ -14,8 +14,34 @@ from ckpttool.tensors.dtypes import DTYPES, numpy_type
 from ckpttool.transforms.quantization import lookup
 from ckpttool.transforms.quantization.dequantize import dequantize
 from tests.support.quantised import equal, packed_words, plain, weight, written
-from tests.transforms.quantization.test_fp8 import DEEPSEEK, by_blocks, fp8
-from tests.transforms.quantization.test_integers import GPTQ, gptq, integers
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+def by_blocks(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Multiply each block of 128 × 128 with its scale in float32, the last ones being shorter."""
+    each = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.float() * each[: codes.shape[0], : codes.shape[1]]
+
+
+def gptq(
+    bits: int, group: int, dtype: torch.dtype, *, is_permuted: bool = False
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tensors of a layer with 256 inputs and 64 outputs, and its weight."""
+    of = torch.arange(256) // group
+    of = of[torch.randperm(256)] if is_permuted else of
+    codes = torch.randint(0, 1 << bits, (256, 64))
+    zeros = torch.randint(1, 1 << bits, (256 // group, 64))
+    scales = torch.rand(zeros.shape).to(dtype)
+    words = {"qweight": packed_words(codes, bits, 0), "qzeros": packed_words(zeros - 1, bits, 1)}
+    tensors = {**words, "scales": scales, "g_idx": of.int()}
+    weight = ((codes - zeros[of]).float() * scales[of].float()).to(dtype).T
+    return {f"l.0.{name}": tensor for name, tensor in tensors.items()}, weight
 
 
 @pytest.fixture
@@ -40,9 +66,9 @@ def test_blocks_of_8_bits(
     monkeypatch.setattr(lookup, "PIECE", piece)  # pieces begin and end anywhere in a row
     codes, scale = fp8(300, 517), torch.rand(3, 5)
     codes.view(torch.uint8)[7, :256] = torch.arange(256).byte()  # NaN and all
-    path = written(tmp_path, {"l.0.weight": codes, "l.0.weight_scale_inv": scale}, DEEPSEEK)
+    path = written(tmp_path, {"l.0.weight": codes, "l.0.weight_scale_inv": scale}, FP8)
     (got,) = plain(path, str(dtype).removeprefix("torch."))[0].values()
-    expected = by_blocks(codes, scale, 128, 128).to(dtype)
+    expected = by_blocks(codes, scale).to(dtype)
     assert torch.equal(got.isnan(), expected.isnan()) and equal(got.nan_to_num(), expected.nan_to_num())
     assert 0.9 * codes.numel() < sum(looked_up) <= codes.numel()
 
@@ -51,13 +77,8 @@ def test_blocks_of_8_bits(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_permuted", [False, True])
 def test_gptq(bits: int, dtype: torch.dtype, is_permuted: bool, tmp_path: Path, looked_up: list[int]) -> None:
-    of, codes, zeros = torch.arange(256) // 64, integers(bits, 256, 64), integers(bits, 4, 64, least=1)
-    of, scales = of[torch.randperm(256)] if is_permuted else of, torch.rand(4, 64).to(dtype)
-    expected = ((codes - zeros[of]).float() * scales[of].float()).to(dtype).T
-    tensors = {"qweight": packed_words(codes, bits, 0), "qzeros": packed_words(zeros - 1, bits, 1)}
-    tensors = {f"l.0.{name}": tensor for name, tensor in tensors.items()}
-    tensors |= {"l.0.scales": scales, "l.0.g_idx": of.int()}
-    assert equal(weight(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": 64}), expected)
+    tensors, expected = gptq(bits, 64, dtype, is_permuted=is_permuted)
+    assert equal(weight(tmp_path, tensors, GPTQ | {"bits": bits}), expected)
     assert sum(looked_up) == expected.numel()
 
 
@@ -68,17 +89,18 @@ def test_tables_of_more_than_65536_numbers(tmp_path: Path, looked_up: list[int])
 
 
 def test_small_blocks_are_computed(tmp_path: Path, looked_up: list[int]) -> None:
-    tensors, expected = gptq()
-    assert equal(weight(tmp_path, tensors, GPTQ), expected) and not looked_up
+    tensors, expected = gptq(4, 8, torch.float16)
+    got = weight(tmp_path, tensors, GPTQ | {"group_size": 8})
+    assert equal(got, expected) and not looked_up
 
 
 def test_overflows_are_counted_one_by_one(tmp_path: Path, looked_up: list[int]) -> None:
     codes, scale = fp8(128, 256), torch.tensor([[1.0, 60_000.0]])
-    path = written(tmp_path, {"l.0.weight": codes, "l.0.weight_scale_inv": scale}, DEEPSEEK)
+    path = written(tmp_path, {"l.0.weight": codes, "l.0.weight_scale_inv": scale}, FP8)
     with ckpttool.open(path) as checkpoint:
         new, report = dequantize(checkpoint, dtype=DTYPES["float16"])
         ckpttool.save(new, tmp_path / "out.safetensors")
-    values = by_blocks(codes, scale, 128, 128).half()
+    values = by_blocks(codes, scale).half()
     assert report.casting.overflows == int(values.isinf().sum()) > 0 and not looked_up
 
 
