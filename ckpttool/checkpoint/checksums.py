@@ -49,9 +49,10 @@ def reads_of(storages: Iterable[Named]) -> Iterator[ByteRange]:
 
 def require_made(storages: Iterable[Named]) -> None:
     """Raise what would keep storages, or those that they come from, from being made; nothing is read."""
-    for _, storage in each_once(storages):
-        if not isinstance(storage.data, ByteRange) and storage.data.require is not None:
-            storage.data.require()
+    made = (storage.data for _, storage in each_once(storages) if not isinstance(storage.data, ByteRange))
+    for require in {id(data.require): data.require for data in made}.values():  # tensors may share one
+        if require is not None:
+            require()
 
 
 class Checksums:

@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -278,7 +278,8 @@ def _tensors(cursor: Cursor, infos: Mapping[str, Info], alignment: int) -> dict[
     """Place the tensors: one behind the other, as ggml demands, each padded to the alignment."""
     source, tensors = cursor.source, dict[str, TensorRef]()
     start = cursor.position + -cursor.position % alignment
-    end = 0
+    end, order = 0, "big" if cursor.order == ">" else "little"
+    asked: dict[int, Callable[[], None]] = {}  # once for each type, under the name of its first tensor
     for name, info in infos.items():
         if info.offset != end:
             what = f"tensor '{name[:80]}' lies at byte {info.offset} of the values, and should at {end}"
@@ -287,12 +288,14 @@ def _tensors(cursor: Cursor, infos: Mapping[str, Info], alignment: int) -> dict[
             missing = start + end + info.nbytes - source.size
             raise Damaged(source.path, f"is cut short: {missing} bytes of tensor '{name[:80]}' are missing")
         data = ByteRange(source, start + end, info.nbytes)
-        tensors[name] = _tensor(data, name, info, "big" if cursor.order == ">" else "little")
+        tensors[name] = _tensor(data, name, info, order, asked)
         end += info.nbytes + -info.nbytes % alignment
     return tensors
 
 
-def _tensor(data: ByteRange, name: str, info: Info, byteorder: str) -> TensorRef:
+def _tensor(
+    data: ByteRange, name: str, info: Info, byteorder: str, asked: dict[int, Callable[[], None]]
+) -> TensorRef:
     if info.kind in PLAIN:
         dtype = DTYPES[PLAIN[info.kind]]
         return TensorRef.contiguous(
@@ -301,6 +304,7 @@ def _tensor(data: ByteRange, name: str, info: Info, byteorder: str) -> TensorRef
     dtype = DTYPES["float32"]
     values = partial(fill, data, name, info.kind, byteorder)
     made = Computed.filling(data.path, math.prod(info.shape) * dtype.itemsize, values)
-    made = replace(made, require=partial(require, data.path, name, info.kind, byteorder))
+    ask = asked.setdefault(info.kind, partial(require, data.path, name, info.kind, byteorder))
+    made = replace(made, require=ask)
     raw = Storage(data, "UntypedStorage")
     return TensorRef.contiguous(Storage(made, dtype.storage or "", origins=(raw,)), dtype, info.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -129,17 +130,33 @@ class Caster:
 
     def _values(self, storage: int, tensor: TensorRef) -> Iterator[NDArray[Any]]:
         """Yield the converted elements, each array valid until the next; overflows are noted on the way."""
-        idle, done = self._idle[tensor.dtype], 0
+        done = 0
+        with self._conversion(tensor.dtype) as conversion:
+            for raw in stream(tensor, buffer=conversion.buffer):
+                values, overflows = conversion.convert(raw)
+                if overflows is not None:
+                    self.report.note(storage, _places(tensor, overflows + done))
+                done += len(values)
+                yield values
+
+    def without_overflow(self, values: NDArray[Any]) -> NDArray[Any] | None:
+        """Return float32 values, CHUNK bytes at most, in the wanted type; None where one overflows.
+
+        For values that become elements of the result, in whatever number: nothing is counted.
+        """
+        with self._conversion(DTYPES["float32"]) as conversion:
+            made, overflows = conversion.convert(_bytes(values.reshape(-1)))
+            return None if overflows is not None else made.reshape(values.shape).copy()
+
+    @contextmanager
+    def _conversion(self, source: DType) -> Iterator[Conversion]:
+        """Yield a conversion that no other thread uses."""
+        idle = self._idle[source]
         try:
             conversion = idle.pop()
         except IndexError:  # not asked first: another thread may take the last one in between
-            conversion = Conversion(tensor.dtype, self.to)
-        for raw in stream(tensor, buffer=conversion.buffer):
-            values, overflows = conversion.convert(raw)
-            if overflows is not None:
-                self.report.note(storage, _places(tensor, overflows + done))
-            done += len(values)
-            yield values
+            conversion = Conversion(source, self.to)
+        yield conversion
         idle.append(conversion)
 
 

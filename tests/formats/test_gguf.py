@@ -112,6 +112,13 @@ def test_a_big_endian_file_is_read(tmp_path: Path, cli: Cli) -> None:
     assert cli("diff", path, tmp_path / "little.gguf").code == 0
 
 
+def test_what_is_needed_to_unpack_is_asked_once_for_each_type(unpacks: list[int], tmp_path: Path) -> None:
+    path = put(tmp_path / "m.gguf", {str(i): Tensor(Q8_0, (0,), b"") for i in range(1000)})
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    assert unpacks == [1]
+
+
 def test_packed_values_of_a_big_endian_file_are_named(tmp_path: Path) -> None:
     path = put(tmp_path / "m.gguf", {"a": Tensor(Q8_0, (32,), bytes(34))}, order=">")
     with pytest.raises(Unsupported, match="'a' is Q8_0, which is read in little-endian files alone"):

@@ -61,7 +61,7 @@ def refusal(folder: Path, tensors: Tensors, section: Mapping[str, Any] | None = 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two float tensors are of one type and have the same bits."""
-    bits = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     return one.dtype == other.dtype and torch.equal(one.view(bits), other.contiguous().view(bits))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.state import State
-from ...checkpoint.states import COUNTER, is_numbered, is_optimizer
+from ...checkpoint.states import COUNTER, is_optimizer
 from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ...formats.reading import File
 from ...formats.reading import open as open_checkpoint
@@ -23,6 +23,7 @@ from ..mapping.applying import apply
 from ..mapping.rules import Rules
 from ..selection import replace_state
 from .modules import Module
+from .numbering import require_order
 from .places import Place, Places, places_of
 from .rules import Row, as_rules, rows
 from .search import Found, is_shared, search
@@ -150,7 +151,7 @@ def _conformed(
         raise Refused(path, "its optimizer's state can't follow a vocabulary that is padded", hint=hint)
     changed, mapped = apply(checkpoint, rules, state=state, optimizers=optimizers)
     if optimizers:
-        _require_order(changed, state, theirs)
+        require_order(changed, state, theirs)
     padded = _resized_names(found)
     counters = {name: _zero(path, theirs[name]) for name in found.lacking if name.endswith(COUNTER)}
     taken = {name: reference[name] for name in found.lacking if name in reference and name not in counters}
@@ -184,16 +185,6 @@ def _conformed(
         len(compared),
         mapped.also,
     )
-
-
-def _require_order(checkpoint: Checkpoint, state: str | None, theirs: Places) -> None:
-    """Check that no optimizer numbers parameters in an order that is not the reference's."""
-    names = [name for name in checkpoint.state(state).tensors if name in theirs]
-    known = {*names}
-    if names != [name for name in theirs if name in known] and any(map(is_numbered, walk(checkpoint.tree))):
-        what = "its optimizer numbers the parameters in another order than the reference has them"
-        hint = "key it by names first: ckpttool optimizer IN NAMED --to names; or write the state alone: slim"
-        raise Refused(checkpoint.path, what, hint=hint)
 
 
 def _completed(

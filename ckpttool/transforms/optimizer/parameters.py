@@ -34,7 +34,7 @@ class ParameterSource:
     ) -> None:
         where = [state] if state is not None else [dotted(path) for path in checkpoint.states()]
         self.live, self.order = live, order
-        self.states = [_parameters(checkpoint, path, live) for path in where]
+        self.states = [parameters_of(checkpoint, path, live) for path in where]
 
     def named(self, groups: list[list[Slot]], *, needed: bool) -> tuple[list[list[Slot]], bool]:
         """Return the slots with their parameters' names, and whether an order was assumed to find them."""
@@ -88,7 +88,9 @@ class ParameterSource:
                 return
 
 
-def _parameters(checkpoint: Checkpoint, where: str, live: Mapping[str, Shape] | None) -> Parameters:
+def parameters_of(
+    checkpoint: Checkpoint, where: str | None, live: Mapping[str, Shape] | None = None
+) -> Parameters:
     """Return the tensors of a state that may be parameters, ties once, in the file's order."""
     state = checkpoint.state(where)
     known = {str(name) for name, value in state.container.items() if _is_parameter(value)}

@@ -71,7 +71,7 @@ def dequantize(
         to = dtype or group.dtype
         if group.name in target.container and group.name not in group.parts:
             raise Collision(f"'{group.parts[0]}' would become '{group.name}', which already exists")
-        plain[group.parts[0]] = group.name, casters.setdefault(to, Caster(to)).cast(group.tensor())
+        plain[group.parts[0]] = group.name, group.tensor(casters.setdefault(to, Caster(to)))
 
     def change(old: dict[object, object]) -> dict[object, object]:
         entries = (

@@ -6,7 +6,7 @@ depends on alone, however large the tensor is. Imports numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...tensors.cast import FLOATS, carrier, reader
 from ...tensors.dtypes import DType, numpy_type
 from ...tensors.ref import Storage, TensorRef
-from ...tensors.values import boxed, read_into
+from ...tensors.values import boxed, boxes_of, read_into
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,10 +30,17 @@ class Field:
     read: Callable[[Sizes, Sizes], NDArray[Any]]  # begin and size of a box -> its elements
     storages: tuple[Storage, ...]  # where they come from
     dtype: DType  # the type of the elements in the file
+    codes: int = 0  # how many different ones there may be, where they are bytes; 0 for what are no codes
 
     def each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Field:
         """Return the field with every element changed."""
-        return replace(self, read=lambda begin, size: change(self.read(begin, size)))
+        return replace(self, read=lambda begin, size: change(self.read(begin, size)), codes=0)
+
+
+def boxes_in(shape: Sizes, first: int, count: int, most: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Cut a row-major stretch of an array into boxes of few elements: where each begins, and its size."""
+    for done in range(0, count, most):
+        yield from boxes_of(shape, first + done, min(most, count - done))
 
 
 def carried(dtype: DType) -> Any:
@@ -52,7 +59,8 @@ def elements(tensor: TensorRef) -> Field:
         values: NDArray[Any] = raw.view(carried(tensor.dtype)).reshape(size)
         return values
 
-    return Field(tensor.shape, read, (tensor.storage,), tensor.dtype)
+    codes = 256 if tensor.dtype.itemsize == 1 else 0
+    return Field(tensor.shape, read, (tensor.storage,), tensor.dtype, codes)
 
 
 def numbers(field: Field) -> Field:
@@ -88,7 +96,7 @@ def packed(words: Field, packing: Packing, length: int) -> Field:
         codes = _unpacked(taken if there == many else _filled(taken, axis, many), packing, held)
         return codes[along(axis, skipped, skipped + size[axis])]
 
-    return Field(_with(words.shape, axis, length), read, words.storages, words.dtype)
+    return Field(_with(words.shape, axis, length), read, words.storages, words.dtype, 1 << packing.bits)
 
 
 def along(axis: int, *bounds: int | None) -> tuple[slice, ...]:

@@ -80,18 +80,12 @@ class Grid:
         import numpy as np
 
         last = len(begin) - 1
-        first = [at // block for at, block in zip(begin, self.block, strict=True)]
-        ends = [-(-(at + n) // b) for at, n, b in zip(begin, values.shape, self.block, strict=True)]
-        if self.index is not None:
-            first[last], ends[last] = 0, self.field.shape[last]
-        sizes = tuple(end - start for start, end in zip(first, ends, strict=True))
-        numbers = self.field.read(tuple(first), sizes).astype("<f4", copy=False)
-        if not np.isfinite(numbers).all():
-            raise self.refused("holds a NaN or an infinity, which no scale or zero is")
-        widest = max(range(last + 1), key=lambda axis: (self.block[axis], axis))
+        first, sizes = self.blocks(begin, values.shape)
+        numbers = self.numbers(first, sizes)
+        widest = max(range(last + 1), key=lambda axis: (self.block[axis], -axis))
         for axis, (at, n, block) in enumerate(zip(begin, values.shape, self.block, strict=True)):
             if axis == last and self.index is not None:
-                numbers = numbers.take(self._places(at, n), axis)
+                numbers = numbers.take(self.places(at, n), axis)
             elif axis != widest and numbers.shape[axis] > 1 and block > 1:
                 numbers = numbers.take(np.arange(at, at + n) // block - first[axis], axis)
         if numbers.shape[widest] == 1 or self.index is not None:
@@ -99,7 +93,25 @@ class Grid:
         else:
             _step_along(widest, step, values, numbers, begin[widest], self.block[widest])
 
-    def _places(self, begin: int, size: int) -> NDArray[Any]:
+    def blocks(self, begin: Sizes, size: Sizes) -> tuple[Sizes, Sizes]:
+        """Return the box of the blocks in which a box of the tensor lies."""
+        first = [at // block for at, block in zip(begin, self.block, strict=True)]
+        ends = [-(-(at + n) // b) for at, n, b in zip(begin, size, self.block, strict=True)]
+        if self.index is not None:
+            first[-1], ends[-1] = 0, self.field.shape[-1]
+        return tuple(first), tuple(end - start for start, end in zip(first, ends, strict=True))
+
+    def numbers(self, first: Sizes, sizes: Sizes) -> NDArray[Any]:
+        """Return the numbers of a box of blocks, in float32. Raises Refused where one is none."""
+        import numpy as np
+
+        numbers = self.field.read(first, sizes).astype("<f4", copy=False)
+        if not np.isfinite(numbers).all():
+            raise self.refused("holds a NaN or an infinity, which no scale or zero is")
+        return numbers
+
+    def places(self, begin: int, size: int) -> NDArray[Any]:
+        """Return the block of some elements along the last axis, by the index. Raises Refused for others."""
         assert self.index is not None
         places, blocks = self.index.read((begin,), (size,)), self.field.shape[-1]
         if size and (places.min() < 0 or places.max() >= blocks):
@@ -140,10 +152,14 @@ class Formula:
     zero: Grid | None = None
 
     @property
+    def grids(self) -> list[Grid]:
+        """The zeros and scales that belong to blocks."""
+        return [grid for grid in (self.zero, *self.scales) if isinstance(grid, Grid)]
+
+    @property
     def storages(self) -> tuple[Storage, ...]:
         """The storages that the numbers come from, that of the codes first."""
-        grids = [grid for grid in (self.zero, *self.scales) if isinstance(grid, Grid)]
-        return self.codes.storages + tuple(each for grid in grids for each in grid.field.storages)
+        return self.codes.storages + tuple(each for grid in self.grids for each in grid.field.storages)
 
     def tensor(self, shape: Sizes) -> TensorRef:
         """Return the tensor in float32, of a shape that holds as many elements as there are codes."""
@@ -163,6 +179,22 @@ class Formula:
             return out
 
         return Field(self.codes.shape, read, self.storages, FLOAT)
+
+    def table(self, codes: NDArray[Any], first: Sizes, sizes: Sizes) -> NDArray[Any]:
+        """Return what each of some codes stands for in each block of a box of blocks, in float32."""
+        import numpy as np
+
+        values = np.empty(len(codes), "<f4")
+        self.levels(codes, values)
+        with np.errstate(all="ignore"):
+            if self.zero is not None:
+                values = values - self.zero.numbers(first, sizes)[..., None]
+            for scale in self.scales:
+                if isinstance(scale, Grid):
+                    values = values * scale.numbers(first, sizes)[..., None]
+                else:
+                    values = values * np.float32(scale)
+        return values
 
     def _fill(self, start: int, out: memoryview) -> None:
         import numpy as np

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...errors import Refused
+from ...tensors.cast import Caster
 from ...tensors.dtypes import DType
 from ...tensors.ref import TensorRef
 from .fields import Sizes
 from .formula import Formula
+from .lookup import rounded
 from .settings import Settings
 from .strips import Strips
 
@@ -34,9 +36,9 @@ class Group:
     formula: Formula
     parts: tuple[str, ...]
 
-    def tensor(self) -> TensorRef:
-        """Return the plain tensor in float32, whose values are computed when they are read."""
-        return self.formula.tensor(self.shape)
+    def tensor(self, caster: Caster) -> TensorRef:
+        """Return the plain tensor in the caster's type, whose values are computed when they are read."""
+        return rounded(self.formula, caster, self.shape)
 
 
 @dataclass(slots=True)

@@ -18,15 +18,16 @@ from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Collision, NothingToDo, Refused, UsageFault
-from ...tensors.dtypes import DTYPES, PLAIN_FLOATS, DType, numpy_type
+from ...tensors.dtypes import DTYPES, PLAIN_FLOATS, DType
 from ...tensors.ref import Computed, Storage, TensorRef
-from ...tensors.values import boxes_of
 from ..lora.differences import POSITIONS
 from ..lora.merge import orientations
 from ..lora.ties import EMBEDDINGS
 from ..selection import replace_state
-from .fields import Field, Sizes, elements, numbers
+from .fields import Field, Sizes, boxes_in, elements, numbers
 from .formula import Grid
+from .lookup import rounded_to_fp8
+from .scaled import levels_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -202,10 +203,11 @@ class _Matrix:
         import numpy as np
 
         largest = np.zeros(self.shape, "<f4")
-        for begin, size in boxes_in(self.tensor.shape, 0, self.tensor.numel):
+        for begin, size in boxes_in(self.tensor.shape, 0, self.tensor.numel, PIECE):
             values = np.abs(self._numbers.read(begin, size))
             first = [at // block for at, block in zip(begin, self.block, strict=True)]
-            for axis, (at, n, block) in enumerate(zip(begin, size, self.block, strict=True)):
+            for axis in (1, 0):  # along rows first, which numpy does fifteen times as fast
+                at, n, block = begin[axis], size[axis], self.block[axis]
                 starts = np.maximum(np.arange(first[axis] * block, at + n, block) - at, 0)
                 values = np.maximum.reduceat(values, starts, axis)
             place = largest[_box(first, values.shape)]
@@ -225,23 +227,17 @@ class _Matrix:
             self.shape, lambda begin, size: scales[_box(begin, size)], (self.tensor.storage,), FLOAT
         )
         grid = Grid(self.name, field, self.block)
-        codes = np.frombuffer(out, np.uint8)
-        for begin, size in boxes_in(self.tensor.shape, start, len(codes)):
+        codes, levels = np.frombuffer(out, np.uint8), levels_of(FP8)
+        for begin, size in boxes_in(self.tensor.shape, start, len(codes), PIECE):
             exact = self._numbers.read(begin, size)
             values = exact.copy()
             grid.apply(np.divide, values, begin)
-            rounded = values.astype(numpy_type(FP8))
-            codes[: exact.size], codes = rounded.view("u1").reshape(-1), codes[exact.size :]
-            values[...] = rounded
+            made, codes = codes[: exact.size].reshape(size), codes[exact.size :]
+            rounded_to_fp8(values, made)
+            levels(made, values)
             grid.apply(np.multiply, values, begin)
             self.error.note(exact, np.subtract(values, exact, out=values))
 
 
 def _box(begin: Iterable[int], size: Sizes) -> tuple[slice, ...]:
     return tuple(slice(i, i + n) for i, n in zip(begin, size, strict=True))
-
-
-def boxes_in(shape: Sizes, first: int, count: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """Cut a row-major stretch of an array into boxes of few elements: where each begins, and its size."""
-    for done in range(0, count, PIECE):
-        yield from boxes_of(shape, first + done, min(PIECE, count - done))

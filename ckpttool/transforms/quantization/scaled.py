@@ -39,12 +39,13 @@ def scaled(parts: Parts, scale: str) -> Group:
     if (name := f"{parts.lead}_zero_point") in parts.tensors:
         parts.of(name, "float bfloat int", given.shape)
         zero = grid_over(parts, name, weight.shape)[0]
-    formula = Formula(elements(weight), _levels(weight.dtype), (grid,), zero)
+    formula = Formula(elements(weight), levels_of(weight.dtype), (grid,), zero)
     dtype = given.dtype if given.dtype.name in ("bfloat16", "float16") else parts.settings.dtype
     return parts.group(parts.lead, f"{_called(weight.dtype)}, {words}", dtype, weight.shape, formula)
 
 
-def _levels(dtype: DType) -> Integers | Table:
+def levels_of(dtype: DType) -> Integers | Table:
+    """Return the numbers of all codes of an 8-bit type."""
     import numpy as np
 
     if dtype.name == "int8":

@@ -672,3 +672,25 @@ def test_an_optimizer_that_numbers_parameters_in_another_order_than_the_referenc
         ckpttool.open(tmp_path / "in.pt") as checkpoint,
     ):
         ckpttool.conform(checkpoint, tmp_path / "ref.pt")
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_buffers_may_stand_in_another_order_where_momentum_tells_which_they_are(
+    momentum: float, tmp_path: Path
+) -> None:
+    net = torch.nn.ModuleDict({f"lin{i}": torch.nn.Linear(size, size) for i, size in enumerate((3, 5))})
+    net["lin0"].register_buffer("gain", torch.ones(2))
+    sgd = torch.optim.SGD(net.parameters(), momentum=momentum)
+    for layer in net.values():
+        layer(torch.ones(1, layer.in_features)).sum().backward()
+    sgd.step()
+    torch.save({"model": net.state_dict(), "optimizer": sgd.state_dict()}, tmp_path / "in.pt")
+    state = {f"body.{name}": tensor for name, tensor in net.state_dict().items()}
+    torch.save({"body.lin0.gain": state.pop("body.lin0.gain"), **state}, tmp_path / "ref.pt")
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        if momentum:
+            made, _ = ckpttool.conform(checkpoint, tmp_path / "ref.pt")
+            assert {*made.state().tensors} == {"body.lin0.gain", *state}
+        else:
+            with pytest.raises(Refused, match="nothing says which of 5 tensors are some"):
+                ckpttool.conform(checkpoint, tmp_path / "ref.pt")
