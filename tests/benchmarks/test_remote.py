@@ -81,7 +81,7 @@ def test_a_way_whose_library_is_missing_is_in_the_table_and_its_target_is_not(
     assert not remote.is_missing(OURS)
     with subprocess.Popen(["true"], text=True) as process:
         hub = Hub(process, "", "", 1000, tmp_path)
-    hub.counts |= {name: [Count(9, 9, 9), Count(2, 1000, 1)] for name in (LOCAL, OURS)}
+    hub.counts |= {name: [Count(9, 9, 9, 0.0), Count(2, 1000, 1, 0.0)] for name in (LOCAL, OURS)}
     case = Case("merge", [Way(name, []) for name in (LOCAL, OURS, DOWNLOAD)], remote._targets(1000))
     results = {name: [Run(1e-5, 1e-5, 1 << 20)] for name in (LOCAL, OURS)}
     text = remote.as_markdown(case, results, hub)

@@ -34,8 +34,9 @@ def rounded(formula: Formula, caster: Caster, shape: Sizes) -> TensorRef:
     _keep_freed_memory()
     data = tensor.storage.data
     assert isinstance(data, Computed)
-    fill = _Lookup(formula, caster, data).fill
-    return replace(tensor, storage=replace(tensor.storage, data=replace(data, fill=fill)))
+    looked_up = Computed.filling(data.path, data.nbytes, _Lookup(formula, caster, data).fill)
+    storage = replace(tensor.storage, data=replace(looked_up, require=data.require))
+    return replace(tensor, storage=storage)
 
 
 @lru_cache(1)

@@ -18,10 +18,10 @@ def show_queries() -> None:
 
 def trust_identities() -> None:
     """Take bytes of whatever version of an object."""
-    from ckpttool.remote.web.transport import _Wanted
+    from ckpttool.remote.web.wanted import Wanted
 
-    _Wanted._unchanged = lambda self, facts: facts  # type: ignore[method-assign]
-    _Wanted.asked = _without_condition(_Wanted.asked)  # type: ignore[method-assign]
+    Wanted._unchanged = lambda self, facts: facts  # type: ignore[method-assign]
+    Wanted.asked = _without_condition(Wanted.asked)  # type: ignore[method-assign]
 
 
 def _without_condition(asked: Callable[[Any], dict[str, str]]) -> Callable[[Any], dict[str, str]]:

@@ -628,9 +628,12 @@ def test_the_search_takes_time_in_proportion(tmp_path: Path) -> None:
     seconds = []
     for layers in (4, 16):
         left, right = (many(64, layers, each) for each in words)
-        started = time.process_time()
-        found = search("in", left, right)
-        seconds.append(time.process_time() - started)
+        took = []
+        for _ in range(2):  # a collection of garbage may fall into one
+            started = time.process_time()
+            found = search("in", left, right)
+            took.append(time.process_time() - started)
+        seconds.append(min(took))
         assert not (found.left or found.right or found.tangles or found.falling)
         assert found.matches and all(len(each.joint.ways) == 1 for _, each in found.matches)
     assert seconds[1] < 12 * seconds[0]
