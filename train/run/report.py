@@ -268,7 +268,9 @@ class Report:
 
 def describe(data: Data) -> str:
     """Return the sizes, the shape and the number of classes of a data set, as a sentence."""
-    shape = f" of {'×'.join(map(str, data.shape))}" if data.shape else ""
+    # A user's function may make batches of samples of any shapes.
+    has_one = data.shape and not data.collation("training").is_own
+    shape = f" of {'×'.join(map(str, data.shape))}" if has_one else ""
     classes = f", {len(data.classes)} classes" if data.classes else ""
     return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
 
