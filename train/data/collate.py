@@ -1,8 +1,9 @@
-"""How samples become a batch: by torch's default_collate, or by a `collate(samples)` of the user's. Imports torch.
+"""How samples become a batch: by torch's default_collate, or by a user's `collate(samples)`. Imports torch.
 
-A data set's own comes first, then its task's. It may return any nesting of tensors, of any shapes: padded texts,
-lists of boxes. A sample is then whatever it takes. What it draws at random is keyed by (seed, epoch, samples of
-the batch): the same after a resume and in any loading process, but another number of ranks has other batches.
+A data set's own comes first, then its task's. It may return any nesting of tensors, of any shapes: padded
+texts, lists of boxes. A sample is then whatever it takes. What it draws at random is keyed by (seed, epoch,
+samples of the batch), so it is the same after a resume and in any loading process. Another number of ranks
+has other batches, and other draws.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def collation_of(
 
 
 def leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what a batch of a user's own is made of, tensors and plain values, with the place: `[1][0]['boxes']`.
+    """Yield what a batch is made of, tensors and plain values, each with its place: `[1][0]['boxes']`.
 
     The attributes of an object that is no container are its parts.
     """

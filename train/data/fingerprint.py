@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Part:
     samples: Samples
     data: str  # as on the command line
     task: str = CLASSIFICATION
-    collation: Collation = Collation()
+    collation: Collation = field(default_factory=Collation)
 
     def describe(self) -> dict[str, dict[str, str]]:
         """Return digests of it.
