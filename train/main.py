@@ -84,7 +84,7 @@ def prepare(config: TrainConfig) -> Job:
         torch.set_num_threads(1)  # another number gives other last bits
     else:
         launch.set_threads()
-    launch.keep_importable(config.data, config.model, config.task)
+    launch.keep_importable(config.data, config.model, config.task, config.optimizer, config.scheduler)
     own_task = tasks.users(config)
     data = data_set.load(config, seed=config.seed, collate=tasks.collate_of(own_task, config))
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))

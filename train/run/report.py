@@ -287,7 +287,8 @@ def recipe(config: TrainConfig) -> str:
     plain = TrainConfig()
     length = f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
     length += f" or {config.max_steps} steps" * bool(config.max_steps)
-    parts = [length, f"{config.optimizer} lr {config.lr:g}", config.scheduler]
+    rate = "" if config.lr is None else f" lr {config.lr:g}"
+    parts = [length, f"{config.optimizer}{rate}", config.scheduler]
     if config.warmup.number:
         parts.append(f"warmup {config.warmup}")
     if config.accumulate > 1:

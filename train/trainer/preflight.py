@@ -27,7 +27,7 @@ from train.data.augment import augmented
 from train.data.batches import batch_of
 from train.data.data_set import Data
 from train.data.samples import count
-from train.model import optimizer, updater, wrapping
+from train.model import optimizer, schedule, updater, wrapping
 from train.tasks.builtin import Classification, ModelLoss, loss_in
 from train.tasks.task import PAIR, Task, UserTask
 from train.trainer import virtual_ranks
@@ -48,7 +48,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     _initialise(Trial(config.model, data, task, "training"), model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
-    optimizer.check_warmup(config, in_epoch)
+    schedule.check(config, in_epoch)
     augmented(data.train, config, len(data.classes))
     updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
