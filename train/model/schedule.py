@@ -36,7 +36,7 @@ def check(config: TrainConfig, steps_per_epoch: int) -> None:
         what = f"--cooldown {config.cooldown}: is {cooldown} steps, and the warm-up {warmup}, but the whole "
         raise UsageFault(f"{what}training has only {steps}")
     rate = rate_of(config, steps, steps_per_epoch)
-    for step in {0, steps // 2, steps - 1}:
+    for step in (0, steps // 2, steps - 1):
         if rate(step) != rate(step):
             what = f"--scheduler {config.scheduler}: gives step {step} another factor each time"
             raise UsageFault(what, hint="let it depend on the step alone")
