@@ -86,12 +86,12 @@ class Trial:
     def forward(self, model: nn.Module, size: int, sample: int = 0) -> tuple[Any, Any]:
         """Return the model's outputs for a batch of `size` copies, in its current mode; and the batch."""
         batch = self.batch(size, sample)
-        if isinstance(self.task, Classification):
-            outputs = self.task.forward(model, batch)
-            self._check_scores(outputs, size)
-        else:
+        has_classes = isinstance(self.task, Classification)
+        if not has_classes or self.data.collation(self.part).is_own:
             self.task.check(batch, [sample] * size, self.part)
-            outputs = self.task.forward(model, batch)
+        outputs = self.task.forward(model, batch)
+        if has_classes:
+            self._check_scores(outputs, size)
         return outputs, batch
 
     def batch(self, size: int, sample: int = 0) -> Any:
