@@ -326,7 +326,7 @@ def test_what_makes_no_batch_is_refused_by_name(own, data):
 
 def test_a_batch_that_lacks_a_sample_is_refused_where_each_counts(own):
     _, data, task = prepared(own, "dropping")
-    with pytest.raises(UsageFault, match="a batch of 2 training samples ends in .* not in a label for each"):
+    with pytest.raises(UsageFault, match=r"a batch of 2 training samples ends in .* not in a label for each"):
         task.check(batch_of(data.train, data.collation("training"), [3, 4]), [3, 4], "training")
 
 
