@@ -28,6 +28,7 @@ from train.checkpoint.format import versions
 from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
 from train.data.collate import leaves
+from train.launch import same_settings
 from train.log.log_file import HeldLines, finite
 from train.trainer.progress import Recorder
 from train.trainer.trainer import Trainer
@@ -83,7 +84,7 @@ class Proof(Recorder):
             source=source,
             arguments=arguments_of(replace(config, **usual)),
             init=config.init and [config.init, *config.init_allow_missing],
-            code={name: getattr(config, name) for name in ("model", "data", "task")},
+            code={name: getattr(config, name) for name in same_settings.SPECS},
             every=self.every,
             ranks=collectives.world_size(),
             virtual_ranks=config.virtual_ranks,

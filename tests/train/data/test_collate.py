@@ -326,7 +326,7 @@ def test_what_makes_no_batch_is_refused_by_name(own, data):
 
 def test_a_batch_that_lacks_a_sample_is_refused_where_each_counts(own):
     _, data, task = prepared(own, "dropping")
-    with pytest.raises(UsageFault, match=r"a batch of 2 training samples ends in .* not in a label for each"):
+    with pytest.raises(UsageFault, match=r"a batch of 2 training samples ends in .* not a label for each"):
         task.check(batch_of(data.train, data.collation("training"), [3, 4]), [3, 4], "training")
 
 
@@ -397,7 +397,7 @@ def test_an_evaluation_of_ones_own_takes_a_function_too():
     found = metrics.evaluate(
         model, Ragged(), of_labels, forward=lambda m, b: m(*b[:2]), batch_size=4, collate=Ragged.collate
     )
-    one_by_one = [
-        of_labels(model(*b[:2]), b)[0] for b in (Ragged.collate([Ragged()[i]]) for i in range(SAMPLES))
-    ]
+    alone = (Ragged.collate([Ragged()[index]]) for index in range(SAMPLES))
+    with torch.no_grad():
+        one_by_one = [of_labels(model(*batch[:2]), batch)[0] for batch in alone]
     assert found.loss == pytest.approx(float(sum(one_by_one)) / SAMPLES, rel=1e-12)
