@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
-from torch.utils.data import Dataset
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ckpttool import metrics
 from ckpttool.distributed import nested
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
+from tests.ranks.ragged import SAMPLES, Masked, OfTexts, Ragged
 from train.config.training import TrainConfig
 from train.data import data_set
 from train.data.batches import batch_of, load
@@ -30,38 +30,9 @@ from train.tasks import builtin as tasks
 from train.trainer import preflight
 from train.trainer.trainer import Trainer
 
-SAMPLES, BATCH, EPOCHS = 13, 5, 2
+BATCH, EPOCHS = 5, 2
 SETTINGS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 BOUND = 1e-13
-
-
-class Ragged(Dataset[Any]):
-    """Texts of 1 to 13 numbers, each with a class; `collate` pads them."""
-
-    classes = ("a", "b", "c")
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        draw = torch.Generator().manual_seed(index)
-        return torch.randn((index * 5) % 13 + 1, 4, generator=draw, dtype=torch.float64), index % 3
-
-    @staticmethod
-    def collate(samples: list[Any]) -> Any:
-        texts, labels = zip(*samples, strict=True)
-        lengths = torch.tensor([len(text) for text in texts])
-        return pad_sequence(texts, batch_first=True), lengths, torch.tensor(labels)
-
-
-class OfTexts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.each, self.scores = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        inside = torch.arange(texts.shape[1]) < lengths.unsqueeze(1)
-        return self.scores((self.each(texts).tanh() * inside.unsqueeze(2)).sum(dim=1) / lengths.unsqueeze(1))
 
 
 class Boxes(Ragged):
@@ -201,15 +172,6 @@ def test_samples_of_any_shape_train_as_in_one_process(run_ranks, kind):
 # ---- random numbers -------------------------------------------------------------------------------------
 
 
-class Masked(Ragged):
-    """Hides numbers at random, drawn for the batch."""
-
-    @staticmethod
-    def collate(samples: list[Any]) -> Any:
-        texts, lengths, labels = Ragged.collate(samples)
-        return texts * (torch.rand(texts.shape) > 0.3), lengths, labels
-
-
 def test_what_collate_draws_is_keyed_by_the_samples_and_leaves_the_generators_alone():
     samples, collation = Masked(), Collation(Masked.collate, "--data own", seed=3)
     torch.manual_seed(1)
@@ -251,7 +213,7 @@ OWN = """
 import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from tests.train.data.test_collate import Masked, OfTexts, Ragged
+from tests.ranks.ragged import OfTexts, Ragged
 
 class Plain(Dataset):
     classes = Ragged.classes
