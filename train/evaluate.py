@@ -144,8 +144,9 @@ def prepare(config: EvaluateConfig) -> Job:
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
     place = find_place(config.backend)
     program.keep_importable(config.data, config.model, config.task)
-    data = data_set.load_test(config)
-    task = tasks.build(config, data)
+    own_task = tasks.users(config)
+    data = data_set.load_test(config, collate=tasks.collate_of(own_task, config))
+    task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
     preflight.check_evaluation(config.model, data, model, task)
     return Job(config, place, data, model, task)

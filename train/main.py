@@ -84,10 +84,11 @@ def prepare(config: TrainConfig) -> Job:
         torch.set_num_threads(1)  # another number gives other last bits
     else:
         launch.set_threads()
-    launch.keep_importable(config.data, config.model, config.task)
-    data = data_set.load(config, seed=config.seed)
+    launch.keep_importable(config.data, config.model, config.task, config.optimizer, config.scheduler)
+    own_task = tasks.users(config)
+    data = data_set.load(config, seed=config.seed, collate=tasks.collate_of(own_task, config))
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
-    task = tasks.build(config, data)
+    task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
     preflight.check(config, data, model, place, task)
     remarks = init_from.load(model, config.init, config.init_allow_missing) if config.init else []

@@ -82,6 +82,7 @@ class OptimizerRow:
     per_parameter: tuple[str, ...]  # the names of a parameter's entries, in their order
     nbytes: int  # the size of all its tensors
     settings: tuple[dict[str, object], ...]  # for each group, the plain entries other than its parameters
+    groups: tuple[int, ...] = ()  # the number of parameters in each group
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +198,9 @@ def describe_optimizer(name: str, value: dict[Any, Any]) -> OptimizerRow:
             nbytes += tensor.nbytes if tensor is not None else 0
     pairs = ([pair for pair in group.items() if pair[0] not in PARAMETERS] for group in groups)
     settings = tuple({str(key): item for key, item in rest if _is_plain(item)} for rest in pairs)
-    listed = sum(len(_values(group.get("params"))) for group in groups)
+    sizes = tuple(len(_values(group.get("params"))) for group in groups)
     kind = _optimizer(entries, groups)
-    return OptimizerRow(name, kind, listed, len(state), tuple(entries), nbytes, settings)
+    return OptimizerRow(name, kind, sum(sizes), len(state), tuple(entries), nbytes, settings, sizes)
 
 
 def _optimizer(entries: Mapping[str, None], groups: list[dict[object, object]]) -> str | None:
@@ -232,6 +233,23 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return len(value) <= 8 and all(isinstance(item, int | float | bool | str) for item in value)
     return isinstance(value, int | float | bool | str | type(None)) and len(str(value)[:200]) < 200
+
+
+def groups_in_words(row: OptimizerRow) -> Iterator[str]:
+    """Yield what an optimizer's groups have in common, then each one's rule, size and settings of its own.
+
+    The trainer writes the rule of a group into it.
+    """
+    if len(row.settings) < 2:
+        yield from ("; ".join(in_words(settings)) for settings in row.settings)
+        return
+    first, *others = row.settings
+    shared = {k: v for k, v in first.items() if all(k in group and group[k] == v for group in others)}
+    yield "; ".join(in_words(shared))
+    for number, (settings, size) in enumerate(zip(row.settings, row.groups, strict=True)):
+        own = {key: value for key, value in settings.items() if key not in shared and key != "rule"}
+        rule = settings.get("rule") or f"group {number}"
+        yield "; ".join([f"{rule}: {size} parameter{'s' * (size != 1)}", *in_words(own)])
 
 
 def in_words(settings: Mapping[str, object]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..analysis.module_tree import tensors_in_words
-from ..analysis.other_contents import in_words
+from ..analysis.other_contents import groups_in_words
 from ..checkpoint.checkpoint import SHARDING
 from ..transforms.wrappers import LIGHTNING
 from . import console
@@ -150,7 +150,10 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
         kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
         size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
         yield "optimizer", f"{_place(row.name)}: {row.kind or 'of an unknown kind'}, {state}{size}{kept}"
-        yield from (("", printable("; ".join(in_words(settings)))) for settings in row.settings[:MAX_OTHERS])
+        lines = [*groups_in_words(row)]
+        yield from (("", printable(line)) for line in lines[:MAX_OTHERS])
+        if len(lines) > MAX_OTHERS:
+            yield "", f"{len(lines) - MAX_OTHERS} more groups: --json shows them"
     for scheduler in summary.schedulers:
         rate = scheduler.last_lr
         rates = ", ".join(map(str, rate)) if isinstance(rate, list | tuple) else rate

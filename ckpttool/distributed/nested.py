@@ -24,24 +24,35 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(getattr(value, field.name))
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with each tensor replaced by what `change` returns; containers keep their types."""
+def mapped(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], movable: Callable[[Any], Any] | None = None
+) -> Any:
+    """Return a value with each tensor replaced by what `change` returns; containers keep their types.
+
+    Anything else that has a method `to` is replaced, as a whole, by what `movable` returns, if that is given.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
+    if movable is not None and callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return movable(value)
     if isinstance(value, Mapping):
-        return _like(value, {key: mapped(item, change) for key, item in value.items()})
+        return _like(value, {key: mapped(item, change, movable) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        items = [mapped(item, change) for item in value]
+        items = [mapped(item, change, movable) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: mapped(getattr(value, name), change) for name in names})
+        parts = {name: mapped(getattr(value, name), change, movable) for name in names}
+        return dataclasses.replace(value, **parts)
     return value
 
 
 def moved(batch: Any, device: torch.device | str) -> Any:
-    """Return a batch with its tensors on a device, copied without waiting where memory is pinned."""
-    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    """Return a batch with its tensors on a device, copied without waiting where memory is pinned.
+
+    What else has a method `to`, such as torch's PackedSequence or a batch of graphs, moves itself.
+    """
+    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda own: own.to(device))
 
 
 def _like(mapping: Mapping[Any, Any], made: dict[Any, Any]) -> Any:

@@ -81,12 +81,13 @@ def evaluate(
     forward: Forward = _forward,
     batch_size: int = BATCH,
     device: torch.device | str = "cpu",
+    collate: Callable[[list[Any]], Any] | None = None,
 ) -> LossCertificate:
     """Evaluate a model with any loss and metrics, over the ranks. A collective.
 
     Args:
         model: the same on every rank, on `device`; its mode is restored afterwards.
-        samples: a map-style data set whose samples `default_collate` takes; the same on every rank.
+        samples: a map-style data set whose samples `collate` takes; the same on every rank.
         loss: (outputs, batch) -> (sum, count): the sum of the batch's losses, and of how many samples, tokens
             or pixels, as numbers or tensors of one.
         metrics: name -> a metric of `ckpttool.metrics`, its class or a function that makes one; its `update`
@@ -95,13 +96,15 @@ def evaluate(
         forward: (model, batch) -> outputs; by default `model(inputs)` for a batch of (inputs, target).
         batch_size: samples in a forward pass; determines the last bits.
         device: where batches are moved to.
+        collate: makes a batch of samples; by default torch's `default_collate`.
 
     Raises:
         TypeError: a metric is not one of `ckpttool.metrics`, or `loss` does not return (sum, count).
         CheckFailed: a metric does not take the outputs, or a count is below 0 or not finite.
         RankFailed: another rank failed; all ranks end after the current batch.
     """
-    evaluator = Evaluator(samples, batch_size=batch_size, device=device)
+    load = _loader(samples, collate)
+    evaluator = Evaluator(samples, batch_size=batch_size, device=device, load=load)
     return evaluator.losses(model, loss, measures(metrics or {}), forward=forward)
 
 
@@ -313,9 +316,10 @@ def _pair(returned: Any) -> tuple[float, float]:
     return float(returned[0]), count
 
 
-def _loader(samples: Dataset[Any]) -> Load:
+def _loader(samples: Dataset[Any], collate: Callable[[list[Any]], Any] | None = None) -> Load:
     # Without a generator of its own, each pass would draw from the global one and shift dropout.
-    return lambda batches: DataLoader(samples, batch_sampler=batches, generator=torch.Generator())
+    how: dict[str, Any] = {"collate_fn": collate, "generator": torch.Generator()}
+    return lambda batches: DataLoader(samples, batch_sampler=batches, **how)
 
 
 def _predictions(columns: dict[str, torch.Tensor]) -> Predictions:

@@ -78,6 +78,16 @@ def arguments(spec: str) -> tuple[dict[str, object], bool]:
     return {**defaults, **given}, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
+def takes(spec: str) -> Callable[[str], bool]:
+    """Return whether the factory of a SPEC takes an argument of a name, and the SPEC does not give it."""
+    where, name, given = parse(spec)
+    with _importable(_folder(where)):
+        parameters = _parameters(_find(spec, where, name))
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return lambda argument: argument not in given and (takes_any or argument in names)
+
+
 def respelled(spec: str, changes: Mapping[str, object]) -> str:
     """Return a SPEC with some of its arguments changed or added."""
     where, name, given = parse(spec)

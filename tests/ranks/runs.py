@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import nn
 
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
+from examples import padded_text
 from tests.ranks import trainings
 from train.config.shared import Every
 from train.config.training import TrainConfig
+from train.data.collate import Collation
 from train.data.data_set import Data
 from train.main import train
 from train.run.run import Job
@@ -73,11 +75,32 @@ def with_batchnorm() -> nn.Module:
     return Net(batchnorm=True, dropout=0.0)
 
 
-def run(rank: int, size: int, make: Any, folder: str, settings: dict[str, Any]) -> str:
+def deep() -> nn.Module:
+    """Return a network with a matrix inside."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 8), nn.Tanh(), nn.Linear(8, 10))
+
+
+def of_texts() -> nn.Module:
+    return padded_text.model()
+
+
+def texts() -> Data:
+    """Return 36 texts of many lengths, whose data set makes the batches."""
+    train, test = padded_text.Numbers(range(1, 10)), padded_text.Numbers(range(20, 22))
+    collations = {part: Collation(train.collate, "--data texts", part) for part in ("training", "test")}
+    return Data("texts", train, test, train.classes, (), "texts", collations=collations)
+
+
+def images() -> Data:
+    return trainings.tensors(SHAPE, SAMPLES)
+
+
+def run(
+    rank: int, size: int, make: Any, folder: str, settings: dict[str, Any], data: Callable[[], Data] = images
+) -> str:
     """Run the trainer for two epochs of three steps; return what it printed, or the error that ended it."""
     usual = {"epochs": 2, "batch_size": BATCH, "lr": 0.05, "warmup": Every(2, "steps"), "timeout": 20.0}
-    data = trainings.tensors(SHAPE, SAMPLES)
-    return outcome(rank, size, data, trainings.seeded(make), {"out": folder, **usual, **settings})
+    return outcome(rank, size, data(), trainings.seeded(make), {"out": folder, **usual, **settings})
 
 
 def outcome(
@@ -102,7 +125,13 @@ def outcome(
 
 
 def straight_and_resumed(
-    rank: int, size: int, make: Any, folder: str, settings: dict[str, Any], stops: Iterable[int]
+    rank: int,
+    size: int,
+    make: Any,
+    folder: str,
+    settings: dict[str, Any],
+    stops: Iterable[int],
+    data: Callable[[], Data] = images,
 ) -> tuple[dict[str, Any], dict[int, list[str]]]:
     """Run straight, and again from the checkpoint of each of these steps.
 
@@ -111,13 +140,13 @@ def straight_and_resumed(
         of the run that was resumed there, of all that a checkpoint holds. Empty on ranks other than 0.
     """
     whole = Path(folder, f"{size}-straight")
-    said = run(rank, size, make, str(whole), {**settings, **OFTEN})
+    said = run(rank, size, make, str(whole), {**settings, **OFTEN}, data)
     assert "Error" not in said, said
     found: dict[int, list[str]] = {}
     for stop in stops:
         rest = Path(folder, f"{size}-from-{stop}")
         stopped = {"resume": str(whole / f"step-{stop:06d}.pt")}
-        said = run(rank, size, make, str(rest), {**settings, **stopped})
+        said = run(rank, size, make, str(rest), {**settings, **stopped}, data)
         if rank == 0:
             assert "continues from" in said, said
             found[stop] = different(read(whole / "last.pt"), read(rest / "last.pt"))

@@ -108,7 +108,8 @@ class Save:
             if tensor is not None and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
                 last = os.path.join(self.folder, checkpoint_files.LAST)
                 before = f"; {last} is from before that" if os.path.exists(last) else ""
-                lower = f"give a smaller --lr than {self.config.lr:g}, or --warmup"
+                than = "" if self.config.lr is None else f" than {self.config.lr:g}"
+                lower = f"give a smaller --lr{than}, or --warmup"
                 hint = f"{lower}, or look for NaN in the samples and in the loss{before}"
                 what = f"after step {self.step} {name} is NaN or infinite: training has diverged"
                 raise CheckFailed(what, hint=hint)

@@ -18,7 +18,7 @@ from train.config.command_line import shown
 from train.config.training import CHANGEABLE, TrainConfig
 from train.data.data_set import Data
 from train.data.fingerprint import Contents, flat
-from train.model.optimizer import total_steps
+from train.model.schedule import total_steps
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
 
@@ -97,6 +97,7 @@ def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
     state = read(path)
     with malformed(path):
         _check_same_training(path, state, trainer)
+        trainer.updater.require_same_names(state["optimizer"])
         _check_position(path, state, trainer)
     return state
 
@@ -139,7 +140,6 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
         may = " ".join(f"--change {name.replace('_', '-')}" for name in other)
         instead = may if {*other} <= CHANGEABLE else "start another run"
         raise _other(path, f"with {flags}", f"give the same, or {instead}")
-    _require_same_groups(now, then, allowed)
     same_ranks = plan["world_size"] == trainer.place.world_size
     for name in ("accumulate", *(("rank_batch", "rank_share") if same_ranks else ())):
         if now[name] == then[name] or name in allowed:
@@ -158,15 +158,6 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
 
 def _other(path: str, what: str, hint: str) -> UsageFault:
     return UsageFault(f"{path}: belongs to a run {what}", hint=hint)
-
-
-def _require_same_groups(now: dict[str, Any], then: dict[str, Any], allowed: set[str]) -> None:
-    """Raise UsageFault if weight decay is turned on or off, and so the optimizer's groups become others."""
-    on, was_on = bool(now["weight_decay"]), bool(then["weight_decay"])
-    if "weight_decay" in allowed and on != was_on and not now["decay_norms"]:
-        what = f"--change weight-decay: can't {'begin' if on else 'end'} on a resume, only differ"
-        hint = "norms and biases, which never decay, are then a group of the optimizer by themselves"
-        raise UsageFault(what, hint=hint)
 
 
 def _check_same_contents(path: str, then: Contents, data: Data) -> None:

@@ -15,7 +15,8 @@ from ckpttool.distributed.plan import Plan
 from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import UsageFault
 from train import console
-from train.config.training import OPTIMIZERS, OTHER_OPTIMIZERS, TrainConfig, check
+from train.config import optimizing
+from train.config.training import TrainConfig, check
 
 EXAMPLES = """\
 examples:
@@ -128,14 +129,14 @@ def train_parser() -> Parser:
     parser = Parser("train/main.py", "[flags]", about, EXAMPLES)
     add_flags(parser, TrainConfig)
     # Their defaults depend on the optimizer and on --rank-batch.
-    parser.set_defaults(**dict.fromkeys(OTHER_OPTIMIZERS), batch_size=None)
+    parser.set_defaults(**dict.fromkeys(optimizing.OTHER_OPTIMIZERS), batch_size=None)
     return parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
     """Return the configuration that a command line gives, checked as far as it needs no data and no model."""
     values = vars(train_parser().parse_args(arguments))
-    for name, default in optimizer_defaults(values["optimizer"]).items():
+    for name, default in optimizing.defaults(values["optimizer"]).items():
         if values[name] is None:
             values[name] = default
     if values["batch_size"] is None:
@@ -145,11 +146,6 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
     check(config)
     check_plan(config, config.spawn or given_world_size())
     return config
-
-
-def optimizer_defaults(optimizer: str) -> dict[str, float]:
-    """Return the learning rate, momentum and weight decay that an optimizer gets where no flag is given."""
-    return OPTIMIZERS.get(optimizer, OTHER_OPTIMIZERS)
 
 
 def without(flag: str, arguments: Sequence[str]) -> list[str]:
@@ -164,7 +160,7 @@ def without(flag: str, arguments: Sequence[str]) -> list[str]:
 
 def arguments_of(config: TrainConfig) -> list[str]:
     """Return the command line that gives this configuration, without defaults."""
-    defaults = {**TrainConfig().plain(), **optimizer_defaults(config.optimizer)}
+    defaults = {**TrainConfig().plain(), **optimizing.defaults(config.optimizer)}
     values = config.plain()
     arguments: list[str] = []
     for field in dataclasses.fields(config):

@@ -11,30 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import UsageFault
-from train.config import shared
+from train.config import optimizing, shared
 from train.config.shared import Every, count, every, flag, real
 
-# The defaults of each optimizer; those of another one of torch.optim are at the end.
-OPTIMIZERS: dict[str, dict[str, float]] = {
-    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
-    "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
-    "muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 1e-1},
-}
-OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
-
-NO_WARMUP = Every(0, "epochs")
 EACH_EPOCH = Every(1, "epochs")
 
 # Settings that a resumed run may change if --change names them. The others are another training.
 CHANGEABLE = {
-    *("lr", "momentum", "weight_decay", "scheduler", "warmup", "clip_norm"),
+    *optimizing.CHANGEABLE,
     *("label_smoothing", "augment", "mixup", "cutmix"),
     *("accumulate", "rank_batch", "rank_share"),
 }
 
 
 @dataclass(frozen=True)
-class TrainConfig(shared.RanksConfig, shared.DataConfig):
+class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerConfig):
     """The whole configuration of a run."""
 
     augment: str = flag(
@@ -126,37 +117,6 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig):
         False, "training: show which rank takes which samples in which step, and train nothing"
     )
     json: bool = flag(False, "training: with --preview: print JSON")
-    optimizer: str = flag(
-        "sgd",
-        "optimizer NAME: sgd (the default), adam, adamw, muon (with adamw for the rest), or another class "
-        "of torch.optim",
-    )
-    lr: float = real(OPTIMIZERS["sgd"]["lr"], "optimizer: learning rate (sgd 0.1, others 0.001)", above=0)
-    momentum: float = real(OPTIMIZERS["sgd"]["momentum"], "optimizer: sgd 0.9, muon 0.95", least=0, below=1)
-    weight_decay: float = real(
-        OPTIMIZERS["sgd"]["weight_decay"], "optimizer: sgd 0.0001, adamw 0.01, muon 0.1, others 0", least=0
-    )
-    decay_norms: bool = flag(False, "optimizer: let normalisation layers and biases decay too")
-    clip_norm: float | None = real(
-        None, "optimizer: scale the gradient down to this norm if it is longer", above=0
-    )
-    ema: float | None = real(
-        None,
-        "optimizer: keep an exponential average of the weights with this decay, and score it",
-        above=0,
-        below=1,
-    )
-    zero: bool = flag(False, "optimizer: divide the optimizer's state among the ranks (ZeRO-1)")
-    scheduler: str = flag(
-        "cosine",
-        "optimizer {none,cosine,linear,step}: learning rate schedule: cosine (the default), linear, none, "
-        "or step, which divides it by ten after half and after three quarters of the steps",
-    )
-    warmup: Every = flag(
-        NO_WARMUP,
-        "optimizer N[steps|epochs]: raise the learning rate from zero over this many (0)",
-        type=every("epochs", "steps", least=0),
-    )
     out: str | None = flag(None, "saving DIR: for last.pt, best.pt and log.jsonl (runs/<time>)")
     save_every: Every = flag(
         EACH_EPOCH,
@@ -209,8 +169,7 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig):
 
 def check(config: TrainConfig) -> None:
     """Refuse values that are wrong whatever the data and the model."""
-    if config.optimizer in ("adam", "adamw") and config.momentum:
-        raise UsageFault(f"--momentum: {config.optimizer} has none", hint="leave it out")
+    optimizing.check(config)
     if config.resume == "auto" and config.out is None:
         raise UsageFault("--resume auto: needs a folder", hint="give it as --out")
     if config.resume and config.force:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.processes import end_with_parent
 from ckpttool.errors import CkptToolError
+from train.data.collate import Collation
 from train.data.samples import Samples, count
 
 Indices = Iterable[list[int]]  # of the samples of each batch
@@ -94,21 +95,29 @@ class Loader(DataLoader[Any]):
 
 
 def load(
-    samples: Samples, batches: Indices, place: Place, workers: int, *, seed: int = 0, again: bool = False
+    samples: Samples,
+    batches: Indices,
+    place: Place,
+    workers: int,
+    *,
+    collation: Collation | None = None,
+    seed: int = 0,
+    again: bool = False,
 ) -> Batches:
     """Return these batches of samples, in order.
 
     Args:
         batches: the indices of the samples of each batch.
+        collation: how samples become a batch; as torch's by default.
         workers: loading processes; 0 to load in this process.
         seed: with the process's number, determines the random numbers that it draws.
         again: keep the processes, because the same batches will be loaded again.
     """
     loader = Loader(
-        Careful(samples) if workers else samples,
+        Collated(samples, collation or Collation(), careful=workers > 0),
         batch_sampler=batches,
         num_workers=workers,
-        collate_fn=collate if workers else None,
+        collate_fn=_as_it_is,
         persistent_workers=again and workers > 0,
         worker_init_fn=outlive_signals,
         # Forked where that is safe: then data sets from a user's file need not be picklable.
@@ -130,25 +139,36 @@ class Failure:
     error: CkptToolError
 
 
-class Careful(Dataset[Any]):
-    """A data set that returns expected errors as values."""
+class Collated(Dataset[Any]):
+    """A data set that returns whole batches, made here because here it is known of which samples they are.
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
+    If it is `careful`, it returns expected errors as values.
+    """
+
+    def __init__(self, samples: Samples, collation: Collation, *, careful: bool = False) -> None:
+        self.samples, self.collation, self.careful = samples, collation, careful
 
     def __len__(self) -> int:
         return count(self.samples)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitems__(self, indices: list[int]) -> Any:
         try:
-            return self.samples[index]
+            return batch_of(self.samples, self.collation, indices)
         except CkptToolError as error:
+            if not self.careful:
+                raise
             return Failure(error)
 
 
-def collate(batch: list[Any]) -> Any:
-    """Return the samples as one batch; or the first failure among them."""
-    return next((sample for sample in batch if isinstance(sample, Failure)), None) or default_collate(batch)
+def batch_of(samples: Any, collation: Collation, indices: list[int]) -> Any:
+    """Return samples as one batch, loaded in this process."""
+    several = getattr(samples, "__getitems__", None)
+    chosen = several(indices) if several is not None else [samples[index] for index in indices]
+    return collation.batch(chosen, indices, getattr(samples, "epoch", 0))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def outlive_signals(_: int) -> None:

@@ -8,7 +8,7 @@ except in a user's own data set; that is keyed by (seed, epoch, sample).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,9 @@ from ckpttool.files.failures import reason
 from ckpttool.models import factory
 from train.config.shared import DataConfig
 from train.data import builtin, fingerprint
+from train.data.collate import Collate, Collation, collation_of
 from train.data.fingerprint import CLASSIFICATION, Contents, Part
-from train.data.samples import Parts, Samples, count, leaves, no_class
+from train.data.samples import Parts, Samples, count, no_class
 
 FEW = 8  # samples that differ between ranks, of which each reads its own again
 NAMES = "digits, cifar10, mnist, folder:PATH, fake:N or file.py:factory"
@@ -35,9 +36,11 @@ class Data:
 
     Attributes:
         classes: their names, by label; none where the task has none.
-        shape: of the first tensor in a sample: channels, height and width of an image.
+        shape: of the first tensor in a sample: channels, height and width of an image. If a user's function
+            makes batches, in a batch of the first sample; others may differ.
         fingerprint: differs between data sets with different samples, as far as known without reading them.
         contents: digests of some samples and of the labels.
+        collations: how the samples of each part become batches; as torch's where none is given.
     """
 
     name: str
@@ -48,11 +51,15 @@ class Data:
     fingerprint: str
     contents: Contents = field(default_factory=dict)
     task: str = CLASSIFICATION
+    collations: Mapping[str, Collation] = field(default_factory=dict)
+
+    def collation(self, part: str) -> Collation:
+        return self.collations.get(part) or Collation(part=part)
 
     def parts(self) -> list[Part]:
         """Return both parts, to be read and compared."""
         named = {"training": self.train, "test": self.test}
-        return [Part(name, samples, self.name, self.task) for name, samples in named.items()]
+        return [Part(name, s, self.name, self.task, self.collation(name)) for name, s in named.items()]
 
     def redrawn(self) -> set[str]:
         """Return the kinds of `contents` that differ each time they are read."""
@@ -82,11 +89,15 @@ class Data:
             raise CheckFailed(what, hint=hint)
 
 
-def load(config: DataConfig, *, seed: int = 0) -> Data:
-    """Return the data set that `--data` names. What a user's draws is keyed by (seed, epoch, sample)."""
+def load(config: DataConfig, *, seed: int = 0, collate: tuple[Collate, str] | None = None) -> Data:
+    """Return the data set that `--data` names. What a user's draws is keyed by (seed, epoch, sample).
+
+    Args:
+        collate: how its task makes batches, and the flag that names the task.
+    """
     parts = load_parts(config, seed=seed)
     # The shuffle depends on the number of samples, so other sizes are other data.
-    return _data(config, parts, f" {count(parts.train)}/{count(parts.test)}")
+    return _data(config, parts, f" {count(parts.train)}/{count(parts.test)}", collate, seed)
 
 
 def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
@@ -101,12 +112,12 @@ def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
     return parts
 
 
-def load_test(config: DataConfig) -> Data:
+def load_test(config: DataConfig, *, collate: tuple[Collate, str] | None = None) -> Data:
     """Return the data set for an evaluation: a folder with one level of classes is the test set itself."""
     path = config.data.removeprefix("folder:")
     if path == config.data or builtin.is_divided(path) or not os.path.isdir(path):
-        return load(config)
-    return _data(config, builtin.test_folder(config, path), "")
+        return load(config, collate=collate)
+    return _data(config, builtin.test_folder(config, path), "", collate)
 
 
 def _parts(config: DataConfig, seed: int) -> Parts:
@@ -124,19 +135,26 @@ def _parts(config: DataConfig, seed: int) -> Parts:
     raise UsageFault(f"--data {config.data}: no such data set", hint=f"one of {NAMES}")
 
 
-def _data(config: DataConfig, parts: Parts, sizes: str) -> Data:
+def _data(
+    config: DataConfig, parts: Parts, sizes: str, collate: tuple[Collate, str] | None = None, seed: int = 0
+) -> Data:
     contents: dict[str, dict[str, str]] = {}
+    collations = {
+        name: collation_of(fingerprint.source_of(samples), config.data, collate, name, seed)
+        for name, samples in {"training": parts.train, "test": parts.test}.items()
+    }
     trained = {"training": parts.train} if parts.train is not parts.test else {}
     for name, samples in {"test": parts.test, **trained}.items():
-        for kind, digests in Part(name, samples, config.data, config.task).describe().items():
+        part = Part(name, samples, config.data, config.task, collations[name])
+        for kind, digests in part.describe().items():
             contents.setdefault(kind, {}).update(digests)
-    parts_of_first = leaves(parts.test[0], f"--data {config.data}: test sample 0").values()
-    shape = next((tuple(leaf.shape) for leaf in parts_of_first if isinstance(leaf, torch.Tensor)), ())
+    shape = Part("test", parts.test, config.data, config.task, collations["test"]).shape()
     # Other numbers are another data set.
     given = {"mean": config.mean, "std": config.std, "resize": config.resize}
     prepared = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
     source = f"{parts.source}{sizes}{prepared}"
-    return Data(config.data, parts.train, parts.test, parts.classes, shape, source, contents, config.task)
+    about = (parts.classes, shape, source, contents, config.task, collations)
+    return Data(config.data, parts.train, parts.test, *about)
 
 
 def compare(data: Data, when: str, *, workers: int = 0) -> None:

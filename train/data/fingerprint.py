@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import UsageFault
+from train.data import collate
+from train.data.collate import Collation
 from train.data.samples import Samples, checked, count, leaves
 
 DRAWN = 4  # samples read besides the first and the last, at places that depend only on their number
@@ -30,7 +32,9 @@ SECONDS = 0.5  # in which a rank reads more samples of each part, to be compared
 BLOCKS = 16  # pieces into which the labels are cut, so that a difference can be located
 REDRAWS = 8  # how often a sample is read again to find out whether it differs each time
 
-ONE_SHAPE = "samples of one batch need one shape: resize, crop or pad them in the data set"
+ONE_SHAPE = (
+    "pad or resize them in the data set, or give it collate(samples), which makes a batch of any shapes"
+)
 
 CLASSIFICATION = "classification"  # the task whose samples are pairs of a tensor and a label
 
@@ -49,6 +53,7 @@ class Part:
     samples: Samples
     data: str  # as on the command line
     task: str = CLASSIFICATION
+    collation: Collation = field(default_factory=Collation)
 
     def describe(self) -> dict[str, dict[str, str]]:
         """Return digests of it.
@@ -56,7 +61,7 @@ class Part:
         A data set can say itself what is to be compared, for example if it differs between ranks on purpose:
         by an attribute `fingerprint`, a text.
         """
-        given = getattr(_source(self.samples), "fingerprint", None)
+        given = getattr(source_of(self.samples), "fingerprint", None)
         if isinstance(given, str):
             return {"fingerprint": {f"of the {self.name} samples": given}}
         contents: dict[str, dict[str, str]] = {}
@@ -64,7 +69,8 @@ class Part:
         for index in places(count(self.samples)):
             sample = self._read(index)
             first = first or sample
-            _same_shapes(first, sample, f"--data {self.data}: {self.name} sample {index}")
+            if not self.collation.is_own:
+                _same_shapes(first, sample, f"--data {self.data}: {self.name} sample {index}")
             for title, digest in self._digests(sample).items():
                 contents.setdefault(title, {})[str(index)] = digest
         contents[f"labels of {self.name} samples"] = dict(_listed(self.samples))
@@ -94,7 +100,7 @@ class Part:
     def sampled(self) -> list[dict[str, str]]:
         """Return digests by full name of as many samples as SECONDS allow, always in the same order."""
         read: list[dict[str, str]] = []
-        if isinstance(getattr(_source(self.samples), "fingerprint", None), str):
+        if isinstance(getattr(source_of(self.samples), "fingerprint", None), str):
             return read
         ends = time.monotonic() + SECONDS
         for index in _scattered(count(self.samples)):
@@ -110,14 +116,32 @@ class Part:
         """Return whether the samples are rows of tensors."""
         return isinstance(_below(self.samples)[0], TensorDataset)
 
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the first tensor in the first sample; () if there is none."""
+        where = f"--data {self.data}: {self.name} sample 0"
+        is_own = self.collation.is_own
+        parts = self._batched(0) if is_own else leaves(self.samples[0], where)
+        shape = next((tuple(leaf.shape) for leaf in parts.values() if isinstance(leaf, torch.Tensor)), ())
+        return shape[1:] if is_own else shape
+
     def _read(self, index: int) -> Leaves:
-        """Return the parts of a sample; of a file a digest, as decoders differ in the last bits."""
+        """Return the parts of a sample; of a file a digest, as decoders differ in the last bits.
+
+        If a user's function makes batches, a sample may be anything, and its parts are those of its batch.
+        """
         source, place = _below(self.samples, index)
         raw, where = getattr(source, "raw_sample", None), f"--data {self.data}: {self.name} sample {index}"
+        if raw is None and self.collation.is_own:
+            return self._batched(index)
         if raw is not None or self.task == CLASSIFICATION:
             sample, label = checked(self.samples[index], where) if raw is None else raw(place)
             return {SAMPLE: sample, LABEL: label}
         return {f"{SAMPLE}{key}": leaf for key, leaf in leaves(self.samples[index], where).items()}
+
+    def _batched(self, index: int) -> Leaves:
+        """Return the parts of a batch of one sample."""
+        batch = self.collation.batch([self.samples[index]], [index])
+        return {f"{SAMPLE}{key}": leaf for key, leaf in collate.leaves(batch)}
 
     def _digests(self, sample: Leaves) -> dict[str, str]:
         """Return digests of the parts: of `training sample[0]`, or of `label of training sample`."""
@@ -127,9 +151,9 @@ class Part:
 
 def _below(samples: Any, index: int = 0) -> tuple[Any, int]:
     """Return the data set of which samples are a subset, and the place of one of them in it."""
-    source = _source(samples)
+    source = source_of(samples)
     while isinstance(source, Subset):
-        source, index = _source(source.dataset), source.indices[index]
+        source, index = source_of(source.dataset), source.indices[index]
     return source, index
 
 
@@ -160,7 +184,7 @@ def places(number: int) -> list[int]:
 
 def listed_labels(samples: Any) -> torch.Tensor | None:
     """Return all labels, int64, without reading a sample; None if the data set does not list them."""
-    source = _source(samples)
+    source = source_of(samples)
     if isinstance(source, Subset):
         whole = listed_labels(source.dataset)
         return None if whole is None else whole[torch.as_tensor(list(source.indices), dtype=torch.int64)]
@@ -208,7 +232,8 @@ def _listed(samples: Samples) -> Iterator[tuple[str, str]]:
         yield f"{first} to {first + len(block) - 1}", _digest(block)
 
 
-def _source(samples: Any) -> Any:
+def source_of(samples: Any) -> Any:
+    """Return a user's own data set, as the factory returned it."""
     return samples.samples if isinstance(samples, Keyed) else samples
 
 

@@ -27,7 +27,7 @@ from train.config.shared import RanksConfig
 # What a machine may have of its own: where its files are, and how many processes load them.
 OF_A_NODE = {"out", "data_root", "download", "workers"}
 # A path in them is a node's own too; what it leads to is compared by content, or only rank 0 reads it.
-SPECS = ("data", "model", "task")
+SPECS = ("data", "model", "task", "optimizer", "scheduler")
 GIVEN = ("init", "resume")
 
 

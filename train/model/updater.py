@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import CheckFailed, UsageFault
 from train.config.training import TrainConfig
 from train.model import optimizer as optimizers
+from train.model import schedule
 
 Tensor = torch.Tensor
 
@@ -142,8 +144,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Scaling has found no finite gradient on the way here from 65536, so it is not the range that is missing.
 SMALLEST_SCALE = 2.0**-10
 
-# Settings that the optimizer's state holds too.
-OF_GROUPS = ("momentum", "weight_decay")
+# Settings that the optimizer's state holds too, and what is this machine's own.
+OF_GROUPS = ("momentum", "weight_decay", "nesterov", "betas", "eps", "fused", "rule")
 
 
 def check_precision(kind: str, device: torch.device, model: nn.Module) -> None:
@@ -224,15 +226,20 @@ class Updater:
         # Without DDP's prefix, as the user knows the names.
         named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
         self.parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.total_steps = optimizers.total_steps(config, steps_per_epoch)
+        self.total_steps = schedule.total_steps(config, steps_per_epoch)
         self.precision = Precision(config.amp, device)
-        self.optimizer = optimizers.build_optimizer(config, model)
-        self.scheduler = optimizers.build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
+        # The model itself knows its names as the user does; a checkpoint has them with DDP's prefix.
+        bare = model.get_submodule("module")
+        self.optimizer = optimizers.build_optimizer(config, bare, "module.")
+        self.scheduler = schedule.build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
         self.ema = Ema(model, config.ema) if config.ema else None
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        """The learning rate of what no rule scales; of the first group of a user's own optimizer."""
+        first = self.optimizer.param_groups[0]["initial_lr"]
+        base = first if self.config.lr is None else self.config.lr
+        return float(base * self.scheduler.lr_lambdas[0](self.scheduler.last_epoch))
 
     def step(self, *, measured: bool) -> tuple[float, torch.Tensor | None]:
         """Change the weights and clear the gradients.
@@ -274,20 +281,27 @@ class Updater:
             self.ema.load_state_dict(state["ema"])
 
     def require_same_names(self, saved: Mapping[str, Any]) -> None:
-        """Raise UsageFault if a saved optimizer is of parameters with other names."""
+        """Raise UsageFault if a saved optimizer is of parameters with other names, or in other groups."""
         groups = saved["param_groups"], self.optimizer.param_groups
         theirs, ours = ([group["param_names"] for group in of_model] for of_model in groups)
-        if theirs != ours:
+        if {*chain(*theirs)} != {*chain(*ours)}:
             what = f"--model {self.config.model}: its parameters have other names than the saved ones"
             raise UsageFault(what)
+        if theirs != ours:
+            what = (
+                f"--optimizer {self.config.optimizer}: its parameters are in other groups than the saved ones"
+            )
+            hint = (
+                "weight decay can't begin or end, and --lr-scale and --layer-decay only change their numbers"
+            )
+            raise UsageFault(what, hint=hint)
 
     def _keep_own_settings(self, fresh: list[dict[str, Any]]) -> None:
         """Give the restored groups this run's settings; no bit differs if those are the same."""
-        lr, schedule = self.config.lr, self.scheduler
-        schedule.base_lrs = [lr] * len(schedule.base_lrs)
+        scheduler = self.scheduler
+        scheduler.base_lrs = [group["initial_lr"] for group in fresh]
         groups = self.optimizer.param_groups
-        for group, own, rate in zip(groups, fresh, schedule.lr_lambdas, strict=True):
-            group.update({name: own[name] for name in OF_GROUPS if name in own})
-            group["initial_lr"] = lr
+        for group, own, rate in zip(groups, fresh, scheduler.lr_lambdas, strict=True):
+            group.update({name: own[name] for name in (*OF_GROUPS, "initial_lr") if name in own})
             # Until it is called again, the scheduler would leave the rate of the schedule before.
-            group["lr"] = lr * rate(schedule.last_epoch)
+            group["lr"] = own["initial_lr"] * rate(scheduler.last_epoch)

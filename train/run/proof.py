@@ -27,6 +27,8 @@ from ckpttool.files.failures import naming
 from train.checkpoint.format import versions
 from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
+from train.data.collate import leaves
+from train.launch import same_settings
 from train.log.log_file import HeldLines, finite
 from train.trainer.progress import Recorder
 from train.trainer.trainer import Trainer
@@ -82,7 +84,7 @@ class Proof(Recorder):
             source=source,
             arguments=arguments_of(replace(config, **usual)),
             init=config.init and [config.init, *config.init_allow_missing],
-            code={name: getattr(config, name) for name in ("model", "data", "task")},
+            code={name: getattr(config, name) for name in same_settings.SPECS},
             every=self.every,
             ranks=collectives.world_size(),
             virtual_ranks=config.virtual_ranks,
@@ -95,14 +97,17 @@ class Proof(Recorder):
 
     def take(self, indices: list[int], batch: Any) -> None:
         """Note the samples of a micro-batch of this rank, as they are used."""
-        leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in _leaves(batch)]
+        rows: list[torch.Tensor] = []
+        shared = hashlib.sha256()  # of what is not told apart by sample, as the boxes of all images
+        for _, leaf in leaves(batch):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(indices):
+                rows.append(leaf.detach().cpu())
+            else:
+                shared.update(collectives.digest(leaf))
         for row, index in enumerate(indices):
-            sample = hashlib.sha256()
-            for leaf in leaves:
-                if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(indices):
-                    sample.update(bytes(transport.memory_of(transport.as_bytes(leaf[row]))))
-                else:
-                    sample.update(collectives.digest(leaf))
+            sample = shared.copy()
+            for leaf in rows:
+                sample.update(bytes(transport.memory_of(transport.as_bytes(leaf[row]))))
             self._of_step.append((index, sample.digest()[:SHORT].hex()))
 
     def step(self, number: int) -> None:
@@ -203,11 +208,3 @@ def recorder_of(trainer: Trainer, folder: str) -> Recorder:
 
     steps = collectives.from_rank_zero(every)
     return Proof(trainer, folder, steps) if steps else Recorder()
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping | list | tuple):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _leaves(part)
-    else:
-        yield batch

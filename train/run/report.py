@@ -268,7 +268,9 @@ class Report:
 
 def describe(data: Data) -> str:
     """Return the sizes, the shape and the number of classes of a data set, as a sentence."""
-    shape = f" of {'×'.join(map(str, data.shape))}" if data.shape else ""
+    # A user's function may make batches of samples of any shapes.
+    has_one = data.shape and not data.collation("training").is_own
+    shape = f" of {'×'.join(map(str, data.shape))}" if has_one else ""
     classes = f", {len(data.classes)} classes" if data.classes else ""
     return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
 
@@ -285,7 +287,8 @@ def recipe(config: TrainConfig) -> str:
     plain = TrainConfig()
     length = f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
     length += f" or {config.max_steps} steps" * bool(config.max_steps)
-    parts = [length, f"{config.optimizer} lr {config.lr:g}", config.scheduler]
+    rate = "" if config.lr is None else f" lr {config.lr:g}"
+    parts = [length, f"{config.optimizer}{rate}", config.scheduler]
     if config.warmup.number:
         parts.append(f"warmup {config.warmup}")
     if config.accumulate > 1:

@@ -14,6 +14,7 @@ from ckpttool import metrics as exact
 from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config.shared import DataConfig
+from train.data.collate import Collate
 from train.data.samples import kind_of
 from train.tasks.task import Loss, Task, UserTask, numbers_of, scores_in, target_of, trimmed
 
@@ -48,8 +49,18 @@ class Classification(Task):
         return loss, len(labels) if weights is None or is_mixed else weights[labels].double().sum()
 
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
-        if not batch[-1].is_floating_point():  # a mixture, of labels that were checked before
-            self.data.check_labels(batch[-1], indices, part)
+        labels = batch[-1] if isinstance(batch, tuple | list) and batch else None
+        if not isinstance(labels, torch.Tensor) or labels.shape[:1] != (len(indices),):
+            found = (
+                f"a batch of {len(indices)} {part} samples ends in {kind_of(labels)}, not a label for each"
+            )
+            if labels is None:
+                found = f"a batch of {part} samples is {kind_of(batch)}, not (inputs, ..., labels)"
+            raise UsageFault(
+                f"--task {self.name}: {found}", hint="collate(samples) makes (inputs, ..., labels)"
+            )
+        if not labels.is_floating_point():  # a mixture, of labels that were checked before
+            self.data.check_labels(labels, indices, part)
 
     def correct(self, outputs: Any, batch: Any) -> torch.Tensor | None:
         labels = batch[-1].argmax(dim=1) if batch[-1].is_floating_point() else batch[-1]
@@ -196,8 +207,24 @@ TASKS: dict[str, Callable[[Data, Any], Task]] = {
 NAMES = f"{', '.join(TASKS)} or file.py:factory"
 
 
-def build(config: DataConfig, data: Data) -> Task:
-    """Return the task that `--task` names, of a training run or an evaluation."""
+def users(config: DataConfig) -> Any:
+    """Return the object that `--task file.py:factory` makes, an instance; None for a task known by name.
+
+    It comes before the data, as it may say how samples become batches.
+    """
+    if ":" not in config.task:
+        return None
+    return _instance(factory.build(config.task), config.task)
+
+
+def collate_of(made: Any, config: DataConfig) -> tuple[Collate, str] | None:
+    """Return a user's task's own `collate`, with the flag that names the task; None if it has none."""
+    given = getattr(made, "collate", None)
+    return None if given is None else (given, f"--task {config.task}")
+
+
+def build(config: DataConfig, data: Data, own: Any = None) -> Task:
+    """Return the task that `--task` names, of a training run or an evaluation; `own` is what `users` made."""
     for name in ("label_smoothing", "mixup", "cutmix", "class_weights"):
         labelled = ("classification", "language-model")[: 1 + (name == "label_smoothing")]
         if getattr(config, name, 0) and config.task not in labelled:
@@ -207,20 +234,25 @@ def build(config: DataConfig, data: Data) -> Task:
         return TASKS[config.task](data, config)
     if ":" not in config.task:
         raise UsageFault(f"--task {config.task}: no such task", hint=f"one of {NAMES}")
-    return adapt(factory.build(config.task), config.task)
+    return adapt(users(config) if own is None else own, config.task)
 
 
 def adapt(made: Any, name: str) -> Task:
     """Return a user's object (an instance, a class without arguments, a module, a namespace) as a task."""
-    if isinstance(made, type):
-        try:
-            made = made()
-        except Exception as error:
-            hint = "return an instance"
-            raise UsageFault(f"--task {name}: {factory.described(error)}", hint=hint) from error
+    made = _instance(made, name)
     # A subclass of one of these is checked as any other object of a user's.
     is_builtin = type(made) in (Classification, Regression, LanguageModel, ModelLoss)
     return made if is_builtin else UserTask(made, name)
+
+
+def _instance(made: Any, name: str) -> Any:
+    if not isinstance(made, type):
+        return made
+    try:
+        return made()
+    except Exception as error:
+        hint = "return an instance"
+        raise UsageFault(f"--task {name}: {factory.described(error)}", hint=hint) from error
 
 
 def _smoothing(config: Any) -> float:

@@ -10,7 +10,8 @@
 The ranks' sums and counts are added before they are divided, so the loss is the mean over all samples, tokens
 or pixels, whatever each rank has of them. A metric whose `update` needs something else is given as a pair
 with a function: `{"top5": (lambda: metrics.TopK(5), lambda outputs, batch: (outputs[0], batch["label"]))}`.
-`forward`, `outputs`, `sample_count`, `batch_to` and `check` of `Task` may be given too.
+`forward`, `outputs`, `sample_count`, `batch_to` and `check` of `Task` may be given too;
+and `collate(samples)`, which makes batches of samples of any shapes, if the data set has none of its own.
 """
 
 from __future__ import annotations

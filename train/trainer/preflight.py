@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import default_collate
 
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed.dummy_pass import modes_kept
@@ -25,10 +24,11 @@ from ckpttool.models import factory
 from train.config.command_line import make_plan
 from train.config.training import TrainConfig
 from train.data.augment import augmented
+from train.data.batches import batch_of
 from train.data.data_set import Data
 from train.data.samples import count
-from train.model import optimizer, updater, wrapping
-from train.tasks.builtin import Classification
+from train.model import optimizer, schedule, updater, wrapping
+from train.tasks.builtin import Classification, ModelLoss, loss_in
 from train.tasks.task import PAIR, Task, UserTask
 from train.trainer import virtual_ranks
 
@@ -48,7 +48,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     _initialise(Trial(config.model, data, task, "training"), model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
-    optimizer.check_warmup(config, in_epoch)
+    schedule.check(config, in_epoch)
     augmented(data.train, config, len(data.classes))
     updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
@@ -68,7 +68,8 @@ def check_evaluation(name: str, data: Data, model: nn.Module, task: Task) -> Non
         outputs, batch = trial.forward(model.eval(), 1)
     except Exception as error:
         raise trial.unfit(error) from error
-    trial.loss(outputs, batch)
+    trial.loss(outputs, batch, 1)
+    _check_count(trial, outputs, 1)
     trial.measure(outputs, batch)
     _check_sum(trial, model)
 
@@ -84,15 +85,18 @@ class Trial:
 
     def forward(self, model: nn.Module, size: int, sample: int = 0) -> tuple[Any, Any]:
         """Return the model's outputs for a batch of `size` copies, in its current mode; and the batch."""
-        samples = self.data.train if self.part == "training" else self.data.test
-        batch = default_collate([samples[sample]] * size)
-        if isinstance(self.task, Classification):
-            outputs = self.task.forward(model, batch)
+        batch = self.batch(size, sample)
+        has_classes = isinstance(self.task, Classification)
+        if not has_classes or self.data.collation(self.part).is_own:
+            self.task.check(batch, [sample] * size, self.part)
+        outputs = self.task.forward(model, batch)
+        if has_classes:
             self._check_scores(outputs, size)
-        else:
-            self.task.check(batch, [0] * size, self.part)
-            outputs = self.task.forward(model, batch)
         return outputs, batch
+
+    def batch(self, size: int, sample: int = 0) -> Any:
+        samples = self.data.train if self.part == "training" else self.data.test
+        return batch_of(samples, self.data.collation(self.part), [sample] * size)
 
     def _check_scores(self, outputs: Any, size: int) -> None:
         """Refuse what is no row of scores per sample, and too few: a label would be out of bounds."""
@@ -102,15 +106,15 @@ class Trial:
             classes = f"{self.data.name} has {len(self.data.classes)} classes"
             raise UsageFault(f"--model {self.model}: has {outputs.shape[1]} outputs, but {classes}")
 
-    def loss(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, float]:
-        """Return the loss of a batch, as (sum, count)."""
-        self.task.check(batch, [0] * self.task.sample_count(batch), self.part)
+    def loss(self, outputs: Any, batch: Any, size: int, sample: int = 0) -> tuple[torch.Tensor, float]:
+        """Return the loss of a batch of `size` copies, as (sum, count)."""
+        self.task.check(batch, [sample] * size, self.part)
         try:
             total, count = self.task.loss(outputs, batch)
         except CkptToolError:
             raise
         except Exception as error:
-            which = f"the loss of {self.part} sample 0 of {self.data.name}"
+            which = f"the loss of {self.part} sample {sample} of {self.data.name}"
             what = f"--task {self.task.name}: {which}: {factory.described(error)}"
             raise UsageFault(what) from error
         return total, float(count)
@@ -162,7 +166,8 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
         if smallest == 1 and not isinstance(error, CkptToolError) and _takes_two(trial, model):
             raise wrapping.batch_of_one(config.model, plan, world_size) from error
         raise trial.unfit(error) from error
-    total, _ = trial.loss(outputs, batch)
+    total, _ = trial.loss(outputs, batch, smallest)
+    _check_count(trial, outputs, smallest)
     if not total.requires_grad:
         what = "the sum that loss returned does not depend on the model's parameters"
         hint = "compute it from the outputs, without .item(), .detach() or torch.no_grad()"
@@ -198,7 +203,7 @@ def _check_sum(trial: Trial, model: nn.Module) -> None:
     for sample in range(min(count(samples), TRIED)):
         try:
             with torch.no_grad():
-                losses = [trial.loss(*trial.forward(quiet, size, sample)) for size in (1, 2)]
+                losses = [trial.loss(*trial.forward(quiet, n, sample), n, sample) for n in (1, 2)]
         except Exception:  # one that only a batch of this size raises, which may never come
             return
         (single, of_one), (double, of_two) = ((float(total), counted) for total, counted in losses)
@@ -212,6 +217,20 @@ def _check_sum(trial: Trial, model: nn.Module) -> None:
         if _is_near(double, 2 * single) and _is_near(of_two, of_one):
             raise UsageFault(f"{returned} a count of {of_one:g} {copies}", hint=PAIR)
         return
+
+
+def _check_count(trial: Trial, outputs: Any, size: int) -> None:
+    """Refuse batches in which a model's mean can't be said to be of how many samples."""
+    if not isinstance(trial.task, ModelLoss) or loss_in(outputs)[1] is not None:
+        return
+    for number in (size, size + 1):  # one may be right by chance: images have three channels
+        counted = trial.task.sample_count(trial.batch(number))
+        if counted != number:
+            what = f"--task {trial.task.name}: finds {counted} samples in a batch of {number}"
+            ways = (
+                "with its loss let the model return a count, or give --task file.py:factory with sample_count"
+            )
+            raise UsageFault(f"{what}: its first tensor has no row for each", hint=ways)
 
 
 def _is_near(one: float, other: float) -> bool:

@@ -34,7 +34,8 @@ class Scorer:
         self.data, self.task = data, task
         self.before_batch: Callable[[], object] = lambda: None  # what it raises ends the evaluation
         self.measures = measures(task.metrics)
-        loaded = partial(load, data.test, place=place, workers=workers, again=True)
+        how: dict[str, Any] = {"collation": data.collation("test"), "again": True}
+        loaded = partial(load, data.test, place=place, workers=workers, **how)
         self.evaluator = Evaluator(data.test, batch_size=batch_size, device=place.device, load=loaded)
 
     def score(self, model: nn.Module, *, checkpoint: str | None = None) -> Score:

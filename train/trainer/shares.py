@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.utils.data import default_collate
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.dummy_pass import leaving_no_trace
 from ckpttool.distributed.plan import Plan
+from train.data.batches import batch_of
 from train.model import wrapping
 from train.trainer.trainer import Trainer
 
@@ -69,7 +69,7 @@ def measure(trainer: Trainer) -> Speed:
     few = max(1, len(indices) // 4)
     with leaving_no_trace(trainer.ddp, together=False), wrapping.not_compiled():
         passes = _pass(trainer, indices), _pass(trainer, indices[:few])
-        load, whole, part = _seconds(lambda: default_collate([feed.samples[i] for i in indices]), *passes)
+        load, whole, part = _seconds(lambda: batch_of(feed.samples, feed.collation, indices), *passes)
     trainer.updater.optimizer.zero_grad(set_to_none=True)
     most = whole / len(indices)
     per_sample = min((whole - part) / (len(indices) - few), most) if len(indices) > few else most

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
@@ -26,7 +25,7 @@ from ckpttool.errors import CheckFailed
 from train.config import command_line
 from train.config.training import TrainConfig
 from train.data.augment import augmented
-from train.data.batches import load
+from train.data.batches import batch_of, load
 from train.data.data_set import Data
 from train.data.samples import count
 from train.log.step_log import StepLog
@@ -43,6 +42,7 @@ class Feed:
     def __init__(self, config: TrainConfig, data: Data, task: Task, place: Place) -> None:
         self.config, self.data, self.task, self.place = config, data, task, place
         self.samples = augmented(data.train, config, len(data.classes))
+        self.collation = data.collation("training")
         self.plan: Plan = command_line.make_plan(config, count(data.train))
         self.steps_per_epoch = self.plan.steps_of(place.world_size)
         self.recorder = Recorder()
@@ -60,7 +60,8 @@ class Feed:
         indices, taken = itertools.tee(micro_batch for step in steps for micro_batch in step.micro_batches)
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
         seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
-        loaded = load(self.samples, indices, self.place, self.config.workers, seed=seed)
+        how: dict[str, Any] = {"collation": self.collation, "seed": seed}
+        loaded = load(self.samples, indices, self.place, self.config.workers, **how)
         for micro_batch, batch in zip(taken, loaded, strict=True):
             self.task.check(batch, micro_batch, "training")
             self.recorder.take(micro_batch, batch)
@@ -68,7 +69,7 @@ class Feed:
 
     def batch_of(self, indices: list[int]) -> Any:
         """Return samples as one batch on this rank's device, loaded in this process."""
-        return self.task.batch_to(default_collate([self.samples[i] for i in indices]), self.place.device)
+        return self.task.batch_to(batch_of(self.samples, self.collation, indices), self.place.device)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the plan and the data."""

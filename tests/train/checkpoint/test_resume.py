@@ -227,7 +227,7 @@ def test_a_run_can_continue_within_an_epoch_on_another_number_of_ranks(
     ("settings", "samples", "said"),
     [
         ({"batch_size": 10}, 44, "to a run with --batch-size 12"),
-        ({"lr": 0.3, "seed": 5}, 44, "to a run with --seed 0 --lr 0.1"),
+        ({"lr": 0.3, "seed": 5}, 44, "to a run with --lr 0.1 --seed 0"),
         ({"model": "resnet20"}, 44, "to a run with --model simple-cnn"),
         ({"warmup": Every(0, "epochs")}, 44, "to a run with --warmup 2steps"),
         ({"drop_last": True}, 44, "to a run with no --drop-last"),

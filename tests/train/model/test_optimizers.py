@@ -16,6 +16,7 @@ from ckpttool.errors import UsageFault
 from train.checkpoint import format as checkpoints
 from train.config.training import Every, TrainConfig
 from train.model import optimizer as optimizers
+from train.model import schedule
 
 OTHERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"]
 OTHERS += ["NAdam", "RAdam", "RMSprop", "Rprop", "sgd"]
@@ -98,7 +99,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "closure": ({"optimizer": "LBFGS"}, "--optimizer LBFGS: calls the model several times in a step"),
     "sparse": ({"optimizer": "sparseadam"}, "--optimizer sparseadam: needs sparse gradients"),
     "complex": ({"optimizer": "adafactor"}, "Adafactor does not support complex parameters"),
-    "no matrix": ({"optimizer": "muon"}, "muon: can't train simple-cnn: it has no nn.Linear before the last"),
+    "no matrix": ({"optimizer": "muon"}, "muon: can't train simple-cnn: it has no matrix before the last"),
     "muon, zero": ({"optimizer": "Muon", "zero": True}, "--zero: muon's state is not divided"),
     "two dtypes": ({"zero": True}, "--zero: needs parameters of one dtype, but"),
 }
@@ -172,7 +173,7 @@ RATES = {
 def test_the_rate_rises_over_the_warm_up_and_falls_over_the_rest(course):
     optimizer = optimizers.build_optimizer(config(lr=2.0), Net())
     chosen = TrainConfig(scheduler=course, warmup=Every(2, "steps"), epochs=2)
-    scheduler = optimizers.build_scheduler(chosen, optimizer, 6)
+    scheduler = schedule.build_scheduler(chosen, optimizer, 6)
     met = []
     for _ in range(6):
         met.append([group["lr"] / 2 for group in optimizer.param_groups])

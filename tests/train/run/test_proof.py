@@ -310,6 +310,8 @@ def test_code_that_the_run_names_is_not_run_unless_that_is_allowed(cli, run):
     code = {"model": "simple-cnn", "data": "digits", "task": "classification"}
     rechained(run, 1, code=code, arguments=["--model=/evil.py:model", "--wandb"])
     assert "code that the run names: /evil.py:model" in said_by(cli, 2, run)  # the arguments alone name it
+    rechained(run, 1, code=code, arguments=["--optimizer", "/evil.py:one", "--scheduler=/evil.py:other"])
+    assert "code that the run names: /evil.py:one, /evil.py:other" in said_by(cli, 2, run)
 
 
 def test_a_dry_run_says_the_command_and_runs_nothing(cli, run):

@@ -41,6 +41,7 @@ class Row(NamedTuple):
         sizes: the numbers of ranks to run it on.
         bound: what the weights may differ by from the training on one rank, 0 for the same bits; None if they
             do not follow it.
+        data: what it is trained on.
     """
 
     name: str
@@ -48,7 +49,21 @@ class Row(NamedTuple):
     make: Any = runs.steady
     sizes: tuple[int, ...] = SIZES
     bound: float | None = FLOAT32
+    data: Any = runs.images
 
+
+GROUPS: dict[str, Any] = {
+    "lr_scale": ("head=0.5",),
+    "layer_decay": 0.8,
+    "no_decay": ("stem",),
+    "nesterov": True,
+    "scheduler": "wsd",
+    "min_lr": 0.01,
+}
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "momentum": 0.0, "betas": (0.8, 0.9), "eps": 0.01}
+ADAMW["scheduler"] = "onecycle"
+OWN: dict[str, Any] = {"optimizer": "tests.ranks.own_code:Smooth", "momentum": None, "weight_decay": None}
+OWN["scheduler"] = "tests.ranks.own_code:halved"
 
 ROWS = [
     Row("plain", {}),
@@ -59,6 +74,11 @@ ROWS = [
     Row("`--grad-checkpoint`", {"grad_checkpoint": True}),
     Row("`--zero`", {"zero": True}),
     Row("`--amp bf16`", {"amp": "bf16"}, bound=BF16),
+    Row("`--lr-scale`, `--layer-decay`, `--no-decay`, `--nesterov`, wsd, `--min-lr`", GROUPS),
+    Row("`--optimizer adamw --betas --eps`, onecycle", ADAMW),
+    Row("`--optimizer muon`", {**ADAMW, "optimizer": "muon", "momentum": 0.9}, runs.deep, bound=BF16),
+    Row("an optimizer and a schedule of one's own", OWN),
+    Row("padded texts, by `collate`", {}, runs.of_texts, data=runs.texts),
     Row("`--rank-share 1,1`", {"rank_share": (1, 1)}, sizes=(2,)),
     Row("`--rank-share 1,3`", {"rank_share": (1, 3)}, sizes=(2,)),
     Row("`--rank-batch 2,10`", {"rank_batch": (2, 10)}, sizes=(2,)),
@@ -91,7 +111,7 @@ def measure(
     """
     digests, differences, resumed = {}, {}, {}
     for size in row.sizes:
-        arguments = row.make, folder, row.settings, stops
+        arguments = row.make, folder, row.settings, stops, row.data
         last, different = run_ranks(size, runs.straight_and_resumed, *arguments)[0]
         alone = alone or last
         digests[size] = digest(last)

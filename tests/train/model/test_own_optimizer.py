@@ -1,0 +1,200 @@
+"""`--optimizer file.py:factory`: what a factory gets and may return, and that its state can be resumed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.errors import UsageFault
+from train.config.training import TrainConfig
+from train.model import optimizer as optimizers
+
+OWN = """
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+
+def of_params(params, lr=0.5, betas=(0.5, 0.5)):
+    return AdamW(params, lr, betas)
+
+def of_model(model, lr=0.2):
+    head = [{"params": model[2].parameters(), "lr": 10 * lr}, {"params": []}]
+    return SGD([{"params": model[0].parameters()}, *head], lr)
+
+def anything(**given):
+    return SGD(given["params"], given.get("lr", 0.1))
+
+def nothing(): return SGD([torch.nn.Parameter(torch.ones(1))])
+def no_optimizer(params): return [params]
+def stranger(model): return SGD([*model.parameters(), torch.nn.Parameter(torch.ones(2, 3))], 0.1)
+def part(model): return SGD(model[0].parameters(), 0.1)
+def broken(params): raise KeyError("lost")
+def twice(model):
+    made = SGD(model.parameters(), 0.1)
+    made.param_groups.append({**made.param_groups[0]})
+    return made
+def tensor_rate(params): return AdamW(params, lr=torch.tensor(0.1))
+
+class Forgetful(Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=group["lr"] / self.steps)
+
+class Objects(Forgetful):
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["step"] = object
+
+class Beside(Forgetful):
+    def state_dict(self):
+        return {**super().state_dict(), "steps": self.steps}
+
+class Restless(Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad + torch.rand_like(p), alpha=group["lr"])
+"""
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return str(tmp_path / "own.py")
+
+
+def config(spec: str, **settings: Any) -> TrainConfig:
+    return TrainConfig(optimizer=spec, **{"lr": None, "momentum": None, "weight_decay": None, **settings})
+
+
+def test_a_factory_gets_the_groups_by_rule_and_the_flags_that_are_given(own):
+    settings = config(f"{own}:of_params", lr=0.1, lr_scale=("^2=3",), betas=(0.8, 0.9))
+    optimizers.check(settings, model())
+    made = optimizers.build_optimizer(settings, model(), "module.")
+    found = [(group["param_names"], group["lr"], group["betas"]) for group in made.param_groups]
+    assert found[0] == (["module.0.weight"], 0.1, (0.8, 0.9))
+    assert found[1] == (["module.2.weight"], pytest.approx(0.3), (0.8, 0.9))
+    assert [group["weight_decay"] for group in made.param_groups] == [0.01, 0.01, 0.0, 0.0]
+    plain = optimizers.build_optimizer(config(f"{own}:of_params"), model())
+    assert {(group["lr"], group["betas"]) for group in plain.param_groups} == {(0.5, (0.5, 0.5))}
+
+
+def test_a_class_of_a_library_is_a_factory_and_so_is_one_with_arguments():
+    made = optimizers.build_optimizer(config("torch.optim:NAdam(betas=(0.5, 0.6))", lr=0.2), model())
+    assert isinstance(made, torch.optim.NAdam)
+    assert {(group["lr"], group["betas"]) for group in made.param_groups} == {(0.2, (0.5, 0.6))}
+
+
+def test_a_factory_may_make_groups_of_its_own_even_an_empty_one(own):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizers.check(config(f"{own}:of_model"), net)
+    made = optimizers.build_optimizer(config(f"{own}:of_model"), net, "module.")
+    assert [(group["param_names"], group["lr"]) for group in made.param_groups] == [
+        (["module.0.weight", "module.0.bias"], 0.2),
+        (["module.2.weight", "module.2.bias"], 2.0),
+        ([], 0.2),
+    ]
+
+
+@pytest.mark.parametrize("name", ["anything", "Restless"])
+def test_one_that_takes_anything_or_draws_at_random_can_be_resumed(own, name):
+    net, before = model(), torch.get_rng_state()
+    optimizers.check(config(f"{own}:{name}"), net)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "takes neither params nor model"),
+    "no_optimizer": ({}, "returned a list, not a torch.optim.Optimizer"),
+    "stranger": ({}, "has a parameter of the shape [2, 3] that is none of the model's"),
+    "part": ({}, "leaves out parameter 1.weight, which requires a gradient"),
+    "twice": ({}, "has parameter 0.weight twice"),
+    "broken": ({}, "KeyError: 'lost'"),
+    "tensor_rate": ({}, "group 0 has no learning rate that is a number"),
+    "Forgetful": ({}, "after its state_dict is loaded, the next step changes parameter 0.weight otherwise"),
+    "Objects": ({}, "its state holds more than tensors and plain values"),
+    "Beside": ({}, "its state_dict has steps beside state and param_groups"),
+    "of_params": ({"momentum": 0.9}, "--momentum: "),
+    "of_model": ({"no_decay": ("x",)}, "--no-decay: "),
+    "lost": ({}, "has no factory 'lost'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_trained_with_or_resumed_is_refused(own, name):
+    settings, said = REFUSED[name]
+    with pytest.raises(UsageFault, match=re.escape(said)):
+        optimizers.check(config(f"{own}:{name}", **settings), model())
+
+
+# ---- the flags of torch's own optimizers ----------------------------------------------------------------
+
+
+def trained(optimizer: Any, net: nn.Module) -> list[torch.Tensor]:
+    for step in range(3):
+        torch.manual_seed(step)
+        net.zero_grad()
+        net(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+PASSED: dict[str, tuple[dict[str, Any], Any]] = {
+    "betas and eps": (
+        {"optimizer": "adamw", "betas": (0.8, 0.95), "eps": 1e-3},
+        lambda params: torch.optim.AdamW(params, 0.1, (0.8, 0.95), 1e-3, 0.0),
+    ),
+    "nesterov": (
+        {"optimizer": "sgd", "momentum": 0.9, "nesterov": True},
+        lambda params: torch.optim.SGD(params, 0.1, 0.9, nesterov=True),
+    ),
+    "fused": (
+        {"optimizer": "adamw", "fused": "on"},
+        lambda params: torch.optim.AdamW(params, 0.1, weight_decay=0.0, fused=True),
+    ),
+    "fused where there is no GPU": (
+        {"optimizer": "adamw", "fused": "auto"},
+        lambda params: torch.optim.AdamW(params, 0.1, weight_decay=0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PASSED)
+def test_flags_reach_torchs_optimizer(what):
+    settings, torchs = PASSED[what]
+    ours, theirs = model(), model()
+    usual = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+    made = optimizers.build_optimizer(TrainConfig(**{**usual, **settings}), ours)
+    assert all(map(torch.equal, trained(made, ours), trained(torchs(theirs.parameters()), theirs)))
+
+
+NONE = {
+    "adagrad has none": {"optimizer": "adagrad", "betas": (0.9, 0.9)},
+    "--fused on: rprop has no fused step": {"optimizer": "rprop", "fused": "on"},
+    "--nesterov: adam has none": {"optimizer": "adam", "nesterov": True},
+    "Nesterov momentum requires a momentum": {"optimizer": "sgd", "nesterov": True},
+}
+
+
+@pytest.mark.parametrize("said", NONE)
+def test_flags_that_an_optimizer_has_no_use_for_are_refused(said):
+    with pytest.raises(UsageFault, match=re.escape(said)):
+        optimizers.check(TrainConfig(**{"momentum": 0.0, "weight_decay": 0.0, **NONE[said]}), model())

@@ -1,0 +1,118 @@
+"""Groups of parameters that an optimizer treats alike, by rules over names and layers. Imports torch.
+
+A rule is said by a flag: norms and biases do not decay (`--decay-norms`), nor what `--no-decay` names;
+`--lr-scale` and `--layer-decay` multiply the learning rate; muon takes matrices. Parameters to which the same
+rules apply are a group, which says in `rule` what they are, so that a checkpoint does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ckpttool.errors import UsageFault
+from train.config import optimizing
+from train.config.training import TrainConfig
+from train.model import muon
+from train.model.names import found_in, trained
+from train.model.wrapping import block_paths
+
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+class Rules(NamedTuple):
+    """What applies to a parameter, and in which place its group stands."""
+
+    adamw: bool  # with --optimizer muon
+    no_decay: bool
+    layer: int  # from 0, with --layer-decay
+    scaled: int  # the number of its --lr-scale, from 1; 0 for none
+
+
+def groups_of(config: TrainConfig, model: nn.Module, prefix: str = "") -> list[dict[str, Any]]:
+    """Return the parameters that require gradients, each once, in groups; those that decay come first.
+
+    Args:
+        prefix: what precedes the names in a checkpoint (`param_names`), and not in the flags' expressions.
+    """
+    is_muon = config.optimizer.lower() == "muon"
+    inside = muon.matrices(model, config.muon_for) if is_muon else set()
+    keeps = _not_decaying(config, model)
+    layers = layers_of(model) if config.layer_decay else {}
+    scales = [optimizing.scale_in(text) for text in config.lr_scale]
+    scaled = found_in("--lr-scale", [name for name, _ in scales], model)
+    groups: dict[Rules, dict[str, Any]] = {}
+    for name, parameter in trained(model).items():
+        is_adamw = is_muon and id(parameter) not in inside
+        rules = Rules(is_adamw, name in keeps, layers.get(name, 0), scaled.get(name, -1) + 1)
+        group = groups.setdefault(rules, {"params": [], "param_names": []})
+        group["params"].append(parameter)
+        group["param_names"].append(f"{prefix}{name}")
+    last = max(layers.values(), default=0)
+    for rules, group in groups.items():
+        factor = scales[rules.scaled - 1][1] if rules.scaled else 1.0
+        factor *= config.layer_decay ** (last - rules.layer) if config.layer_decay else 1.0
+        group |= {"weight_decay": 0.0} if rules.no_decay else {}
+        group |= {"muon": not rules.adamw} if is_muon else {}
+        group |= {"lr": config.lr * factor} if factor != 1 and config.lr is not None else {}
+        if rule := _in_words(config, rules, last, is_muon=is_muon):
+            group["rule"] = rule
+    return [groups[rules] for rules in sorted(groups)]
+
+
+def _in_words(config: TrainConfig, rules: Rules, last: int, *, is_muon: bool) -> str:
+    """Return what applies to a group, as `no decay, layer 2 of 6, lr-scale '^head'=10`."""
+    parts = ["adamw" if rules.adamw else "muon"] if is_muon else []
+    parts += ["no decay"] * rules.no_decay
+    parts += [f"layer {rules.layer} of {last}"] * bool(config.layer_decay)
+    if rules.scaled:
+        parts.append(f"lr-scale {config.lr_scale[rules.scaled - 1]}")
+    return ", ".join(parts)
+
+
+def _not_decaying(config: TrainConfig, model: nn.Module) -> set[str]:
+    """Return the names of the parameters that do not decay."""
+    if config.weight_decay == 0:
+        return set()
+    names = set(found_in("--no-decay", config.no_decay, model))
+    if config.decay_norms:
+        return names
+    norms = {
+        id(parameter)
+        for layer in model.modules()
+        if isinstance(layer, NORMS)
+        for parameter in layer.parameters(recurse=False)
+    }
+    return names | {name for name, p in trained(model).items() if not decays(name, p, norms)}
+
+
+def decays(name: str, parameter: nn.Parameter, norms: set[int]) -> bool:
+    """Say whether weight decay is meant for a parameter: a matrix or kernel, no bias, nothing of a norm."""
+    return parameter.dim() > 1 and name.rpartition(".")[2] != "bias" and id(parameter) not in norms
+
+
+def layers_of(model: nn.Module) -> dict[str, int]:
+    """Return the layer of each parameter, from 0: what comes before the blocks, each block, what comes after.
+
+    As for BEiT (arXiv 2106.08254). What lies between two blocks belongs to the second. A last block of plain
+    layers is the head, with what precedes it.
+
+    Raises:
+        UsageFault: the model has no blocks.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    blocks = block_paths(model)
+    block_of = {name: block for name in names for block in blocks if name.startswith(f"{block}.")}
+    if not block_of:
+        what = f"--layer-decay: {type(model).__name__} has no blocks"
+        hint = "it needs modules in an nn.Sequential or nn.ModuleList; or give --lr-scale for each layer"
+        raise UsageFault(what, hint=hint)
+    first = next(place for place, name in enumerate(names) if name in block_of)
+    number = {block: place + (first > 0) for place, block in enumerate(dict.fromkeys(block_of.values()))}
+    layers = dict.fromkeys(names[:first], 0)
+    after = max(number.values()) + 1
+    for name in reversed(names[first:]):
+        after = layers[name] = number[block_of[name]] if name in block_of else after
+    return layers
