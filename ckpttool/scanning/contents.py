@@ -140,10 +140,12 @@ class Contents:
         """Look into the records of one zip, pickles first: they say which records are numbers."""
         records = read_directory(place.source, place, folded=False)
         numbers: set[str] = set()
+        storages: tuple[str, ...] = ()  # the folders of torch's, whose bytes may look like anything
         for record in sorted(records.values(), key=lambda record: not record.name.endswith(".pkl")):
             if record.name in numbers or not record.data.nbytes:
                 continue
-            inner = part.inside(record.name, record.data)
+            is_sure = part.is_sure and not record.name.startswith(storages)
+            inner = Part(record.data, (*part.where, record.name[:200]), is_sure)
             if record.compression in unpacking.METHODS:
                 self._unpack(part, record.name, unpacking.METHODS[record.compression], record.data)
                 continue
@@ -152,8 +154,9 @@ class Contents:
             except Unsupported as fault:
                 self._fault(inner, fault)
                 continue
-            keys = self.look(inner)
-            numbers |= {f"{record.name.removesuffix('.pkl')}/{key}" for key in keys}
+            keys, folder = self.look(inner), f"{record.name.removesuffix('.pkl')}/"
+            numbers |= {folder + key for key in keys}
+            storages += (folder,) if record.name.endswith(".pkl") else ()
 
     def _loose(self, part: Part) -> None:
         """Look into whatever records there are, where no directory can be believed."""
