@@ -1,6 +1,6 @@
 """Compare scanners: `python -m tests.scanners [--write] [--python PATH]`.
 
-PATH is a Python that has picklescan, fickling, modelscan and modelaudit (extra `scanners`); default: this one.
+PATH is a Python that has picklescan, fickling, modelscan and modelaudit (extra `scanners`); else this one.
 --write puts the table into docs/scan.md.
 """
 

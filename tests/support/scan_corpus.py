@@ -1,6 +1,6 @@
 """Files that run code when they are loaded, each in another way, and honest files of the same kinds.
 
-Loading an attack makes `canary` in the current folder; `how` says what loads it. Imports torch when it writes.
+Loading an attack makes `canary` in the current folder; `how` says what loads it. Writing imports torch.
 """
 
 from __future__ import annotations
@@ -207,10 +207,8 @@ ATTACKS: dict[str, Case] = {
     "posix.mkdir": Case("a.pkl", calling("posix", "mkdir", text("canary"))),
     "os.system": Case("a.pkl", calling("os", "system", text("mkdir canary"))),
     "eval": Case("a.pkl", calling("builtins", "eval", text(CODE))),
-    "exec, protocol 0": Case("a.pkl", raw(b"c__builtin__\nexec\n(S\"%b\"\ntR." % CODE.encode())),
-    "subprocess": Case(
-        "a.pkl", calling("subprocess", "check_call", list_of(text("mkdir"), text("canary")))
-    ),
+    "exec, protocol 0": Case("a.pkl", raw(b'c__builtin__\nexec\n(S"%b"\ntR.' % CODE.encode())),
+    "subprocess": Case("a.pkl", calling("subprocess", "check_call", list_of(text("mkdir"), text("canary")))),
     "getattr chain": Case(
         "a.pkl",
         raw(
@@ -245,11 +243,7 @@ ATTACKS: dict[str, Case] = {
     "cProfile.run": Case("a.pkl", calling("cProfile", "run", text(CODE))),
     "bdb.Bdb.run": Case(
         "a.pkl",
-        raw(
-            program(
-                call(text("bdb") + text("Bdb.run") + b"\x93", call(name("bdb", "Bdb")), text(CODE)), 4
-            )
-        ),
+        raw(program(call(text("bdb") + text("Bdb.run") + b"\x93", call(name("bdb", "Bdb")), text(CODE)), 4)),
     ),
     "logging.FileHandler": Case("a.pkl", calling("logging", "FileHandler", text("canary"))),
     "sqlite3.connect": Case("a.pkl", calling("sqlite3", "connect", text("canary"))),
@@ -282,9 +276,7 @@ ATTACKS: dict[str, Case] = {
             )
         ),
     ),
-    "numpy runstring": Case(
-        "a.pkl", calling("numpy.testing._private.utils", "runstring", text(CODE), b"}")
-    ),
+    "numpy runstring": Case("a.pkl", calling("numpy.testing._private.utils", "runstring", text(CODE), b"}")),
     "torch.utils.collect_env.run": Case(
         "a.pkl", calling("torch.utils.collect_env", "run", text("mkdir canary"))
     ),
@@ -307,7 +299,12 @@ ATTACKS: dict[str, Case] = {
     "OBJ": Case("a.pkl", raw(program(b"(" + name("os", "mkdir") + text("canary") + b"o"))),
     "memoised strings": Case(
         "a.pkl",
-        raw(program(text("os") + b"q\x000" + text("mkdir") + b"q\x010h\x00h\x01\x93" + text("canary") + b"\x85R", 4)),
+        raw(
+            program(
+                text("os") + b"q\x000" + text("mkdir") + b"q\x010h\x00h\x01\x93" + text("canary") + b"\x85R",
+                4,
+            )
+        ),
     ),
     "strings made far away": Case(
         "a.pkl",
@@ -328,9 +325,7 @@ ATTACKS: dict[str, Case] = {
     "an end that is missing": Case("a.pkl", raw(b"\x80\x02" + MKDIR)),
     "a broken end, protocol 0": Case("a.bin", raw(b"cos\nmkdir\n(S'canary'\ntR\xff")),
     "the second pickle": Case("a.pkl", raw(pickle.dumps({"w": 1}) + PAYLOAD), "pickle twice"),
-    "behind 20 MB of bytes": Case(
-        "a.pkl", raw(program(bytes_of(bytes(20_000_000)) + b"0" + MKDIR, 3))
-    ),
+    "behind 20 MB of bytes": Case("a.pkl", raw(program(bytes_of(bytes(20_000_000)) + b"0" + MKDIR, 3))),
     "the bytes of joblib's array": Case("a.joblib", raw(program(IN_ARRAY)[:-1])),
     # What a file is called.
     "called .txt": Case("a.txt", raw(PAYLOAD)),
@@ -347,9 +342,7 @@ ATTACKS: dict[str, Case] = {
     ),
     "torch zip, a wrong CRC": Case("a.pt", changed(_zip, _wrong_crc), "torch"),
     "torch zip, a flag of encryption": Case("a.pt", changed(_zip, _at(LOCAL, 6, b"\1\0")), "torch"),
-    "torch zip, another name in the local header": Case(
-        "a.pt", changed(_zip, _at(LOCAL, 30, b"A")), "torch"
-    ),
+    "torch zip, another name in the local header": Case("a.pt", changed(_zip, _at(LOCAL, 30, b"A")), "torch"),
     "torch zip, a folder's bit": Case("a.pt", changed(_zip, _at(CENTRAL, 38, b"\x10")), "torch"),
     "torch legacy": Case("a.pt", lambda path: torch_legacy(path, dict_of({"w": MKDIR})), "torch"),
     "torch tar": Case("a.pt", _torch_tar, "torch"),

@@ -1,4 +1,4 @@
-"""Load attacks of the corpus as users would, and say of which code ran: `python -m tests.support.scan_loading`.
+"""Load attacks of the corpus as users would, and say which ran code: `python -m tests.support.scan_loading`.
 
 Reads a JSON object from stdin: title -> [path, how]. Prints a JSON list of the titles whose canary appeared.
 """
@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -79,8 +80,6 @@ def ran(path: str, how: str) -> bool:
         for _ in range(50):  # of a process that was started
             if os.path.exists("canary"):
                 break
-            import time
-
             time.sleep(0.002)
         found = os.path.exists("canary")
         os.chdir("/")
