@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ..errors import CkptToolError, FileError
 from ..files.failures import reason
@@ -15,7 +15,7 @@ from .verdicts import Scanned, unreadable
 from .walking import Named, files_in
 
 
-def scan(path: str | os.PathLike[str]) -> list[Scanned]:
+def scan(path: str | os.PathLike[str], *, allow: Collection[str] = ()) -> list[Scanned]:
     """Return what could run in a file, or in each file of a folder, when it is unpickled.
 
     Nothing that a file names is imported or called. Pickles are found in whatever containers Python's loaders
@@ -23,13 +23,15 @@ def scan(path: str | os.PathLike[str]) -> list[Scanned]:
 
     Args:
         path: a file, a folder, which is looked into recursively, or a URL of either.
+        allow: shell patterns of names that count as harmless: `sklearn.*`. One of what pickles are known to
+            run code by has to be named itself.
 
     Returns:
         For each file its verdict, the names that could run something with where each is, and what could not
         be looked at. What can't be opened is `unreadable`, with the reason.
     """
     with places.visit():
-        return [*scan_each(named_in([path]))]
+        return [*scan_each(named_in([path]), allow)]
 
 
 def named_in(paths: Iterable[str | os.PathLike[str]]) -> list[Named]:
@@ -44,13 +46,13 @@ def _named_at(path: str) -> list[Named]:
         return [Named(path, _reason(error))]
 
 
-def scan_each(files: Iterable[Named]) -> Iterator[Scanned]:
+def scan_each(files: Iterable[Named], allow: Collection[str] = ()) -> Iterator[Scanned]:
     """Yield what is found in each file, in their order."""
     for path, fault in files:
-        yield _scanned(path) if fault is None else unreadable(path, fault)
+        yield _scanned(path, allow) if fault is None else unreadable(path, fault)
 
 
-def _scanned(path: str) -> Scanned:
+def _scanned(path: str, allow: Collection[str]) -> Scanned:
     try:
         source = places.open_source_at(path)
     except CkptToolError as error:
@@ -62,7 +64,7 @@ def _scanned(path: str) -> Scanned:
         return unreadable(path, reason(error))
     finally:
         source.close()
-    return Scanned.of(path, contents.names, tuple(contents.problems), contents.pickles)
+    return Scanned.of(path, contents.names, tuple(contents.problems), contents.pickles, allow)
 
 
 def _reason(error: CkptToolError) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from ..inert_pickle.known_names import is_dangerous, names_that_run
 from ..inert_pickle.values import Global
@@ -66,17 +67,28 @@ class Scanned:
 
     @classmethod
     def of(
-        cls, path: str, names: Mapping[Global, str], problems: tuple[Problem, ...] = (), pickles: int = 0
+        cls,
+        path: str,
+        names: Mapping[Global, str],
+        problems: tuple[Problem, ...] = (),
+        pickles: int = 0,
+        allowed: Collection[str] = (),
     ) -> Scanned:
         """Judge a file by the names in it, each with where it is, and by what could not be looked at."""
-        by_text = {str(name): name for name in names}
-        found = [by_text[text] for text in names_that_run(names)]
+        by_text = {str(name): name for name in names if not _is_allowed(name, allowed)}
+        found = [by_text[text] for text in names_that_run(by_text.values())]
         findings = tuple(Finding(str(name), names[name], is_dangerous(name)) for name in found)
         if findings:
             verdict = DANGEROUS if any(finding.dangerous for finding in findings) else UNKNOWN
         else:
             verdict = UNREADABLE if problems else SAFE
         return cls(path, verdict, findings, problems, pickles)
+
+
+def _is_allowed(name: Global, allowed: Collection[str]) -> bool:
+    """Whether the user allows a name: by a pattern, or one of what attacks use only by the name itself."""
+    text = str(name)
+    return text in allowed or (not is_dangerous(name) and any(fnmatchcase(text, each) for each in allowed))
 
 
 def unreadable(path: str, reason: str) -> Scanned:

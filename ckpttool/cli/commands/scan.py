@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 @click.command("scan")
 @options.argument("paths", "PATH…", nargs=-1, required=True)
+@options.several("--allow PATTERN", "Names that count as harmless, e.g. 'sklearn.*'.")
 @options.flag("--sarif", "Print SARIF 2.1.0, which code scanning takes, instead of lines or JSON.")
 @options.reading
-def command(console: Console, paths: tuple[str, ...], sarif: bool) -> int:
+def command(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif: bool) -> int:
     """Say what could run in files and folders when they are unpickled, without running it.
 
     Pickles are found by content, whatever a file is called: in zips, tars, gzip, bzip2, xz and zlib, NumPy's
@@ -25,12 +26,14 @@ def command(console: Console, paths: tuple[str, ...], sarif: bool) -> int:
     known to be harmless. A file is dangerous (it names what runs code), unknown (it names a class or function
     not known here), unreadable (not all of it could be looked at) or safe.
 
-    Exit 1 if something could run, else 3 if something is unreadable. docs/scan.md has more.
+    Exit 1 if something could run, else 3 if something is unreadable. docs/scan.md has more. --allow does not
+    allow what attacks use, unless it names it without * or ?.
 
     \b
     Examples:
       ckpttool scan last.pt
-      ckpttool scan . --sarif > scan.sarif
+      ckpttool scan . --sarif
+      ckpttool scan last.pt --allow 'sklearn.*'
     """
     from ... import __version__
     from ...scanning.sarif import as_sarif
@@ -41,7 +44,7 @@ def command(console: Console, paths: tuple[str, ...], sarif: bool) -> int:
     scanned: list[Scanned] = []
     is_text = not (console.json or sarif)
     with console.bar("scanning") as bar:
-        for number, file in enumerate(scan_each(files), 1):
+        for number, file in enumerate(scan_each(files, allow), 1):
             scanned.append(file)
             bar.step(number, len(files))
     if is_text:

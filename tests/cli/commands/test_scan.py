@@ -84,6 +84,15 @@ def test_names_of_a_file_cannot_steer_the_terminal(cli: Any) -> None:
     assert "\x1b" not in ran.out + ran.err
 
 
+@pytest.mark.usefixtures("files")
+def test_allowed_names_are_harmless_but_what_attacks_use_has_to_be_named(cli: Any) -> None:
+    assert cli("scan models/own.pkl --allow logging.*").code == 0
+    assert cli("scan models/own.pkl --allow Logging.* --allow json.*").code == 1
+    assert cli("scan models/bad.pkl --allow * --allow os.*").code == 1
+    assert cli("scan models/bad.pkl --allow os.mkdir").code == 0
+    assert "dangerous" in cli("scan models --allow *").out
+
+
 # SARIF.
 
 
