@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .models.reloading import reload as reload
     from .models.skeleton import skeletons as skeletons
     from .proving.proof import prove as prove
+    from .scanning.scan import scan as scan
     from .tensors.ref import TensorRef as TensorRef
     from .transforms.average import average as average
     from .transforms.conforming.conform import conform as conform
@@ -89,6 +90,7 @@ else:
             "models.doctor": "doctor",
             "models.reloading": "reload",
             "models.skeleton": "skeletons",
+            "scanning.scan": "scan",
             "tensors.ref": "TensorRef",
             "transforms.average": "average",
             "transforms.conforming.conform": "conform",

@@ -27,6 +27,7 @@ from .commands import (
     lora,
     maps,
     ranks,
+    scan,
     training,
 )
 from .failure import Call, fail, left_by
@@ -69,6 +70,7 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
     "Check": {
         diff.command: "What differs between two files, by name and value",
         check.verify: "Read every byte: structure, checksums, NaN, infinity",
+        scan.command: "What could run in files and folders if unpickled",
         check.prove: "Whether a training run's record holds, bit for bit",
         check.gather_metrics: "Exact metrics from one prediction file per rank",
     },

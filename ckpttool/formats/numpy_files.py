@@ -100,7 +100,7 @@ def _checkpoint(
     for name, whole in places.items():
         assert isinstance(whole.data, ByteRange)
         cursor = Cursor(whole.data, window=1 << 10)
-        array = _header(cursor, f"'{name[:80]}'")
+        array = header(cursor, f"'{name[:80]}'")
         if array.dtype is None:
             closed.append(f"'{name[:80]}' ({array.other})")
             if array.other == OTHERS["O"]:
@@ -124,7 +124,8 @@ def _names(cursor: Cursor, name: str, size: int) -> frozenset[Global]:
         raise Damaged(cursor.source.path, str(fault)) from None
 
 
-def _header(cursor: Cursor, called: str) -> Array:
+def header(cursor: Cursor, called: str) -> Array:
+    """Read the header of an array, which messages call so, up to its values."""
     path = cursor.source.path
     if cursor.left < 10 or cursor.take(len(MAGIC)) != MAGIC:
         raise Damaged(path, f"its {called} does not begin as an array of NumPy does")

@@ -85,6 +85,8 @@ KNOWN = (UNDERSTOOD | frozenset(map(str, TENSOR_NAMES))) | _texts(
     numpy: ndarray dtype bool_ bool object_ str_ bytes_ float16 float32 float64 complex64 complex128
     numpy: int8 int16 int32 int64 uint8 uint16 uint32 uint64 longlong ulonglong datetime64
     numpy: timedelta64 void
+    joblib.numpy_pickle: NumpyArrayWrapper
+    torch.jit._pickle: build_intlist build_tensorlist build_doublelist build_boollist restore_type_tag
     deepspeed.runtime.zero.config: ZeroStageEnum
     deepspeed.runtime.fp16.loss_scaler: LossScaler DynamicLossScaler
     deepspeed.utils.tensor_fragment: fragment_address

@@ -81,12 +81,23 @@ Reducers = Mapping[Global, Callable[[tuple[Any, ...]], object]]
 # A reducer that is also given the machine. (A method would keep the machine alive in a cycle.)
 Call = Callable[["Machine", tuple[Any, ...]], object]
 
+# Gets the object that BUILD set the state of and the position behind it; returns where the next opcode is.
+AfterBuild = Callable[[object, int], int]
+
 # Runs the opcodes that follow a name in one step and returns the position after them, or the one it got.
 Shortcut = Callable[["Machine", int], int]
 
 
 class PickleFault(ValueError):
-    """The pickle is malformed, or does what no checkpoint may. Format readers add the file's name."""
+    """The pickle is malformed, or does what no checkpoint may. Format readers add the file's name.
+
+    Attributes:
+        names: those that the pickle mentions before: Python would have called them by then.
+        called: whether it makes an object by one of them, other than those that are understood.
+    """
+
+    names: frozenset[Global] = frozenset()
+    called = False
 
 
 class CutShort(PickleFault):
@@ -115,6 +126,7 @@ class Machine:
         reducers: Reducers,
         shortcuts: Mapping[Global, Shortcut],
         calls: Mapping[Global, Call],
+        after_build: AfterBuild | None = None,
     ) -> None:
         self.data = data
         self.size = len(data)
@@ -130,6 +142,8 @@ class Machine:
         self.far: dict[int, Any] = {}  # values whose index does not follow on the one before
         self.rewrites = 0  # how often a value in the memo was replaced
         self.names: set[Global] = set()  # also of values that were dropped since
+        self.called = False  # a Record was made
+        self.after_build = after_build
         self.protocol = 0
         self.key = KeyGuard(self.size).check
         self.copied = 0
@@ -231,6 +245,7 @@ class Machine:
             value = self.calls[known](self, args)
         if value is None:
             self.spend(RECORD)
+            self.called = True
             value = Record(how, callable, args, kwargs)
         self.stack.append(value)
 

@@ -235,6 +235,13 @@ def stack_global(m: Machine, module: Any, name: Any) -> None:
     m.name(module, name)
 
 
+def build(m: Machine, position: int) -> int:
+    """BUILD. In joblib's files the bytes of an array stand behind the object that describes it."""
+    state = m.stack.pop()
+    m.build(state)
+    return position if m.after_build is None else m.after_build(m.stack[-1], position)
+
+
 def new_object_ex(m: Machine, cls: Any, args: Any, kwargs: Any) -> None:
     if type(kwargs) is not dict:
         fault("its pickle creates an object from malformed arguments")
@@ -320,7 +327,7 @@ OPCODES: dict[bytes, Operation] = {
     b"\x92": popping(3, new_object_ex),
     b"i": instance,
     b"o": grouped(object_),
-    b"b": popping(1, Machine.build),
+    b"b": build,
     b"P": line(lambda m, raw: m.persistent(raw.decode("ascii", "replace"))),
     b"Q": popping(1, Machine.persistent),
     **dict.fromkeys((b"\x82", b"\x83", b"\x84", b"\x97", b"\x98"), unsupported),

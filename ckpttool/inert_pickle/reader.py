@@ -11,7 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from .machine import RECORD, SET, BadKey, Call, CutShort, Machine, PersistentLoad, Reducers, Shortcut, Stop
+from .machine import (
+    RECORD,
+    SET,
+    AfterBuild,
+    BadKey,
+    Call,
+    CutShort,
+    Machine,
+    PersistentLoad,
+    Reducers,
+    Shortcut,
+    Stop,
+)
 from .machine import PickleFault as PickleFault
 from .opcodes import OPCODES, uint4, unknown
 from .values import ORDERED_DICT, FrozenSet_, Global, OrderedDict_, Record, Set_
@@ -111,23 +123,29 @@ def read_pickle(
     persistent_load: PersistentLoad | None = None,
     reducers: Reducers | None = None,
     shortcuts: Mapping[Global, Shortcut] | None = None,
+    after_build: AfterBuild | None = None,
 ) -> Pickle:
     """Read the pickle that begins at `start`; raise PickleFault, or CutShort where the data ends first.
 
     `reducers` return the values of calls by name, besides those of Python's own types; `persistent_load`
-    those of persistent ids (torch's storages), without which a pickle that has one is refused.
+    those of persistent ids (torch's storages), without which a pickle that has one is refused. `after_build`
+    passes over what is no pickle behind an object (joblib's arrays).
     """
-    machine = Machine(data, persistent_load, reducers or {}, shortcuts or {}, CALLS)
+    machine = Machine(data, persistent_load, reducers or {}, shortcuts or {}, CALLS, after_build)
     try:
         _run(machine, start)
     except Stop as stop:
         return Pickle(machine.stack.pop(), stop.end, machine.protocol, frozenset(machine.names))
     except (EOFError, struct.error):
-        raise CutShort(MALFORMED) from None
+        fault: PickleFault = CutShort(MALFORMED)
     except IndexError:
-        raise PickleFault(MALFORMED) from None
-    except BadKey as fault:
-        raise PickleFault(f"its pickle uses {fault} as a key") from None
+        fault = PickleFault(MALFORMED)
+    except BadKey as key:
+        fault = PickleFault(f"its pickle uses {key} as a key")
+    except PickleFault as own:
+        fault = own
+    fault.names, fault.called = frozenset(machine.names) | fault.names, machine.called or fault.called
+    raise fault from None
 
 
 def _run(machine: Machine, position: int) -> NoReturn:

@@ -37,6 +37,7 @@ ARGUMENTS = {
     "optimizer": "last.pt OUT --to names",
     "diff": "last.pt last.pt",
     "verify": "last.pt",
+    "scan": "last.pt",
     "gather-metrics": "rank0.safetensors",
     "doctor": "last.pt --model net.py:make",
     "reload": "last.pt --model net.py:make",

@@ -40,6 +40,7 @@ CONTRACT = {
     "split": f"{READING} --dry-run --force --ranks --as",
     "diff": f"{READING} --rtol --atol",
     "verify": f"{READING} --against",
+    "scan": f"{READING} --sarif --allow",
     "digest": READING,
     "doctor": f"{READING} --model --like",
     "reload": f"{READING} --model --input-shape",

@@ -35,6 +35,8 @@ BLOCK = 512
 MAX_ENTRIES = 64  # torch wrote four
 # Types of entries: a regular file; records (length, name, value) that describe the next entry.
 PLAIN, EXTENDED = (b"0", b"\0"), b"x"
+# Links, devices, folders, pipes.
+WITHOUT_CONTENTS = (b"1", b"2", b"3", b"4", b"5", b"6")
 
 TIMES = re.compile(rb"([0-9]{1,3} [acm]time=[0-9.]{1,40}\n)*")
 
@@ -46,11 +48,11 @@ def sniff(head: bytes) -> bool:
     return head[257:262] == b"ustar"
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: Source, place: ByteRange | None = None) -> Checkpoint:
     """Read the tree and find each storage; no element is read."""
-    places = _members(source)
+    places = _members(source, place or ByteRange(source, 0, source.size))
     try:
-        storages, tensors, pickle = (_Member(source, places[name]) for name in MEMBERS)
+        storages, tensors, pickle = (_Member(places[name]) for name in MEMBERS)
         objects = _read_storages(storages)
         objects |= _read_tensors(tensors, objects)
         tree = pickle.pickle(partial(_find, objects))
@@ -60,10 +62,10 @@ def read(source: Source) -> Checkpoint:
     return Checkpoint(source, NAME, tree.value, protocol=tree.protocol, names=names)
 
 
-def _members(source: Source) -> dict[str, ByteRange]:
+def _members(source: Source, whole: ByteRange) -> dict[str, ByteRange]:
     """Where the members are: each must be there once, a regular file, and whole."""
     members: dict[str, ByteRange] = {}
-    for name, place in entries(source):
+    for name, place in entries(whole):
         if name in members:
             raise Damaged(source.path, f"holds '{name[:80]}' twice")
         members[name] = place
@@ -75,31 +77,45 @@ def _members(source: Source) -> dict[str, ByteRange]:
     return members
 
 
-def entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
-    """Yield the name of each file in the tar and the place of its contents."""
+def entries(whole: ByteRange) -> Iterator[tuple[str, ByteRange]]:
+    """Yield the name of each file in a tar of torch's and the place of its contents."""
     # Only what torch's files need is read: regular files, and extended headers that state times. Python's
     # tarfile reads all of the format, and takes minutes for some hostile files.
-    position = 0
-    for _ in range(MAX_ENTRIES):
-        header = source.read(position, BLOCK) if position + BLOCK <= source.size else b""
-        if not any(header):  # zeros mark the end
-            return
-        folder, name = _text(header[345:500]), _text(header[:100])
-        name, size = f"{folder}/{name}" if folder else name, _number(source, header[124:136])
-        if sum(header) - sum(header[148:156]) + 8 * ord(" ") != _number(source, header[148:156]):
-            raise Damaged(source.path, "its tar is malformed: a header's checksum does not fit")
-        place = ByteRange(source, position + BLOCK, size)
-        if place.offset + size > source.size:
-            raise Damaged(source.path, f"is cut short in '{name[:80]}'")
-        if header[156:157] == EXTENDED:
-            if size > BLOCK or not TIMES.fullmatch(place.read()):
-                raise Damaged(source.path, "its tar has an extended header that says more than times")
-        elif header[156:157] not in PLAIN or name.endswith("/"):
-            raise Damaged(source.path, f"its '{name[:80].rstrip('/')}' is not a regular file")
+    for number, (name, kind, place) in enumerate(headers(whole)):
+        if number == MAX_ENTRIES:
+            raise Damaged(whole.path, "is a tar archive of many files, so not one from torch.save")
+        if kind == EXTENDED:
+            if place.nbytes > BLOCK or not TIMES.fullmatch(place.read()):
+                raise Damaged(whole.path, "its tar has an extended header that says more than times")
+        elif kind not in PLAIN or name.endswith("/"):
+            raise Damaged(whole.path, f"its '{name[:80].rstrip('/')}' is not a regular file")
         else:
             yield name, place
-        position = place.offset + size + -size % BLOCK
-    raise Damaged(source.path, "is a tar archive of many files, so not one from torch.save")
+
+
+def headers(whole: ByteRange) -> Iterator[tuple[str, bytes, ByteRange]]:
+    """Yield the name, the type and the contents of each entry of a tar, extended headers too."""
+    position = 0
+    while position + BLOCK <= whole.nbytes and any(header := whole.part(position, BLOCK).read()):
+        folder, name = _text(header[345:500]), _text(header[:100])
+        name, size = f"{folder}/{name}" if folder else name, _number(whole.source, header[124:136])
+        if not is_header(header):
+            raise Damaged(whole.path, "its tar is malformed: a header's checksum does not fit")
+        kind = header[156:157]
+        if kind in WITHOUT_CONTENTS or (kind == b"\0" and name.endswith("/")):  # whatever size it states
+            size = 0
+        position += BLOCK
+        if position + size > whole.nbytes:
+            raise Damaged(whole.path, f"is cut short in '{name[:80]}'")
+        yield name, kind, whole.part(position, size)
+        position += size + -size % BLOCK
+
+
+def is_header(block: bytes) -> bool:
+    """Return whether a block has the checksum of a tar's header, whether it says `ustar` or not."""
+    digits = block[148:156].partition(b"\0")[0].strip(b" ")
+    is_number = len(block) == BLOCK and bool(digits) and not digits.strip(b"01234567")
+    return is_number and sum(block) - sum(block[148:156]) + 8 * ord(" ") == int(digits, 8)
 
 
 def _text(field: bytes) -> str:
@@ -119,8 +135,8 @@ def _number(source: Source, field: bytes) -> int:
 class _Member:
     """One member, read from front to back."""
 
-    def __init__(self, source: Source, place: ByteRange) -> None:
-        self.source = source
+    def __init__(self, place: ByteRange) -> None:
+        self.source = place.source
         self.position = place.offset
         self.end = place.offset + place.nbytes
         self.names: set[Global] = set()

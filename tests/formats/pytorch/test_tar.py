@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged
 from ckpttool.formats.pytorch import tar as torch_tar
-from ckpttool.tensors.ref import Source
+from ckpttool.tensors.ref import ByteRange, Source
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, name, program, text, tuple_of
@@ -307,7 +307,8 @@ def test_entries_are_those_that_tarfile_finds(data: st.DataObject) -> None:
         file.write(changed)
         file.flush()
         try:
-            found = list(torch_tar.entries(Source("f", os.dup(file.fileno()))))
+            source = Source("f", os.dup(file.fileno()))
+            found = list(torch_tar.entries(ByteRange(source, 0, source.size)))
             with tarfile.open(fileobj=io.BytesIO(changed), mode="r:") as archive:
                 theirs = [(m.name, m.offset_data, m.size) for m in archive]
         except (Damaged, tarfile.ReadError):  # tarfile refuses a last extended header

@@ -1,0 +1,182 @@
+"""Pickles as loaders read them: one after another, those of joblib with arrays in between.
+
+The inert machine runs each; a pickle that breaks off has run up to there, so its names count too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import partial
+
+from ..formats.pytorch import legacy
+from ..inert_pickle.known_names import is_dangerous
+from ..inert_pickle.machine import CutShort, PickleFault
+from ..inert_pickle.numpy_values import DTYPE
+from ..inert_pickle.reader import Pickle, read_pickle
+from ..inert_pickle.values import Global, Record, walk
+from ..tensors.dtypes import STORAGE_DTYPES
+from ..tensors.ref import ByteRange, extent, is_count
+
+PROTO, NEWEST = b"\x80", 5  # the first byte of a pickle since protocol 2, and the largest that may follow
+MAX_PICKLE = 512 << 20  # bytes of one pickle, which are read at once
+MAX_IN_A_ROW = 10_000  # pickles
+MAX_NESTED = 20  # pickles of joblib's arrays in pickles of joblib's arrays
+OF_TORCH = 5  # pickles of a legacy file of torch, before its storages
+
+IDENTIFIER = re.compile(r"[\w.]+")
+JOBLIB_ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"
+OF_BYTES = ("ByteStorage", "CharStorage")  # whose elements may be a pickle, as those of _extra_state are
+
+
+@dataclass(slots=True)
+class Read:
+    """What was found in pickles that lie one after another.
+
+    Attributes:
+        count: pickles that end as they should.
+        names: those that count as what would be imported.
+        values: what the pickles hold.
+        numbers: keys of torch's storages of numbers: their bytes are values, whatever they look like.
+        fault: why the bytes can't be read as pickles, where they claim to be some.
+    """
+
+    count: int = 0
+    names: set[Global] = field(default_factory=set)
+    values: list[object] = field(default_factory=list)
+    numbers: set[str] = field(default_factory=set)
+    fault: str | None = None
+
+
+def is_pickle(head: bytes) -> bool:
+    """Return whether bytes begin as a pickle of protocol 2 or newer does; older ones begin in no way."""
+    return head[:1] == PROTO and len(head) > 1 and head[1] <= NEWEST
+
+
+def read_in_a_row(place: ByteRange, *, is_sure: bool, is_first_sure: bool = False) -> Read:
+    """Read the pickles with which a place begins.
+
+    What does not begin as a pickle may be one of protocol 0 or 1, or anything else. Its names count where the
+    pickle ends, where one was called before it broke off, or where one is of what attacks use.
+
+    Args:
+        place: the bytes.
+        is_sure: what begins as a pickle is one. Else it may be so by chance.
+        is_first_sure: something calls it a pickle, however it begins.
+    """
+    found, at = Read(), 0
+    most = MAX_IN_A_ROW
+    while at < place.nbytes and found.count < most:
+        head = place.part(at, min(64, place.nbytes - at)).read()
+        is_claimed = is_sure and (is_pickle(head) or (is_first_sure and not at))
+        if not at and legacy.sniff(head):
+            most = OF_TORCH + 1
+        is_claimed = is_claimed and found.count < most - (most == OF_TORCH + 1)
+        end = _read_one(place, at, found, is_claimed)
+        if end is None:
+            return found
+        found.count, at = found.count + 1, end
+    if at < place.nbytes and most == MAX_IN_A_ROW:
+        found.fault = f"holds more than {MAX_IN_A_ROW} pickles one after another"
+    return found
+
+
+def _read_one(place: ByteRange, at: int, found: Read, is_claimed: bool) -> int | None:
+    """Read one pickle, also as joblib does; return where it ends, None where what is there is none."""
+    rest = place.part(at, min(place.nbytes - at, MAX_PICKLE))
+    plain, arrays = _Loader(found, skips=False), _Loader(found, skips=True)
+    try:
+        pickle = legacy.read_unsized(rest, plain.read)
+    except PickleFault as fault:
+        if not plain.arrays:
+            found.names |= _counted(fault, is_claimed)
+            if is_claimed:
+                is_long = isinstance(fault, CutShort) and rest.nbytes < place.nbytes - at
+                found.fault = f"its pickle is longer than {MAX_PICKLE} bytes" if is_long else str(fault)
+            return None
+        # pickle.load would take the array's bytes for opcodes, joblib.load does not.
+        found.names |= {name for name in fault.names if is_dangerous(name)}
+        try:
+            pickle = legacy.read_unsized(rest, arrays.read)
+        except PickleFault as own:
+            found.names |= _counted(own, is_claimed)
+            found.fault = str(own) if is_claimed else None
+            return None
+    found.names |= pickle.names | plain.names | arrays.names
+    found.values.append(pickle.value)
+    return pickle.end - place.offset
+
+
+def _counted(fault: PickleFault, is_claimed: bool) -> set[Global]:
+    """Return the names that count of a pickle that breaks off."""
+    if is_claimed or fault.called:
+        return {*fault.names}
+    return {
+        name
+        for name in fault.names
+        if is_dangerous(name) and IDENTIFIER.fullmatch(name.module) and IDENTIFIER.fullmatch(name.name)
+    }
+
+
+class _Loader:
+    """Reads one pickle: what is outside of it stays a Record, and arrays in between are noted or skipped."""
+
+    def __init__(self, found: Read, *, skips: bool) -> None:
+        self.found = found
+        self.skips = skips
+        self.arrays = 0
+        self.names: set[Global] = set()  # of pickles of arrays inside
+        self.level = 0
+
+    def read(self, data: bytes, start: int = 0) -> Pickle:
+        after = partial(self._after_build, data)
+        return read_pickle(data, start, persistent_load=self._persistent, after_build=after)
+
+    def _persistent(self, identity: object) -> object:
+        match identity:
+            case ("storage", Global(name=kind), str(key), *_):
+                if kind in STORAGE_DTYPES and kind not in OF_BYTES:
+                    self.found.numbers.add(key)
+            case ("module", kind, *_):
+                return kind  # a class with its source text
+        return Record("persistent", None, (identity,))
+
+    def _after_build(self, data: bytes, made: object, position: int) -> int:
+        if not isinstance(made, Record) or made.type_name != JOBLIB_ARRAY:
+            return position
+        self.arrays += 1
+        return self._behind_array(data, made.state, position) if self.skips else position
+
+    def _behind_array(self, data: bytes, state: object, position: int) -> int:
+        """Return where joblib goes on behind an array. Raises EOFError past the end, PickleFault."""
+        described = state if isinstance(state, dict) else {}
+        dtype, shape = described.get("dtype"), described.get("shape")
+        code, sizes = _code(dtype), shape if isinstance(shape, tuple) else (None,)
+        if not code or not all(map(is_count, sizes)):
+            raise PickleFault("its array of joblib is malformed")
+        if any(_code(part)[:1] == "O" for part in walk(dtype)):
+            return self._objects(data, position)
+        if described.get("numpy_array_alignment_bytes") is not None:
+            position += 1 + data[position] if position < len(data) else 1
+        itemsize = int(code[1:] or 0) * (4 if code[0] == "U" else 1) if code[1:].isdigit() else 0
+        position += 0 if 0 in sizes else extent(sizes) * itemsize
+        if position > len(data):
+            raise EOFError
+        return position
+
+    def _objects(self, data: bytes, position: int) -> int:
+        if self.level == MAX_NESTED:
+            raise PickleFault(f"has arrays of joblib nested more than {MAX_NESTED} deep")
+        self.level += 1
+        inner = self.read(data, position)
+        self.level -= 1
+        self.names |= inner.names
+        return inner.end
+
+
+def _code(value: object) -> str:
+    """Return the letter and the size of a pickled dtype; empty for anything else."""
+    match value:
+        case Record(callable=name, args=(str(code), *_)) if name == DTYPE:
+            return code
+    return ""

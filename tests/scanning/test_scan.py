@@ -1,0 +1,334 @@
+"""`scan`: each attack of the corpus is found, honest files are safe, and what can't be looked at is named."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpttool.scanning import pickles, unpacking, walking
+from ckpttool.scanning.scan import scan
+from ckpttool.scanning.verdicts import DANGEROUS, SAFE, UNKNOWN, UNREADABLE, Scanned
+from tests.support.crafting import dict_of, name, program, text, torch_zip
+from tests.support.running import ROOT
+from tests.support.scan_corpus import ATTACKS, HONEST, MKDIR, PAYLOAD, tarred, written, zipped
+
+LOGS = program(name("logging", "FileHandler") + text("x") + b"\x85R")
+
+
+def one(path: Path | str) -> Scanned:
+    (found,) = scan(path)
+    return found
+
+
+def of(data: bytes, path: Path) -> Scanned:
+    path.write_bytes(data)
+    return one(path)
+
+
+@pytest.fixture(scope="module")
+def attacks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    for library in ("torch", "joblib"):
+        pytest.importorskip(library, reason="writes a part of the corpus")
+    return written(ATTACKS, tmp_path_factory.mktemp("attacks"))
+
+
+# The corpus.
+
+
+def test_every_attack_is_found_and_is_dangerous_or_unknown(attacks: dict[str, Path]) -> None:
+    verdicts = {title: one(path).verdict for title, path in attacks.items()}
+    assert {title: each for title, each in verdicts.items() if each not in (DANGEROUS, UNKNOWN)} == {}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_attacks_run_when_they_are_loaded(attacks: dict[str, Path]) -> None:
+    """The corpus is what it says: Python, torch, joblib and NumPy run the code in it."""
+    loaded = {title: [str(path), ATTACKS[title].how] for title, path in attacks.items() if ATTACKS[title].how}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.scan_loading"],
+        input=json.dumps(loaded),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    refused = {"torch zip, a folder's bit"}  # of torch itself
+    assert {*loaded} - {*json.loads(ran.stdout.splitlines()[-1])} <= refused
+
+
+NOT_SAFE = {  # by what they are: code, a call that unpickles its bytes, a class of a package
+    "TorchScript": UNKNOWN,
+    "pickle of a tensor": DANGEROUS,
+    "scikit-learn": UNKNOWN,
+}
+
+
+def test_honest_files_are_safe(tmp_path: Path) -> None:
+    for library in ("torch", "joblib", "sklearn"):
+        pytest.importorskip(library, reason="writes a part of the corpus")
+    found = {title: one(path) for title, path in written(HONEST, tmp_path).items()}
+    assert {title: each.verdict for title, each in found.items() if each.verdict != SAFE} == NOT_SAFE
+    assert [each for each in found.values() if each.problems] == []
+
+
+# What is said.
+
+
+def test_a_name_is_said_with_the_way_to_it(tmp_path: Path) -> None:
+    data = zipped("x.tar", tarred("y.pkl.gz", gzip.compress(PAYLOAD)), zipfile.ZIP_DEFLATED)
+    (finding,) = of(data, tmp_path / "a.zip").found
+    assert (finding.name, finding.where) == ("os.mkdir", "x.tar > y.pkl.gz > gzip")
+
+
+def test_dangerous_names_come_first_and_decide(tmp_path: Path) -> None:
+    found = of(LOGS + PAYLOAD, tmp_path / "a.pkl")
+    assert (found.verdict, found.names, found.pickles) == (DANGEROUS, ("os.mkdir", "logging.FileHandler"), 2)
+    assert of(LOGS, tmp_path / "b.pkl").verdict == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("data", "counts"),
+    [
+        (b"cmine\nrun\n(tR\xff", True),  # was called before the end broke off
+        (b"cmine\nrun\nq\x00.", True),  # ends as a pickle does
+        (b"cos\nsystem\n\xff", True),  # of what attacks use
+        (b"cat\ndog\n\xff", False),  # a list of words
+        (b"class A:\n  os.system\n", False),
+    ],
+)
+def test_names_of_what_begins_in_no_way_count_where_it_is_a_pickle(
+    data: bytes, counts: bool, tmp_path: Path
+) -> None:
+    assert (of(data, tmp_path / "a.bin").verdict != SAFE) == counts
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_names_before_a_broken_end_count(protocol: int, tmp_path: Path) -> None:
+    whole = pickle.dumps([os.getcwd, 1], protocol)
+    for end in (len(whole) - 1, len(whole) - 2):
+        found = of(whole[:end], tmp_path / "a.pkl")
+        assert (found.verdict, found.names) == (DANGEROUS, ("posix.getcwd",))
+        assert found.problems
+
+
+@given(st.binary(max_size=40), st.sampled_from([b"", b"\x80\x02", b"\x80\x04", b"PK\x03\x04", b"x\x9c"]))
+def test_no_bytes_raise_anything(tmp_path_factory: pytest.TempPathFactory, data: bytes, begin: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.bin"
+    assert of(begin + data, path).verdict in (DANGEROUS, UNKNOWN, SAFE, UNREADABLE)
+
+
+# What can't be looked at.
+
+LZMA_ZIP = zipped("x.pkl", PAYLOAD, zipfile.ZIP_LZMA)
+CLOSED: dict[str, tuple[bytes, str]] = {
+    "a.7z": (b"7z\xbc\xaf'\x1c" + bytes(32), "7z archive"),
+    "a.rar": (b"Rar!\x1a\x07\x00", "RAR archive"),
+    "a.zst": (b"\x28\xb5\x2f\xfd\x00", "zstd"),
+    "a.lz4": (b"\x04\x22\x4d\x18\x00", "lz4"),
+    "a.pt": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "git lfs pull"),
+    "b.pt": (b"", "is empty"),
+    "c.pt": (b"<!doctype html>", "unknown opcode"),
+    "d.gz": (gzip.compress(bytes(2000))[:-9], "cut short"),
+    "e.gz": (b"\x1f\x8b\x08\x00" + bytes(30), "damaged stream"),
+    "f.lzma": (b"\x5d\0\0" + struct.pack("<H", 0x8000) + b"\xff" * 40, "damaged stream"),  # 2 GiB of memory
+    "g.zip": (LZMA_ZIP, "method 14"),
+    "h.tar": (tarred("x", b"1" * 500)[:600], "cut short"),
+    "i.npy": (b"\x93NUMPY\x01\x00\x06\x00{}\n   ", "header"),
+    "j.pkl": (b"\x80\x04\x95", "cut short"),
+}
+
+
+@pytest.mark.parametrize("called", CLOSED)
+def test_what_cannot_be_looked_at_is_unreadable_and_says_why(called: str, tmp_path: Path) -> None:
+    data, why = CLOSED[called]
+    found = of(data, tmp_path / called)
+    assert found.verdict == UNREADABLE
+    assert any(why in problem.reason for problem in found.problems), found.problems
+
+
+def test_what_stands_before_the_damage_counts(tmp_path: Path) -> None:
+    rest = os.urandom(5000)
+    found = of(gzip.compress(PAYLOAD + rest)[:3000], tmp_path / "a.gz")
+    assert (found.verdict, found.names) == (DANGEROUS, ("os.mkdir",))
+    assert found.problems
+
+
+def test_what_would_grow_without_bound_is_unpacked_up_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacking, "SMALL", 1 << 20)
+    for data in (gzip.compress(bytes(1 << 23)), zipped("x", bytes(1 << 23), zipfile.ZIP_DEFLATED)):
+        found = of(data, tmp_path / "a.bin")
+        assert found.verdict == UNREADABLE and "would grow" in found.problems[0].reason
+
+
+def test_a_bomb_of_bombs_is_bounded_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpacking, "SMALL", 1 << 20)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for number in range(12):
+            archive.writestr(str(number), gzip.compress(bytes(1 << 18)))
+    began = time.process_time()
+    found = of(gzip.compress(out.getvalue()), tmp_path / "a.gz")
+    assert found.verdict == UNREADABLE
+    assert time.process_time() - began < 5
+
+
+def test_containers_in_containers_are_looked_into_up_to_a_depth(tmp_path: Path) -> None:
+    data, depth = PAYLOAD, 0
+    for depth in range(1, 200):
+        data = zipped("x.zip", data)
+        if depth == 10:
+            assert of(data, tmp_path / "a.zip").verdict == DANGEROUS
+    found = of(data, tmp_path / "a.zip")
+    assert found.verdict == UNREADABLE and "nested" in found.problems[0].reason
+
+
+def test_thousands_of_zips_in_a_zip_take_no_time_to_speak_of(tmp_path: Path) -> None:
+    inner, out = zipped("x.txt", b"text"), io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for number in range(2000):
+            archive.writestr(f"{number}.zip", inner)
+        archive.writestr("last.zip", zipped("x.pkl", PAYLOAD))
+    began = time.process_time()
+    assert of(out.getvalue(), tmp_path / "a.zip").found[0].where == "last.zip > x.pkl"
+    assert time.process_time() - began < 10
+
+
+def test_very_many_pickles_one_after_another_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "MAX_IN_A_ROW", 50)
+    assert of(b"\x80\x02N." * 50, tmp_path / "a.pkl").verdict == SAFE
+    assert "one after another" in of(b"\x80\x02N." * 51, tmp_path / "a.pkl").problems[0].reason
+
+
+def test_a_pickle_longer_than_is_read_is_said_and_what_comes_before_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "MAX_PICKLE", 1 << 16)
+    long = b"B" + struct.pack("<I", 1 << 17) + bytes(1 << 17)
+    found = of(program(long + b"0" + MKDIR, 3), tmp_path / "a.pkl")
+    assert found.verdict == UNREADABLE and "longer than" in found.problems[0].reason
+    assert of(program(MKDIR + long, 3), tmp_path / "a.pkl").names == ("os.mkdir",)
+
+
+# Storages of torch.
+
+
+def test_storages_of_numbers_are_not_taken_for_pickles(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    data = bytearray(PAYLOAD + bytes(-len(PAYLOAD) % 4))
+    torch.save(torch.frombuffer(data, dtype=torch.float32), tmp_path / "a.pt")
+    assert one(tmp_path / "a.pt").verdict == SAFE
+    torch.save(torch.frombuffer(data, dtype=torch.uint8), tmp_path / "b.pt")
+    assert one(tmp_path / "b.pt").found[0].where == "b/data/0"
+
+
+def test_records_that_nothing_refers_to_are_looked_at(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "a.pt", dict_of({}), more={"archive/extra/x": PAYLOAD})
+    assert one(path).found[0].where == "archive/extra/x"
+    assert one(torch_zip(tmp_path / "b.pt", dict_of({}), {"0": PAYLOAD})).verdict == DANGEROUS
+
+
+# Folders.
+
+
+def test_folders_are_looked_into_by_content_and_links_are_followed_once(tmp_path: Path) -> None:
+    deep = tmp_path / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    (deep / "notes.txt").write_bytes(PAYLOAD)
+    (tmp_path / "z.pt").symlink_to(deep / "notes.txt")
+    (deep / "up").symlink_to(tmp_path)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "object").write_bytes(PAYLOAD)
+    found = scan(tmp_path)
+    assert [os.path.relpath(each.path, tmp_path) for each in found] == ["a/b/c/notes.txt", "z.pt"]
+    assert {each.verdict for each in found} == {DANGEROUS}
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    found = {os.path.basename(each.path): each.problems[0].reason for each in scan(tmp_path)}
+    assert sorted(found) == ["fifo", "loop", "nowhere", "zero"]
+    assert "regular file" in found["fifo"] and "links" in found["loop"]
+    assert one(tmp_path / "missing.pt").verdict == UNREADABLE
+
+
+def test_a_folder_of_very_many_files_is_looked_at_whole(tmp_path: Path) -> None:
+    for number in range(1500):
+        (tmp_path / f"{number:05}.txt").write_bytes(b"x")
+    (tmp_path / "z.bin").write_bytes(PAYLOAD)
+    found = scan(tmp_path)
+    assert (len(found), found[-1].verdict) == (1501, DANGEROUS)
+
+
+def test_folders_deeper_than_are_looked_at_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walking, "MAX_DEEP", 2)
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    (found,) = scan(tmp_path)
+    assert found.path.endswith("a/b/c") and "deep" in found.problems[0].reason
+
+
+def test_the_empty_folder_holds_nothing(tmp_path: Path) -> None:
+    assert scan(tmp_path) == []
+
+
+# Archives as tar writes them.
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_every_form_of_tar_is_looked_into(form: int, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=form) as archive:
+        for called, kind in (("d", tarfile.DIRTYPE), ("l", tarfile.SYMTYPE)):
+            info = tarfile.TarInfo(called)
+            info.type, info.linkname = kind, "elsewhere" if kind == tarfile.SYMTYPE else ""
+            archive.addfile(info)
+        info = tarfile.TarInfo("/".join(["long" * 20] * (1 if form == tarfile.USTAR_FORMAT else 4)))
+        info.size = len(PAYLOAD)
+        archive.addfile(info, io.BytesIO(PAYLOAD))
+    assert one(tmp_path / "a.tar").verdict == DANGEROUS
+
+
+def test_a_link_that_states_a_size_hides_nothing(tmp_path: Path) -> None:
+    """tarfile reads on behind its header, whatever size it states."""
+    info = tarfile.TarInfo("link")
+    info.type, info.size = tarfile.SYMTYPE, 10_000
+    head = info.tobuf(tarfile.USTAR_FORMAT)
+    path = tmp_path / "a.tar"
+    path.write_bytes(head + tarred("x.pkl", PAYLOAD))
+    with tarfile.open(path) as archive:
+        assert archive.getnames() == ["link", "x.pkl"]
+    assert one(path).verdict == DANGEROUS
+
+
+WRITERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_streams_one_after_another_are_all_unpacked(kind: str, tmp_path: Path) -> None:
+    pack = WRITERS[kind]
+    data = pack(pickle.dumps(1)) + pack(PAYLOAD)
+    assert of(data, tmp_path / "a").verdict == DANGEROUS
+    assert of(pack(pickle.dumps(1)) + b"garbage" * 9, tmp_path / "a").names == ()
