@@ -14,7 +14,7 @@ from train.checkpoint import init_from
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import COMPARED_BY_CONTENT, FREE, malformed, read, restore, versions
 from train.config import training
-from train.config.command_line import shown
+from train.config.flags import shown
 from train.config.training import CHANGEABLE, TrainConfig
 from train.data.data_set import Data
 from train.data.fingerprint import Contents, flat
@@ -190,6 +190,9 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
         if most and done >= most:
             has = f"{done} {unit}{'s' * (done != 1)}"
             return [f"{path} already has {has}: nothing to do ({flag} N trains longer)"]
+    if config.stop_early and progress.since_best >= config.stop_early:
+        have = f"{progress.since_best} evaluation{'s' * (progress.since_best != 1)} without a better score"
+        return [f"{path} already has {have}: nothing to do (--stop-early N trains longer)"]
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:

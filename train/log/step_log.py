@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpttool.distributed import collectives, heartbeat
+from train.log.speed import Work, peak_memory
 
 PHASES = ("data", "forward", "backward", "reduce", "update")
 
@@ -53,6 +54,8 @@ class StepLog:
         self, every: int, device: torch.device, sinks: Sequence[Sink] = (), *, last: int | None = None
     ) -> None:
         self.every, self.sinks, self.last = every, sinks, last
+        self.device, self.work = device, Work()
+        self.latest: dict[str, Any] = {}  # what the last entry said, on rank 0
         self._clock: Any = _DeviceClock() if device.type == "cuda" else _HostClock()
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._count: float | torch.Tensor
@@ -125,6 +128,7 @@ class StepLog:
         entry = {"step": number, "epochs": round(epochs, 6), "lr": lr, "grad_norm": norm}
         entry |= self._of_interval()
         self._clear()
+        self.latest = entry
         self.write(entry, number)
         return entry["loss"]
 
@@ -167,6 +171,8 @@ class StepLog:
             "loss": loss / count if count else None,
             "steps": self._steps,
             "samples_per_second": round(self._samples / step, 3) if step else None,
+            **(self.work.rates(self._samples, count, step) if step else {}),
+            "peak_memory": peak_memory(self.device),
             "seconds": step,
             **{f"{name}_seconds": value for name, value in zip(PHASES, phases, strict=True)},
         }

@@ -10,7 +10,7 @@ import pytest
 from ckpttool.errors import UsageFault
 from tests.support.running import ROOT
 from train import evaluate
-from train.config import command_line
+from train.config import command_line, flags
 from train.config.shared import Every
 from train.launch import program as launch
 from train.main import main
@@ -125,7 +125,7 @@ def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant(typed, meant):
 
 @pytest.mark.parametrize("typed", ["--frobnicate", "--x", "--"])
 def test_nothing_is_suggested_for_what_resembles_no_flag(typed):
-    assert command_line.closest(typed, ["--batch-size", "--epochs", "--lr"]) is None
+    assert flags.closest(typed, ["--batch-size", "--epochs", "--lr"]) is None
 
 
 def test_a_value_too_many_is_named():
@@ -147,7 +147,7 @@ def test_other_programs_suggest_their_own_flags():
 
 def test_every_name_of_other_trainers_stands_for_a_flag_that_exists():
     known = command_line.train_parser()._option_string_actions
-    assert set(command_line.ELSEWHERE.values()) <= set(known) and not set(command_line.ELSEWHERE) & set(known)
+    assert set(flags.ELSEWHERE.values()) <= set(known) and not set(flags.ELSEWHERE) & set(known)
 
 
 # ---- what is wrong -------------------------------------------------------------------------------------
