@@ -89,7 +89,7 @@ def prepare(config: TrainConfig) -> Job:
         torch.set_num_threads(1)  # another number gives other last bits
     else:
         launch.set_threads()
-    launch.keep_importable(config.data, config.model, config.task)
+    launch.keep_importable(config.data, config.model, config.task, *(config.every or ())[1:])
     data = data_set.load(config, seed=config.seed)
     if config.also_test:
         data = replace(data, others=data_set.load_others(config, config.also_test, data))
@@ -146,6 +146,7 @@ def after_step(run: Run) -> str:
     """Do what is due after a step; return what ends the run here, `""` if it goes on. A collective."""
     trainer, progress, tested = run.trainer, run.trainer.progress, None
     due = run.limits.due(progress)
+    run.end_step(due)
     signal = run.agreement.finish(wait=due.evaluate or due.save)
     if due.evaluate and not signal:
         tested, signal = run.evaluate()
@@ -155,6 +156,8 @@ def after_step(run: Run) -> str:
     if not progress.unscored:
         trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
         run.report.scores(trained, tested, best=best)
+    if due.hook and not signal:
+        run.hook.call()
     end = signal or due.end or run.limits.early(progress)
     # After the log: a resume drops what it logs again.
     run.saver.save(last=due.save or bool(end), best=best, kept=kept)

@@ -56,6 +56,9 @@ class StepLog:
         self.every, self.sinks, self.last = every, sinks, last
         self.device, self.work = device, Work()
         self.latest: dict[str, Any] = {}  # what the last entry said, on rank 0
+        self.is_profiled = False
+        self._total: dict[str, float] = dict.fromkeys(("step", *PHASES), 0.0)
+        self._seconds: dict[str, float] = {}
         self._clock: Any = _DeviceClock() if device.type == "cuda" else _HostClock()
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._count: float | torch.Tensor
@@ -76,11 +79,15 @@ class StepLog:
             queue = torch.autograd.Variable._execution_engine.queue_callback
             loss.register_hook(lambda _: queue(lambda: ends.append(clock.now())))
         heartbeat.phase(name)
+        mark = (
+            torch.profiler.record_function(f"step: {name}") if self.is_profiled else contextlib.nullcontext()
+        )
         start = clock.now()
         if self._begun is None:  # the first phase begins the step: what lies between steps is not training
             self._begun = start
         try:
-            yield
+            with mark:
+                yield
         finally:
             ends.append(clock.now())
             for part, begin, end in zip((name, "reduce"), (start, *ends), ends, strict=False):
@@ -143,6 +150,10 @@ class StepLog:
         self._clock.settle(self._seconds, wait=True)
         return dict(self._seconds)
 
+    def total(self) -> dict[str, float]:
+        """Return this rank's seconds since the start, as `seconds`."""
+        return {name: self._total[name] + value for name, value in self.seconds().items()}
+
     def state(self) -> list[float]:
         """Return this rank's sums of the unfinished interval, for a checkpoint: all but the times."""
         return [float(self._steps), float(self._loss), float(self._count)]
@@ -181,6 +192,8 @@ class StepLog:
         self._loss.zero_()
         self._count = 0
         self._steps = self._samples = 0
+        for name, value in self._seconds.items():
+            self._total[name] += value
         self._seconds = dict.fromkeys(("step", *PHASES), 0.0)
 
 

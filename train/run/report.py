@@ -165,9 +165,14 @@ class Report:
             entry |= {name: getattr(tested.evaluation, name) for name in ("threads", "batch_size")}
         return entry | {"lr": self.trainer.progress.lr}
 
+    def profiled(self, lines: list[str]) -> None:
+        """Print the table of `--profile`; nothing if there is none yet."""
+        if lines:
+            self._say_above_bar("\n".join(["profile " + lines[0], *(f"{'':8}{line}" for line in lines[1:])]))
+
     def event(self, event: str, text: str, step: int, **fields: Any) -> None:
         """Print on stderr what the user should know, and log it (`event`, `fields`); the run goes on."""
-        if self.speaks:
+        if self.speaks and text:
             self._warn(text)
         self.trainer.log.write({"step": step, "event": event, **fields}, step)
 

@@ -17,15 +17,19 @@ from torch import nn
 from ckpttool.distributed import collectives, heartbeat
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
+from train import console
 from train.checkpoint.resume import resume
 from train.checkpoint.saver import Saver
 from train.config.training import TrainConfig
+from train.config.watching import hook_interval
 from train.data.data_set import Data
 from train.launch.stopping import Stop
 from train.log import trackers
+from train.log.profiling import Profile
 from train.run import folder as folders
 from train.run import own_settings, proof
 from train.run.agreement import Agreement
+from train.run.hook import Hook
 from train.run.report import Report
 from train.tasks.task import Task
 from train.trainer import shares
@@ -61,6 +65,10 @@ class Run:
         self.limits = Limits(config, trainer.feed.steps_per_epoch)
         self.report = Report(trainer, folder)
         self.saver = Saver(trainer, folder, self.report.event)
+        self.hook = Hook(trainer, folder, self.report.event)
+        is_profiled = config.profile is not None and collectives.rank() == 0
+        start = trainer.progress.global_step
+        self.profile = Profile(config.profile or "", folder, trainer.log, start) if is_profiled else None
         self.stop = Stop(config.grace, self._left_undone)
         self.agreement = Agreement(self.stop, self.saver)
         self._begin_step: Callable[[int], None] = lambda _: None
@@ -85,6 +93,8 @@ class Run:
             try:
                 yield
             except BaseException:
+                if self.profile is not None:
+                    self.profile.leave()
                 self.saver.leave()
                 trainer.recorder.leave()
                 raise
@@ -111,7 +121,16 @@ class Run:
 
     def begin_step(self) -> None:
         """Note in which step the run is, so that one that fails again and again is not tried for ever."""
-        self._begin_step(self.trainer.progress.global_step + 1)
+        step = self.trainer.progress.global_step + 1
+        self._begin_step(step)
+        if self.profile is not None:
+            self.profile.begin_step(step)
+
+    def end_step(self, due: Due) -> None:
+        """End the record of `--profile` where it ends. On one rank; not a collective."""
+        if self.profile is not None:
+            step = self.trainer.progress.global_step
+            self.report.profiled(self.profile.end_step(step, last=bool(due.end)))
 
     def evaluate(self) -> tuple[Scores | None, str]:
         """Return the scores on the test sets; or None, and the signal that has cut the evaluation short."""
@@ -134,6 +153,10 @@ class Run:
 
     def finish(self, end: str) -> None:
         """Wait for the last save, and say what it and a signal have come to."""
+        if self.profile is not None:
+            self.report.profiled(self.profile.end_step(self.trainer.progress.global_step, last=True))
+            if not self.profile.done:
+                console.warn(f"--profile {self.config.profile}: the run has taken none of these steps")
         self.saver.finish()
         self.report.note_signal(end, self.stop)
 
@@ -150,6 +173,7 @@ class Due:
 
     evaluate: bool = False
     save: bool = False  # last.pt
+    hook: bool = False  # of --every
     end: str = ""  # what ends the run here, as `--max-time`
 
 
@@ -191,7 +215,8 @@ class Limits:
             epochs, _ = self._epochs(position)
             end = self.early(position) or ("--epochs" if epochs >= config.epochs else "--max-steps")
         save = bool(end) or time_to_save or self._is_due(config.save_every, position)
-        return Due(is_over or self._is_due(config.eval_every, position), save, end)
+        hook = config.every is not None and self._is_due(hook_interval(config.every), position)
+        return Due(is_over or self._is_due(config.eval_every, position), save, hook, end)
 
     def _epochs(self, position: Progress) -> tuple[int, bool]:
         """Return the number of finished epochs, and whether the last one has just ended."""

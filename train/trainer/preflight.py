@@ -31,6 +31,7 @@ from train.model import optimizer, updater, wrapping
 from train.tasks.builtin import Classification
 from train.tasks.task import PAIR, Task, UserTask
 from train.trainer import virtual_ranks
+from train.trainer.selection import selection
 
 TRIED = 8  # samples, of which one should have something that counts
 
@@ -50,6 +51,9 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     optimizer.check_warmup(config, in_epoch)
     augmented(data.train, config, len(data.classes))
+    selection(config.best, task, tuple(data.others))
+    if config.every:
+        factory.function(config.every[1])
     updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
     optimizer.check(config, model)

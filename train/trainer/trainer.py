@@ -250,14 +250,19 @@ class Trainer:
     def scores(self) -> Scores:
         """Return `evaluate` of each test set by name. A collective."""
         heartbeat.phase("evaluation")
-        ema = self.updater.ema
-        averaged = ema.swapped() if ema else contextlib.nullcontext()
-        self.share_buffers()
-        with averaged, self.not_compiled():
+        with self.as_scored(), self.not_compiled():
             scores = {name: scorer.score(self.ddp.module) for name, scorer in self.scorers.items()}
         others = {name: score.score() for name, score in scores.items() if name != OWN}
         self.recorder.evaluation(scores[OWN].score() | ({"tests": others} if others else {}))
         return scores
+
+    @contextlib.contextmanager
+    def as_scored(self) -> Iterator[None]:
+        """Let the model be as it is scored: with rank 0's buffers, and the averages of `--ema`. A collective."""
+        ema = self.updater.ema
+        self.share_buffers()
+        with ema.swapped() if ema else contextlib.nullcontext():
+            yield
 
     def share_buffers(self) -> None:
         """Give every rank rank 0's buffers, as DDP does before each forward pass. A collective.
