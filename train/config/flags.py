@@ -13,7 +13,7 @@ from ckpttool.errors import UsageFault
 from train import console
 
 # The headings of the help, in order; a configuration may have others, which come first.
-GROUPS = ("data", "task", "model", "training", "optimizer", "saving", "log", "ranks", "settings")
+GROUPS = ("data", "task", "scores", "model", "training", "optimizer", "saving", "log", "ranks", "settings")
 
 # What other trainers call a flag.
 ELSEWHERE = {

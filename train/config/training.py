@@ -196,7 +196,7 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig, watching.WatchConfig):
         "ckpttool prove",
     )
     stop_at: int | None = count(None, "saving STEP: end after this optimizer step, as --max-time does")
-    log_every: int = count(50, "saving: steps between two entries of log.jsonl (50)")
+    log_every: int = count(50, "log: steps between two entries of log.jsonl (50)")
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as primitives, as stored in a checkpoint."""

@@ -16,17 +16,17 @@ class WatchConfig:
 
     also_test: tuple[str, ...] = flag(
         (),
-        "task NAME=DATA: score this test set too, the test part of what --data would take; may be repeated",
+        "scores NAME=DATA: score this test set too, the test part of what --data would take; may be repeated",
         action="append",
     )
     best: str | None = flag(
         None,
-        "saving METRIC: what best.pt is best by: accuracy, loss or a metric of the task, as mae or "
+        "scores METRIC: what best.pt is best by: accuracy, loss or a metric of the task, as mae or "
         "mae:min, and of another test set as NAME/loss (accuracy, or else loss)",
     )
-    keep_best: int = count(0, "saving K: also keep the K best of them, as best-<number>.pt (0)", least=0)
+    keep_best: int = count(0, "scores K: also keep the K best of them, as best-<number>.pt (0)", least=0)
     stop_early: int | None = count(
-        None, "training: end after this many evaluations in a row that were not the best so far"
+        None, "scores: end after this many evaluations in a row that were not the best so far"
     )
     tracker: tuple[str, ...] = flag(
         (),
@@ -43,7 +43,7 @@ class WatchConfig:
     profile: str | None = flag(
         None,
         "log N|N-M: record these steps with torch's profiler, for N the N after the tenth, in "
-        "profile/trace.json",
+        "profile/trace.json.gz",
         type=span,
     )
     config: str | None = flag(

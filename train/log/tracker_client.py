@@ -22,7 +22,7 @@ from typing import Any
 # Seconds after which a client that has failed is tried again, at first and at most.
 PAUSE, LONGEST = 1.0, 60.0
 # Seconds to the end of the process, from the end of the run on.
-PATIENCE = 60.0
+PATIENCE = 55.0
 # Lines that are held for a server that is away; of more, the oldest are left out.
 MOST = 100_000
 # What is added to the niceness: training goes first where cores are few.
@@ -54,7 +54,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, where MLFLOW_TRACKING_URI says; in MLFLOW_EXPERIMENT_NAME, or ckpttool."""
+    """A run of MLflow, in mlflow.db in a run's folder unless MLFLOW_TRACKING_URI says otherwise."""
 
     def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # what fails is tried again here
@@ -62,7 +62,8 @@ class MLflow:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        self.client, self.metric = MlflowClient(), Metric
+        at = os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{os.path.join(folder, 'mlflow.db')}")
+        self.client, self.metric = MlflowClient(at, at), Metric
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ckpttool")
         experiment = self.client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self.client.create_experiment(name)

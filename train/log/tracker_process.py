@@ -15,15 +15,15 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from train import console
 from train.config.training import TrainConfig
 
 CLIENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tracker_client.py")
-# Seconds that the end of a run waits at most for what is not sent yet; of --grace, a third.
-PATIENCE = 10.0
+# Seconds that the end of a run waits at most for what is not sent; a third of --grace if it is told to end.
+PATIENCE = 60.0
 # Lines that are held for a process that does not read.
 MOST = 10_000
 
@@ -31,8 +31,10 @@ MOST = 10_000
 class TrackerProcess(contextlib.AbstractContextManager[Any]):
     """A sink for the entries of the log, by name: wandb, mlflow or trackio. On rank 0 only."""
 
-    def __init__(self, name: str, config: TrainConfig, folder: str) -> None:
-        self.name, self.patience = name, min(PATIENCE, config.grace / 3)
+    def __init__(
+        self, name: str, config: TrainConfig, folder: str, is_told: Callable[[], object] = lambda: False
+    ) -> None:
+        self.name, self.grace, self.is_told = name, config.grace, is_told
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         # In a session of its own, it does not end with Ctrl-C, but when the run says so or is gone.
         self._process = subprocess.Popen(
@@ -86,14 +88,15 @@ class TrackerProcess(contextlib.AbstractContextManager[Any]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._send(end=0 if kind is None else 1)
-        until = time.monotonic() + self.patience
+        patience = min(PATIENCE, self.grace / 3) if kind is not None or self.is_told() else PATIENCE
+        until = time.monotonic() + patience
         while self._process.poll() is None and (left := until - time.monotonic()) > 0:
             to = [self._to] if self._waiting and not self._is_gone else []
             select.select([], to, [], min(left, 0.02))
             self._write()
         self._hear()
         if self._process.returncode is None:
-            self._say(f"not all was taken within {self.patience:.0f} s; log.jsonl has it")
+            self._say(f"not all was taken within {patience:.0f} s; log.jsonl has it")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -45,10 +45,13 @@ def check(config: TrainConfig) -> None:
 
 
 @contextlib.contextmanager
-def opened(config: TrainConfig, folder: str, step: int) -> Iterator[list[Sink]]:
+def opened(
+    config: TrainConfig, folder: str, step: int, is_told: Callable[[], object] = lambda: False
+) -> Iterator[list[Sink]]:
     """Open the log and the trackers that the flags ask for; close them after the block. On rank 0 only.
 
     What a tracker knows of steps after `step`, the optimizer steps done since the beginning, is void.
+    `is_told` says whether a signal ends the run, so that it waits for no server.
     """
     with contextlib.ExitStack() as stack:
         sinks: list[Sink] = [stack.enter_context(LogFile(folder))]
@@ -56,7 +59,7 @@ def opened(config: TrainConfig, folder: str, step: int) -> Iterator[list[Sink]]:
             if name == "tensorboard":
                 sinks.append(stack.enter_context(TensorBoard(folder, step)))
             else:
-                sinks.append(Tagged(stack.enter_context(TrackerProcess(name, config, folder))))
+                sinks.append(Tagged(stack.enter_context(TrackerProcess(name, config, folder, is_told))))
         yield sinks
 
 

@@ -1,9 +1,9 @@
 """A function of the user's, called on rank 0 after every K steps (`--every`), that can't change training.
 
-It gets a copy of the model, in eval mode and without gradients, with the averages of `--ema`. Whatever it does
-to that goes away with it. Random states and torch's global settings are put back. If it raises, or does nothing
-for half of --hang-timeout, the run says so and goes on. One that writes to the training's own weights, as through
-a global variable, ends the run (through `.data`, torch does not tell). Imports torch.
+It gets a copy of the model, in eval mode and without gradients, with the averages of `--ema`. Whatever it
+does to that goes away with it. Random states and torch's global settings are put back. If it raises, or
+does nothing for half of --hang-timeout, the run says so and goes on. One that writes to the training's own
+weights, as through a global variable, ends the run (through `.data`, torch does not tell). Imports torch.
 """
 
 from __future__ import annotations

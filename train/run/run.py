@@ -83,7 +83,8 @@ class Run:
             with collectives.fail_together():
                 self._begin_step = files.enter_context(folders.attempts(self.folder, self.config, rank))
                 if rank == 0:
-                    opened = trackers.opened(self.config, self.folder, trainer.progress.global_step)
+                    step = trainer.progress.global_step
+                    opened = trackers.opened(self.config, self.folder, step, lambda: self.stop.number)
                     trainer.log.sinks = files.enter_context(opened)
             files.enter_context(self.stop)
             heartbeat.excuse(partial(self._begin_step, 0))

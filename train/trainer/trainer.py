@@ -258,7 +258,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def as_scored(self) -> Iterator[None]:
-        """Let the model be as it is scored: with rank 0's buffers, and the averages of `--ema`. A collective."""
+        """Let the model be as it is scored: rank 0's buffers, the averages of `--ema`. A collective."""
         ema = self.updater.ema
         self.share_buffers()
         with ema.swapped() if ema else contextlib.nullcontext():

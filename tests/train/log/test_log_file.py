@@ -163,7 +163,7 @@ def test_on_another_number_of_ranks_an_interval_goes_on_with_the_same_sums(run_r
 def test_how_often_and_where_to_it_is_logged_changes_no_bit_of_the_weights(run_ranks, tmp_path):
     """Forced over the old run, TensorBoard shows only the new one."""
     pytest.importorskip("tensorboard")
-    events = {"log_every": 1, "tensorboard": True}
+    events = {"log_every": 1, "tracker": ("tensorboard",)}
     ends = []
     for name, settings in (("a", events), ("b", {"log_every": 999}), ("a", {**events, "force": True})):
         run_ranks(2, run, str(tmp_path / name), settings)
