@@ -65,7 +65,10 @@ def _complete(values: dict[str, Any]) -> TrainConfig:
 
 def _of_file(parser: Parser, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in the file of `--config` or `--like`, without those of `--unset`."""
-    paths = [given[name] if name == "config" else own_path(given[name]) for name in FILES if name in given]
+    named = {name: given[name] for name in FILES if name in given}
+    for name in (name for name, path in named.items() if not path):
+        raise UsageFault(f"--{name}: names nothing", hint="leave it out")
+    paths = [path if name == "config" else own_path(path) for name, path in named.items()]
     unset = given.get("unset", ())
     if len(paths) > 1:
         raise UsageFault("--config and --like: settings come from one file", hint="give one of them")

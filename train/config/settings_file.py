@@ -36,7 +36,7 @@ SOURCES = ("config", "like", "unset", "print_config")
 OF_A_START = (*SOURCES, "out", "resume", "force", "change", "preview", "json", "stop_at", "spawn")
 
 MAX_BYTES = 1 << 16
-TWICE = re.compile(r"overwrite a value \(at line (\d+)")
+TWICE = re.compile(r"overwrite a value \(at (?:line (\d+)|end)")
 
 Flags = Mapping[str, argparse.Action]
 Field = dataclasses.Field[Any]
@@ -94,8 +94,10 @@ def _table(contents: str) -> dict[str, Any]:
         table: dict[str, Any] = tomllib.loads(contents)
     except (ValueError, RecursionError) as error:
         if twice := TWICE.search(str(error)):
-            key = contents.splitlines()[int(twice[1]) - 1].partition("=")[0].strip()
-            raise UsageFault(f"line {twice[1]}: {key} is given twice", hint="give it once") from None
+            given = contents.rstrip().splitlines()
+            number = int(twice[1] or len(given))
+            key = given[number - 1].partition("=")[0].strip()
+            raise UsageFault(f"line {number}: {key} is given twice", hint="give it once") from None
         raise UsageFault(f"is not TOML: {str(error)[:200]}") from None
     return table
 

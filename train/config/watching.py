@@ -62,9 +62,6 @@ class WatchConfig:
 
 def check(config: Any) -> None:
     """Refuse what is wrong with the settings above, whatever the data."""
-    for name in ("config", "like"):
-        if getattr(config, name) == "":
-            raise UsageFault(f"--{name}: names nothing", hint="leave it out")
     if config.every:
         hook_interval(config.every)
 

@@ -84,16 +84,22 @@ def code(config: Any) -> dict[str, str]:
 
 def _code(config: Any) -> Iterator[tuple[str, str]]:
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    named = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    loaded = {file for file in named if file and os.path.isfile(file)}  # some of torch's own are not there
     for spec in SPECS:
         path = getattr(config, spec, "").partition(":")[0]
         if not path.endswith(".py"):
             continue
         folder = os.path.dirname(os.path.abspath(path))
-        for file in sorted(filter(None, loaded)):
+        for file in sorted(loaded):
             below = os.path.relpath(file, folder)
             is_users = not below.startswith((os.pardir, ".")) and "site-packages" not in below
-            if is_users and not file.startswith((f"{own}{os.sep}", os.path.dirname(ckpttool.__file__))):
+            # Some of torch's modules say that they lie in a file that does not exist.
+            if (
+                is_users
+                and os.path.isfile(file)
+                and not file.startswith((f"{own}{os.sep}", os.path.dirname(ckpttool.__file__)))
+            ):
                 yield below, _digest(file)
 
 

@@ -52,8 +52,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     optimizer.check_warmup(config, in_epoch)
     augmented(data.train, config, len(data.classes))
     selection(config.best, task, tuple(data.others))
-    if config.every:
-        factory.function(config.every[1])
+    _check_hook(config)
     updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
     optimizer.check(config, model)
@@ -63,6 +62,14 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         trial = Trial(config.model, data, task, "training")
         _try_training(config, trial, trained, plan, world_size)
         _check_sum(trial, model)
+
+
+def _check_hook(config: TrainConfig) -> None:
+    try:
+        if config.every:
+            factory.function(config.every[1])
+    except UsageFault as fault:
+        raise UsageFault(f"--every: {fault.message}", hint=fault.hint) from fault
 
 
 def check_evaluation(name: str, data: Data, model: nn.Module, task: Task) -> None:
