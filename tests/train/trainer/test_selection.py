@@ -156,12 +156,12 @@ def test_the_best_checkpoints_are_those_that_the_log_says_and_hold_these_steps(r
 
 def test_a_run_that_is_stopped_and_resumed_keeps_the_same(run_ranks, tmp_path):
     settings = {**EACH, "keep_best": 2, "stop_early": 99}
-    arguments = runs.restless, str(tmp_path), settings, (1, 3, 4)
+    arguments = runs.restless, str(tmp_path), settings, (3,)
     _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
-    assert differences == {1: [], 3: [], 4: []}
+    assert differences == {3: []}
     whole = tmp_path / "whole"
     run_ranks(2, runs.run, runs.restless, str(whole), {**settings, **runs.OFTEN})
-    for stop in range(1, runs.STEPS):
+    for stop in (2, 4):
         parts = tmp_path / f"parts-{stop}"
         for more in ({"stop_at": stop}, {"resume": "auto"}):
             run_ranks(2, runs.run, runs.restless, str(parts), {**settings, **more})
@@ -277,7 +277,7 @@ def test_a_test_set_is_named_on_the_command_line_and_scores_as_evaluate_does(tmp
     (tmp_path / "own.py").write_text(OWN_DATA)
     given = ["--data", "own.py:data", "--batch-size", "4", "--epochs", "1", "--out", "run"]
     assert main.main([*given, "--also-test", "ood=own.py:ood", "--best", "ood/accuracy"]) == 0
-    (epoch,) = epochs_of("run")
+    (epoch,) = epochs_of(Path("run"))
     capsys.readouterr()
     threads = ["--threads", str(epoch["threads"])]
     checkpoint = ["run/best.pt", "--model", "simple-cnn", "--data", "own.py:ood"]
