@@ -105,7 +105,8 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
     progress, ranks = state["progress"], state["plan"]["world_size"]
     steps = trainer.feed.steps_per_epoch
-    if min(progress[name] for name in ("epoch", "global_step", "samples", "uncounted")) < 0:
+    counts = "epoch", "global_step", "samples", "uncounted", "since_best"
+    if min(progress.get(name, 0) for name in counts) < 0:
         raise Damaged(path, "its progress is negative")
     # All of them are done only where a signal has cut short the evaluation that ends the epoch.
     if not 0 <= progress["step"] < steps + progress["unscored"]:
@@ -115,6 +116,8 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
             raise Damaged(path, f"{part} is of {len(of_ranks)} ranks, and the run had {ranks}")
     if any(len(sums) != len(Sums.NAMES) for sums in progress["sums"]):
         raise Damaged(path, "progress.sums has another length than it was saved with")
+    if any(len(one) != 2 for one in progress.get("top", ())):
+        raise Damaged(path, "progress.top is not of merits and steps")
     saved, own = state["scheduler"], trainer.updater.scheduler.state_dict()
     for name, value in own.items():
         kinds = (int, float) if isinstance(value, float) else type(value)

@@ -29,6 +29,9 @@ from train.trainer.trainer import Trainer
 # From this much processor time per second a function counts as working, as a rank does.
 BUSY = 0.05
 
+# Seconds between two looks at what it does.
+TICK = 0.2
+
 # Failures that are printed; the log has all.
 SHOWN = 3
 
@@ -50,9 +53,11 @@ class GivenUp(BaseException):
 class Hook:
     """The function of `--every`, which `call` calls. A collective, as the ranks wait for rank 0."""
 
-    def __init__(self, trainer: Trainer, folder: str, tell: Callable[..., None]) -> None:
+    def __init__(
+        self, trainer: Trainer, folder: str, tell: Callable[..., None], is_told: Callable[[], object]
+    ) -> None:
         config = trainer.config
-        self.trainer, self.folder, self.tell = trainer, folder, tell
+        self.trainer, self.folder, self.tell, self.is_told = trainer, folder, tell, is_told
         self.spec = config.every[1] if config.every else ""
         self.function = factory.function(self.spec) if self.spec else None
         # Other ranks wait for --timeout, and for one that does nothing for --hang-timeout.
@@ -82,7 +87,7 @@ class Hook:
         assert self.function is not None
         before = _marks(model)
         failed = ""
-        with unchanged(), limited(self.idle, self.most):
+        with unchanged(), limited(self.idle, self.most, self.is_told):
             try:
                 self.function(copied, step, self.folder)
             except GivenUp as error:
@@ -119,28 +124,32 @@ def unchanged() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def limited(idle: float | None, most: float | None) -> Iterator[None]:
-    """Raise GivenUp in the block, if it does nothing for `idle` seconds, or takes more than `most`.
+def limited(idle: float | None, most: float | None, is_told: Callable[[], object]) -> Iterator[None]:
+    """Raise GivenUp in the block if it does nothing for `idle` seconds, takes more than `most`, or `is_told`.
 
     Only in the main thread, whose signal it is; a call that never returns to Python is not interrupted.
     """
-    limits = [limit for limit in (idle, most) if limit]
-    if not limits or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    tick, began, used = min(limits), time.monotonic(), time.process_time()
+    began = since = time.monotonic()
+    used = time.process_time()
 
     def look(number: int, frame: FrameType | None) -> None:
-        nonlocal used
+        nonlocal since, used
+        now, worked = time.monotonic(), time.process_time() - used
         place = f" (at {frame.f_code.co_filename}:{frame.f_lineno})" if frame is not None else ""
-        worked, used = time.process_time() - used, time.process_time()
-        if idle and tick == idle and worked < BUSY * tick:
-            raise GivenUp(f"it has done nothing for {tick:g} s{place}")
-        if most and time.monotonic() - began >= most:
+        if worked >= BUSY * (now - since):
+            since, used = now, used + worked
+        elif idle and now - since >= idle:
+            raise GivenUp(f"it has done nothing for {idle:g} s{place}")
+        if most and now - began >= most:
             raise GivenUp(f"it takes more than {most:g} s, and the other ranks wait{place}")
+        if is_told():
+            raise GivenUp(f"the run is told to end{place}")
 
     handler = signal.signal(signal.SIGALRM, look)
-    timer = signal.setitimer(signal.ITIMER_REAL, tick, tick)
+    timer = signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
     try:
         yield
     finally:

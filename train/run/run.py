@@ -65,12 +65,12 @@ class Run:
         self.limits = Limits(config, trainer.feed.steps_per_epoch)
         self.report = Report(trainer, folder)
         self.saver = Saver(trainer, folder, self.report.event)
-        self.hook = Hook(trainer, folder, self.report.event)
         is_profiled = config.profile is not None and collectives.rank() == 0
         start = trainer.progress.global_step
         self.profile = Profile(config.profile or "", folder, trainer.log, start) if is_profiled else None
         self.stop = Stop(config.grace, self._left_undone)
         self.agreement = Agreement(self.stop, self.saver)
+        self.hook = Hook(trainer, folder, self.report.event, lambda: self.stop.number)
         self._begin_step: Callable[[int], None] = lambda _: None
         began = [("resume", text) for text in resumed.remarks] or [("init", text) for text in job.remarks]
         self.report.begin(began + [("like", text) for text in like] + measured)

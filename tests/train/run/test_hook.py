@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.ranks import runs
 from tests.ranks.runs import contents
 from tests.support.run_log import entries_of
 from train import main
+from train.run import hook
 
 OWN = """
 import os, random, sys, time
@@ -109,6 +111,22 @@ def test_one_that_does_nothing_is_given_up_and_named(run_ranks, tmp_path, own, s
     (event,) = [entry for entry in entries_of(tmp_path) if entry.get("event") == "hook failed"]
     assert event["step"] == 2 and event["error"].startswith("it has done nothing for 2 s (at ")
     assert "own.py:" in event["error"]
+
+
+def test_one_that_works_is_left_alone_and_one_that_is_told_to_end_is_not():
+    def busy(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+    before = signal.getsignal(signal.SIGALRM)
+    with hook.limited(0.5, None, lambda: False):
+        busy(1.5)
+    with pytest.raises(hook.GivenUp, match="takes more than"), hook.limited(None, 0.5, lambda: False):
+        busy(60)
+    with pytest.raises(hook.GivenUp, match="told to end"), hook.limited(None, None, lambda: True):
+        time.sleep(60)
+    assert signal.getsignal(signal.SIGALRM) == before  # pytest's own
 
 
 def writing_to_the_training(rank: int, size: int, own: str, folder: str) -> str:
