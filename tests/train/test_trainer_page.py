@@ -91,6 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     (folder / "train").symlink_to(ROOT / "train")
     (folder / "own.py").write_text("\n".join(blocks("python")))
+    (folder / "run.toml").write_text("\n".join(blocks("toml")))
     return folder
 
 
