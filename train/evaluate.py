@@ -31,7 +31,8 @@ from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.failures import reason
 from train import console
-from train.config.command_line import Parser, add_flags, without
+from train.config.command_line import without
+from train.config.flags import Parser, add_flags
 from train.config.shared import DataConfig, RanksConfig, check_shared, count, flag
 from train.launch import program
 

@@ -29,10 +29,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError
+from train import console
 from train.config import command_line
 from train.config.training import TrainConfig
 from train.launch import program as launch
@@ -52,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = command_line.parse(arguments)
     except CkptToolError as fault:
         return launch.complain(fault, echo=given_rank() != 0)
+    if config.print_config:
+        text = command_line.settings_text(config)
+        return launch.run_program(lambda: console.show(text * (given_rank() == 0)), lambda _: None)
     if config.preview:
         from train.run import preview
 
@@ -84,9 +89,12 @@ def prepare(config: TrainConfig) -> Job:
         torch.set_num_threads(1)  # another number gives other last bits
     else:
         launch.set_threads()
-    launch.keep_importable(config.data, config.model, config.task, config.optimizer, config.scheduler)
+    own = (config.data, config.model, config.task, config.optimizer, config.scheduler)
+    launch.keep_importable(*own, *(config.every or ())[1:])
     own_task = tasks.users(config)
     data = data_set.load(config, seed=config.seed, collate=tasks.collate_of(own_task, config))
+    if config.also_test:
+        data = replace(data, others=data_set.load_others(config, config.also_test, data))
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
@@ -138,20 +146,23 @@ def train_epochs(run: Run) -> str:
 
 def after_step(run: Run) -> str:
     """Do what is due after a step; return what ends the run here, `""` if it goes on. A collective."""
-    trainer, progress, tested, best = run.trainer, run.trainer.progress, None, False
+    trainer, progress, tested = run.trainer, run.trainer.progress, None
     due = run.limits.due(progress)
+    run.end_step(due)
     signal = run.agreement.finish(wait=due.evaluate or due.save)
     if due.evaluate and not signal:
         tested, signal = run.evaluate()
     progress.unscored = due.evaluate and tested is None
     run.report.uncounted()
+    best, kept = run.note(tested)
     if not progress.unscored:
         trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
-        best = tested is not None and progress.note_best(tested)
         run.report.scores(trained, tested, best=best)
+    if due.hook and not signal:
+        run.hook.call()
+    end = signal or due.end or run.limits.early(progress)
     # After the log: a resume drops what it logs again.
-    run.saver.save(last=due.save or bool(signal), best=best)
-    end = signal or due.end
+    run.saver.save(last=due.save or bool(end), best=best, kept=kept)
     if not end:
         run.begin_step()
     return end

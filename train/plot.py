@@ -25,7 +25,7 @@ from ckpttool.errors import CkptToolError, OutputExists, UsageFault, install
 from ckpttool.files.commit import replacing
 from ckpttool.files.failures import naming
 from train import console
-from train.config.command_line import Parser
+from train.config.flags import Parser
 from train.launch import program
 from train.log import log_file
 

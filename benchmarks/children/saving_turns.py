@@ -32,7 +32,7 @@ from train.checkpoint.pending_save import tensors_of
 from train.checkpoint.saver import Saver
 from train.config import command_line
 from train.launch.stopping import Stop
-from train.run.run import Agreement
+from train.run.agreement import Agreement
 from train.trainer.trainer import Trainer
 
 LAYERS = 24

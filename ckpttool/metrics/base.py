@@ -25,7 +25,12 @@ class Metric(Generic[T]):
     """A metric over samples, whose state is integers. It takes numpy arrays, lists, or tensors on any device.
 
     `update` raises TypeError for values of another kind, ValueError for another shape, length or range.
+
+    Attributes:
+        higher_is_better: None where that depends on what is measured; the name is torchmetrics'.
     """
+
+    higher_is_better: bool | None = None
 
     def __init__(self, *settings: object, counts: int = 0, sums: int = 0) -> None:
         import numpy as np

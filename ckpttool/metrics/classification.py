@@ -28,6 +28,8 @@ class Count(Metric[int]):
 class SampleFraction(Metric[float]):
     """The base of fractions of samples: how many, and of how many; NaN of no samples."""
 
+    higher_is_better = True
+
     def __init__(self, *settings: object) -> None:
         super().__init__(*settings, counts=2)
 

@@ -27,6 +27,8 @@ class Mean(Metric[float]):
 class Loss(Mean):
     """The mean loss over samples, rounded once; NaN of no samples."""
 
+    higher_is_better = False
+
     def update(self, losses: Any) -> None:
         """Add losses: numbers [n], one for each sample (`reduction="none"`)."""
         values = as_floats(losses, dims=1)
@@ -36,6 +38,8 @@ class Loss(Mean):
 
 class Perplexity(Mean):
     """e to the mean loss over tokens, whose exact sum is divided and rounded once; NaN of no tokens."""
+
+    higher_is_better = False
 
     def update(self, losses: Any, counts: Any = None) -> None:
         """Add losses, numbers [n]: cross entropy in nats of a token, or summed over `counts` [n] tokens."""
@@ -61,6 +65,8 @@ class MeanSquaredError(Mean):
     Each difference is rounded once to float64; squares and their sum are exact.
     """
 
+    higher_is_better = False
+
     def update(self, predictions: Any, targets: Any) -> None:
         """Add predictions and targets: numbers of the same shape; nothing is broadcast."""
         errors = _errors(*_pair(predictions, targets))
@@ -73,6 +79,8 @@ class MeanAbsoluteError(Mean):
 
     Each difference is rounded once to float64; their sum is exact.
     """
+
+    higher_is_better = False
 
     def update(self, predictions: Any, targets: Any) -> None:
         """Add predictions and targets: numbers of the same shape; nothing is broadcast."""
@@ -87,6 +95,8 @@ class R2(Metric[float]):
     Of several outputs per sample, the mean of their coefficients, as scikit-learn's `r2_score` gives it. NaN
     if the targets of an output are all equal, or a number is not finite. Raises ValueError without an output.
     """
+
+    higher_is_better = True
 
     def __init__(self, outputs: int = 1) -> None:
         if outputs < 1:
@@ -173,6 +183,8 @@ class AUROC(Metric[float]):
     NaN if a class has no samples. Memory grows with the number of distinct scores.
     """
 
+    higher_is_better = True
+
     def __init__(self) -> None:
         super().__init__()
         self._seen: list[tuple[Any, Any, Any]] = []
@@ -229,6 +241,8 @@ class CalibrationError(Metric[float]):
     |accuracy - mean confidence| in bins of equal width, which include their upper edge, weighted by samples.
     NaN of no samples. Raises ValueError without a bin.
     """
+
+    higher_is_better = False
 
     def __init__(self, bins: int = 15) -> None:
         if bins < 1:

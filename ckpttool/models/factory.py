@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -67,6 +68,14 @@ def _arguments(call: str) -> dict[str, object]:
             raise ValueError(call)
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
     return arguments
+
+
+def function(spec: str) -> Callable[..., Any]:
+    """Return what a SPEC names, to be called with arguments of the caller's; those of the SPEC are added."""
+    where, name, given = parse(spec)
+    with _importable(_folder(where)):
+        found = _find(spec, where, name)
+    return functools.partial(found, **given) if given else found
 
 
 def arguments(spec: str) -> tuple[dict[str, object], bool]:

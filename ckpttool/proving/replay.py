@@ -27,8 +27,12 @@ BUILT_IN = {
     "scheduler": re.compile(r"\w+"),
 }
 
+# Flags whose value says of code, or of a server, that nobody has looked at
+TRUSTED = ("--every", "--config", "--like", "--tracker")
+NOTHING = re.compile("(?!)")
+
 # Flags of the trainer that a replay never gets
-DROPPED = {"--wandb", "--tensorboard", "--force", "--download", "--preview", "--json"}
+DROPPED = {"--force", "--download", "--preview", "--json", "--print-config"}
 
 # Variables that a launcher sets for its ranks
 LAUNCHER = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|TORCHELASTIC_|CKPTTOOL_SPAWNED")
@@ -203,7 +207,7 @@ def _code_in(code: Entry, arguments: Sequence[str]) -> list[str]:
     for argument, value in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, joined, behind = argument.partition("=")
         named.append((flag, behind if joined else value))
-    known = {f"--{name}": pattern for name, pattern in BUILT_IN.items()}
+    known = {f"--{name}": pattern for name, pattern in BUILT_IN.items()} | dict.fromkeys(TRUSTED, NOTHING)
     return sorted({value for flag, value in named if flag in known and not known[flag].fullmatch(value)})
 
 

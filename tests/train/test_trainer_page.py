@@ -20,7 +20,7 @@ import pytest
 
 from tests.ranks.programs import ROOT, environment
 from tests.support.generated_page import generated, regenerate
-from train.config import command_line
+from train.config import command_line, flags
 from train.config.training import TrainConfig
 
 PAGE, MACHINES = ROOT / "docs" / "trainer.md", ROOT / "docs" / "several-machines.md"
@@ -38,7 +38,7 @@ def reference() -> str:
 
 def _lines() -> Iterator[str]:
     fields = [field for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
-    for group in command_line.GROUPS:
+    for group in flags.GROUPS:
         yield from ("", f"### {group.capitalize()}", "")
         for field in fields:
             if field.metadata["group"] == group:
@@ -51,7 +51,7 @@ def _usage(field: dataclasses.Field[Any]) -> str:
     options = field.metadata
     values = "|".join(options["choices"]) if "choices" in options else options.get("metavar", "")
     values = f"[{values}]" if options.get("nargs") == "?" else values
-    return f"{command_line.name_of(field)} {values}".strip()
+    return f"{flags.name_of(field)} {values}".strip()
 
 
 def write(page: Path = PAGE) -> None:
@@ -91,6 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     (folder / "train").symlink_to(ROOT / "train")
     (folder / "own.py").write_text("\n".join(blocks("python")))
+    (folder / "run.toml").write_text("\n".join(blocks("toml")))
     return folder
 
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ Placing = Callable[[], contextlib.AbstractContextManager[object]]
 LAST, BEST = "last.pt", "best.pt"
 LINK = ".link"
 # The names that `numbered` gives, and no others: `step-7.pt` is a user's.
-NUMBERED = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.pt")
+NUMBERED = re.compile(r"(step|best)-(\d{6}|[1-9]\d{6,})\.pt")
 # Bytes that are read of a checkpoint's pickle, to tell whose it is: a hundred thousand tensors take less.
 LONGEST_PICKLE = 1 << 28
 
@@ -36,7 +36,7 @@ def write(
     placing: Placing = contextlib.nullcontext,
     placed: list[str] | None = None,
 ) -> None:
-    """Write one checkpoint under several names, at least one without a number, each atomically.
+    """Write one checkpoint under several names, each atomically.
 
     The first name is replaced last: a run that is killed before that goes on from the old file, and writes
     the others again. In the context that `placing` returns, the file, complete on the disk, gets its first
@@ -49,9 +49,10 @@ def write(
         foreign = [path for path in wanted if is_taken(path, state.get("training", ""))]
     paths = [path for path in wanted if path not in foreign]
     placed = [] if placed is None else placed
-    with naming(paths[0]):
+    with naming(wanted[0]):
         try:
-            _write_first(state, paths[-1], placing, placed)
+            if paths:
+                _write_first(state, paths[-1], placing, placed)
         except UsageFault as error:  # at the start it could be: the folder has changed since
             raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
         for path in paths[-2::-1]:
@@ -102,9 +103,9 @@ def _give_name(path: str, other: str) -> None:
     sync_folder(os.path.dirname(other))
 
 
-def numbered(global_step: int) -> str:
-    """Return the file name of a numbered checkpoint."""
-    return f"step-{global_step:06d}.pt"
+def numbered(global_step: int, kind: str = "step") -> str:
+    """Return the file name of a numbered checkpoint; `kind` is "best" for one of `--keep-best`."""
+    return f"{kind}-{global_step:06d}.pt"
 
 
 def newest_first(folder: str) -> list[list[str]]:
@@ -139,15 +140,30 @@ def drop_old(folder: str, keep: int, training: str = "") -> None:
     By time, not by number: a run that went back to an earlier step writes small numbers last. Links, folders
     and other files of such a name, which no run of this training has written, stay and do not count.
     """
+    for path in list(_own(folder, "step-", training))[keep:]:
+        with naming(path, "removed"):
+            os.unlink(path)
+
+
+def drop_worse(folder: str, keep: Collection[int], training: str = "") -> None:
+    """Remove the checkpoints of `--keep-best` of other steps than `keep`; what is not the run's stays."""
+    kept = {numbered(step, "best") for step in keep}
+    for path in _own(folder, "best-", training):
+        if os.path.basename(path) not in kept:
+            with naming(path, "removed"):
+                os.unlink(path)
+
+
+def _own(folder: str, kind: str, training: str) -> Iterator[str]:
+    """Yield the paths of this training's numbered checkpoints of one kind, the newest first."""
     with naming(folder, "listed"):
         paths = _by_time(folder)
     for path in paths:
-        with naming(path, "removed"):
-            is_own = not _is_foreign(path, training)
-            keep -= is_own
-            if is_own and keep < 0:
-                os.unlink(path)
-                keep = 0
+        if os.path.basename(path).startswith(kind):
+            with naming(path, "removed"):
+                is_foreign = _is_foreign(path, training)
+            if not is_foreign:
+                yield path
 
 
 def is_taken(path: str, training: str = "") -> bool:

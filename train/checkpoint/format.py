@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import pickle
 import stat
@@ -20,6 +21,7 @@ import torch
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
+from train.config.settings_file import SOURCES
 from train.config.training import CHANGEABLE
 from train.launch import same_settings
 from train.trainer.trainer import Trainer
@@ -32,14 +34,15 @@ FREE = {
     "mixed_torch",
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
-    *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
+    *("max_time", "eval_every", "eval_batch", "log_every", "preview", "json"),
+    *("also_test", "tracker", "every", "profile", "keep_best", "stop_early", *SOURCES),
 }
 
 # Compared by content, not by value: the same folder or file may be elsewhere now.
 COMPARED_BY_CONTENT = {"data", "init", "init_allow_missing"}
 
 # Settings that no checkpoint records: its bytes are the same however it was written.
-HOW_TO_SAVE = {"save", "grace"}
+HOW_TO_SAVE = {"save", "grace", *SOURCES}
 
 
 class Each(NamedTuple):
@@ -73,6 +76,8 @@ STRUCTURE: dict[str, Any] = {
         **dict.fromkeys(("best", "lr"), NUMBER),
         "sums": Each(Each(NUMBER)),
         "unscored": bool,
+        "since_best?": int,
+        "top?": Each(Each(NUMBER)),
     },
     "plan": {
         **dict.fromkeys(("samples", "batch_size", "world_size"), int),
@@ -129,6 +134,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
     trainer.updater.load(state)
     trainer.progress.load(state["progress"])
+    if trainer.config.best != state["config"].get("best"):  # merits of another kind
+        trainer.progress.best, trainer.progress.since_best, trainer.progress.top = -math.inf, 0, []
     trainer.feed.load(state["plan"], state["config"].get("rank_share"))
     trainer.init = state["plan"]["init"]
     rank, world_size = trainer.place.rank, trainer.place.world_size

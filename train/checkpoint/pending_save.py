@@ -84,6 +84,9 @@ class Save:
         checkpoint_files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
         if self.config.keep:
             checkpoint_files.drop_old(self.folder, self.config.keep, self.state["training"])
+        if self.config.keep_best:
+            best = [int(step) for _, step in self.state["progress"]["top"]]
+            checkpoint_files.drop_worse(self.folder, best, self.state["training"])
 
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:

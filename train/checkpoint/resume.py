@@ -14,7 +14,7 @@ from train.checkpoint import init_from
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import COMPARED_BY_CONTENT, FREE, malformed, read, restore, versions
 from train.config import training
-from train.config.command_line import shown
+from train.config.flags import shown
 from train.config.training import CHANGEABLE, TrainConfig
 from train.data.data_set import Data
 from train.data.fingerprint import Contents, flat
@@ -106,7 +106,8 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
     progress, ranks = state["progress"], state["plan"]["world_size"]
     steps = trainer.feed.steps_per_epoch
-    if min(progress[name] for name in ("epoch", "global_step", "samples", "uncounted")) < 0:
+    counts = "epoch", "global_step", "samples", "uncounted", "since_best"
+    if min(progress.get(name, 0) for name in counts) < 0:
         raise Damaged(path, "its progress is negative")
     # All of them are done only where a signal has cut short the evaluation that ends the epoch.
     if not 0 <= progress["step"] < steps + progress["unscored"]:
@@ -116,6 +117,8 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
             raise Damaged(path, f"{part} is of {len(of_ranks)} ranks, and the run had {ranks}")
     if any(len(sums) != len(Sums.NAMES) for sums in progress["sums"]):
         raise Damaged(path, "progress.sums has another length than it was saved with")
+    if any(len(one) != 2 for one in progress.get("top", ())):
+        raise Damaged(path, "progress.top is not of merits and steps")
     saved, own = state["scheduler"], trainer.updater.scheduler.state_dict()
     for name, value in own.items():
         kinds = (int, float) if isinstance(value, float) else type(value)
@@ -181,6 +184,9 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
         if most and done >= most:
             has = f"{done} {unit}{'s' * (done != 1)}"
             return [f"{path} already has {has}: nothing to do ({flag} N trains longer)"]
+    if config.stop_early and progress.since_best >= config.stop_early:
+        have = f"{progress.since_best} evaluation{'s' * (progress.since_best != 1)} without a better score"
+        return [f"{path} already has {have}: nothing to do (--stop-early N trains longer)"]
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:

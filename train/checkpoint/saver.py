@@ -52,8 +52,10 @@ class Saver:
         self._failed: dict[str, FileError] = {}
         self._best_on_disk = trainer.progress.best
 
-    def save(self, *, last: bool, best: bool) -> None:
+    def save(self, *, last: bool, best: bool, kept: bool = False) -> None:
         """Write last.pt (with `--keep` under its number too) and best.pt, or begin to. A collective.
+
+        `kept` is of `--keep-best`.
 
         It waits for the save before, which is still being written if the disk is slow.
 
@@ -62,14 +64,13 @@ class Saver:
                 raise RankFailed. Earlier checkpoints stay. With `--save async` a later call raises it.
             RanksDiffer: likewise, on every rank, if their states are not equal.
         """
-        if not last and not best:
+        if not (last or best or kept):
             return
         heartbeat.phase("save")
         trainer, config = self.trainer, self.trainer.config
         self._wait_for_last()
-        names = [LAST] * last + [BEST] * best
-        if last and config.keep:
-            names.append(numbered(trainer.progress.global_step))
+        names, step = [LAST] * last + [BEST] * best, trainer.progress.global_step
+        names += [numbered(step)] * bool(last and config.keep) + [numbered(step, "best")] * kept
         model = trainer.ddp.module
         # Copies, as the buffers become rank 0's. Others may be infinite on purpose: masks are.
         norms = ((path, layer) for path, layer in model.named_modules() if isinstance(layer, _NormBase))
@@ -138,8 +139,11 @@ class Saver:
             self._failed[name] = failure
         if BEST in missing and self.trainer.progress.best == save.best:
             self.trainer.progress.best = self._best_on_disk  # so that the next better one is written
+        if (best := numbered(save.step, "best")) in missing:
+            top = self.trainer.progress.top
+            self.trainer.progress.top = [one for one in top if one[1] != save.step]
         text = f"the save of step {save.step} failed: {failure.message}; the next save tries again"
-        if LAST in placed and missing == {numbered(save.step)}:
+        if placed and missing <= {numbered(save.step), best}:
             text = f"step {save.step} has no numbered checkpoint: {failure.message}"
         self._say("save failed", text, error=failure.message)
 

@@ -1,22 +1,24 @@
-"""The command line, made from the fields of a configuration: read and written again; and its plan."""
+"""The command line of a training: read, with a file of settings, and written again; and its plan."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import os
 import shlex
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ckpttool.distributed.group import given_rank, given_world_size
+from ckpttool.distributed.group import given_world_size, started_by_launcher
 from ckpttool.distributed.plan import Plan
 from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import UsageFault
-from train import console
-from train.config import optimizing
+from train.config import optimizing, settings_file
+from train.config.flags import GROUPS, Parser, add_flags, closest, name_of
 from train.config.training import TrainConfig, check
+
+# Flags that name a file of settings.
+FILES = ("config", "like")
 
 EXAMPLES = """\
 examples:
@@ -24,103 +26,8 @@ examples:
   python train/main.py --spawn 2 --epochs 3 --out runs/first
   python train/main.py --epochs 5 --out runs/first --resume auto
   python train/main.py --data fake:64 --model resnet20 --epochs 1
+  python train/main.py --like runs/first --lr 0.05 --out runs/second
 """
-
-# The headings of the help, in order; a configuration may have others, which come first.
-GROUPS = ("data", "task", "model", "training", "optimizer", "saving", "ranks")
-
-# What other trainers call a flag.
-ELSEWHERE = {
-    "--learning-rate": "--lr",
-    "--num-workers": "--workers",
-    "--wd": "--weight-decay",
-    "--output-dir": "--out",
-    "--gradient-accumulation-steps": "--accumulate",
-    "--max-grad-norm": "--clip-norm",
-    "--mixed-precision": "--amp",
-    "--pretrained": "--init",
-}
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageFault instead of exiting, and prints the help on rank 0 alone."""
-
-    def __init__(self, program: str, usage: str, about: str, examples: str) -> None:
-        options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-        options |= {"prog": program, "usage": f"python {program} {usage}"}
-        # An abbreviated flag would reach torchrun's ranks under a name that is not recognised.
-        super().__init__(**options, description=about, epilog=examples, allow_abbrev=False)
-
-    def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
-        """Return the values of the flags; for an unknown flag, raise UsageFault with a suggestion."""
-        values, unknown = self.parse_known_args(arguments, namespace)
-        if unknown:
-            self._refuse(next((argument for argument in unknown if argument.startswith("--")), unknown[0]))
-        return values
-
-    def _refuse(self, argument: str) -> NoReturn:
-        flag = argument.partition("=")[0]
-        if not flag.startswith("--"):
-            self.error(f"{argument}: belongs to no flag")
-        meant = closest(flag, [known for known in self._option_string_actions if known.startswith("--")])
-        help_lists = f"{self.prog} --help lists the flags"
-        raise UsageFault(f"{flag}: no such flag", hint=f"did you mean {meant}?" if meant else help_lists)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageFault(message, hint=f"{self.prog} --help lists the flags")
-
-    def _print_message(self, message: str, file: object = None) -> None:
-        if given_rank() == 0:
-            console.show(message.rstrip())
-
-
-def closest(flag: str, flags: Sequence[str]) -> str | None:
-    """Return the flag that was meant: typed with `_`, abbreviated, misspelt, or as other trainers call it."""
-    typed = flag.lower().replace("_", "-")
-    completions = [known for known in flags if known == ELSEWHERE.get(typed)]
-    completions = completions or [known for known in flags if known.startswith(typed)]
-    if len(completions) == 1:
-        return completions[0]
-    plain = {known.replace("-", ""): known for known in flags}  # dashes are often left out
-    near = difflib.get_close_matches(typed.replace("-", ""), plain, n=1, cutoff=0.7)
-    return plain[near[0]] if near else None
-
-
-def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
-    """Add the flags of a dataclass, under the headings of its groups; fields without help are no flags."""
-    fields = [field for field in dataclasses.fields(config) if "help" in field.metadata]
-    groups = dict.fromkeys(field.metadata["group"] for field in fields)
-    for group in sorted(groups, key=lambda name: GROUPS.index(name) if name in GROUPS else -1):
-        add = parser.add_argument_group(group).add_argument
-        for field in fields:
-            if field.metadata["group"] == group:
-                add(name_of(field), **_options(field))
-
-
-def name_of(field: dataclasses.Field[Any]) -> str:
-    """Return the flag of a field: `--batch-size`, or `--no-set-epoch` for one that is on by default."""
-    return f"--{'no-' * (field.default is True)}{field.name.replace('_', '-')}"
-
-
-def shown(field: dataclasses.Field[Any], value: Any) -> str:
-    """Return a setting as part of an error: `--batch-size 64`, `no --ema`."""
-    name = name_of(field)
-    if value is None or value == () or (isinstance(value, bool) and value == field.default):
-        return f"no {name}"
-    if isinstance(value, bool):
-        return name
-    return f"{name} {','.join(map(str, value)) if type(value) in (tuple, list) else value}"
-
-
-def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    default: Any = field.default
-    options = {name: value for name, value in field.metadata.items() if name != "group"}
-    options |= {"dest": field.name, "default": default}
-    if isinstance(default, bool):
-        options["action"] = f"store_{str(not default).lower()}"
-    elif options.get("action") == "append":  # argparse appends to the default itself
-        options["default"] = list(default)
-    return options
 
 
 def train_parser() -> Parser:
@@ -128,24 +35,87 @@ def train_parser() -> Parser:
     about = "Train a model on one or many ranks, exactly."
     parser = Parser("train/main.py", "[flags]", about, EXAMPLES)
     add_flags(parser, TrainConfig)
-    # Their defaults depend on the optimizer and on --rank-batch.
-    parser.set_defaults(**dict.fromkeys(optimizing.OTHER_OPTIMIZERS), batch_size=None)
+    # What is given, and not by a default, takes the place of what a file says.
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
     return parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """Return the configuration that a command line gives, checked as far as it needs no data and no model."""
-    values = vars(train_parser().parse_args(arguments))
-    for name, default in optimizing.defaults(values["optimizer"]).items():
-        if values[name] is None:
-            values[name] = default
-    if values["batch_size"] is None:
-        values["batch_size"] = sum(values["rank_batch"] or [TrainConfig.batch_size])
-    settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    config = TrainConfig(**settings)
+    """Return the configuration that a command line gives, with the file of settings that it names.
+
+    It is checked as far as it needs no data and no model.
+    """
+    parser = train_parser()
+    given = vars(parser.parse_args(arguments))
+    config = _complete({**_of_file(parser, given), **given})
     check(config)
     check_plan(config, config.spawn or given_world_size())
     return config
+
+
+def _complete(values: dict[str, Any]) -> TrainConfig:
+    """Return the configuration of what is given; some defaults depend on the optimizer and --rank-batch."""
+    optimizer = values.get("optimizer", TrainConfig.optimizer)
+    batch_size = sum(values.get("rank_batch") or [TrainConfig.batch_size])
+    values = {"batch_size": batch_size, **optimizing.defaults(optimizer), **values}
+    settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return TrainConfig(**settings)
+
+
+def _of_file(parser: Parser, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in the file of `--config` or `--like`, without those of `--unset`."""
+    named = {name: given[name] for name in FILES if name in given}
+    for name in (name for name, path in named.items() if not path):
+        raise UsageFault(f"--{name}: names nothing", hint="leave it out")
+    paths = [path if name == "config" else own_path(path) for name, path in named.items()]
+    unset = given.get("unset", ())
+    if len(paths) > 1:
+        raise UsageFault("--config and --like: settings come from one file", hint="give one of them")
+    if not paths:
+        if unset:
+            raise UsageFault("--unset: needs --config or --like", hint="leave it out")
+        return {}
+    values, _ = _read(parser, paths[0])
+    if started_by_launcher():  # which has started the ranks, as many as it was told
+        values.pop("spawn", None)
+    for name in unset:
+        action = parser._option_string_actions.get(f"--{name.removeprefix('--')}")
+        if action is None or action.dest not in values:
+            raise UsageFault(f"--unset {name}: {paths[0]} does not set it", hint="leave it out")
+        del values[action.dest]
+    return values
+
+
+def _read(parser: Parser, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings in a file, by field, and its [about]."""
+    flags = parser._option_string_actions
+    read = settings_file.read(path, flags, lambda flag: closest(flag, [*flags]))
+    try:
+        values = vars(parser.parse_args(read.arguments))
+    except UsageFault as fault:
+        raise UsageFault(f"{path}: {fault.message.removeprefix('argument ')}") from None
+    return {name: value for name, value in values.items() if name not in read.off}, read.about
+
+
+def own_path(run: str) -> str:
+    """Return the file of settings in the folder of a run."""
+    return os.path.join(run, settings_file.NAME)
+
+
+def of_run(run: str) -> tuple[TrainConfig, dict[str, Any]]:
+    """Return the settings that a run has written into its folder, and what it says of itself."""
+    values, about = _read(train_parser(), own_path(run))
+    return _complete(values), about
+
+
+def settings_text(config: TrainConfig, *, about: Mapping[str, Any] | None = None) -> str:
+    """Return a configuration as a file of settings; with `about`, as that of a run."""
+    left_out = settings_file.SOURCES if about is None else settings_file.OF_A_START
+    fields = [field for field in dataclasses.fields(config) if "help" in field.metadata]
+    fields.sort(key=lambda field: GROUPS.index(field.metadata["group"]))
+    named = [(name_of(field).removeprefix("--"), field) for field in fields if field.name not in left_out]
+    return settings_file.written(named, config.plain(), _defaults(config), about or {})
 
 
 def without(flag: str, arguments: Sequence[str]) -> list[str]:
@@ -158,19 +128,25 @@ def without(flag: str, arguments: Sequence[str]) -> list[str]:
     return rest
 
 
+def _defaults(config: TrainConfig) -> dict[str, Any]:
+    """Return what a setting is where no flag is given, as primitives."""
+    return {**TrainConfig().plain(), **optimizing.defaults(config.optimizer)}
+
+
 def arguments_of(config: TrainConfig) -> list[str]:
-    """Return the command line that gives this configuration, without defaults."""
-    defaults = {**TrainConfig().plain(), **optimizing.defaults(config.optimizer)}
-    values = config.plain()
+    """Return the command line that gives this configuration, without defaults and files of settings."""
+    defaults, values = _defaults(config), config.plain()
     arguments: list[str] = []
     for field in dataclasses.fields(config):
         value, flag = values[field.name], name_of(field)
-        if value == defaults[field.name]:
+        if value == defaults[field.name] or field.name in settings_file.SOURCES:
             continue
         if field.metadata.get("action") == "append":
             arguments += [part for item in value for part in (flag, item)]
         elif isinstance(value, bool):
             arguments.append(flag)
+        elif field.metadata.get("nargs") == 2:
+            arguments += [flag, *value]
         else:
             text = ",".join(map(_typed, value)) if isinstance(value, list | tuple) else _typed(value)
             # A value like -1 would be taken for a flag.

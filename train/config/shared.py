@@ -97,6 +97,15 @@ def every(*units: str, least: int) -> Callable[[str], Every]:
     return convert
 
 
+def span(text: str) -> str:
+    """Check steps given as `N`, how many, or `N-M`, the first and the last."""
+    first, dash, last = text.partition("-")
+    if dash and integer(1)(last) < integer(1)(first):
+        raise argparse.ArgumentTypeError(f"{text} ends before it begins")
+    integer(1)(first)
+    return text
+
+
 def duration(text: str) -> float:
     """Read a time above zero, in seconds if it has no unit: `90`, `90s`, `30min`, `2h`."""
     value, unit = _divided(text, tuple(SECONDS))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import UsageFault
-from train.config import optimizing, shared
+from train.config import optimizing, shared, watching
 from train.config.shared import Every, count, every, flag, real
 
 EACH_EPOCH = Every(1, "epochs")
@@ -21,11 +21,12 @@ CHANGEABLE = {
     *optimizing.CHANGEABLE,
     *("label_smoothing", "augment", "mixup", "cutmix"),
     *("accumulate", "rank_batch", "rank_share"),
+    "best",
 }
 
 
 @dataclass(frozen=True)
-class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerConfig):
+class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerConfig, watching.WatchConfig):
     """The whole configuration of a run."""
 
     augment: str = flag(
@@ -155,11 +156,7 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerCon
         "ckpttool prove",
     )
     stop_at: int | None = count(None, "saving STEP: end after this optimizer step, as --max-time does")
-    log_every: int = count(50, "saving: steps between two entries of log.jsonl (50)")
-    tensorboard: bool = flag(False, "saving: also log for TensorBoard")
-    wandb: bool = flag(
-        False, "saving: also log for Weights & Biases, offline unless WANDB_MODE says otherwise"
-    )
+    log_every: int = count(50, "log: steps between two entries of log.jsonl (50)")
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as primitives, as stored in a checkpoint."""
@@ -181,6 +178,7 @@ def check(config: TrainConfig) -> None:
         raise UsageFault("--init-allow-missing: needs --init", hint="give --init FILE, or leave it out")
     if config.json and not config.preview:
         raise UsageFault("--json: needs --preview", hint="leave it out; log.jsonl holds a run's numbers")
+    watching.check(config)
     if config.accumulate > config.batch_size:
         passes = f"--accumulate {config.accumulate}"
         raise UsageFault(f"{passes}: more passes than the {config.batch_size} samples in a batch")

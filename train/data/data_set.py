@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Data:
         fingerprint: differs between data sets with different samples, as far as known without reading them.
         contents: digests of some samples and of the labels.
         collations: how the samples of each part become batches; as torch's where none is given.
+        others: more test sets, by name.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Data:
 
     def collation(self, part: str) -> Collation:
         return self.collations.get(part) or Collation(part=part)
+    others: Mapping[str, Data] = field(default_factory=dict)
 
     def parts(self) -> list[Part]:
         """Return both parts, to be read and compared."""
@@ -98,6 +100,30 @@ def load(config: DataConfig, *, seed: int = 0, collate: tuple[Collate, str] | No
     parts = load_parts(config, seed=seed)
     # The shuffle depends on the number of samples, so other sizes are other data.
     return _data(config, parts, f" {count(parts.train)}/{count(parts.test)}", collate, seed)
+
+
+def load_others(config: DataConfig, specs: Sequence[str], data: Data) -> dict[str, Data]:
+    """Return the test sets that `--also-test` names, each `NAME=SPEC`; their training samples are left out.
+
+    UsageFault if two have one name, or one has other classes than `data`.
+    """
+    others: dict[str, Data] = {}
+    for given in specs:
+        name, equals, spec = given.partition("=")
+        if not (equals and spec and name.replace("-", "").isidentifier()):
+            raise UsageFault(
+                f"--also-test {given}: is not NAME=DATA", hint="for example: --also-test ood=folder:b"
+            )
+        if name in others:
+            raise UsageFault(
+                f"--also-test {given}: another test set is named {name}", hint="name it otherwise"
+            )
+        other = load_test(replace(config, data=spec))
+        if other.classes != data.classes:
+            what = f"--also-test {given}: its classes are not those of --data {data.name}"
+            raise UsageFault(what, hint=f"those are {', '.join(data.classes[:9]) or 'none'}")
+        others[name] = replace(other, train=other.test)
+    return others
 
 
 def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
@@ -159,6 +185,8 @@ def _data(
 
 def compare(data: Data, when: str, *, workers: int = 0) -> None:
     """Raise RanksDiffer, whose message ends in `when`, unless all ranks have the same data. A collective."""
+    for other in data.others.values():
+        compare(other, when, workers=workers)
     hint = "the files of --data must be the same on every machine, and a factory must seed its own generators"
     known = {"--data": (data.fingerprint, data.classes)}
     redrawn: set[str] = set()

@@ -21,14 +21,14 @@ import ckpttool
 from ckpttool.distributed import collectives
 from ckpttool.errors import RanksDiffer
 from train import console
-from train.config.command_line import shown
+from train.config.flags import shown
 from train.config.shared import RanksConfig
 
 # What a machine may have of its own: where its files are, and how many processes load them.
-OF_A_NODE = {"out", "data_root", "download", "workers"}
+OF_A_NODE = {"out", "data_root", "download", "workers", "config", "like"}
 # A path in them is a node's own too; what it leads to is compared by content, or only rank 0 reads it.
 SPECS = ("data", "model", "task", "optimizer", "scheduler")
-GIVEN = ("init", "resume")
+GIVEN = ("init", "resume", "every")
 
 
 def compare(config: RanksConfig) -> list[str]:
@@ -37,7 +37,7 @@ def compare(config: RanksConfig) -> list[str]:
     Raises:
         RanksDiffer: on every rank, if settings differ, or the minor version of torch without `--mixed-torch`.
     """
-    own = {"settings": _settings(config), "versions": versions(), "code": dict(_code(config))}
+    own = {"settings": _settings(config), "versions": versions(), "code": code(config)}
     of_ranks = collectives.gather(own)
     if differing := _differing([rank["settings"] for rank in of_ranks]):
         texts = [_shares(values) for values in differing.values()]
@@ -77,8 +77,12 @@ def _settings(config: Any) -> dict[str, str]:
     }
 
 
+def code(config: Any) -> dict[str, str]:
+    """Return the digest of each of the user's files that is loaded: a SPEC's, and what lies there."""
+    return dict(_code(config))
+
+
 def _code(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name and digest of each of the user's files that is loaded: a SPEC's, and what lies there."""
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     loaded = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
     files = {os.path.abspath(file) for file in loaded if isinstance(file, str)}

@@ -200,7 +200,8 @@ def _add_epoch(run: Run, entry: Mapping[str, Any]) -> None:
     for quantity, key in (("loss", "train_loss"), ("accuracy", "train_accuracy"), ("lr", "lr")):
         if key in entry:
             _add(run.train, quantity, at, entry[key])
-    samples, seconds = _value(entry.get("train_samples")), _value(entry.get("seconds"))
+    seconds = _value(entry.get("train_seconds", entry.get("seconds")))
+    samples = _value(entry.get("train_samples"))
     if samples > 0 and seconds > 0:
         _add(run.train, "samples_per_second", at, samples / seconds)
     _add_score(run.test, at, entry)

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpttool.distributed import collectives, heartbeat
+from train.log.speed import Work, peak_memory
 
 PHASES = ("data", "forward", "backward", "reduce", "update")
 
@@ -53,6 +54,11 @@ class StepLog:
         self, every: int, device: torch.device, sinks: Sequence[Sink] = (), *, last: int | None = None
     ) -> None:
         self.every, self.sinks, self.last = every, sinks, last
+        self.device, self.work = device, Work()
+        self.latest: dict[str, Any] = {}  # what the last entry said, on rank 0
+        self.is_profiled = False
+        self._total: dict[str, float] = dict.fromkeys(("step", *PHASES), 0.0)
+        self._seconds: dict[str, float] = {}
         self._clock: Any = _DeviceClock() if device.type == "cuda" else _HostClock()
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._count: float | torch.Tensor
@@ -73,11 +79,15 @@ class StepLog:
             queue = torch.autograd.Variable._execution_engine.queue_callback
             loss.register_hook(lambda _: queue(lambda: ends.append(clock.now())))
         heartbeat.phase(name)
+        mark = (
+            torch.profiler.record_function(f"step: {name}") if self.is_profiled else contextlib.nullcontext()
+        )
         start = clock.now()
         if self._begun is None:  # the first phase begins the step: what lies between steps is not training
             self._begun = start
         try:
-            yield
+            with mark:
+                yield
         finally:
             ends.append(clock.now())
             for part, begin, end in zip((name, "reduce"), (start, *ends), ends, strict=False):
@@ -125,6 +135,7 @@ class StepLog:
         entry = {"step": number, "epochs": round(epochs, 6), "lr": lr, "grad_norm": norm}
         entry |= self._of_interval()
         self._clear()
+        self.latest = entry
         self.write(entry, number)
         return entry["loss"]
 
@@ -138,6 +149,10 @@ class StepLog:
         """Return this rank's seconds in the interval: of whole steps as "step", and by phase."""
         self._clock.settle(self._seconds, wait=True)
         return dict(self._seconds)
+
+    def total(self) -> dict[str, float]:
+        """Return this rank's seconds since the start, as `seconds`."""
+        return {name: self._total[name] + value for name, value in self.seconds().items()}
 
     def state(self) -> list[float]:
         """Return this rank's sums of the unfinished interval, for a checkpoint: all but the times."""
@@ -167,6 +182,8 @@ class StepLog:
             "loss": loss / count if count else None,
             "steps": self._steps,
             "samples_per_second": round(self._samples / step, 3) if step else None,
+            **(self.work.rates(self._samples, count, step) if step else {}),
+            "peak_memory": peak_memory(self.device),
             "seconds": step,
             **{f"{name}_seconds": value for name, value in zip(PHASES, phases, strict=True)},
         }
@@ -175,6 +192,8 @@ class StepLog:
         self._loss.zero_()
         self._count = 0
         self._steps = self._samples = 0
+        for name, value in self._seconds.items():
+            self._total[name] += value
         self._seconds = dict.fromkeys(("step", *PHASES), 0.0)
 
 

@@ -1,6 +1,7 @@
-"""TensorBoard and Weights & Biases: what log.jsonl gets, they get too. Both are optional packages.
+"""Trackers of experiments: what log.jsonl gets, they get too, each an optional package.
 
-Each is a `Sink` of train/log/step_log.py.
+Each is a `Sink` of train/log/step_log.py. TensorBoard's files are written here; the clients of W&B, MLflow
+and trackio, which may have to wait for a server, run in a process of their own.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CheckFailed, UsageFault, install
+from ckpttool.errors import UsageFault, install
 from ckpttool.files.commit import append_record
 from ckpttool.files.failures import naming
 from train.config.training import TrainConfig
 from train.log import log_file
 from train.log.log_file import HeldLines
+from train.log.tracker_process import TrackerProcess
 
 if TYPE_CHECKING:
     from train.log.step_log import Sink
@@ -32,25 +34,32 @@ ABOUT_TRAINING = {"lr", "threads", "batch_size"}
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse a tracker whose package is missing, before anything starts."""
-    for name in ("tensorboard", "wandb"):
+    """Refuse a tracker whose package is missing, or that is named twice, before anything starts."""
+    for name in config.tracker:
         # Without an origin it is a mere folder, as W&B makes one.
-        if getattr(config, name) and getattr(importlib.util.find_spec(name), "origin", None) is None:
-            raise UsageFault(f"--{name}: the package {name} is not installed", hint=install(name))
+        if getattr(importlib.util.find_spec(name), "origin", None) is None:
+            hint = install(name)
+            raise UsageFault(f"--tracker {name}: the package {name} is not installed", hint=hint)
+        if config.tracker.count(name) > 1:
+            raise UsageFault(f"--tracker {name}: is given twice", hint="give it once")
 
 
 @contextlib.contextmanager
-def opened(config: TrainConfig, folder: str, step: int) -> Iterator[list[Sink]]:
+def opened(
+    config: TrainConfig, folder: str, step: int, is_told: Callable[[], object] = lambda: False
+) -> Iterator[list[Sink]]:
     """Open the log and the trackers that the flags ask for; close them after the block. On rank 0 only.
 
     What a tracker knows of steps after `step`, the optimizer steps done since the beginning, is void.
+    `is_told` says whether a signal ends the run, so that it waits for no server.
     """
     with contextlib.ExitStack() as stack:
         sinks: list[Sink] = [stack.enter_context(LogFile(folder))]
-        if config.tensorboard:
-            sinks.append(stack.enter_context(TensorBoard(folder, step)))
-        if config.wandb:
-            sinks.append(stack.enter_context(WeightsAndBiases(config, folder)))
+        for name in config.tracker:
+            if name == "tensorboard":
+                sinks.append(stack.enter_context(TensorBoard(folder, step)))
+            else:
+                sinks.append(Tagged(stack.enter_context(TrackerProcess(name, config, folder, is_told))))
         yield sinks
 
 
@@ -93,7 +102,7 @@ class TensorBoard(HeldLines[bytes]):
             self._record(step=step, summary={"value": values})
 
     def _record(self, **event: Any) -> None:
-        # Optional, as wandb below.
+        # Optional, as what the others need.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -102,56 +111,41 @@ class TensorBoard(HeldLines[bytes]):
         self.add(record.getvalue())
 
 
-class WeightsAndBiases(contextlib.AbstractContextManager[Any]):
-    """A W&B run in the folder `wandb` of a run; offline, unless WANDB_MODE says otherwise.
+class Tagged:
+    """What hands the numbers of an entry to a tracker whose client runs in a process of its own."""
 
-    W&B takes no values for steps that lie behind. So each start is a W&B run of its own; runs that continue
-    one another are one group, named after the folder.
-    """
-
-    def __init__(self, config: TrainConfig, folder: str) -> None:
-        import wandb
-
-        folder = os.path.abspath(folder)
-        try:
-            mode = None if "WANDB_MODE" in os.environ else "offline"
-            names = {
-                "project": os.environ.get("WANDB_PROJECT", "ckpttool"),
-                "group": os.path.basename(folder),
-            }
-            quiet = wandb.Settings(silent=True, console="off")
-            self.run = wandb.init(**names, dir=folder, config=config.plain(), mode=mode, settings=quiet)
-        except wandb.errors.Error as error:
-            raise CheckFailed(f"--wandb: {error}", hint="WANDB_MODE=offline needs no account") from error
+    def __init__(self, process: TrackerProcess) -> None:
+        self.process = process
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
-        self.run.log(tagged(entry), step=step)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        import wandb
-
-        self.run.finish(exit_code=0 if kind is None else 1)
-        wandb.teardown()  # waits for the process that writes the file, which `finish` does not
+        if values := tagged(entry):
+            self.process.write(values, step)
 
 
 def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of an entry, under the names with which trackers make groups of charts.
 
     `train/loss` is that of the steps since the last entry, `epoch/train_loss` of a whole epoch, `test/…` of
-    the test set, and `time/…` are seconds.
+    the test set, `NAME/…` of another one, and `time/…` are seconds.
     """
     group = "epoch" if "epoch" in entry else "test" if "test_loss" in entry else "train"
     flat = {**entry, **entry.get("metrics", {}), **entry.get("test_metrics", {})}
-    return {
-        _tag(name, group): value
-        for name, value in flat.items()
-        if name not in ABOUT_POSITION and isinstance(value, int | float) and math.isfinite(value)
-    }
+    found = {_tag(name, group): value for name, value in _numbers(flat)}
+    for test_set, score in entry.get("tests", {}).items():
+        of_score = {**score, **score.get("metrics", {})}
+        found |= {f"{test_set}/{name}": value for name, value in _numbers(of_score)}
+    return found
+
+
+def _numbers(entry: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in entry.items():
+        if name not in ABOUT_POSITION and isinstance(value, int | float) and math.isfinite(value):
+            yield name, value
 
 
 def _tag(name: str, group: str) -> str:
     if name == "seconds" or name.endswith("_seconds"):
-        return f"time/{'epoch' if group == 'epoch' else name.removesuffix('_seconds')}"
+        return f"time/{'epoch' if (name, group) == ('seconds', 'epoch') else name.removesuffix('_seconds')}"
     if group == "epoch" and not name.startswith("train_") and name not in ABOUT_TRAINING:
         return f"test/{name}"
     return f"{group}/{name.removeprefix('test_')}"

@@ -25,6 +25,7 @@ from ckpttool.files.failures import naming, reason
 from ckpttool.files.temporaries import remove_abandoned
 from train.checkpoint.files import BEST, LAST, LINK, NUMBERED, is_taken
 from train.checkpoint.format import require_file
+from train.config import settings_file
 from train.config.training import TrainConfig
 from train.log.log_file import LOG
 
@@ -98,7 +99,10 @@ def _locked(folder: str) -> Iterator[None]:
 
 def _check_files(folder: str, config: TrainConfig) -> None:
     """Raise UsageFault if the folder holds a run that no flag allows to touch, or something to wait for."""
-    own = _own_files(folder)
+    own, settings = _own_files(folder), os.path.join(folder, settings_file.NAME)
+    if os.path.lexists(settings) and not settings_file.is_of_a_run(settings):
+        what = f"{settings}: is not of a run, and each run writes its settings there"
+        raise UsageFault(what, hint="give it another name")
     if own and not config.force and not _goes_on_in(folder, config):
         hint = "--resume auto continues it, --force overwrites it, --out names another folder"
         raise UsageFault(f"{folder}: already holds a run", hint=hint)

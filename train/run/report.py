@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
 import sys
-import textwrap
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,20 +14,18 @@ from typing import Any
 import torch
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.plan import Plan, dealt_sizes
 from ckpttool.distributed.processes import started_by_spawn
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from train import console
 from train.checkpoint.files import BEST, LAST
 from train.config import command_line
-from train.config.training import TrainConfig
-from train.data.data_set import Data
-from train.data.samples import count
 from train.launch.stopping import Stop
 from train.log import log_file
+from train.run.bar import Bar, Clock
+from train.run.header import header
 from train.tasks.builtin import Classification
-from train.trainer.progress import Score, TrainScore, merit_in_words
+from train.trainer.progress import OWN, Score, Scores, TrainScore, in_words
 from train.trainer.trainer import Trainer
 
 # Steps in which nothing counts that are said; the log has all.
@@ -47,10 +44,10 @@ class Report:
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
         self.metrics = self._metrics()
-        self._bar: Any = None
+        self._bar = Bar(trainer, shown=self.speaks and sys.stderr.isatty())
         self._when = ""
         self._uncounted = trainer.progress.uncounted
-        self._epoch_began = time.monotonic()
+        self._clock = Clock()
 
     def begin(self, remarks: list[tuple[str, str]]) -> None:
         """Print the header and remarks (a word and a sentence); drop from the log what is trained again."""
@@ -61,20 +58,8 @@ class Report:
                 self._say_header(remarks)
 
     def _say_header(self, remarks: list[tuple[str, str]]) -> None:
-        config, data, plan = self.trainer.config, self.trainer.data, self.trainer.feed.plan
-        place = self.trainer.place
-        parameters = sum(parameter.numel() for parameter in self.trainer.ddp.parameters())
-        virtual = " on virtual ranks" if config.virtual_ranks else ""
-        dealt = shares(plan, config.virtual_ranks or place.world_size)
-        header = {
-            "model": f"{config.model}, {parameters:,} parameters",
-            "data": f"{data.name}\n{'':8}{describe(data)}",
-            "ranks": f"{place.world_size} on {place.device.type} ({place.backend})",
-            "batch": f"{dealt}{virtual}, {plan.steps_of(place.world_size)} steps per epoch",
-            "train": in_lines(recipe(config)),
-            "out": self.folder,
-        }
-        remarks = [*header.items(), *remarks]
+        config = self.trainer.config
+        remarks = [*header(self.trainer, self.folder).items(), *remarks]
         if config.accumulate > 1 and (why := self.trainer.depends_on_passes()):
             remarks = [*remarks, ("note", f"not the training of --accumulate 1: {why}")]
         for word, remark in remarks:
@@ -110,49 +95,44 @@ class Report:
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
         """Yield the steps of an epoch, counted on a progress bar."""
-        self._epoch_began = time.monotonic()
-        progress, total = self.trainer.progress, self.trainer.feed.steps_per_epoch
-        if not (self.speaks and sys.stderr.isatty()):
-            yield from steps
-            return
-        from tqdm import tqdm
+        self._clock = Clock()
+        yield from self._bar.over(self._clock.training(steps))
 
-        label = f"epoch {progress.epoch + 1}/{self.trainer.config.epochs}"
-        look: dict[str, Any] = {"unit": "step", "leave": False, "dynamic_ncols": True}
-        with tqdm(total=total, initial=progress.step, desc=label, **look) as self._bar:
-            for step in steps:
-                self._bar.update()
-                yield step
-        self._bar = None
+    def evaluating(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context whose time is that of an evaluation."""
+        return self._clock.evaluating()
 
     def _say_above_bar(self, line: str) -> None:
-        """Print a line in the place of the progress bar, which then moves down; at its end, it is gone.
+        """Print a line in the place of the progress bar, which then moves down.
 
         The log has what can't be printed, so that training goes on.
         """
-        if self._bar is not None:
-            self._bar.clear()
+        self._bar.clear()
         try:
             console.say(line)
         except CheckFailed as error:
             console.warn(f"{error.message}; training goes on")
-        if self._bar is not None and self._bar.n < self._bar.total:
-            self._bar.refresh()
+        self._bar.refresh()
 
-    def scores(self, trained: TrainScore | None, tested: Score | None, *, best: bool) -> None:
+    def scores(self, trained: TrainScore | None, tested: Scores | None, *, best: bool) -> None:
         """Print one line about scores, and add one object to the log; nothing if there are none.
 
-        `trained` is of the epoch that has just ended, `tested` of the test set now.
+        `trained` is of the epoch that has just ended, `tested` of the test sets now.
         """
-        seconds = time.monotonic() - self._epoch_began
         if trained is None and tested is None:
             return
+        scores = dict(tested or {})
+        own = scores.pop(OWN, None)
         with collectives.fail_together():
             if self.speaks:
-                self._say_above_bar(self._line(trained, tested, seconds, best))
-        self.trainer.log.write(self._entry(trained, tested, seconds), self.trainer.progress.global_step)
+                lines = [f"{name:>{self._width()}}  {in_words(score)}" for name, score in scores.items()]
+                self._say_above_bar("\n".join([self._line(trained, own, best), *lines]))
+        entry = self._entry(trained, own)
+        if scores:
+            entry["tests"] = {name: without(score.score()) for name, score in scores.items()}
+        self.trainer.log.write(entry, self.trainer.progress.global_step)
 
-    def _line(self, trained: TrainScore | None, tested: Score | None, seconds: float, best: bool) -> str:
+    def _line(self, trained: TrainScore | None, tested: Score | None, best: bool) -> str:
         epochs = self.trainer.config.epochs
         done = f"{self.trainer.progress.epoch}" if trained else f"{self.trainer.epochs_done():.2f}"
         columns = [f"{f'{done}/{epochs}':>{self._width()}}", f"{trained.loss:10.4f}" if trained else " " * 10]
@@ -166,18 +146,17 @@ class Report:
         for name, width in self.metrics:
             value = tested.metrics.get(name) if isinstance(tested, LossCertificate) else None
             columns.append(f"{value:{width}.4g}" if isinstance(value, int | float) else " " * width)
-        columns.append(f"{seconds:7.1f}{'  best' * best}")
+        columns.append(f"{self._clock.seconds():7.1f}{'  best' * best}")
         return "  ".join(columns)
 
-    def _entry(self, trained: TrainScore | None, tested: Score | None, seconds: float) -> dict[str, Any]:
+    def _entry(self, trained: TrainScore | None, tested: Score | None) -> dict[str, Any]:
         """Return the object for the log: an epoch's has `epoch`, one in the middle of an epoch `step`."""
-        of_test = {} if tested is None else tested.score()
-        score = {name: value for name, value in of_test.items() if name not in ("per_class", "ranks")}
+        score = {} if tested is None else without(tested.score())
         if trained is None:
             epochs = round(self.trainer.epochs_done(), 6)
             entry: dict[str, Any] = {"step": self.trainer.progress.global_step, "epochs": epochs}
             return entry | {f"test_{name}": value for name, value in score.items()}
-        entry = {"epoch": self.trainer.progress.epoch, **score, "seconds": round(seconds, 3)}
+        entry = {"epoch": self.trainer.progress.epoch, **score, **self._clock.times()}
         entry |= {"train_loss": trained.loss, "train_samples": trained.samples}
         if trained.accuracy is not None:
             entry["train_accuracy"] = trained.accuracy
@@ -186,15 +165,19 @@ class Report:
             entry |= {name: getattr(tested.evaluation, name) for name in ("threads", "batch_size")}
         return entry | {"lr": self.trainer.progress.lr}
 
+    def profiled(self, lines: list[str]) -> None:
+        """Print the table of `--profile`; nothing if there is none yet."""
+        if lines:
+            self._say_above_bar("\n".join(["profile " + lines[0], *(f"{'':8}{line}" for line in lines[1:])]))
+
     def event(self, event: str, text: str, step: int, **fields: Any) -> None:
         """Print on stderr what the user should know, and log it (`event`, `fields`); the run goes on."""
-        if self.speaks:
+        if self.speaks and text:
             self._warn(text)
         self.trainer.log.write({"step": step, "event": event, **fields}, step)
 
     def _warn(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.clear()
+        self._bar.clear()
         console.warn(text)
 
     def uncounted(self) -> None:
@@ -231,12 +214,16 @@ class Report:
         if ended_by and last in saved:
             console.say(f"\nsaved   {last}")
             if best in saved:
-                score = merit_in_words(self.trainer.task, self.trainer.progress.best)
+                score = self.trainer.selection.in_words(self.trainer.progress.best)
                 console.say(f"        {best} ({score})")
             else:
                 console.say(f"        no {BEST}: no score here was the best so far")
         if saved:
-            if ended_by and ended_by not in ("--epochs", "--max-steps"):
+            if ended_by == "--stop-early":
+                console.say(
+                    f"\nended   by --stop-early: {self.trainer.progress.since_best} scores were not better"
+                )
+            elif ended_by and ended_by not in ("--epochs", "--max-steps"):
                 console.say(f"\nended   by {ended_by}{self._when}\n{self.how_to_go_on()}")
             console.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
@@ -266,42 +253,6 @@ class Report:
         return f"to continue:\n{command_line.to_paste([*start, command_line.program('main'), *flags])}"
 
 
-def describe(data: Data) -> str:
-    """Return the sizes, the shape and the number of classes of a data set, as a sentence."""
-    # A user's function may make batches of samples of any shapes.
-    has_one = data.shape and not data.collation("training").is_own
-    shape = f" of {'×'.join(map(str, data.shape))}" if has_one else ""
-    classes = f", {len(data.classes)} classes" if data.classes else ""
-    return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
-
-
-def shares(plan: Plan, world_size: int) -> str:
-    """Return the global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
-    if not 1 < world_size <= 8:
-        return str(plan.batch_size)
-    return f"{plan.batch_size} = {'+'.join(map(str, dealt_sizes(plan.batch_size, plan.weights(world_size))))}"
-
-
-def recipe(config: TrainConfig) -> str:
-    """Return the main settings of a run, in brief."""
-    plain = TrainConfig()
-    length = f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
-    length += f" or {config.max_steps} steps" * bool(config.max_steps)
-    rate = "" if config.lr is None else f" lr {config.lr:g}"
-    parts = [length, f"{config.optimizer}{rate}", config.scheduler]
-    if config.warmup.number:
-        parts.append(f"warmup {config.warmup}")
-    if config.accumulate > 1:
-        parts.append(f"{config.accumulate} passes per step")
-    for name in ("amp", "clip_norm", "ema", "augment", "mixup", "cutmix", "label_smoothing"):
-        value = getattr(config, name)
-        if value != getattr(plain, name):
-            parts.append(f"{name.replace('_', '-')} {value}")
-    return ", ".join([*parts, f"seed {config.seed}"])
-
-
-def in_lines(recipe: str) -> str:
-    """Return a recipe with line breaks between its parts, for 80 columns with eight before each line."""
-    unbreakable = recipe.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
-    lines = textwrap.wrap(unbreakable, width=72, break_long_words=False, break_on_hyphens=False)
-    return f"\n{'':8}".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+def without(score: dict[str, Any]) -> dict[str, Any]:
+    """Return a score without what the log leaves out."""
+    return {name: value for name, value in score.items() if name not in ("per_class", "ranks")}

@@ -6,123 +6,35 @@ Imports torch.
 from __future__ import annotations
 
 import contextlib
-import math
-import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ckpttool.distributed import collectives, heartbeat
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
+from train import console
 from train.checkpoint.resume import resume
 from train.checkpoint.saver import Saver
 from train.config.training import TrainConfig
+from train.config.watching import hook_interval
 from train.data.data_set import Data
 from train.launch.stopping import Stop
 from train.log import trackers
+from train.log.profiling import Profile
 from train.run import folder as folders
-from train.run import proof
+from train.run import own_settings, proof
+from train.run.agreement import Agreement
+from train.run.hook import Hook
 from train.run.report import Report
 from train.tasks.task import Task
 from train.trainer import shares
-from train.trainer.progress import Progress, Score
+from train.trainer.progress import Progress, Scores
 from train.trainer.trainer import Trainer
-
-# Seconds between two messages. Where steps are shorter, there is none in some of them.
-SPACING = 0.02
-
-# Steps between two messages at most.
-MOST = 10
-
-# Seconds from which on a step is long: what is sent in it is read at its end, not at that of the next.
-LONG = 1.0
-
-# Seconds that are told of a step at most.
-LONGEST = 1e6
-
-
-class Agreement:
-    """Tells all ranks that one was told to end, and how far the save has come on each.
-
-        agreement.begin()     # in each step, before the optimizer's
-        agreement.finish()    # after it
-
-    To read a message in its own step is to wait once more for the slowest rank, which costs some per cent of
-    a short step. By the next one it has arrived: the gradients have made the ranks wait for each other.
-    """
-
-    def __init__(self, stop: Stop, saver: Saver) -> None:
-        self.stop, self.saver = stop, saver
-        self._is_alone = collectives.world_size() == 1
-        self._group: dist.ProcessGroup | None = None
-        if not self._is_alone and dist.get_backend() != "gloo":
-            group = dist.new_group(backend="gloo")  # over NCCL the CPU would wait for the GPU
-            assert isinstance(group, dist.ProcessGroup)  # of all ranks, and this is one
-            self._group = group
-        # In which step, this rank's values, and the work after which they are the largest of all ranks'.
-        self._sent: deque[tuple[int, torch.Tensor, dist.Work | None]] = deque()
-        self._step = self._sent_in = 0
-        self._spacing, self._waits = 1, True
-        self._began, self._gap, self._seconds = time.monotonic(), math.inf, math.inf
-
-    def begin(self) -> None:
-        """Send what this rank has to tell, if it is time for that; do not wait."""
-        self._step += 1
-        gap, self._began = time.monotonic() - self._began, time.monotonic()
-        # An evaluation or a save between two steps lengthens one gap: a step is long if two in a row are.
-        self._gap, self._seconds = gap, min(gap, self._gap)
-        if self._step - self._sent_in >= self._spacing and not self._is_alone:
-            self._send()
-
-    def finish(self, *, wait: bool = False) -> str:
-        """Act on what the ranks have told, the same on each; return the signal by which one was told to end.
-
-        A collective where a message was sent, and raises as `Saver.advance`. `wait` leaves nothing for later.
-        """
-        signal_of_any = self._act(self._word()) if self._is_alone else ""
-        while self._sent and (wait or self._waits or signal_of_any or self._sent[0][0] < self._step):
-            _, values, work = self._sent.popleft()
-            if work is not None:
-                work.wait()
-            signal_of_any = self._act([int(value) for value in values.tolist()]) or signal_of_any
-        return signal_of_any
-
-    def ask(self) -> str:
-        """Send a message in any case, and wait for it. A collective, as `finish`."""
-        if not self._is_alone:
-            self._send()
-        return self.finish(wait=True)
-
-    def _act(self, told: list[int]) -> str:
-        number, milliseconds, microseconds, *of_save = told
-        self._spacing = max(1, min(int(SPACING * 1e6) // max(microseconds, 1), MOST))
-        self._waits = microseconds >= LONG * 1e6
-        self.saver.advance(*of_save)
-        if number:
-            self.stop.heard(number, milliseconds / 1e3)
-        return signal.Signals(number).name if number else ""
-
-    def _send(self) -> None:
-        values = torch.tensor(self._word(), dtype=torch.int64)
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._sent.append((self._step, values, work))
-        self._sent_in = self._step
-
-    def _word(self) -> list[int]:
-        """Return what this rank tells; of each number, the largest of any rank counts."""
-        number = self.stop.number
-        since = int(self.stop.seconds() * 1e3) if number else 0
-        return [number, since, int(min(self._seconds, LONGEST) * 1e6), *self.saver.word()]
-
-
-# ---- a run -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -149,14 +61,19 @@ class Run:
         trainer.feed.recorder = proof.recorder_of(trainer, folder)
         measured = [("shares", text) for text in shares.settle(trainer)]
         trainer.recorder.begin(resumed.source)
+        like = collectives.from_rank_zero(lambda: own_settings.write(trainer, folder))
         self.limits = Limits(config, trainer.feed.steps_per_epoch)
         self.report = Report(trainer, folder)
         self.saver = Saver(trainer, folder, self.report.event)
+        is_profiled = config.profile is not None and collectives.rank() == 0
+        start = trainer.progress.global_step
+        self.profile = Profile(config.profile or "", folder, trainer.log, start) if is_profiled else None
         self.stop = Stop(config.grace, self._left_undone)
         self.agreement = Agreement(self.stop, self.saver)
+        self.hook = Hook(trainer, folder, self.report.event, lambda: self.stop.number)
         self._begin_step: Callable[[int], None] = lambda _: None
         began = [("resume", text) for text in resumed.remarks] or [("init", text) for text in job.remarks]
-        self.report.begin(began + measured)
+        self.report.begin(began + [("like", text) for text in like] + measured)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -166,15 +83,19 @@ class Run:
             with collectives.fail_together():
                 self._begin_step = files.enter_context(folders.attempts(self.folder, self.config, rank))
                 if rank == 0:
-                    opened = trackers.opened(self.config, self.folder, trainer.progress.global_step)
+                    step = trainer.progress.global_step
+                    opened = trackers.opened(self.config, self.folder, step, lambda: self.stop.number)
                     trainer.log.sinks = files.enter_context(opened)
             files.enter_context(self.stop)
             heartbeat.excuse(partial(self._begin_step, 0))
             trainer.before_update = self.agreement.begin
-            trainer.scorer.before_batch = self.stop.raise_if_told
+            for scorer in trainer.scorers.values():
+                scorer.before_batch = self.stop.raise_if_told
             try:
                 yield
             except BaseException:
+                if self.profile is not None:
+                    self.profile.leave()
                 self.saver.leave()
                 trainer.recorder.leave()
                 raise
@@ -201,12 +122,22 @@ class Run:
 
     def begin_step(self) -> None:
         """Note in which step the run is, so that one that fails again and again is not tried for ever."""
-        self._begin_step(self.trainer.progress.global_step + 1)
+        step = self.trainer.progress.global_step + 1
+        self._begin_step(step)
+        if self.profile is not None:
+            self.profile.begin_step(step)
 
-    def evaluate(self) -> tuple[Score | None, str]:
-        """Return the score on the test set; or None, and the signal that has cut the evaluation short."""
+    def end_step(self, due: Due) -> None:
+        """End the record of `--profile` where it ends. On one rank; not a collective."""
+        if self.profile is not None:
+            step = self.trainer.progress.global_step
+            self.report.profiled(self.profile.end_step(step, last=bool(due.end)))
+
+    def evaluate(self) -> tuple[Scores | None, str]:
+        """Return the scores on the test sets; or None, and the signal that has cut the evaluation short."""
         try:
-            return self.trainer.evaluate(), ""
+            with self.report.evaluating():
+                return self.trainer.scores(), ""
         except Exception as error:
             if is_lost_rank(error) or is_timeout(error):
                 raise
@@ -215,8 +146,18 @@ class Run:
                 raise
             return None, signal
 
+    def note(self, tested: Scores | None) -> tuple[bool, bool]:
+        """Return whether scores are the best so far, and among the best of `--keep-best`."""
+        if tested is None:
+            return False, False
+        return self.trainer.progress.note(self.trainer.selection.merit(tested), self.config.keep_best)
+
     def finish(self, end: str) -> None:
         """Wait for the last save, and say what it and a signal have come to."""
+        if self.profile is not None:
+            self.report.profiled(self.profile.end_step(self.trainer.progress.global_step, last=True))
+            if not self.profile.done:
+                console.warn(f"--profile {self.config.profile}: the run has taken none of these steps")
         self.saver.finish()
         self.report.note_signal(end, self.stop)
 
@@ -233,6 +174,7 @@ class Due:
 
     evaluate: bool = False
     save: bool = False  # last.pt
+    hook: bool = False  # of --every
     end: str = ""  # what ends the run here, as `--max-time`
 
 
@@ -250,7 +192,13 @@ class Limits:
         """Return whether the training has all its steps."""
         epochs, _ = self._epochs(position)
         steps = self.config.max_steps
-        return epochs >= self.config.epochs or (steps is not None and position.global_step >= steps)
+        is_done = epochs >= self.config.epochs or (steps is not None and position.global_step >= steps)
+        return is_done or bool(self.early(position))
+
+    def early(self, position: Progress) -> str:
+        """Return `--stop-early` if its evaluations are over without a better score."""
+        most = self.config.stop_early
+        return "--stop-early" if most is not None and position.since_best >= most else ""
 
     def due(self, position: Progress) -> Due:
         """Return what is to be done after a step. A collective if a time is among the limits.
@@ -266,9 +214,10 @@ class Limits:
             end = "--stop-at"
         if is_over:
             epochs, _ = self._epochs(position)
-            end = "--epochs" if epochs >= config.epochs else "--max-steps"
+            end = self.early(position) or ("--epochs" if epochs >= config.epochs else "--max-steps")
         save = bool(end) or time_to_save or self._is_due(config.save_every, position)
-        return Due(is_over or self._is_due(config.eval_every, position), save, end)
+        hook = config.every is not None and self._is_due(hook_interval(config.every), position)
+        return Due(is_over or self._is_due(config.eval_every, position), save, hook, end)
 
     def _epochs(self, position: Progress) -> tuple[int, bool]:
         """Return the number of finished epochs, and whether the last one has just ended."""

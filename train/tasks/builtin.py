@@ -111,6 +111,7 @@ class LanguageModel(Task):
     """
 
     name = "language-model"
+    unit = "tokens"
 
     def __init__(self, data: Data, label_smoothing: float = 0.0) -> None:
         self.data, self.label_smoothing = data, label_smoothing

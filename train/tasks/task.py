@@ -49,11 +49,13 @@ class Task:
         name: as on the command line.
         metrics: what an evaluation computes besides the loss, as `metrics.evaluating.measures` takes it.
         counts_samples: whether the count of `loss` is always the number of samples, which all ranks know.
+        unit: what the count is of, in the plural, where the log should say how many there are in a second.
     """
 
     name = "task"
     metrics: Mapping[str, Any] = {}
     counts_samples = False
+    unit = ""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's outputs for a batch on its device.
@@ -113,6 +115,7 @@ class UserTask(Task):
             # nn.Module has a `forward`, which means something else.
             if callable(given) and not (method == "forward" and isinstance(made, nn.Module)):
                 setattr(self, method, given)
+        self.unit = str(getattr(made, "unit", ""))
         measured = getattr(made, "metrics", {})
         if isinstance(measured, ModuleType):  # of a task that is a module itself, which has imported ours
             measured = {}

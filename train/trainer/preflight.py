@@ -31,6 +31,7 @@ from train.model import optimizer, schedule, updater, wrapping
 from train.tasks.builtin import Classification, ModelLoss, loss_in
 from train.tasks.task import PAIR, Task, UserTask
 from train.trainer import virtual_ranks
+from train.trainer.selection import selection
 
 TRIED = 8  # samples, of which one should have something that counts
 
@@ -50,6 +51,8 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     schedule.check(config, in_epoch)
     augmented(data.train, config, len(data.classes))
+    selection(config.best, task, tuple(data.others))
+    _check_hook(config)
     updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
     optimizer.check(config, model)
@@ -59,6 +62,14 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         trial = Trial(config.model, data, task, "training")
         _try_training(config, trial, trained, plan, world_size)
         _check_sum(trial, model)
+
+
+def _check_hook(config: TrainConfig) -> None:
+    try:
+        if config.every:
+            factory.function(config.every[1])
+    except UsageFault as fault:
+        raise UsageFault(f"--every: {fault.message}", hint=fault.hint) from fault
 
 
 def check_evaluation(name: str, data: Data, model: nn.Module, task: Task) -> None:

@@ -26,6 +26,10 @@ from train.tasks.task import Task
 # Of classification, what is correct of each class; of other tasks, their loss and metrics.
 Score = Certificate | LossCertificate
 
+# The scores of an evaluation by the name of the test set; that of --data's own comes first.
+Scores = Mapping[str, Score]
+OWN = ""  # its name
+
 
 class Scorer:
     """Scores bare models on one test set. Keeps its loading processes from one score to the next."""
@@ -63,13 +67,6 @@ class Scorer:
         return Evaluation(checkpoint=checkpoint, data=self.data.fingerprint, classes=classes)
 
 
-def selection_score(score: Score) -> float:
-    """Return the number by which one score is better than another: the accuracy, or minus the loss."""
-    if not math.isfinite(score.loss):
-        return -math.inf
-    return score.accuracy if isinstance(score, Certificate) else -score.loss
-
-
 def in_words(score: Score) -> str:
     """Return a score as part of a sentence: `776 of 846 correct (91.73%), loss 0.3012`."""
     if isinstance(score, Certificate):
@@ -77,11 +74,6 @@ def in_words(score: Score) -> str:
     numbers = ((name, value) for name, value in score.metrics.items() if isinstance(value, int | float))
     metrics = "".join(f", {name} {value:.4g}" for name, value in numbers)
     return f"loss {score.loss:.4f} over {score.count:,}{metrics}, {score.samples:,} samples"
-
-
-def merit_in_words(task: Task, best: float) -> str:
-    """Return a `selection_score` as it is shown: the accuracy, or the loss."""
-    return f"{best:.2%}" if isinstance(task, Classification) else f"loss {-best:.4f}"
 
 
 # ---- how far a run has come --------------------------------------------------------------------------
@@ -142,7 +134,9 @@ class Progress:
     step: int = 0  # done in the current epoch
     global_step: int = 0
     samples: int = 0  # used since the beginning, by all ranks
-    best: float = -math.inf  # the `selection_score` of the best score on the test set
+    best: float = -math.inf  # the merit of the best score on the test set, the larger the better
+    since_best: int = 0  # evaluations since then
+    top: list[list[float]] = field(default_factory=list)  # of --keep-best: [merit, step], the best first
     uncounted: int = 0  # steps that changed nothing, as nothing counted in them
     unscored: bool = False  # a signal has cut short the evaluation after the last step
     lr: float = 0.0  # of the last step
@@ -174,12 +168,19 @@ class Progress:
         mean = loss / counted if counted else math.nan
         return TrainScore(mean, int(correct) if counts_correct else None, int(samples))
 
-    def note_best(self, score: Score) -> bool:
-        """Return whether this is the best score so far, and if so remember it. One of NaN never is."""
-        is_best = selection_score(score) > self.best
-        if is_best:
-            self.best = selection_score(score)
-        return is_best
+    def note(self, merit: float, keep: int = 0) -> tuple[bool, bool]:
+        """Note the merit of an evaluation; return whether it is the best so far, and one of the best `keep`.
+
+        One of -inf, as of NaN, never is.
+        """
+        is_best = merit > self.best
+        self.best, self.since_best = max(merit, self.best), 0 if is_best else self.since_best + 1
+        worst = self.top[keep - 1][0] if 0 < keep <= len(self.top) else -math.inf
+        is_kept = keep > 0 and merit > worst
+        if is_kept:
+            self.top = sorted([*self.top, [merit, self.global_step]], key=lambda one: (-one[0], one[1]))
+        self.top = self.top[:keep]
+        return is_best, is_kept
 
 
 class Recorder:

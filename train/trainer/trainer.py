@@ -28,12 +28,14 @@ from train.data.augment import augmented
 from train.data.batches import batch_of, load
 from train.data.data_set import Data
 from train.data.samples import count
+from train.log.speed import Work, flops_of, peak_of
 from train.log.step_log import StepLog
 from train.model import wrapping
 from train.model.updater import Updater
 from train.tasks.builtin import Classification
 from train.tasks.task import Task
-from train.trainer.progress import Progress, Recorder, Score, Scorer, Sums, TrainScore
+from train.trainer.progress import OWN, Progress, Recorder, Score, Scorer, Scores, Sums, TrainScore
+from train.trainer.selection import selection
 
 
 class Feed:
@@ -95,21 +97,37 @@ class Trainer:
         self.config, self.data, self.place, self.task = config, data, place, task
         self.feed = Feed(config, data, task, place)
         self.progress = Progress()
-        self.scorer = Scorer(data, task, place, batch_size=config.eval_batch, workers=config.workers)
+        self.selection = selection(config.best, task, tuple(data.others))
+        scored: dict[str, Any] = {"batch_size": config.eval_batch, "workers": config.workers}
+        of_test_sets = {OWN: data, **data.others}.items()
+        self.scorers = {name: Scorer(each, task, place, **scored) for name, each in of_test_sets}
         model = model.to(place.device)
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
+        self._dummy_batch = self.feed.batch_of([0])
+        work = self._work(model)
         wrapping.wrap(config, model)
         how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
         self.ddp = DistributedDataParallel(model, find_unused_parameters=config.find_unused, **how)
         self.updater = Updater(config, self.ddp, place.device, self.feed.steps_per_epoch)
         self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
+        self.log.work = work
         self.init: str | None = None  # the digest of the weights that --init gave
         self.before_update: Callable[[], object] = lambda: None
-        self._dummy_batch = self.feed.batch_of([0])
         settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
+
+    def _work(self, model: nn.Module) -> Work:
+        """Return what is known of the work of a model that is not wrapped yet; only rank 0 logs it."""
+        place, task = self.place, self.task
+        if place.rank != 0:
+            return Work()
+        forward = partial(task.forward, model)
+        flops = flops_of(lambda: run_dummy_pass(model, self._dummy_batch, forward, together=False))
+        for parameter in model.parameters():
+            parameter.grad = None
+        return Work(task.unit, flops, peak_of(place.device, self.config.amp, place.world_size))
 
     @property
     def recorder(self) -> Recorder:
@@ -228,14 +246,24 @@ class Trainer:
 
         With `--ema` it is the score of the averaged weights, which are saved as `ema.averages`.
         """
+        return self.scores()[OWN]
+
+    def scores(self) -> Scores:
+        """Return `evaluate` of each test set by name. A collective."""
         heartbeat.phase("evaluation")
+        with self.as_scored(), self.not_compiled():
+            scores = {name: scorer.score(self.ddp.module) for name, scorer in self.scorers.items()}
+        others = {name: score.score() for name, score in scores.items() if name != OWN}
+        self.recorder.evaluation(scores[OWN].score() | ({"tests": others} if others else {}))
+        return scores
+
+    @contextlib.contextmanager
+    def as_scored(self) -> Iterator[None]:
+        """Let the model be as it is scored: rank 0's buffers, the averages of `--ema`. A collective."""
         ema = self.updater.ema
-        averaged = ema.swapped() if ema else contextlib.nullcontext()
         self.share_buffers()
-        with averaged, self.not_compiled():
-            score = self.scorer.score(self.ddp.module)
-        self.recorder.evaluation(score.score())
-        return score
+        with ema.swapped() if ema else contextlib.nullcontext():
+            yield
 
     def share_buffers(self) -> None:
         """Give every rank rank 0's buffers, as DDP does before each forward pass. A collective.

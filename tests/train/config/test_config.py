@@ -10,7 +10,7 @@ import pytest
 from ckpttool.errors import UsageFault
 from tests.support.running import ROOT
 from train import evaluate
-from train.config import command_line
+from train.config import command_line, flags
 from train.config.shared import Every
 from train.launch import program as launch
 from train.main import main
@@ -81,6 +81,7 @@ LINES = [
     "--no-set-epoch --sampler torch --save-every 3steps",
     "--init-allow-missing head.* --init-allow-missing a --init x.pt",
     "--optimizer adamw --lr 1e-05 --max-time 90",
+    "--tracker tensorboard --tracker wandb --every 3 own.py:f --profile 3-5 --best mae:min --keep-best 2",
 ]
 
 
@@ -125,7 +126,7 @@ def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant(typed, meant):
 
 @pytest.mark.parametrize("typed", ["--frobnicate", "--x", "--"])
 def test_nothing_is_suggested_for_what_resembles_no_flag(typed):
-    assert command_line.closest(typed, ["--batch-size", "--epochs", "--lr"]) is None
+    assert flags.closest(typed, ["--batch-size", "--epochs", "--lr"]) is None
 
 
 def test_a_value_too_many_is_named():
@@ -147,7 +148,7 @@ def test_other_programs_suggest_their_own_flags():
 
 def test_every_name_of_other_trainers_stands_for_a_flag_that_exists():
     known = command_line.train_parser()._option_string_actions
-    assert set(command_line.ELSEWHERE.values()) <= set(known) and not set(command_line.ELSEWHERE) & set(known)
+    assert set(flags.ELSEWHERE.values()) <= set(known) and not set(flags.ELSEWHERE) & set(known)
 
 
 # ---- what is wrong -------------------------------------------------------------------------------------
@@ -186,6 +187,15 @@ WRONG = {
     "--drop-last": ["--data fake:20 --drop-last"],
     "--warmup": ["--data fake:20 --warmup 99steps"],
     "--backend": ["--backend nccl"],
+    "--every": ["--every 3min own.py:f", "--data fake:20 --every 3 /no/such/file.py:f"],
+    "--profile": ["--profile 5-3", "--profile 0"],
+    "--tracker": ["--tracker neptune", "--data fake:20 --tracker tensorboard --tracker tensorboard"],
+    "--also-test": [
+        f"--data fake:20 --also-test {spec}" for spec in ("fake:9", "a=", "a=fake:9 --also-test a=fake:9")
+    ],
+    "--best": [f"--data fake:20 --best {best}" for best in ("mae", "b/loss", "loss:least")],
+    "--config": ["--config no-such.toml --like x"],
+    "--unset": ["--unset lr"],
 }
 
 
@@ -289,8 +299,11 @@ def test_spawned_ranks_get_all_flags_but_spawn(line):
     assert command_line.without("--spawn", ["--out", "--spawned"]) == ["--out", "--spawned"]
 
 
-def test_help_fits_into_80_columns_and_ends_in_examples_that_parse(monkeypatch, capsys):
+def test_help_fits_into_80_columns_and_ends_in_examples_that_parse(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.toml").write_text("epochs = 3")
     for program in (evaluate.main, main):
         with pytest.raises(SystemExit) as left:
             program(["--help"])
@@ -298,7 +311,7 @@ def test_help_fits_into_80_columns_and_ends_in_examples_that_parse(monkeypatch, 
         said = capsys.readouterr().out
         assert max(map(len, said.splitlines())) <= 80
     examples = said.split("examples:\n")[1].splitlines()
-    assert len(examples) == 4
+    assert len(examples) == 5
     for example in examples:
         command_line.parse(example.split("train/main.py")[1].split())
 

@@ -46,7 +46,7 @@ def test_each_way_to_start_succeeds_with_an_empty_stderr(run_of, way):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(" 1/1 ") == 1  # rank 0 alone speaks
     assert f"ranks   {ranks} on cpu (gloo)" in done.stdout
-    assert sorted(os.listdir(folder)) == ["best.pt", "last.pt", "log.jsonl"]
+    assert sorted(os.listdir(folder)) == ["best.pt", "config.toml", "last.pt", "log.jsonl"]
     assert max(map(len, done.stdout.replace(str(folder), "runs/x").splitlines())) <= 80
 
 

@@ -137,7 +137,7 @@ def assert_undisturbed(folder: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
     assert agent.code == 0, agent.log.read_text()
     names = sorted(os.listdir(one / "run"))
-    assert sorted(os.listdir(folder)) == names == ["best.pt", "last.pt", "log.jsonl"]
+    assert sorted(os.listdir(folder)) == names == ["best.pt", "config.toml", "last.pt", "log.jsonl"]
     ends = [checkpoints.read(str(each / "last.pt")) for each in (folder, one / "run")]
     assert different(*ends) == []
 

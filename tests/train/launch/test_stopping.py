@@ -23,7 +23,7 @@ from tests.ranks.programs import ROOT, TORCHRUN, environment, own_model, start
 from tests.support.run_log import entries_of, timeless
 from train.config.training import TrainConfig
 from train.main import train
-from train.run import run as agreement
+from train.run import agreement
 from train.run.run import Job
 from train.tasks import builtin as tasks
 from train.trainer.progress import Scorer

@@ -126,10 +126,12 @@ def test_every_line_has_its_fields(whole):
     for entry in whole:
         if "epoch" in entry:
             wanted = {"loss", "accuracy", "correct", "samples", "seconds", "train_loss", "train_accuracy"}
+            wanted |= {"train_seconds", "evaluate_seconds"}
             assert wanted | {"train_samples", "test_samples", "lr"} <= set(entry)
             assert (entry["train_samples"], entry["test_samples"], entry["samples"]) == (SAMPLES, 10, 10)
         else:
             wanted = {"epochs", "steps", "loss", "lr", "grad_norm", "samples_per_second", "seconds"}
+            wanted |= {"peak_memory", "flops_per_second"}
             assert wanted | {f"{phase}_seconds" for phase in PHASES} <= set(entry)
             assert entry["epochs"] == entry["step"] / STEPS and entry["grad_norm"] > 0
             assert 0 < sum(entry[f"{phase}_seconds"] for phase in PHASES) <= entry["seconds"] * 1.001
@@ -163,7 +165,7 @@ def test_on_another_number_of_ranks_an_interval_goes_on_with_the_same_sums(run_r
 def test_how_often_and_where_to_it_is_logged_changes_no_bit_of_the_weights(run_ranks, tmp_path):
     """Forced over the old run, TensorBoard shows only the new one."""
     pytest.importorskip("tensorboard")
-    events = {"log_every": 1, "tensorboard": True}
+    events = {"log_every": 1, "tracker": ("tensorboard",)}
     ends = []
     for name, settings in (("a", events), ("b", {"log_every": 999}), ("a", {**events, "force": True})):
         run_ranks(2, run, str(tmp_path / name), settings)

@@ -1,15 +1,20 @@
-"""TensorBoard and W&B get what log.jsonl gets; read back with their own readers."""
+"""Trackers get what log.jsonl gets, read back with their own readers; nothing of them stops a training."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import itertools
 import json
+import os
 import random
 import resource
+import signal
+import sqlite3
 import struct
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,7 @@ from ckpttool.errors import CkptToolError, UsageFault
 from tests.ranks.programs import TINY
 from train import main
 from train.config.training import TrainConfig
-from train.log import trackers
+from train.log import tracker_process, trackers
 
 STEP = {"step": 2, "epochs": 0.5, "steps": 2, "loss": 1.5, "lr": 0.1, "grad_norm": None}
 STEP |= {"samples_per_second": 99.5, "seconds": 3.0, "data_seconds": 0.25}
@@ -36,7 +41,7 @@ CHARTS: dict[int, dict[str, float]] = {
 
 
 def write(folder: Path, config: TrainConfig) -> None:
-    with trackers.opened(config, str(folder), 0) as sinks:
+    with trackers.opened(config, str(folder), 0, lambda: config.stop_at) as sinks:
         for sink, (entry, at) in itertools.product(sinks, ((STEP, 2), (EVALUATION, 3), (EPOCH, 4))):
             sink.write(entry, at)
 
@@ -67,7 +72,7 @@ def test_tensorboard_has_every_finite_number_at_its_step_before_the_run_ends_and
     pytest.importorskip("tensorboard")
     before = [(STEP, 2), ({"step": 3, "loss": 9.0}, 3)]  # a run that continues after step 2 forgets the last
     for step, entries in ((0, before), (2, [(EVALUATION, 3), (EPOCH, 4)])):
-        with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), step) as sinks:
+        with trackers.opened(TrainConfig(tracker=("tensorboard",)), str(tmp_path), step) as sinks:
             for sink, (entry, at) in itertools.product(sinks, entries):
                 sink.write(entry, at)
             assert (entries == before) == (("train/loss", 3) in scalars(tmp_path))
@@ -98,7 +103,7 @@ def test_a_folder_that_tensorboard_cant_make_is_an_error_that_names_it(tmp_path)
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").touch()
     with pytest.raises(CkptToolError, match=r"tensorboard: could not be written"):
-        write(tmp_path, TrainConfig(tensorboard=True))
+        write(tmp_path, TrainConfig(tracker=("tensorboard",)))
 
 
 # ---- Weights & Biases ----------------------------------------------------------------------------------
@@ -142,10 +147,167 @@ def test_wandb_writes_every_finite_number_at_its_step_without_a_network(tmp_path
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     before = random.getstate(), torch.get_rng_state()
-    write(tmp_path, TrainConfig(tensorboard=True, wandb=True))
+    write(tmp_path, TrainConfig(tracker=("tensorboard", "wandb")))
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
     found = {row["_step"]: {k: v for k, v in row.items() if not k.startswith("_")} for row in rows(tmp_path)}
     assert found == CHARTS
+
+
+# ---- MLflow, trackio -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # of mlflow's and its database's own
+def test_mlflow_gets_every_finite_number_at_its_step(tmp_path, monkeypatch):
+    tracking = pytest.importorskip("mlflow.tracking", reason="the package of the extra mlflow")
+    pytest.importorskip("sqlalchemy", reason="mlflow's own database")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write(tmp_path, TrainConfig(tracker=("mlflow",)))
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    client = tracking.MlflowClient(store, store)
+    (run,) = client.search_runs([client.get_experiment_by_name("ckpttool").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params["epochs"]) == (
+        tmp_path.name,
+        "FINISHED",
+        "10",
+    )
+    found: dict[int, dict[str, float]] = {}
+    for name in run.data.metrics:
+        for metric in client.get_metric_history(run.info.run_id, name):
+            found.setdefault(metric.step, {})[name] = metric.value
+    assert found == CHARTS
+
+
+def test_trackio_gets_every_finite_number_at_its_step(tmp_path, monkeypatch):
+    pytest.importorskip("trackio", reason="the package of the extra trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    write(tmp_path, TrainConfig(tracker=("trackio",)))
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "ckpttool.db")) as database:
+        found = {
+            step: json.loads(values) for step, values in database.execute("select step, metrics from metrics")
+        }
+    assert found == CHARTS
+
+
+# ---- servers that are away, clients that hang ----------------------------------------------------------
+
+STUB = """
+import json, os, random, sys, time
+folder = os.path.dirname(os.path.abspath(__file__))
+
+def init(**given):
+    random.random()
+    if os.path.exists(folder + "/hangs"):
+        time.sleep(99)
+    if os.path.exists(folder + "/away"):
+        raise ConnectionError("no route to host")
+    note(init=given["name"])
+
+def note(**entry):
+    with open(folder + "/taken.jsonl", "a") as file:
+        file.write(json.dumps(entry) + "\\n")
+
+def log(values, step):
+    print("a client that prints")
+    if step == 3 and os.path.exists(folder + "/crashes"):
+        os._exit(3)
+    if os.path.exists(folder + "/away"):
+        raise ConnectionError("no route to host")
+    note(step=step, values=values)
+
+def finish():
+    note(finished=True)
+"""
+"""A client of a tracker, whose server is away while there is a file `away` beside it, and so on."""
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a client under the name trackio."""
+    folder = tmp_path / "client"
+    folder.mkdir()
+    (folder / "trackio.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+def taken(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "taken.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+STUBBED = TrainConfig(tracker=("trackio",))
+SENT = [{"step": step, "values": values} for step, values in CHARTS.items()]
+
+
+def test_a_client_gets_all_in_order_and_is_ended_before_the_run_is(tmp_path, stub, capfd):
+    write(tmp_path, STUBBED)
+    assert taken(stub) == [{"init": tmp_path.name}, *SENT, {"finished": True}]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_server_that_is_away_does_not_take_it_gets_when_it_is_back(tmp_path, stub, capfd):
+    (stub / "away").touch()
+    with trackers.opened(STUBBED, str(tmp_path), 0) as sinks:
+        began = time.monotonic()
+        sinks[1].write(STEP, 2)
+        assert time.monotonic() - began < 0.5, "a step waits for no server"
+        until(lambda: hears(sinks[1], capfd))
+        (stub / "away").unlink()
+        sinks[1].write(EVALUATION, 3)
+        until(lambda: len(taken(stub)) > 1)
+        sinks[1].write(EPOCH, 4)
+    assert taken(stub) == [{"init": tmp_path.name}, *SENT, {"finished": True}]
+
+
+def hears(sink: Any, capfd: Any) -> bool:
+    """Return whether the run has said, once, that the server is away."""
+    sink.process._hear()
+    said = capfd.readouterr().err
+    assert said.count("\n") <= 1
+    why = "ConnectionError: no route to host; training goes on, and it is tried again"
+    return f"warning: --tracker trackio: {why}\n" == said
+
+
+def until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("hangs", "not all was taken within 1 s"), ("away", "not all was taken within 1 s")]
+)
+def test_a_run_that_is_told_to_end_ends_in_time_though_its_tracker_does_not(tmp_path, stub, capfd, how, said):
+    (stub / how).touch()
+    began = time.monotonic()
+    write(tmp_path, TrainConfig(tracker=("trackio",), grace=3.0, stop_at=1))
+    assert time.monotonic() - began < 20
+    assert f"warning: --tracker trackio: {said}; log.jsonl has it\n" in capfd.readouterr().err
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_client_that_dies_ends_no_run(tmp_path, stub, capfd):
+    (stub / "crashes").touch()
+    with trackers.opened(STUBBED, str(tmp_path), 0) as sinks:
+        for entry, at in ((STEP, 2), (EVALUATION, 3)):
+            sinks[1].write(entry, at)
+        sinks[1].process._process.wait(timeout=60)
+        sinks[1].write(EPOCH, 4)
+    assert capfd.readouterr().err.count("its process has ended; log.jsonl has what it did not get") == 1
+
+
+def test_a_client_that_reads_nothing_costs_no_step_and_no_memory(tmp_path, stub, capfd, monkeypatch):
+    monkeypatch.setattr(tracker_process, "MOST", 50)
+    config = TrainConfig(tracker=("trackio",), grace=3.0)
+    with trackers.opened(config, str(tmp_path), 0, lambda: True) as sinks:
+        process = sinks[1].process
+        os.kill(process._process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for step in range(3000):
+            sinks[1].write({"step": step, "loss": 0.5, "lr": 0.1}, step)
+        assert time.monotonic() - began < 10 and len(process._waiting) == 50
+    assert "entries were left out; log.jsonl has them" in capfd.readouterr().err
 
 
 # ---- missing packages ----------------------------------------------------------------------------------
@@ -157,7 +319,7 @@ def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UsageFault, match="the package wandb is not installed"):
-        trackers.check(TrainConfig(wandb=True))
+        trackers.check(TrainConfig(tracker=("wandb",)))
 
 
 def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch):
@@ -165,12 +327,14 @@ def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch):
     trackers.check(TrainConfig())
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
 def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(
     tmp_path, monkeypatch, capsys, name
 ):
     monkeypatch.setitem(sys.modules, name, None)
-    assert main.main([f"--{name}", *TINY, "--out", str(tmp_path / "run")]) == 2
+    assert main.main(["--tracker", name, *TINY, "--out", str(tmp_path / "run")]) == 2
     hint = f"in a clone of ckpttool: pip install -e '.[{name}]'"
-    assert capsys.readouterr().err == f"error: --{name}: the package {name} is not installed ({hint})\n"
+    assert (
+        capsys.readouterr().err == f"error: --tracker {name}: the package {name} is not installed ({hint})\n"
+    )
     assert not (tmp_path / "run").exists()

@@ -21,6 +21,7 @@ from train.config.shared import Every
 from train.model import builtin as models
 
 SAMPLES, BATCH, STEPS, EPOCHS = 22, 6, 4, 2
+FILES = ["best.pt", "config.toml", "last.pt", "log.jsonl"]
 
 
 def wide() -> nn.Module:
@@ -91,7 +92,7 @@ def test_more_steps_after_max_steps_give_the_run_that_had_them_at_once(run_ranks
     run_ranks(size, run, str(tmp_path / "whole"), {**settings, "max_steps": 7})
     said = run_ranks(size, run, str(tmp_path / "parts"), {**settings, "max_steps": 6})
     assert "--max-steps" in said[0] or "saved" in said[0]
-    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["best.pt", "last.pt", "log.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == FILES
     said = run_ranks(size, run, str(tmp_path / "parts"), {**settings, "max_steps": 7, "resume": "auto"})
     assert "epoch 2, step 2 of 4" in said[0]
     parts = ("model", "optimizer", "scheduler", "plan", "rng")

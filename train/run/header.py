@@ -1,0 +1,70 @@
+"""What the head of a run's report says of it: data, shares of the ranks, main settings. Imports torch."""
+
+from __future__ import annotations
+
+import textwrap
+
+from ckpttool.distributed.plan import Plan, dealt_sizes
+from train.config.training import TrainConfig
+from train.data.data_set import Data
+from train.data.samples import count
+from train.trainer.trainer import Trainer
+
+
+def header(trainer: Trainer, folder: str) -> dict[str, str]:
+    """Return the lines of the head, each a word and what it says."""
+    config, data, place = trainer.config, trainer.data, trainer.place
+    parameters = sum(parameter.numel() for parameter in trainer.ddp.parameters())
+    virtual = " on virtual ranks" if config.virtual_ranks else ""
+    plan = trainer.feed.plan
+    dealt = shares(plan, config.virtual_ranks or place.world_size)
+    others = "".join(f"\n{'':8}{name}: {count(other.test):,} samples" for name, other in data.others.items())
+    return {
+        "model": f"{config.model}, {parameters:,} parameters",
+        "data": f"{data.name}\n{'':8}{describe(data)}{others}",
+        "ranks": f"{place.world_size} on {place.device.type} ({place.backend})",
+        "batch": f"{dealt}{virtual}, {plan.steps_of(place.world_size)} steps per epoch",
+        "train": in_lines(recipe(config)),
+        "out": folder,
+    }
+
+
+def describe(data: Data) -> str:
+    """Return the sizes, the shape and the number of classes of a data set, as a sentence."""
+    # A user's function may make batches of samples of any shapes.
+    has_one = data.shape and not data.collation("training").is_own
+    shape = f" of {'×'.join(map(str, data.shape))}" if has_one else ""
+    classes = f", {len(data.classes)} classes" if data.classes else ""
+    return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
+
+
+def shares(plan: Plan, world_size: int) -> str:
+    """Return the global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
+    if not 1 < world_size <= 8:
+        return str(plan.batch_size)
+    return f"{plan.batch_size} = {'+'.join(map(str, dealt_sizes(plan.batch_size, plan.weights(world_size))))}"
+
+
+def recipe(config: TrainConfig) -> str:
+    """Return the main settings of a run, in brief."""
+    plain = TrainConfig()
+    length = f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
+    length += f" or {config.max_steps} steps" * bool(config.max_steps)
+    rate = "" if config.lr is None else f" lr {config.lr:g}"
+    parts = [length, f"{config.optimizer}{rate}", config.scheduler]
+    if config.warmup.number:
+        parts.append(f"warmup {config.warmup}")
+    if config.accumulate > 1:
+        parts.append(f"{config.accumulate} passes per step")
+    for name in ("amp", "clip_norm", "ema", "augment", "mixup", "cutmix", "label_smoothing"):
+        value = getattr(config, name)
+        if value != getattr(plain, name):
+            parts.append(f"{name.replace('_', '-')} {value}")
+    return ", ".join([*parts, f"seed {config.seed}"])
+
+
+def in_lines(recipe: str) -> str:
+    """Return a recipe with line breaks between its parts, for 80 columns with eight before each line."""
+    unbreakable = recipe.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
+    lines = textwrap.wrap(unbreakable, width=72, break_long_words=False, break_on_hyphens=False)
+    return f"\n{'':8}".join(lines).replace("\N{NO-BREAK SPACE}", " ")
