@@ -56,6 +56,7 @@ class Data:
 
     def collation(self, part: str) -> Collation:
         return self.collations.get(part) or Collation(part=part)
+
     others: Mapping[str, Data] = field(default_factory=dict)
 
     def parts(self) -> list[Part]:
