@@ -7,6 +7,7 @@ rules apply are a group, which says in `rule` what they are, so that a checkpoin
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -116,3 +117,14 @@ def layers_of(model: nn.Module) -> dict[str, int]:
     for name in reversed(names[first:]):
         after = layers[name] = number[block_of[name]] if name in block_of else after
     return layers
+
+
+def require_same(config: TrainConfig, saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Raise UsageFault if saved groups are of parameters with other names, or divide them otherwise."""
+    theirs, ours = ([group["param_names"] for group in each] for each in (saved, groups))
+    if {*chain(*theirs)} != {*chain(*ours)}:
+        raise UsageFault(f"--model {config.model}: its parameters have other names than the saved ones")
+    if theirs != ours:
+        what = f"--optimizer {config.optimizer}: parameters are in other groups than the saved ones"
+        hint = "on a resume only numbers can change, and weight decay can't begin or end"
+        raise UsageFault(what, hint=hint)

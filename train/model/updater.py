@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from ckpttool.errors import CheckFailed, UsageFault
 from train.config.training import TrainConfig
 from train.model import optimizer as optimizers
 from train.model import schedule
+from train.model.groups import require_same
 
 Tensor = torch.Tensor
 
@@ -282,19 +282,7 @@ class Updater:
 
     def require_same_names(self, saved: Mapping[str, Any]) -> None:
         """Raise UsageFault if a saved optimizer is of parameters with other names, or in other groups."""
-        groups = saved["param_groups"], self.optimizer.param_groups
-        theirs, ours = ([group["param_names"] for group in of_model] for of_model in groups)
-        if {*chain(*theirs)} != {*chain(*ours)}:
-            what = f"--model {self.config.model}: its parameters have other names than the saved ones"
-            raise UsageFault(what)
-        if theirs != ours:
-            what = (
-                f"--optimizer {self.config.optimizer}: its parameters are in other groups than the saved ones"
-            )
-            hint = (
-                "weight decay can't begin or end, and --lr-scale and --layer-decay only change their numbers"
-            )
-            raise UsageFault(what, hint=hint)
+        require_same(self.config, saved["param_groups"], self.optimizer.param_groups)
 
     def _keep_own_settings(self, fresh: list[dict[str, Any]]) -> None:
         """Give the restored groups this run's settings; no bit differs if those are the same."""

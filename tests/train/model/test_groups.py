@@ -90,12 +90,18 @@ def test_layers_are_those_of_timm():
     from timm.optim import param_groups_layer_decay
 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=12, num_heads=2, num_classes=5)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     theirs = {
-        name: group["lr_scale"]
+        names[id(parameter)]: group["lr_scale"]
         for group in param_groups_layer_decay(model, 0.1, layer_decay=0.7)
-        for name in group["param_names"]
+        for parameter in group["params"]
     }
-    assert rates(model, layer_decay=0.7) == pytest.approx(theirs)
+    ours = rates(model, layer_decay=0.7)
+    # timm has the last norm with the last block; in BEiT's own code it is with the head, as here.
+    assert {name for name in ours if ours[name] != pytest.approx(theirs[name])} == {
+        "norm.weight",
+        "norm.bias",
+    }
 
 
 def test_what_is_named_does_not_decay_beside_norms_and_biases():
