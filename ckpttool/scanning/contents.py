@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..errors import CkptToolError, Damaged, FileError, Unsupported
-from ..formats import numpy_files
+from ..formats import numpy_files, safetensors
 from ..formats.cursor import Cursor
 from ..formats.pytorch import tar
 from ..formats.pytorch.inflating import require_known_method
@@ -69,6 +69,8 @@ class Contents:
     def _look(self, part: Part) -> set[str]:
         place = part.place
         head = place.part(0, min(HEAD, place.nbytes)).read()
+        if safetensors.sniff(head):  # it begins with the size of its header, which may look like anything
+            part = part._replace(is_sure=False)
         closed = next((what for begin, what in CLOSED if head.startswith(begin)), None)
         if closed:
             raise Unsupported(self.source.path, closed)

@@ -29,6 +29,9 @@ def scan(path: str | os.PathLike[str], *, allow: Collection[str] = ()) -> list[S
     Returns:
         For each file its verdict, the names that could run something with where each is, and what could not
         be looked at. What can't be opened is `unreadable`, with the reason.
+
+    Raises:
+        MemoryError: a pickle takes more memory than there is.
     """
     with places.visit():
         return [*scan_each(named_in([path]), allow)]

@@ -27,11 +27,12 @@ from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.files.digest import digest
 from ckpttool.formats import folders, gguf, numpy_files, onnx
 from ckpttool.formats.pytorch.zip_reader import read_directory
-from ckpttool.inert_pickle.known_names import TAKEN
+from ckpttool.inert_pickle.known_names import TAKEN, names_that_run
 from ckpttool.inert_pickle.values import TooDeep
 from ckpttool.metrics import predictions
 from ckpttool.metrics.certificate import recompute
 from ckpttool.proving.proof import prove
+from ckpttool.scanning.scan import scan
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import ByteRange, Source, TensorRef
 from ckpttool.tensors.values import stream
@@ -109,6 +110,9 @@ def _place_of(error: BaseException) -> str:
 
 
 def _use(path: Path, out: Path, outcome: Outcome) -> bool:
+    scanned = {name for file in scan(path) for name in file.names}
+    if os.path.lexists(path / "scanned.zip"):
+        return True
     if any(os.path.lexists(path / name) for name in (adapter.CONFIG, *adapter.OF_DIFFUSERS)):
         return _use_adapter(path, out)
     if os.path.lexists(path / "packed.safetensors"):
@@ -118,6 +122,8 @@ def _use(path: Path, out: Path, outcome: Outcome) -> bool:
     model = path / "model.onnx"
     with ckpttool.open(model if model.is_file() else path) as checkpoint:
         summarize(checkpoint)
+        if missed := {*names_that_run(checkpoint.names)} - scanned:
+            outcome.fail("scan misses what the reader finds", missed)
         with suppress(UsageFault):  # the expression backtracks without end on some names
             rename_names(dict(checkpoint.tensors()), [(r"^(\w+\.?)+$", r"\g<0>.x")])
         meant = _contents(checkpoint)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 import json
 import os
 import tempfile
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.inert_pickle.values import Global, Record, rebuild
 from ckpttool.metrics import predictions
-from tests.support import other_files
+from tests.support import other_files, scan_corpus
 from tests.support.every_format import apart, as_dcp, as_script, as_tar, converted, with_objects
 from tests.support.run_log import BEGIN, STEP, record
 
@@ -173,6 +175,15 @@ def _run(path: Path) -> None:
     record(path, BEGIN, STEP)
 
 
+def _scanned(path: Path) -> None:
+    """Write what `scan` alone looks into: containers in containers, with code in them; arrays of joblib."""
+    path.mkdir()
+    inner = scan_corpus.tarred("x.pkl.gz", gzip.compress(scan_corpus.PAYLOAD))
+    (path / "scanned.zip").write_bytes(scan_corpus.zipped("x.tar", inner, zipfile.ZIP_DEFLATED))
+    for name in ("joblib, xz", "a row of zips", "npz", "the bytes of joblib's array"):
+        scan_corpus.ATTACKS[name].write(path / name.replace(" ", "-"))
+
+
 def strided(path: Path, rows: int = 4) -> None:
     """Write what two ranks hold, each every other row, as FSDP2 over tensor parallelism may place them."""
     _ranks(path, rows)
@@ -218,6 +229,7 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "folder of the hub": (_with_companions,),
     "predictions": (_predictions, _rows),
     "folder of a run": (_run,),
+    "scanned": (_scanned,),
     "GGUF": (other_files.as_gguf,),
     "ONNX": (other_files.as_onnx,),
     "ONNX folder": (other_files.as_onnx_folder, other_files.as_small_onnx_folder),

@@ -86,7 +86,7 @@ def table(results: Mapping[str, Judged | str]) -> Iterator[str]:
     for name, each in results.items():
         if isinstance(each, Judged):
             parts = [
-                f"{what}: {', '.join(found)}"
+                f"{what}: {', '.join(f'`{title}`' for title in found)}"
                 for what, found in (
                     ("missed", titles(each.attacks, SILENT)),
                     ("false alarms", titles(each.honest, FOUND)),

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from ckpttool.scanning import pickles, unpacking, walking
 from ckpttool.scanning.scan import scan
 from ckpttool.scanning.verdicts import DANGEROUS, SAFE, UNKNOWN, UNREADABLE, Scanned
-from tests.support.crafting import dict_of, name, program, text, torch_zip
+from tests.support.crafting import dict_of, name, program, safetensors_file, text, torch_zip
 from tests.support.running import ROOT
 from tests.support.scan_corpus import ATTACKS, HONEST, MKDIR, PAYLOAD, tarred, written, zipped
 
@@ -86,6 +86,12 @@ def test_honest_files_are_safe(tmp_path: Path) -> None:
     found = {title: one(path) for title, path in written(HONEST, tmp_path).items()}
     assert {title: each.verdict for title, each in found.items() if each.verdict != SAFE} == NOT_SAFE
     assert [each for each in found.values() if each.problems] == []
+
+
+@pytest.mark.parametrize("size", [0x80, 0x280, 0x178, 0x9C78, 0x8B1F])
+def test_the_size_with_which_safetensors_begins_is_not_taken_for_anything(size: int, tmp_path: Path) -> None:
+    safetensors_file(tmp_path / "a.safetensors", b"{}".ljust(size))
+    assert one(tmp_path / "a.safetensors").verdict == SAFE
 
 
 # What is said.
