@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
-SAVED = ("model", "data", "data_root", "task", "eval_batch", "mean", "std", "resize")
-WITHOUT_CODE = re.compile(r"(?:folder|fake):|[^:]*$")
+SAVED = ("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch", "mean", "std", "resize")
+WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds):|[^:]*$")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def saved_arguments(path: str, given: Sequence[str]) -> list[str]:
         if value is not None and not any(argument.partition("=")[0] == flag for argument in given):
             flags[flag] = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     # What a file names is never run without being asked for.
-    code = [f for f in ("--model", "--data", "--task") if not WITHOUT_CODE.match(flags.get(f, "digits"))]
+    code = [f for f in ("--model", "--data", "--test-data", "--task") if not WITHOUT_CODE.match(flags.get(f, "digits"))]
     if code:
         named = " ".join(f"{flag} {shlex.quote(flags[flag])}" for flag in flags)
         raise UsageFault(f"{path}: is of {flags[code[0]]}, code that is run only if you name it", hint=named)
@@ -143,7 +143,7 @@ def prepare(config: EvaluateConfig) -> Job:
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
     place = find_place(config.backend)
-    program.keep_importable(config.data, config.model, config.task)
+    program.keep_importable(config.data, config.test_data or "", config.model, config.task)
     data = data_set.load_test(config)
     task = tasks.build(config, data)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))

@@ -84,7 +84,7 @@ def prepare(config: TrainConfig) -> Job:
         torch.set_num_threads(1)  # another number gives other last bits
     else:
         launch.set_threads()
-    launch.keep_importable(config.data, config.model, config.task)
+    launch.keep_importable(config.data, config.test_data or "", config.model, config.task)
     data = data_set.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, data)
@@ -169,7 +169,7 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
+def take_step(trainer: Trainer, step: Step, batches: Iterator[tuple[Any, int]]) -> None:
     """Take one optimizer step: forward, loss, backward and update, on this rank's part of the global batch.
 
     DDP averages gradients over the W ranks. Wanted are those of the mean loss over the samples of all ranks,
@@ -184,22 +184,22 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     for number in range(1, passes + 1):
         # DDP reduces the gradients in the last pass, and only adds them to its own in those before.
         with contextlib.nullcontext() if number == passes else trainer.ddp.no_sync():
-            if number > len(step.micro_batches):  # other ranks have samples left
+            with log.phase("data"):
+                batch, samples = next(batches) if number <= len(step.micro_batches) else (None, 0)
+            if batch is None:  # other ranks have samples left
                 with log.phase("backward"):
                     trainer.run_dummy_step()
                 continue
-            with log.phase("data"):
-                batch = next(batches)
             with log.phase("forward"), precision.autocast():
                 outputs = task.forward(trainer.ddp, batch)
                 loss, count = task.loss(outputs, batch)
                 loss_of_mean = precision.scale(global_mean_loss(loss, step.global_size))
             with log.phase("backward", loss_of_mean):
                 loss_of_mean.backward()
-        sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
+        sums.add(loss, count, task.correct(outputs, batch), samples=samples)
     with log.phase("reduce"):
         trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
-        counted = trainer.average_over_count(step, sums)
+        step, counted = trainer.average_over_count(step, sums)
     with log.phase("update"):
         norm = trainer.update(counted)
     trainer.end_step(step, sums, norm)

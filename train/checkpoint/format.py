@@ -32,11 +32,12 @@ FREE = {
     "mixed_torch",
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
+    "skip_damaged",
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
 
 # Compared by content, not by value: the same folder or file may be elsewhere now.
-COMPARED_BY_CONTENT = {"data", "init", "init_allow_missing"}
+COMPARED_BY_CONTENT = {"data", "test_data", "init", "init_allow_missing"}
 
 # Settings that no checkpoint records: its bytes are the same however it was written.
 HOW_TO_SAVE = {"save", "grace"}
@@ -80,6 +81,10 @@ STRUCTURE: dict[str, Any] = {
         "contents": Named(str, Named(str, str)),
         "init": (str, type(None)),
     },
+    "stream?": {
+        "steps": (int, type(None)),
+        "lanes": Named(str, {"depth": int, "state": object, "digest": (str, type(None))}),
+    },
     "rng": Each({"python": list, "torch": torch.Tensor}),
     "config": Named(str, SETTING),
     "digests": {"model": str, "optimizer": str, "run": str},
@@ -89,7 +94,7 @@ STRUCTURE: dict[str, Any] = {
 }
 
 # What `digests["run"]` is of.
-PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions", "log")
+PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions", "log", "stream")
 
 
 # ---- of a trainer ---------------------------------------------------------------------------------------
@@ -112,6 +117,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "versions": versions(trainer.place.device),
         "log": collectives.gather(trainer.log.state()),
         "training": training_of(trainer),
+        **trainer.feed.position(),
     }
     return state | ({"chain": trainer.recorder.head} if trainer.recorder.head is not None else {})
 
@@ -131,6 +137,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.updater.load(state)
     trainer.progress.load(state["progress"])
     trainer.feed.load(state["plan"], state["config"].get("rank_share"))
+    if "stream" in state:
+        trainer.feed.go_on(state["stream"], trainer.progress.epoch)
     trainer.init = state["plan"]["init"]
     rank, world_size = trainer.place.rank, trainer.place.world_size
     trainer.log.restore(state["log"], rank, world_size)

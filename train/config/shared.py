@@ -143,8 +143,19 @@ class DataConfig:
     data: str = flag(
         "digits",
         "data DATA: digits (the default), cifar10, mnist, folder:PATH (PATH/train/<class>/* and "
-        "PATH/test/..., or one level of classes), fake:N, or file.py:factory, which returns (train, test)",
+        "PATH/test/..., or one level of classes), fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME, or "
+        "file.py:factory, which returns (train, test), or train alone",
     )
+    test_data: str | None = flag(
+        None, "data DATA: where the test samples are, if elsewhere; the training samples of it, if it has no others"
+    )
+    block_size: int | None = count(
+        None, "data: tokens of a sample, of tokens:PATTERN, or of a stream of documents, which are packed"
+    )
+    shuffle_window: int | None = count(
+        None, "data: shuffle a stream within so many samples that follow each other (hf:NAME 1000, others 1)"
+    )
+    skip_damaged: bool = flag(False, "data: leave out samples that can't be read, and count them")
     data_root: str = flag("data", "data DIR: where cifar10 and mnist are stored (data)")
     download: bool = flag(False, "data: download cifar10 or mnist if it is missing")
     mean: tuple[float, ...] | None = flag(

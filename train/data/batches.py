@@ -20,8 +20,9 @@ from torch.utils.data._utils import signal_handling
 
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.processes import end_with_parent
-from ckpttool.errors import CkptToolError
+from ckpttool.errors import CkptToolError, FileError
 from train.data.samples import Samples, count
+from train.data.stream import Read
 
 Indices = Iterable[list[int]]  # of the samples of each batch
 
@@ -96,7 +97,7 @@ class Loader(DataLoader[Any]):
 def load(
     samples: Samples, batches: Indices, place: Place, workers: int, *, seed: int = 0, again: bool = False
 ) -> Batches:
-    """Return these batches of samples, in order.
+    """Return these batches of samples, in order; each as a `Read` if some samples may be missing.
 
     Args:
         batches: the indices of the samples of each batch.
@@ -108,7 +109,7 @@ def load(
         Careful(samples) if workers else samples,
         batch_sampler=batches,
         num_workers=workers,
-        collate_fn=collate if workers else None,
+        collate_fn=collate,
         persistent_workers=again and workers > 0,
         worker_init_fn=outlive_signals,
         # Forked where that is safe: then data sets from a user's file need not be picklable.
@@ -145,9 +146,47 @@ class Careful(Dataset[Any]):
         except CkptToolError as error:
             return Failure(error)
 
+    def __getitems__(self, indices: list[int]) -> Any:
+        read = getattr(self.samples, "__getitems__", None)
+        if read is None:
+            return [self[index] for index in indices]
+        try:
+            return read(indices)
+        except CkptToolError as error:
+            return [Failure(error)]
 
-def collate(batch: list[Any]) -> Any:
+
+class Undamaged(Dataset[Any]):
+    """A data set without the samples that can't be read."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return count(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.samples, "set_epoch"):
+            self.samples.set_epoch(epoch)
+
+    def __getitems__(self, indices: list[int]) -> Read:
+        samples, taken, skipped = [], [], []
+        for index in indices:
+            try:
+                samples.append(self.samples[index])
+                taken.append(index)
+            except FileError as error:
+                skipped.append(f"training sample {index}: {error}")
+        return Read(samples, taken, skipped=skipped)
+
+
+def collate(batch: Any) -> Any:
     """Return the samples as one batch; or the first failure among them."""
+    if isinstance(batch, Read):
+        return batch._replace(samples=default_collate(batch.samples) if batch.samples else None)
     return next((sample for sample in batch if isinstance(sample, Failure)), None) or default_collate(batch)
 
 

@@ -7,9 +7,10 @@ except in a user's own data set; that is keyed by (seed, epoch, sample).
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,10 +24,14 @@ from ckpttool.models import factory
 from train.config.shared import DataConfig
 from train.data import builtin, fingerprint
 from train.data.fingerprint import CLASSIFICATION, Contents, Part
+from train.data.packing import Packed
 from train.data.samples import Parts, Samples, count, leaves, no_class
+from train.data.stream import Stream, is_stream, listed
 
 FEW = 8  # samples that differ between ranks, of which each reads its own again
-NAMES = "digits, cifar10, mnist, folder:PATH, fake:N or file.py:factory"
+NAMES = "digits, cifar10, mnist, folder:PATH, fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME or file.py:factory"
+
+BY_PATTERN = {"tokens": "tokens", "wds": "tar_shards", "hf": "hugging_face"}  # their modules, by name
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Data:
 
     name: str
     train: Samples
-    test: Samples
+    test: Samples | None  # None: nothing is scored
     classes: tuple[str, ...]
     shape: tuple[int, ...]
     fingerprint: str
@@ -50,9 +55,8 @@ class Data:
     task: str = CLASSIFICATION
 
     def parts(self) -> list[Part]:
-        """Return both parts, to be read and compared."""
-        named = {"training": self.train, "test": self.test}
-        return [Part(name, samples, self.name, self.task) for name, samples in named.items()]
+        """Return the parts, to be read and compared."""
+        return _named_parts(self.train, self.test, self.name, self.task)
 
     def redrawn(self) -> set[str]:
         """Return the kinds of `contents` that differ each time they are read."""
@@ -86,26 +90,39 @@ def load(config: DataConfig, *, seed: int = 0) -> Data:
     """Return the data set that `--data` names. What a user's draws is keyed by (seed, epoch, sample)."""
     parts = load_parts(config, seed=seed)
     # The shuffle depends on the number of samples, so other sizes are other data.
-    return _data(config, parts, f" {count(parts.train)}/{count(parts.test)}")
+    sizes = [part.samples for part in _named_parts(parts.train, parts.test)]
+    return _data(config, parts, f" {'/'.join(map(_size, sizes))}")
 
 
 def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
-    """Return both parts of a data set, none of them empty, without reading a sample."""
+    """Return the parts of a data set, none of them empty, without reading a sample but a stream's first."""
     # What a factory draws, as for random_split, must be the same on every rank, in each run, and in an
     # evaluation, which has no --seed: else samples that were trained on would be tested with.
     with seeded("data"):
         parts = _parts(config, seed)
-    for part, samples in (("training", parts.train), ("test", parts.test)):
-        if not count(samples):
-            raise UsageFault(f"--data {config.data}: there are no {part} samples")
+        if config.test_data is not None:
+            elsewhere = _parts(replace(config, data=config.test_data), seed)
+            source = f"{parts.source}, test {elsewhere.source}"
+            parts = parts._replace(test=elsewhere.test or elsewhere.train, source=source)
+        if isinstance(parts.test, Stream):
+            parts = parts._replace(test=listed(parts.test))
+    for part in _named_parts(parts.train, parts.test):
+        is_empty = not part.samples.head if isinstance(part.samples, Stream) else not count(part.samples)
+        if is_empty:
+            flag = f"--test-data {config.test_data}" if part.name == "test" and config.test_data else None
+            raise UsageFault(f"{flag or f'--data {config.data}'}: there are no {part.name} samples")
     return parts
 
 
 def load_test(config: DataConfig) -> Data:
     """Return the data set for an evaluation: a folder with one level of classes is the test set itself."""
     path = config.data.removeprefix("folder:")
-    if path == config.data or builtin.is_divided(path) or not os.path.isdir(path):
-        return load(config)
+    if config.test_data or path == config.data or builtin.is_divided(path) or not os.path.isdir(path):
+        data = load(config)
+        if data.test is None:
+            what = f"--data {config.data}: has no test samples"
+            raise UsageFault(what, hint="--test-data names others; it may be the same")
+        return data
     return _data(config, builtin.test_folder(config, path), "")
 
 
@@ -119,6 +136,10 @@ def _parts(config: DataConfig, seed: int) -> Parts:
         return builtin.folder(config, argument)
     if name == "fake":
         return builtin.fake(config, argument)
+    if name in BY_PATTERN and argument:
+        source = importlib.import_module(f"train.data.{BY_PATTERN[name]}")
+        parts: Parts = source.load(config, argument, seed)
+        return parts
     if argument:
         return _from_factory(config, seed)
     raise UsageFault(f"--data {config.data}: no such data set", hint=f"one of {NAMES}")
@@ -126,17 +147,27 @@ def _parts(config: DataConfig, seed: int) -> Parts:
 
 def _data(config: DataConfig, parts: Parts, sizes: str) -> Data:
     contents: dict[str, dict[str, str]] = {}
-    trained = {"training": parts.train} if parts.train is not parts.test else {}
-    for name, samples in {"test": parts.test, **trained}.items():
-        for kind, digests in Part(name, samples, config.data, config.task).describe().items():
+    of_training, *of_test = _named_parts(parts.train, parts.test, config.data, config.task)
+    for part in [*of_test, of_training] if parts.train is not parts.test else of_test:
+        for kind, digests in part.describe().items():
             contents.setdefault(kind, {}).update(digests)
-    parts_of_first = leaves(parts.test[0], f"--data {config.data}: test sample 0").values()
+    first = (of_test or [of_training])[0]
+    parts_of_first = leaves(first.samples[0], f"--data {config.data}: {first.name} sample 0").values()
     shape = next((tuple(leaf.shape) for leaf in parts_of_first if isinstance(leaf, torch.Tensor)), ())
     # Other numbers are another data set.
     given = {"mean": config.mean, "std": config.std, "resize": config.resize}
     prepared = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
     source = f"{parts.source}{sizes}{prepared}"
     return Data(config.data, parts.train, parts.test, parts.classes, shape, source, contents, config.task)
+
+
+def _named_parts(train: Samples, test: Samples | None, data: str = "", task: str = "") -> list[Part]:
+    named = {"training": train} if test is None else {"training": train, "test": test}
+    return [Part(name, samples, data, task) for name, samples in named.items()]
+
+
+def _size(samples: Samples) -> str:
+    return "stream" if isinstance(samples, Stream) else str(count(samples))
 
 
 def compare(data: Data, when: str, *, workers: int = 0) -> None:
@@ -195,13 +226,22 @@ def _from_factory(config: DataConfig, seed: int) -> Parts:
     if config.mean or config.std:
         raise UsageFault(f"--mean, --std: {config.data} makes its own images", hint="leave them out")
     made = factory.build(config.data)
-    if not isinstance(made, tuple | list) or len(made) != 2:
-        raise UsageFault(f"--data {config.data}: must return (train, test), two data sets")
-    train, test = made
-    for samples in made:
+    train, test = made if isinstance(made, tuple | list) and len(made) == 2 else (made, None)
+    if isinstance(train, tuple):
+        raise UsageFault(f"--data {config.data}: must return (train, test), or one data set")
+    parts = {"training": train} if test is None else {"training": train, "test": test}
+    of_training, *of_test = [_own(samples, part, config, seed) for part, samples in parts.items()]
+    return Parts(of_training, of_test[0] if of_test else None, _classes(train, config), config.data)
+
+
+def _own(samples: Any, part: str, config: DataConfig, seed: int) -> Samples:
+    """Return a user's data set, whose random numbers are keyed; a stream if it is only iterable."""
+    if not is_stream(samples):
         count(samples)
-    of_training, of_test = Named(train, seed, "training", config.data), Named(test, seed, "test", config.data)
-    return Parts(of_training, of_test, _classes(train, config), config.data)
+        return Named(samples, seed, part, config.data)
+    how = {"window": config.shuffle_window or 1, "skip_damaged": config.skip_damaged}
+    packed = Packed(samples, config.block_size) if config.block_size else samples
+    return Stream([[packed]], config.data, seed=seed, **how)
 
 
 class Named(Keyed):

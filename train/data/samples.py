@@ -28,10 +28,10 @@ HELD_OUT = 5  # without a test set, every fifth sample of a class becomes a test
 
 
 class Parts(NamedTuple):
-    """A data set as loaded: both parts, the names of the classes if the task has some, and its source."""
+    """A data set as loaded: its parts, the names of the classes if the task has some, and its source."""
 
     train: Samples
-    test: Samples
+    test: Samples | None
     classes: tuple[str, ...]
     source: str
 

@@ -25,12 +25,14 @@ from train.config import command_line
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.data.samples import count
+from train.data.stream import Stream
 from train.launch.stopping import Stop
 from train.log import log_file
 from train.tasks.builtin import Classification
 from train.trainer.progress import Score, TrainScore, merit_in_words
 from train.trainer.trainer import Trainer
 
+MOST_STEPS = 1 << 40  # of an epoch that ends somewhere
 # Steps in which nothing counts that are said; the log has all.
 SHOWN = 3
 # What a line has in addition to the epoch and a task's metrics.
@@ -70,7 +72,7 @@ class Report:
             "model": f"{config.model}, {parameters:,} parameters",
             "data": f"{data.name}\n{'':8}{describe(data)}",
             "ranks": f"{place.world_size} on {place.device.type} ({place.backend})",
-            "batch": f"{dealt}{virtual}, {plan.steps_of(place.world_size)} steps per epoch",
+            "batch": f"{dealt}{virtual}, {_steps(self.trainer)}",
             "train": in_lines(recipe(config)),
             "out": self.folder,
         }
@@ -111,7 +113,8 @@ class Report:
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
         """Yield the steps of an epoch, counted on a progress bar."""
         self._epoch_began = time.monotonic()
-        progress, total = self.trainer.progress, self.trainer.feed.steps_per_epoch
+        progress, feed = self.trainer.progress, self.trainer.feed
+        total = None if feed.expected_steps > MOST_STEPS else feed.expected_steps
         if not (self.speaks and sys.stderr.isatty()):
             yield from steps
             return
@@ -136,7 +139,7 @@ class Report:
             console.say(line)
         except CheckFailed as error:
             console.warn(f"{error.message}; training goes on")
-        if self._bar is not None and self._bar.n < self._bar.total:
+        if self._bar is not None and (self._bar.total is None or self._bar.n < self._bar.total):
             self._bar.refresh()
 
     def scores(self, trained: TrainScore | None, tested: Score | None, *, best: bool) -> None:
@@ -233,7 +236,7 @@ class Report:
             if best in saved:
                 score = merit_in_words(self.trainer.task, self.trainer.progress.best)
                 console.say(f"        {best} ({score})")
-            else:
+            elif self.trainer.scorer is not None:
                 console.say(f"        no {BEST}: no score here was the best so far")
         if saved:
             if ended_by and ended_by not in ("--epochs", "--max-steps"):
@@ -247,7 +250,8 @@ class Report:
             same, threads = command_line.flags_of(self.trainer.config), torch.get_num_threads()
             if self.trainer.place.device.type == "cpu" and threads != 1:
                 same += ["--threads", str(threads)]  # another number has other last digits
-            console.say(command_line.to_paste(["python", command_line.program("evaluate"), model, *same]))
+            if self.trainer.scorer is not None:
+                console.say(command_line.to_paste(["python", command_line.program("evaluate"), model, *same]))
         elif ended_by:
             console.say(self.how_to_go_on())
 
@@ -270,7 +274,23 @@ def describe(data: Data) -> str:
     """Return the sizes, the shape and the number of classes of a data set, as a sentence."""
     shape = f" of {'×'.join(map(str, data.shape))}" if data.shape else ""
     classes = f", {len(data.classes)} classes" if data.classes else ""
-    return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
+    stream = data.train if isinstance(data.train, Stream) else None
+    sizes = [_size(stream) if stream else f"{count(data.train):,} training"]
+    sizes.append("no test samples" if data.test is None else f"{count(data.test):,} test samples")
+    return f"{' and '.join(sizes)}{shape}{classes}"
+
+
+def _size(stream: Stream) -> str:
+    length = "" if stream.length is None else f" of {stream.length:,}"
+    position = "" if stream.resumes else ", which does not know its position,"
+    return f"a stream{length}{position}"
+
+
+def _steps(trainer: Trainer) -> str:
+    steps = trainer.feed.expected_steps
+    if trainer.feed.stream is None:
+        return f"{steps} steps per epoch"
+    return f"{steps} steps per epoch, as it says" if steps <= MOST_STEPS else "until the stream ends"
 
 
 def shares(plan: Plan, world_size: int) -> str:

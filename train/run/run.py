@@ -149,7 +149,7 @@ class Run:
         trainer.feed.recorder = proof.recorder_of(trainer, folder)
         measured = [("shares", text) for text in shares.settle(trainer)]
         trainer.recorder.begin(resumed.source)
-        self.limits = Limits(config, trainer.feed.steps_per_epoch)
+        self.limits = Limits(config, lambda: trainer.feed.steps_per_epoch, scores=trainer.scorer is not None)
         self.report = Report(trainer, folder)
         self.saver = Saver(trainer, folder, self.report.event)
         self.stop = Stop(config.grace, self._left_undone)
@@ -171,7 +171,8 @@ class Run:
             files.enter_context(self.stop)
             heartbeat.excuse(partial(self._begin_step, 0))
             trainer.before_update = self.agreement.begin
-            trainer.scorer.before_batch = self.stop.raise_if_told
+            if trainer.scorer is not None:
+                trainer.scorer.before_batch = self.stop.raise_if_told
             try:
                 yield
             except BaseException:
@@ -240,10 +241,15 @@ class Limits:
     """Says after each step what is due, the same on every rank."""
 
     def __init__(
-        self, config: TrainConfig, steps_per_epoch: int, clock: Callable[[], float] = time.monotonic
+        self,
+        config: TrainConfig,
+        steps_per_epoch: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        scores: bool = True,
     ) -> None:
         # `--max-time` and the times of `--save-every` count from here; only rank 0's clock is read.
-        self.config, self.steps_per_epoch, self.clock = config, steps_per_epoch, clock
+        self.config, self.steps_per_epoch, self.clock, self.scores = config, steps_per_epoch, clock, scores
         self.began = self.saved = clock()
 
     def is_over(self, position: Progress) -> bool:
@@ -268,13 +274,13 @@ class Limits:
             epochs, _ = self._epochs(position)
             end = "--epochs" if epochs >= config.epochs else "--max-steps"
         save = bool(end) or time_to_save or self._is_due(config.save_every, position)
-        return Due(is_over or self._is_due(config.eval_every, position), save, end)
+        return Due(self.scores and (is_over or self._is_due(config.eval_every, position)), save, end)
 
     def _epochs(self, position: Progress) -> tuple[int, bool]:
         """Return the number of finished epochs, and whether the last one has just ended."""
         if position.step == 0:
             return position.epoch, position.global_step > 0
-        ends = position.step >= self.steps_per_epoch
+        ends = position.step >= self.steps_per_epoch()
         return position.epoch + ends, ends
 
     def _is_due(self, every: tuple[int, str], position: Progress) -> bool:

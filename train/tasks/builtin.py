@@ -189,7 +189,7 @@ def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
 
 TASKS: dict[str, Callable[[Data, Any], Task]] = {
     "classification": lambda data, config: Classification(data, _smoothing(config), _weights(config, data)),
-    "regression": lambda data, config: Regression(numbers_of(target_of(data.test[0]))),
+    "regression": lambda data, config: Regression(numbers_of(target_of(data.train[0]))),
     "language-model": lambda data, config: LanguageModel(data, _smoothing(config)),
     "model-loss": lambda data, config: ModelLoss(),
 }

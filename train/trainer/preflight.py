@@ -26,7 +26,8 @@ from train.config.command_line import make_plan
 from train.config.training import TrainConfig
 from train.data.augment import augmented
 from train.data.data_set import Data
-from train.data.samples import count
+from train.data.samples import Samples, count
+from train.data.stream import Stream
 from train.model import optimizer, updater, wrapping
 from train.tasks.builtin import Classification
 from train.tasks.task import PAIR, Task, UserTask
@@ -40,6 +41,8 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
 
     CheckFailed if the first sample has a label that is not one of the classes.
     """
+    if isinstance(data.train, Stream):
+        _check_stream(config, data.train, place.world_size)
     plan, world_size = make_plan(config, count(data.train)), config.virtual_ranks or place.world_size
     in_epoch = plan.steps_of(world_size)
     if not in_epoch:
@@ -48,7 +51,8 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     _initialise(Trial(config.model, data, task, "training"), model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
-    optimizer.check_warmup(config, in_epoch)
+    if not isinstance(data.train, Stream):
+        optimizer.check_warmup(config, in_epoch)
     augmented(data.train, config, len(data.classes))
     updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
@@ -59,6 +63,27 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         trial = Trial(config.model, data, task, "training")
         _try_training(config, trial, trained, plan, world_size)
         _check_sum(trial, model)
+
+
+def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
+    """Raise UsageFault for what needs to know the samples of an epoch, or the samples by their numbers."""
+    given = f"--data {config.data}: a stream"
+    in_epochs = config.warmup.number and config.warmup.unit == "epochs"
+    if stream.length is None and not config.max_steps and (config.scheduler != "none" or in_epochs):
+        what = f"{given} that does not say its length, which --scheduler {config.scheduler} needs"
+        raise UsageFault(what, hint="give --max-steps N, or --scheduler none")
+    if stream.length is None and in_epochs:
+        raise UsageFault(f"{given} that does not say its length", hint="give --warmup Nsteps")
+    mixes = any((config.augment != "none", config.mixup, config.cutmix))
+    wrong = ("--sampler torch", config.sampler != "exact"), ("--drop-last", config.drop_last)
+    wrong += (("--augment, --mixup and --cutmix", mixes), ("--rank-share auto", config.rank_share == "auto"))
+    for flag, is_given in wrong:
+        if is_given:
+            raise UsageFault(f"{given}, whose samples have no numbers: no {flag}", hint="leave it out")
+    if world_size * max(config.workers, 1) > 1 and stream.varies():
+        what = f"{given} that gives other samples each time it is read, and each process reads it for itself"
+        hint = "seed its generators by the epoch (set_epoch); Python's, numpy's and torch's own are seeded"
+        raise UsageFault(what, hint=hint)
 
 
 def check_evaluation(name: str, data: Data, model: nn.Module, task: Task) -> None:
@@ -82,10 +107,15 @@ class Trial:
     task: Task
     part: str  # "training" or "test"
 
+    @property
+    def samples(self) -> Samples:
+        samples = self.data.train if self.part == "training" else self.data.test
+        assert samples is not None
+        return samples
+
     def forward(self, model: nn.Module, size: int, sample: int = 0) -> tuple[Any, Any]:
         """Return the model's outputs for a batch of `size` copies, in its current mode; and the batch."""
-        samples = self.data.train if self.part == "training" else self.data.test
-        batch = default_collate([samples[sample]] * size)
+        batch = default_collate([self.samples[sample]] * size)
         if isinstance(self.task, Classification):
             outputs = self.task.forward(model, batch)
             self._check_scores(outputs, size)
@@ -148,7 +178,9 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
     # Synchronised layers see the samples of all ranks.
     together = config.batchnorm == "sync"
     sizes = plan.pass_sizes(world_size) if together else plan.micro_batch_sizes(world_size)
-    smallest = min(sizes - {0})
+    # Nobody knows the last batch of a stream.
+    unknown = isinstance(trial.data.train, Stream) or config.skip_damaged
+    smallest = 1 if unknown else min(sizes - {0})
     copied = copy.deepcopy(model)
     if config.batchnorm == "pooled":
         RunningStatistics(copied)
@@ -160,6 +192,10 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
         if config.batchnorm == "pooled":
             _refuse_whole_graph(config.model, error)
         if smallest == 1 and not isinstance(error, CkptToolError) and _takes_two(trial, model):
+            if unknown:
+                what = f"--model {config.model}: BatchNorm can't compute the statistics of one value"
+                hint = f"a batch of --data {config.data} may be as small: give a model without it"
+                raise UsageFault(what, hint=hint) from error
             raise wrapping.batch_of_one(config.model, plan, world_size) from error
         raise trial.unfit(error) from error
     total, _ = trial.loss(outputs, batch)
@@ -194,8 +230,7 @@ def _check_sum(trial: Trial, model: nn.Module) -> None:
     if not isinstance(trial.task, UserTask):
         return
     quiet = copy.deepcopy(model).eval()
-    samples = trial.data.train if trial.part == "training" else trial.data.test
-    for sample in range(min(count(samples), TRIED)):
+    for sample in range(min(count(trial.samples), TRIED)):
         try:
             with torch.no_grad():
                 losses = [trial.loss(*trial.forward(quiet, size, sample)) for size in (1, 2)]

@@ -23,12 +23,15 @@ from ckpttool.distributed.dummy_pass import leaving_no_trace, run_dummy_pass, se
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
 from ckpttool.errors import CheckFailed
+from train import console
 from train.config import command_line
 from train.config.training import TrainConfig
 from train.data.augment import augmented
-from train.data.batches import load
+from train.data.batches import Undamaged, load
 from train.data.data_set import Data
+from train.data.lane import Position
 from train.data.samples import count
+from train.data.stream import Read, Stream
 from train.log.step_log import StepLog
 from train.model import wrapping
 from train.model.updater import Updater
@@ -38,17 +41,43 @@ from train.trainer.progress import Progress, Recorder, Score, Scorer, Sums, Trai
 
 
 class Feed:
-    """The training samples on their way to this rank, as the plan deals them."""
+    """The training samples on their way to this rank, as the plan deals them.
+
+    A stream is planned as if it had no end. That it has ended the ranks tell each other in the step after
+    which none has a sample left, and how many samples a step really had.
+    """
 
     def __init__(self, config: TrainConfig, data: Data, task: Task, place: Place) -> None:
         self.config, self.data, self.task, self.place = config, data, task, place
         self.samples = augmented(data.train, config, len(data.classes))
         self.plan: Plan = command_line.make_plan(config, count(data.train))
-        self.steps_per_epoch = self.plan.steps_of(place.world_size)
+        self.stream = data.train if isinstance(data.train, Stream) else None
+        if self.stream is not None:
+            self.stream.batch_size = config.batch_size
+        elif config.skip_damaged:
+            self.samples = Undamaged(self.samples)
+        self.is_planned = self.stream is None and not config.skip_damaged  # no planned sample is missing
+        self.ends_at: int | None = None  # steps of the current epoch of a stream, once that is known
+        self.positions: dict[int, Position] = {}  # of the stream's lanes, as far as this rank has used them
+        self.skipped = 0  # samples that could not be read, on all ranks
+        self._more, self._damaged = False, list[str]()
         self.recorder = Recorder()
 
-    def batches(self, steps: Iterable[Step], progress: Progress) -> Iterator[Any]:
+    @property
+    def steps_per_epoch(self) -> int:
+        """The steps of the current epoch; of a stream that has not ended, more than it can have."""
+        return self.ends_at or self.plan.steps_of(self.place.world_size)
+
+    @property
+    def expected_steps(self) -> int:
+        """The steps of an epoch, as far as the source says: what the schedule spans."""
+        known = self.stream is not None and self.stream.length is not None
+        return max(1, -(-self.stream.length // self.plan.batch_size)) if known else self.steps_per_epoch
+
+    def batches(self, steps: Iterable[Step], progress: Progress) -> Iterator[tuple[Any, int]]:
         """Yield the micro-batches of these steps of the current epoch, in order, on this rank's device.
+
+        Each with its number of samples; None for one of which no sample is there.
 
         Raises:
             CheckFailed: a batch does not suit the task, such as a label that is not one of the classes.
@@ -62,9 +91,39 @@ class Feed:
         seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
         loaded = load(self.samples, indices, self.place, self.config.workers, seed=seed)
         for micro_batch, batch in zip(taken, loaded, strict=True):
-            self.task.check(batch, micro_batch, "training")
-            self.recorder.take(micro_batch, batch)
-            yield self.task.batch_to(batch, self.place.device)
+            if isinstance(batch, Read):
+                self._note(batch)
+                batch, micro_batch = batch.samples, batch.taken
+            if batch is not None:
+                self.task.check(batch, micro_batch, "training")
+                self.recorder.take(micro_batch, batch)
+                batch = self.task.batch_to(batch, self.place.device)
+            yield batch, len(micro_batch)
+
+    def _note(self, read: Read) -> None:
+        """Note what was read besides samples."""
+        self._more |= read.more
+        self._damaged += read.skipped
+        for number, position in read.positions.items():
+            if number not in self.positions or self.positions[number].depth < position.depth:
+                self.positions[number] = position
+
+    def told(self) -> list[float]:
+        """Return what this rank tells of a step: whether it has seen more samples, and how many it left out."""
+        return [float(self._more), float(len(self._damaged))]
+
+    def settle(self, step: Step, samples: int, more: bool, skipped: int) -> Step:
+        """Return a step with the samples that it really had on all ranks, and begin with the next."""
+        for what in self._damaged:
+            console.warn(f"--skip-damaged: left out {what}")
+        self.skipped += skipped
+        self._more, self._damaged = False, []
+        if self.stream is not None and not more:
+            self.ends_at = step.index + 1
+        return dataclasses.replace(step, global_size=samples)
+
+    def begin_epoch(self) -> None:
+        self.ends_at, self.positions = None, {}
 
     def batch_of(self, indices: list[int]) -> Any:
         """Return samples as one batch on this rank's device, loaded in this process."""
@@ -74,6 +133,26 @@ class Feed:
         """Return what a checkpoint holds of the plan and the data."""
         facts = {"world_size": self.place.world_size, "data": self.data.fingerprint}
         return dataclasses.asdict(self.plan) | facts | {"contents": self.data.contents}
+
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of a stream's position, over all ranks. A collective."""
+        if self.stream is None:
+            return {}
+        furthest: dict[str, Any] = {}
+        for of_rank in collectives.gather(self.positions):
+            for number, position in of_rank.items():
+                if position.depth >= furthest.get(str(number), {"depth": 0})["depth"]:
+                    furthest[str(number)] = position._asdict()
+        lanes = dict(sorted(furthest.items(), key=lambda lane: int(lane[0])))
+        return {"stream": {"steps": self.ends_at, "lanes": lanes}}
+
+    def go_on(self, saved: Mapping[str, Any], epoch: int) -> None:
+        """Go on from a position that `position` has returned, on any number of ranks."""
+        assert self.stream is not None
+        lanes = {int(number): Position(**position) for number, position in saved["lanes"].items()}
+        if self.stream.varies():  # there is nothing to compare
+            lanes = {number: position._replace(digest=None) for number, position in lanes.items()}
+        self.stream.start, self.positions, self.ends_at = (epoch, lanes), lanes, saved["steps"]
 
     def load(self, saved: Mapping[str, Any], rank_share: object) -> None:
         """Follow the shares that a run with `--rank-share auto` has measured on as many ranks.
@@ -94,15 +173,16 @@ class Trainer:
         self.config, self.data, self.place, self.task = config, data, place, task
         self.feed = Feed(config, data, task, place)
         self.progress = Progress()
-        self.scorer = Scorer(data, task, place, batch_size=config.eval_batch, workers=config.workers)
+        how: dict[str, Any] = {"batch_size": config.eval_batch, "workers": config.workers}
+        self.scorer = Scorer(data, task, place, **how) if data.test is not None else None
         model = model.to(place.device)
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
         wrapping.wrap(config, model)
-        how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
+        how = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
         self.ddp = DistributedDataParallel(model, find_unused_parameters=config.find_unused, **how)
-        self.updater = Updater(config, self.ddp, place.device, self.feed.steps_per_epoch)
+        self.updater = Updater(config, self.ddp, place.device, self.feed.expected_steps)
         self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
         self.init: str | None = None  # the digest of the weights that --init gave
         self.before_update: Callable[[], object] = lambda: None
@@ -114,12 +194,14 @@ class Trainer:
     def recorder(self) -> Recorder:
         return self.feed.recorder
 
-    def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[Any]]]:
+    def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[tuple[Any, int]]]]:
         """Yield this rank's remaining steps of the current epoch, each with the iterator of its batches."""
-        progress, place = self.progress, self.place
+        progress, place, epoch = self.progress, self.place, self.progress.epoch
         steps = self.feed.plan.of_rank(progress.epoch, place.rank, place.world_size, progress.step)
         batches = self.feed.batches(steps, progress)
         for number, step in enumerate(steps, start=progress.global_step + 1):
+            if progress.epoch != epoch:  # a stream has ended
+                return
             heartbeat.begin_step(number)
             yield step, batches
 
@@ -156,25 +238,33 @@ class Trainer:
                 reasons.append("random numbers (as of dropout) are drawn pass by pass")
         return ", and ".join(reasons)
 
-    def average_over_count(self, step: Step, sums: Sums) -> bool:
+    def average_over_count(self, step: Step, sums: Sums) -> tuple[Step, bool]:
         """Make the reduced gradients those of the mean over all that the ranks counted. A collective.
 
-        Returns whether anything counted: else the mean loss has no value, and the step is to change nothing.
+        Returns the step with the samples that it had, which may be fewer than planned, and whether anything
+        counted: else the mean loss has no value, and the step is to change nothing.
 
         They are those of the sum divided by the number of samples, which every rank knows before any pass. If
         a task counts tokens or pixels, their number is known only afterwards. It is one factor for all ranks
         after the reduction, so this is exact under SyncBatchNorm and accumulation too.
         """
-        if self.task.counts_samples:
-            return True
-        total = float(collectives.total(torch.tensor(float(sums.count), dtype=torch.float64)))
+        if self.task.counts_samples and self.feed.is_planned:
+            return step, True
+        own = [float(sums.count), float(sums.samples), *self.feed.told()]
+        total, *told = collectives.total(torch.tensor(own, dtype=torch.float64)).tolist()
+        planned = step.global_size
+        if not self.feed.is_planned:
+            samples, more, skipped = told
+            step = self.feed.settle(step, int(samples), more > 0, int(skipped))
+            if self.epoch_ends_with(step) and self.progress.epoch + 1 == self.config.epochs:
+                self.log.last = self.progress.global_step + 1
         if not total > 0:
             sums.loss = sums.count = 0  # a user's own sum over nothing may be NaN
-            return False
-        if total != step.global_size:
+            return step, False
+        if total != planned:
             gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, step.global_size / total)
-        return True
+            torch._foreach_mul_(gradients, planned / total)
+        return step, True
 
     def update(self, counted: bool) -> torch.Tensor | None:
         """Change the weights by the gradients. Return the gradient's norm if the log will want it."""
@@ -213,13 +303,17 @@ class Trainer:
 
     def epochs_done(self) -> float:
         """Return the epochs done so far, with the fraction of the current one."""
-        return self.progress.epoch + self.progress.step / self.feed.steps_per_epoch
+        return self.progress.epoch + self.progress.step / self.feed.expected_steps
+
+    def epoch_ends_with(self, step: Step) -> bool:
+        return step.index + 1 >= self.feed.steps_per_epoch
 
     def epoch_is_done(self) -> bool:
         return self.progress.step >= self.feed.steps_per_epoch
 
     def finish_epoch(self) -> TrainScore:
         """End the current epoch; return the score on its samples, as they were used. A collective."""
+        self.feed.begin_epoch()
         return self.progress.end_epoch(counts_correct=isinstance(self.task, Classification))
 
     def evaluate(self) -> Score:
@@ -231,6 +325,7 @@ class Trainer:
         ema = self.updater.ema
         averaged = ema.swapped() if ema else contextlib.nullcontext()
         self.share_buffers()
+        assert self.scorer is not None
         with averaged, self.not_compiled():
             score = self.scorer.score(self.ddp.module)
         self.recorder.evaluation(score.score())
