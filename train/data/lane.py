@@ -29,11 +29,48 @@ class Position(NamedTuple):
     digest: str | None  # of that sample, "" if there is none; None if it may be another one
 
 
+class Shard:
+    """An iterable that is read from its beginning, wherever it was left, or from a position.
+
+    The position is its own (`state_dict` and `load_state_dict`, as data sets of `datasets` have it) or its
+    iterator's (as torchdata has it); many have none.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._first = self.state(None)
+
+    def open(self, epoch: int, state: Any) -> Iterator[Any]:
+        """Return the samples from a position on; from the beginning if it is None."""
+        source = self.source
+        if state is None and self._first is not None and digest_of(self.state(None)) != digest_of(self._first):
+            source.load_state_dict(copy.deepcopy(self._first))
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
+        if state is not None and has_position(source):
+            source.load_state_dict(copy.deepcopy(state))
+        iterator: Any = iter(source)
+        if state is not None and not has_position(source):
+            iterator.load_state_dict(copy.deepcopy(state))
+        return iterator  # type: ignore[no-any-return]
+
+    def state(self, iterator: Any) -> Any:
+        """Return its position; None if it does not know it, or not in plain values."""
+        part = next((part for part in (self.source, iterator) if has_position(part)), None)
+        state = None if part is None else copy.deepcopy(part.state_dict())
+        return state if _is_plain(state) else None
+
+
+def has_position(part: Any) -> bool:
+    """Return whether an iterable, or an iterator, knows its position."""
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
 class Lane:
-    """One lane in one epoch: the samples of its shards, iterables that are read one after the other.
+    """One lane in one epoch: the samples of its shards, which are read one after the other.
 
     Args:
-        key: with a sample's depth, determines the random numbers that reading it draws.
+        key: seed, epoch and lane. With a sample's depth they determine what is drawn when it is read.
         name: for errors.
         window: with more than 1, samples are shuffled within as many that follow each other.
         skip_damaged: leave out the rest of a shard that can't be read.
@@ -42,8 +79,8 @@ class Lane:
 
     def __init__(
         self,
-        shards: Sequence[Any],
-        key: tuple[int, ...],
+        shards: Sequence[Shard],
+        key: tuple[int, int, int],
         name: str,
         *,
         window: int = 1,
@@ -122,23 +159,11 @@ class Lane:
 
     def _open(self, state: Any = None) -> None:
         """Begin with the shard whose turn it is, or at a position in it."""
-        source = self.shards[self._shard]
-        if state is not None and not hasattr(source, "load_state_dict"):
-            iterator: Any = iter(source)
-            iterator.load_state_dict(copy.deepcopy(state))
-            self._iterator = iterator
-            return
-        if state is not None:
-            source.load_state_dict(copy.deepcopy(state))
-        self._iterator = iter(source)
+        self._iterator = self.shards[self._shard].open(self.key[1], state)
 
     def _state(self) -> Any:
-        """Return what the shard says of its position; None if it does not say it, or not in plain values."""
-        for part in (self._iterator, self.shards[self._shard]):
-            if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-                state = copy.deepcopy(part.state_dict())  # type: ignore[union-attr]
-                return {"shard": self._shard, "source": state} if _is_plain(state) else None
-        return None
+        state = self.shards[self._shard].state(self._iterator)
+        return None if state is None else {"shard": self._shard, "source": state}
 
     def _keep(self, now: Position) -> None:
         """Keep a position; CheckFailed if a run that goes on finds another sample there than it left."""
@@ -155,7 +180,7 @@ class Lane:
     def _unreadable(self, error: Exception) -> CkptToolError:
         if isinstance(error, CkptToolError):
             return error
-        shard = getattr(self.shards[self._shard], "name", f"shard {self._shard}")
+        shard = getattr(self.shards[self._shard].source, "name", f"shard {self._shard}")
         where = f"{self.name}, {shard}" if len(self.shards) > 1 else self.name
         why = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         hint = "--skip-damaged leaves out the rest of what can't be read, and counts"

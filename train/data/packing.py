@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ckpttool.errors import UsageFault
+from train.data.lane import Shard, has_position
 
 IGNORED = -100  # the target where there is none
 NAMES = ("input_ids", "tokens", "ids")  # of the tokens in a document that is a mapping
@@ -73,9 +74,7 @@ class Blocks:
         raise AttributeError(name)
 
     def _stateful(self) -> Any:
-        parts = (self.documents, self.source)
-        both = ("state_dict", "load_state_dict")
-        return next((part for part in parts if all(hasattr(part, name) for name in both)), None)
+        return next((part for part in (self.source, self.documents) if has_position(part)), None)
 
     def _state_dict(self) -> dict[str, Any]:
         rest = {"inputs": list(self.inputs), "targets": list(self.targets)}
@@ -83,12 +82,7 @@ class Blocks:
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.inputs, self.targets = list(state["inputs"]), list(state["targets"])
-        is_of_source = hasattr(self.source, "load_state_dict")
-        if is_of_source:
-            self.source.load_state_dict(state["documents"])
-        self.documents = iter(self.source)
-        if not is_of_source:
-            self.documents.load_state_dict(state["documents"])
+        self.documents = Shard(self.source).open(0, state["documents"])
 
 
 def _tokens(document: Any) -> list[int]:

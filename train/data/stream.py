@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, _utils
 from ckpttool.distributed.plan import ENDLESS
 from ckpttool.distributed.randomness import restored
 from ckpttool.errors import UsageFault
-from train.data.lane import Lane, Position, digest_of
+from train.data.lane import Lane, Position, Shard, digest_of
 from train.data.samples import Samples
 
 MOST_LISTED = 1_000_000  # samples of a stream to test with
@@ -66,7 +66,8 @@ class Stream(Dataset[Any]):
         window: int = 1,
         skip_damaged: bool = False,
     ) -> None:
-        self.lanes, self.name, self.seed = lanes, name, seed
+        self.lanes = [[Shard(source) for source in sources] for sources in lanes]
+        self.name, self.seed = name, seed
         self.how: dict[str, Any] = {"window": window, "skip_damaged": skip_damaged}
         self.batch_size, self.epoch = 1, 0
         self.start: tuple[int, Mapping[int, Position]] = (0, {})
@@ -140,7 +141,7 @@ class Stream(Dataset[Any]):
     def _tell(self, epoch: int) -> None:
         """Tell the sources the epoch; and hide the workers from them, of which each would take a part."""
         _utils.worker._worker_info = None
-        for source in {id(shard): shard for shards in self.lanes for shard in shards}.values():
+        for source in (shard.source for shards in self.lanes for shard in shards):
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
 
