@@ -239,9 +239,9 @@ def _own(samples: Any, part: str, config: DataConfig, seed: int) -> Samples:
     if not is_stream(samples):
         count(samples)
         return Named(samples, seed, part, config.data)
-    how = {"window": config.shuffle_window or 1, "skip_damaged": config.skip_damaged}
     packed = Packed(samples, config.block_size) if config.block_size else samples
-    return Stream([[packed]], config.data, seed=seed, **how)
+    window = config.shuffle_window or 1
+    return Stream([packed], config.data, seed=seed, window=window, skip_damaged=config.skip_damaged)
 
 
 class Named(Keyed):

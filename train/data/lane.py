@@ -38,19 +38,21 @@ class Shard:
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self._first = self.state(None)
+        self._was_open = False
+        self._first: Any = None  # its position before it was opened
 
     def open(self, epoch: int, state: Any) -> Iterator[Any]:
         """Return the samples from a position on; from the beginning if it is None."""
-        source = self.source
-        if state is None and self._first is not None and digest_of(self.state(None)) != digest_of(self._first):
-            source.load_state_dict(copy.deepcopy(self._first))
-            if hasattr(source, "set_epoch"):
+        source, is_own = self.source, has_position(self.source)
+        if is_own and not self._was_open:
+            self._first = copy.deepcopy(source.state_dict())
+        if is_own and (state is not None or self._was_open):
+            source.load_state_dict(copy.deepcopy(self._first if state is None else state))
+            if state is None and hasattr(source, "set_epoch"):  # which it may have set back
                 source.set_epoch(epoch)
-        if state is not None and has_position(source):
-            source.load_state_dict(copy.deepcopy(state))
+        self._was_open = True
         iterator: Any = iter(source)
-        if state is not None and not has_position(source):
+        if state is not None and not is_own:
             iterator.load_state_dict(copy.deepcopy(state))
         return iterator  # type: ignore[no-any-return]
 

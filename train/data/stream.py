@@ -12,6 +12,7 @@ numbers are seeded before each sample by (seed, epoch, lane, depth).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,12 @@ class Read(NamedTuple):
 class Stream(Dataset[Any]):
     """The samples of a stream by their place in an epoch. Global batches must be read in their order.
 
+    Args:
+        shards: iterables, dealt to the lanes in turn.
+        lanes: not more than samples in a global batch: in each the end of every lane is looked for.
+        shuffled: deal them in another order in each epoch.
+        window: shuffle the samples of a lane within so many that follow each other.
+
     Attributes:
         head: the first samples, as they are looked at before training.
         length: how many there are in an epoch, if the source says so. Only the schedule relies on it.
@@ -59,26 +66,29 @@ class Stream(Dataset[Any]):
 
     def __init__(
         self,
-        lanes: Sequence[Sequence[Any]],
+        shards: Sequence[Any],
         name: str,
         *,
         seed: int,
+        lanes: int = 1,
+        shuffled: bool = False,
         window: int = 1,
         skip_damaged: bool = False,
+        length: int | None = None,
     ) -> None:
-        self.lanes = [[Shard(source) for source in sources] for sources in lanes]
-        self.name, self.seed = name, seed
+        self.shards = [Shard(source) for source in shards]
+        self.name, self.seed, self.lanes, self.shuffled = name, seed, lanes, shuffled
         self.how: dict[str, Any] = {"window": window, "skip_damaged": skip_damaged}
         self.batch_size, self.epoch = 1, 0
         self.start: tuple[int, Mapping[int, Position]] = (0, {})
         self._opened: dict[int, Lane] = {}
         self._reads: tuple[int, int] | None = None  # the epoch, and the place of the global batch
-        self.length = _length(lanes)
+        self.length = _length(shards) if length is None else length
         self.head, begins = self._read_head()
         self.resumes = all(begin.state is not None for begin in begins.values())
         # Compared when training begins: a source may go on where it was left.
         self.start = 0, {number: begin._replace(state=None) for number, begin in begins.items()}
-        given = getattr(lanes[0][0], "fingerprint", None)
+        given = getattr(shards[0], "fingerprint", None)
         self.fingerprint = given if isinstance(given, str) else digest_of(self.head)
 
     def __len__(self) -> int:
@@ -109,7 +119,7 @@ class Stream(Dataset[Any]):
         self._reads = (self.epoch, first)
         samples, taken, lanes = [], [], {}
         for place in places:
-            depth, number = divmod(place, len(self.lanes))
+            depth, number = divmod(place, self.lanes)
             lanes[number] = lane = self._lane(number)
             lane.release(self._depth(first, number))
             if (sample := lane.get(depth)) is not None:
@@ -125,7 +135,7 @@ class Stream(Dataset[Any]):
 
     def _depth(self, place: int, number: int) -> int:
         """Return how many samples of a lane come before a place."""
-        return max(0, -(-(place - number) // len(self.lanes)))
+        return max(0, -(-(place - number) // self.lanes))
 
     def _lane(self, number: int) -> Lane:
         if number not in self._opened:
@@ -134,14 +144,17 @@ class Stream(Dataset[Any]):
         return self._opened[number]
 
     def _new(self, number: int, start: Position | None = None) -> Lane:
-        of = f" lane {number}" if len(self.lanes) > 1 else ""
+        order = list(range(len(self.shards)))
+        if self.shuffled:
+            random.Random(f"{self.seed}:{self.epoch}").shuffle(order)
+        shards = [self.shards[shard] for shard in order[number :: self.lanes]]
         key = self.seed, self.epoch, number
-        return Lane(self.lanes[number], key, f"--data {self.name}{of}", start=start, **self.how)
+        return Lane(shards, key, f"--data {self.name}", start=start, **self.how)
 
     def _tell(self, epoch: int) -> None:
         """Tell the sources the epoch; and hide the workers from them, of which each would take a part."""
         _utils.worker._worker_info = None
-        for source in (shard.source for shards in self.lanes for shard in shards):
+        for source in (shard.source for shard in self.shards):
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
 
@@ -152,7 +165,7 @@ class Stream(Dataset[Any]):
         with restored():
             self._tell(self.epoch)
             for place in range(HEAD):
-                depth, number = divmod(place, len(self.lanes))
+                depth, number = divmod(place, self.lanes)
                 if number not in lanes:
                     lanes[number] = self._new(number)
                 if (sample := lanes[number].get(depth)) is not None:
@@ -198,9 +211,9 @@ class Listed(Dataset[Any]):
         return self.samples[index]
 
 
-def _length(lanes: Sequence[Sequence[Any]]) -> int | None:
+def _length(shards: Sequence[Any]) -> int | None:
     """Return how many samples the shards say they have together; None if one does not say it."""
     try:
-        return sum(len(shard) for shards in lanes for shard in shards)
+        return sum(map(len, shards))
     except (TypeError, ValueError):
         return None

@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+from ckpttool.distributed.plan import ENDLESS, Plan
 from tests.ranks import runs, trainings
 from tests.ranks.runs import contents
 from train.config.shared import Every
-from train.config.training import TrainConfig
-from train.data import data_set
+from train.data.batches import load
 from train.data.data_set import Data
 from train.data.stream import Stream
 
@@ -66,18 +66,19 @@ class Placed(Counted):
         self.at = state["at"]
 
 
-LANES: dict[str, list[list[tuple[int, int]]]] = {
-    "one": [[(0, 45)]],
-    "shards": [[(0, 20), (20, 20), (20, 45)]],
-    "lanes": [[(0, 13)], [(13, 24)], [(24, 45)]],
-    "an empty one": [[(0, 22)], [(22, 22)], [(22, 40), (40, 45)]],
+SHAPES: dict[str, tuple[int, list[tuple[int, int]]]] = {
+    "one": (1, [(0, 45)]),
+    "shards": (1, [(0, 20), (20, 20), (20, 45)]),
+    "lanes": (3, [(0, 13), (13, 24), (24, 45)]),
+    "an empty one": (3, [(0, 22), (22, 22), (22, 40), (40, 45)]),
 }
+"""Lanes, and the samples of each shard."""
 SAMPLES = 45
 
 
 def stream(shape: str, kind: Any = Counted, **how: Any) -> Data:
-    lanes = [[kind(*shard) for shard in lane] for lane in LANES[shape]]
-    made = Stream(lanes, "numbers", seed=0, **how)
+    lanes, shards = SHAPES[shape]
+    made = Stream([kind(*shard) for shard in shards], "numbers", seed=0, lanes=lanes, **how)
     return Data("numbers", made, None, tuple("abc"), (5,), "numbers")
 
 
@@ -122,7 +123,7 @@ def reference(batches: list[list[int]]) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=1e-4)
     optimizer.param_groups[0]["params"] = [model.weight]
     optimizer.add_param_group({"params": [model.bias], "weight_decay": 0.0})
-    for batch in batches:
+    for batch in filter(None, batches):
         inputs, labels = zip(*map(sample, batch), strict=True)
         optimizer.zero_grad()
         F.cross_entropy(model(torch.stack(inputs)), torch.tensor(labels)).backward()
@@ -132,7 +133,8 @@ def reference(batches: list[list[int]]) -> nn.Module:
 
 def in_turn(shape: str) -> list[list[int]]:
     """Return the numbers of the samples in each batch of an epoch, where lanes take turns."""
-    lanes = [[n for first, last in lane for n in range(first, last)] for lane in LANES[shape]]
+    number, shards = SHAPES[shape]
+    lanes = [[n for span in shards[lane::number] for n in range(*span)] for lane in range(number)]
     deepest = max(map(len, lanes))
     places = [lane[depth] if depth < len(lane) else None for depth in range(deepest) for lane in lanes]
     batches = [places[at : at + BATCH] for at in range(0, len(places), BATCH)]
@@ -140,7 +142,7 @@ def in_turn(shape: str) -> list[list[int]]:
 
 
 @pytest.mark.covered(lambda size, shape: size in (2, 4) and shape in ("shards", "lanes"))
-@pytest.mark.parametrize("shape", LANES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_each_sample_comes_once_and_trains_as_in_one_process(run_ranks, tmp_path, size, shape):
     said, *_ = run_ranks(size, run, str(tmp_path), shape, Counted, {})
@@ -155,13 +157,27 @@ def test_each_sample_comes_once_and_trains_as_in_one_process(run_ranks, tmp_path
         assert (trained["model"][f"module.{name}"] - parameter.detach()).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_change_nothing(run_ranks, tmp_path, workers):
-    for number in (0, workers):
-        run_ranks(2, run, str(tmp_path / str(number)), "lanes", Placed, {"workers": number})
-    assert used(tmp_path / "0") == used(tmp_path / str(workers))
-    both = [contents(tmp_path / str(number) / "last.pt", "model") for number in (0, workers)]
-    assert both[0] == both[1]
+def loaded(shape: str, size: int, workers: int) -> list[dict[int, list[float]]]:
+    """Return the samples of each of an epoch's first steps by their place, as the ranks load them."""
+    steps: list[dict[int, list[float]]] = [{} for _ in range(11)]
+    for rank in range(size):
+        samples = stream(shape, Placed).train
+        samples.batch_size = BATCH
+        indices = [Plan(ENDLESS, BATCH, in_order=True).of_rank(0, rank, size).share(step) for step in range(11)]
+        loader = load(samples, indices, trainings.place(rank, size), workers)
+        for step, read in zip(steps, loader, strict=True):
+            assert not step.keys() & set(read.taken)
+            if read.samples is not None:
+                step |= dict(zip(read.taken, read.samples[0].tolist(), strict=True))
+    return steps
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 1), (2, 3), (3, 2)])
+def test_more_workers_than_shards_change_nothing(size, workers):
+    for shape in ("one", "an empty one"):
+        steps = loaded(shape, size, workers)
+        assert steps == loaded(shape, 1, 0)
+        assert sum(map(len, steps)) == SAMPLES
 
 
 @pytest.mark.covered(lambda size, kind: (size, kind) != (3, Placed) and (size, kind) != (2, Counted))
@@ -183,7 +199,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run_ranks, tmp_p
 def test_a_resume_on_other_ranks_uses_the_rest_of_the_samples_once(run_ranks, tmp_path, kind):
     folder = tmp_path / "whole"
     run_ranks(2, run, str(folder), "lanes", kind, EVERY, 4)
-    rest = {"resume": str(folder / "step-000003.pt"), "workers": 2}
+    rest = {"resume": str(folder / "step-000003.pt"), "accumulate": 2}
     said, *_ = run_ranks(3, run, str(tmp_path / "rest"), "lanes", kind, rest, 4)
     skipping = "does not know its position: 24 samples are read again"
     assert (skipping in said) == (kind is Counted)
@@ -193,7 +209,7 @@ def test_a_resume_on_other_ranks_uses_the_rest_of_the_samples_once(run_ranks, tm
 
 def resumed_reads(rank: int, size: int, folder: str) -> int:
     Placed.reads = 0
-    data = Stream([[Placed(0, 10_000)]], "numbers", seed=0)
+    data = Stream([Placed(0, 10_000)], "numbers", seed=0)
     data.batch_size = 10
     data.start = 0, {0: torch.load(Path(folder, "position"), weights_only=False)}
     data.__getitems__([9000])
@@ -201,7 +217,7 @@ def resumed_reads(rank: int, size: int, folder: str) -> int:
 
 
 def test_a_source_that_knows_its_position_reads_nothing_again(tmp_path):
-    data = Stream([[Placed(0, 10_000)]], "numbers", seed=0)
+    data = Stream([Placed(0, 10_000)], "numbers", seed=0)
     data.batch_size = 10
     for place in range(0, 9000, 10):
         read = data.__getitems__([place])
