@@ -208,5 +208,5 @@ def check_shared(config: Any) -> None:
         raise UsageFault("--spawn starts ranks, but torchrun already started this one", hint=hint)
     if config.std and not all(value > 0 for value in config.std):
         raise UsageFault(f"--std {','.join(f'{value:g}' for value in config.std)}: must be above 0")
-    if config.resize and not config.data.startswith("folder:"):
-        raise UsageFault("--resize: works only with --data folder:PATH", hint="leave it out")
+    if config.resize and not config.data.startswith(("folder:", "wds:", "hf:")):
+        raise UsageFault("--resize: needs --data folder:PATH, wds:PATTERN or hf:NAME", hint="leave it out")

@@ -22,10 +22,14 @@ PLAIN = (str, int, float, bool, type(None), torch.Tensor)
 
 
 class Position(NamedTuple):
-    """Where a lane was before it gave the sample at a depth."""
+    """Where a lane was before it gave the sample at a depth.
+
+    Its state is {"shard": its number, "source": what state_dict returned, None for the beginning}; or None if
+    the shard does not know it.
+    """
 
     depth: int
-    state: Any  # {"shard": its number, "source": what its state_dict returned}; None if it does not know
+    state: Any
     digest: str | None  # of that sample, "" if there is none; None if it may be another one
 
 
@@ -57,10 +61,14 @@ class Shard:
         return iterator  # type: ignore[no-any-return]
 
     def state(self, iterator: Any) -> Any:
-        """Return its position; None if it does not know it, or not in plain values."""
-        part = next((part for part in (self.source, iterator) if has_position(part)), None)
-        state = None if part is None else copy.deepcopy(part.state_dict())
-        return state if _is_plain(state) else None
+        """Return its position; None if it does not know it."""
+        part = self.source if has_position(self.source) else iterator
+        return copy.deepcopy(part.state_dict()) if has_position(part) else None
+
+    def knows_position(self, iterator: Any) -> bool:
+        """Return whether it knows its position, in values that a checkpoint can hold."""
+        state = self.state(iterator)
+        return state is not None and _is_plain(state)
 
 
 def has_position(part: Any) -> bool:
@@ -98,6 +106,7 @@ class Lane:
         self._orders: dict[int, list[int]] = {}  # of the samples of a window, by its first depth
         self._shard = 0
         self._iterator: Iterator[Any] | None = None
+        self._began: tuple[Any] | None = None  # the position at which it was opened, if nothing was read yet
         if start is not None and start.state is not None:
             self._first = self._next = start.depth
             self._shard = start.state["shard"]
@@ -127,6 +136,11 @@ class Lane:
             self._first += 1
         self._orders = {first: order for first, order in self._orders.items() if first >= depth}
 
+    def knows_position(self) -> bool:
+        """Return whether the shard that is being read does; True at the end, where there is none."""
+        at_end = self._shard >= len(self.shards)
+        return at_end or self.shards[self._shard].knows_position(self._iterator)
+
     def _read_to(self, end: int) -> None:
         while self._next < end and self._read():
             pass
@@ -143,6 +157,7 @@ class Lane:
                 assert self._iterator is not None
                 state = self._state() if is_kept else None
                 self._held.append(next(self._iterator))
+                self._began = None
                 self._next += 1
                 break
             except StopIteration:
@@ -162,10 +177,14 @@ class Lane:
     def _open(self, state: Any = None) -> None:
         """Begin with the shard whose turn it is, or at a position in it."""
         self._iterator = self.shards[self._shard].open(self.key[1], state)
+        self._began = (state,)
 
     def _state(self) -> Any:
-        state = self.shards[self._shard].state(self._iterator)
-        return None if state is None else {"shard": self._shard, "source": state}
+        """Return the position before the next sample; None if the shard does not know it."""
+        shard = self.shards[self._shard]
+        # Many say where they were left until the first sample is asked for.
+        state = shard.state(self._iterator) if self._began is None else self._began[0]
+        return {"shard": self._shard, "source": state} if shard.knows_position(self._iterator) else None
 
     def _keep(self, now: Position) -> None:
         """Keep a position; CheckFailed if a run that goes on finds another sample there than it left."""

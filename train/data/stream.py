@@ -84,8 +84,7 @@ class Stream(Dataset[Any]):
         self._opened: dict[int, Lane] = {}
         self._reads: tuple[int, int] | None = None  # the epoch, and the place of the global batch
         self.length = _length(shards) if length is None else length
-        self.head, begins = self._read_head()
-        self.resumes = all(begin.state is not None for begin in begins.values())
+        self.head, begins, self.resumes = self._read_head()
         # Compared when training begins: a source may go on where it was left.
         self.start = 0, {number: begin._replace(state=None) for number, begin in begins.items()}
         given = getattr(shards[0], "fingerprint", None)
@@ -158,8 +157,8 @@ class Stream(Dataset[Any]):
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
 
-    def _read_head(self) -> tuple[list[Any], dict[int, Position]]:
-        """Return the first samples of an epoch, and where their lanes begin."""
+    def _read_head(self) -> tuple[list[Any], dict[int, Position], bool]:
+        """Return the first samples of an epoch, where their lanes begin, and whether these know it."""
         lanes: dict[int, Lane] = {}
         head = []
         with restored():
@@ -170,7 +169,8 @@ class Stream(Dataset[Any]):
                     lanes[number] = self._new(number)
                 if (sample := lanes[number].get(depth)) is not None:
                     head.append(sample[0])
-        return head, {number: lane.position for number, lane in lanes.items() if lane.position is not None}
+        begins = {number: lane.position for number, lane in lanes.items() if lane.position is not None}
+        return head, begins, all(lane.knows_position() for lane in lanes.values())
 
 
 def is_stream(samples: Any) -> bool:
