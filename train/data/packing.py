@@ -90,9 +90,12 @@ def _tokens(document: Any) -> list[int]:
         found = next((document[name] for name in NAMES if name in document), None)
         if found is None:
             names = ", ".join(map(repr, document))
-            raise UsageFault(f"--block-size: a document has no tokens among {names}", hint=f"one of {', '.join(NAMES)}")
+            hint = f"one of {', '.join(NAMES)}"
+            raise UsageFault(f"--block-size: a document has no tokens among {names}", hint=hint)
         document = found
     numbers = torch.as_tensor(document)
+    if numbers.dim() == 1 and not len(numbers):  # of a dtype of its own
+        return []
     if numbers.dim() != 1 or numbers.is_floating_point() or numbers.is_complex():
         what = f"--block-size: a document is {type(document).__name__}, not a row of token numbers"
         raise UsageFault(what, hint="encode texts in the data set: its samples are packed as they come")

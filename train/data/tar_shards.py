@@ -159,6 +159,9 @@ def _index(path: str, *, skip_damaged: bool) -> Index:
     except FileError as fault:
         if not skip_damaged:
             raise
+        if index.starts:  # the last may lack members
+            last = index.starts.pop()
+            del index.offsets[last:], index.sizes[last:], index.kinds[last:]
         console.warn(f"--skip-damaged: {fault}; {len(index.starts)} samples before that are used")
     index.starts.append(len(index.offsets))
     return index._replace(names=list(kinds))
@@ -183,8 +186,8 @@ def _files_in(path: str) -> Iterator[tarfile.TarInfo]:
                         if member.offset_data + member.size > size:
                             raise Damaged(path, f"is cut short within {member.name}", hint=hint)
                         yield member
-                file.seek(tar.offset - BLOCK if tar.offset >= BLOCK else 0)
-                if file.read(BLOCK).strip(b"\0") or not tar.offset or tar.offset > size:
+                file.seek(tar.offset)
+                if file.read(BLOCK) != bytes(BLOCK):  # which tarfile does not ask for
                     raise Damaged(path, "is cut short: its end is missing", hint=hint)
     except tarfile.TarError as error:
         raise Damaged(path, f"is not a whole tar file: {error}", hint=hint) from error
