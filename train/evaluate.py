@@ -47,7 +47,18 @@ if TYPE_CHECKING:
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
-SAVED = ("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch", "mean", "std", "resize")
+SAVED = (
+    "model",
+    "data",
+    "test_data",
+    "block_size",
+    "data_root",
+    "task",
+    "eval_batch",
+    "mean",
+    "std",
+    "resize",
+)
 WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds):|[^:]*$")
 
 
@@ -124,7 +135,11 @@ def saved_arguments(path: str, given: Sequence[str]) -> list[str]:
         if value is not None and not any(argument.partition("=")[0] == flag for argument in given):
             flags[flag] = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     # What a file names is never run without being asked for.
-    code = [f for f in ("--model", "--data", "--test-data", "--task") if not WITHOUT_CODE.match(flags.get(f, "digits"))]
+    code = [
+        f
+        for f in ("--model", "--data", "--test-data", "--task")
+        if not WITHOUT_CODE.match(flags.get(f, "digits"))
+    ]
     if code:
         named = " ".join(f"{flag} {shlex.quote(flags[flag])}" for flag in flags)
         raise UsageFault(f"{path}: is of {flags[code[0]]}, code that is run only if you name it", hint=named)

@@ -144,6 +144,7 @@ def after_step(run: Run) -> str:
         tested, signal = run.evaluate()
     progress.unscored = due.evaluate and tested is None
     run.report.uncounted()
+    run.report.left_out()
     if not progress.unscored:
         trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
         best = tested is not None and progress.note_best(tested)

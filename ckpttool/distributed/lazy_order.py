@@ -68,7 +68,8 @@ class Permuted(InOrder):
         left, right = np.divmod(values.astype(np.uint64), np.uint64(self.base))
         for key in self.keys:
             left, right = right, (left + _mixed(right, key) % np.uint64(self.base)) % np.uint64(self.base)
-        return (left * np.uint64(self.base) + right).astype(np.int64)
+        enciphered: NDArray[Any] = (left * np.uint64(self.base) + right).astype(np.int64)
+        return enciphered
 
 
 def _mixed(values: NDArray[Any], key: int) -> NDArray[Any]:
@@ -78,4 +79,5 @@ def _mixed(values: NDArray[Any], key: int) -> NDArray[Any]:
     mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)  # these wrap around, as they shall
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    mixed ^= mixed >> np.uint64(31)
+    return mixed

@@ -201,10 +201,11 @@ class RankSteps:
         if index >= self.full:
             return self._last
         if self._lazy is None:
-            return self._rows[index - self.start]
+            of_step: NDArray[Any] = self._rows[index - self.start]
+            return of_step
         order, own = self._lazy
         size = self.plan.batch_size
-        of_step: NDArray[Any] = order[index * size : (index + 1) * size][own]
+        of_step = order[index * size : (index + 1) * size][own]
         return of_step
 
     def __getitem__(self, number: int) -> Step:

@@ -1,4 +1,4 @@
-"""Orders that are computed where they are used: each number once, another order for another seed, no memory."""
+"""Orders that are computed where they are used: each number once, and no memory."""
 
 from __future__ import annotations
 

@@ -195,7 +195,9 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step}{of_steps}"]
     if stream is not None and progress.step and not stream.resumes:
         read = progress.step * config.batch_size
-        remarks.append(f"--data {trainer.data.name} does not know its position: {read:,} samples are read again")
+        remarks.append(
+            f"--data {trainer.data.name} does not know its position: {read:,} samples are read again"
+        )
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
         but = " but for the repeats at the end of an epoch" * (trainer.feed.plan.sampler == "torch")

@@ -147,7 +147,8 @@ class DataConfig:
         "file.py:factory, which returns (train, test), or train alone",
     )
     test_data: str | None = flag(
-        None, "data DATA: where the test samples are, if elsewhere; the training samples of it, if it has no others"
+        None,
+        "data DATA: where the test samples are, if elsewhere; the training samples of it, if it has no others",
     )
     block_size: int | None = count(
         None, "data: tokens of a sample, of tokens:PATTERN, or of a stream of documents, which are packed"

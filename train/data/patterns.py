@@ -33,7 +33,9 @@ def files_of(pattern: str, what: str) -> list[str]:
             reason = "is not a regular file" if os.path.exists(path) else "no such file"
             raise Unreadable(path, f"{reason}: {what} {pattern}")
     if not found:
-        raise UsageFault(f"{what} {pattern}: no file matches", hint="quote the pattern: the shell expands it too")
+        raise UsageFault(
+            f"{what} {pattern}: no file matches", hint="quote the pattern: the shell expands it too"
+        )
     return list(found)
 
 

@@ -34,14 +34,14 @@ class Read(NamedTuple):
     Attributes:
         samples: a list of them; then the batch that they were made, None for none.
         taken: the place of each.
-        more: whether a sample comes after the global batch, in the lanes that these are from.
+        more: of each lane that these are from, by its number: whether a sample comes after the global batch.
         skipped: what could not be read, each with the reason.
         positions: kept positions of these lanes, by their number.
     """
 
     samples: Any
     taken: list[int]
-    more: bool = True
+    more: Mapping[int, bool] = {}
     skipped: Sequence[str] = ()
     positions: Mapping[int, Position] = {}
 
@@ -108,7 +108,7 @@ class Stream(Dataset[Any]):
     def __getitems__(self, places: list[int]) -> Read:
         """Return the samples in these places, which are of one global batch, as far as there are some."""
         with restored():
-            return self._read(places) if places else Read([], [], more=False)
+            return self._read(places) if places else Read([], [])
 
     def _read(self, places: list[int]) -> Read:
         first = places[0] // self.batch_size * self.batch_size
@@ -125,12 +125,12 @@ class Stream(Dataset[Any]):
                 samples.append(sample[0])
                 taken.append(place)
         behind = first + self.batch_size
-        more = [lane.get(self._depth(behind, number)) is not None for number, lane in lanes.items()]
+        more = {number: lane.get(self._depth(behind, number)) is not None for number, lane in lanes.items()}
         positions = {number: lane.position for number, lane in lanes.items() if lane.position is not None}
         skipped = [what for lane in lanes.values() for what in lane.skipped]
         for lane in lanes.values():
             lane.skipped = []
-        return Read(samples, taken, any(more), skipped, positions)
+        return Read(samples, taken, more, skipped, positions)
 
     def _depth(self, place: int, number: int) -> int:
         """Return how many samples of a lane come before a place."""

@@ -181,7 +181,7 @@ def _files_in(path: str) -> Iterator[tarfile.TarInfo]:
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 while (member := tar.next()) is not None:
-                    tar.members = []  # it would keep them all
+                    tar.members = []  # type: ignore[attr-defined]  # it would keep them all
                     if member.isreg():
                         if member.offset_data + member.size > size:
                             raise Damaged(path, f"is cut short within {member.name}", hint=hint)
@@ -207,5 +207,7 @@ def load(config: DataConfig, pattern: str, seed: int) -> Parts:
     classes: tuple[str, ...] = ()
     if labelled and len(samples):
         classes = tuple(map(str, range(int(samples.labels.max()) + 1)))
-    names = "\n".join(f"{os.path.basename(path)} {end}" for path, end in zip(paths, samples.ends, strict=True))
+    names = "\n".join(
+        f"{os.path.basename(path)} {end}" for path, end in zip(paths, samples.ends, strict=True)
+    )
     return Parts(samples, None, classes, f"wds {hashlib.sha256(names.encode()).hexdigest()[:16]}")

@@ -107,7 +107,9 @@ def _length(path: str) -> int:
         raise Unreadable(path, reason(error)) from error
     if size % BYTES:
         what = f"its {size:,} bytes are no uint16 tokens, which have {BYTES} each"
-        raise Damaged(path, what, hint="write it as numpy.uint16, little-endian: tokens.astype('<u2').tofile(path)")
+        raise Damaged(
+            path, what, hint="write it as numpy.uint16, little-endian: tokens.astype('<u2').tofile(path)"
+        )
     return size // BYTES
 
 

@@ -75,9 +75,13 @@ def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
     if stream.length is None and in_epochs:
         raise UsageFault(f"{given} that does not say its length", hint="give --warmup Nsteps")
     mixes = any((config.augment != "none", config.mixup, config.cutmix))
-    wrong = ("--sampler torch", config.sampler != "exact"), ("--drop-last", config.drop_last)
-    wrong += (("--augment, --mixup and --cutmix", mixes), ("--rank-share auto", config.rank_share == "auto"))
-    for flag, is_given in wrong:
+    wrong = {
+        "--sampler torch": config.sampler != "exact",
+        "--drop-last": config.drop_last,
+        "--augment, --mixup and --cutmix": mixes,
+        "--rank-share auto": config.rank_share == "auto",
+    }
+    for flag, is_given in wrong.items():
         if is_given:
             raise UsageFault(f"{given}, whose samples have no numbers: no {flag}", hint="leave it out")
     if world_size * max(config.workers, 1) > 1 and stream.varies():

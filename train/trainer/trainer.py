@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,156 +12,23 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.distributed.dummy_pass import leaving_no_trace, run_dummy_pass, settle_buckets
 from ckpttool.distributed.group import Place
-from ckpttool.distributed.plan import Plan, Step, check
+from ckpttool.distributed.plan import Step
 from ckpttool.errors import CheckFailed
-from train import console
-from train.config import command_line
 from train.config.training import TrainConfig
-from train.data.augment import augmented
-from train.data.batches import Undamaged, load
 from train.data.data_set import Data
-from train.data.lane import Position
-from train.data.samples import count
-from train.data.stream import Read, Stream
 from train.log.step_log import StepLog
 from train.model import wrapping
 from train.model.updater import Updater
 from train.tasks.builtin import Classification
 from train.tasks.task import Task
+from train.trainer.feed import Feed
 from train.trainer.progress import Progress, Recorder, Score, Scorer, Sums, TrainScore
-
-
-class Feed:
-    """The training samples on their way to this rank, as the plan deals them.
-
-    A stream is planned as if it had no end. That it has ended the ranks tell each other in the step after
-    which none has a sample left, and how many samples a step really had.
-    """
-
-    def __init__(self, config: TrainConfig, data: Data, task: Task, place: Place) -> None:
-        self.config, self.data, self.task, self.place = config, data, task, place
-        self.samples = augmented(data.train, config, len(data.classes))
-        self.plan: Plan = command_line.make_plan(config, count(data.train))
-        self.stream = data.train if isinstance(data.train, Stream) else None
-        if self.stream is not None:
-            self.stream.batch_size = config.batch_size
-        elif config.skip_damaged:
-            self.samples = Undamaged(self.samples)
-        self.is_planned = self.stream is None and not config.skip_damaged  # no planned sample is missing
-        self.ends_at: int | None = None  # steps of the current epoch of a stream, once that is known
-        self.positions: dict[int, Position] = {}  # of the stream's lanes, as far as this rank has used them
-        self.skipped = 0  # samples that could not be read, on all ranks
-        self._more, self._damaged = False, list[str]()
-        self.recorder = Recorder()
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The steps of the current epoch; of a stream that has not ended, more than it can have."""
-        return self.ends_at or self.plan.steps_of(self.place.world_size)
-
-    @property
-    def expected_steps(self) -> int:
-        """The steps of an epoch, as far as the source says: what the schedule spans."""
-        known = self.stream is not None and self.stream.length is not None
-        return max(1, -(-self.stream.length // self.plan.batch_size)) if known else self.steps_per_epoch
-
-    def batches(self, steps: Iterable[Step], progress: Progress) -> Iterator[tuple[Any, int]]:
-        """Yield the micro-batches of these steps of the current epoch, in order, on this rank's device.
-
-        Each with its number of samples; None for one of which no sample is there.
-
-        Raises:
-            CheckFailed: a batch does not suit the task, such as a label that is not one of the classes.
-        """
-        epoch, step = progress.epoch, progress.step
-        if hasattr(self.samples, "set_epoch"):
-            self.samples.set_epoch(epoch)
-        # Lists of indices are made while they are loaded and dropped when used: of 10^7 they take 400 MB.
-        indices, taken = itertools.tee(micro_batch for step in steps for micro_batch in step.micro_batches)
-        # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
-        seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
-        loaded = load(self.samples, indices, self.place, self.config.workers, seed=seed)
-        for micro_batch, batch in zip(taken, loaded, strict=True):
-            if isinstance(batch, Read):
-                self._note(batch)
-                batch, micro_batch = batch.samples, batch.taken
-            if batch is not None:
-                self.task.check(batch, micro_batch, "training")
-                self.recorder.take(micro_batch, batch)
-                batch = self.task.batch_to(batch, self.place.device)
-            yield batch, len(micro_batch)
-
-    def _note(self, read: Read) -> None:
-        """Note what was read besides samples."""
-        self._more |= read.more
-        self._damaged += read.skipped
-        for number, position in read.positions.items():
-            if number not in self.positions or self.positions[number].depth < position.depth:
-                self.positions[number] = position
-
-    def told(self) -> list[float]:
-        """Return what this rank tells of a step: whether it has seen more samples, and how many it left out."""
-        return [float(self._more), float(len(self._damaged))]
-
-    def settle(self, step: Step, samples: int, more: bool, skipped: int) -> Step:
-        """Return a step with the samples that it really had on all ranks, and begin with the next."""
-        for what in self._damaged:
-            console.warn(f"--skip-damaged: left out {what}")
-        self.skipped += skipped
-        self._more, self._damaged = False, []
-        if self.stream is not None and not more:
-            self.ends_at = step.index + 1
-        return dataclasses.replace(step, global_size=samples)
-
-    def begin_epoch(self) -> None:
-        self.ends_at, self.positions = None, {}
-
-    def batch_of(self, indices: list[int]) -> Any:
-        """Return samples as one batch on this rank's device, loaded in this process."""
-        return self.task.batch_to(default_collate([self.samples[i] for i in indices]), self.place.device)
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the plan and the data."""
-        facts = {"world_size": self.place.world_size, "data": self.data.fingerprint}
-        return dataclasses.asdict(self.plan) | facts | {"contents": self.data.contents}
-
-    def position(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of a stream's position, over all ranks. A collective."""
-        if self.stream is None:
-            return {}
-        furthest: dict[str, Any] = {}
-        for of_rank in collectives.gather(self.positions):
-            for number, position in of_rank.items():
-                if position.depth >= furthest.get(str(number), {"depth": 0})["depth"]:
-                    furthest[str(number)] = position._asdict()
-        lanes = dict(sorted(furthest.items(), key=lambda lane: int(lane[0])))
-        return {"stream": {"steps": self.ends_at, "lanes": lanes}}
-
-    def go_on(self, saved: Mapping[str, Any], epoch: int) -> None:
-        """Go on from a position that `position` has returned, on any number of ranks."""
-        assert self.stream is not None
-        lanes = {int(number): Position(**position) for number, position in saved["lanes"].items()}
-        if self.stream.varies():  # there is nothing to compare
-            lanes = {number: position._replace(digest=None) for number, position in lanes.items()}
-        self.stream.start, self.positions, self.ends_at = (epoch, lanes), lanes, saved["steps"]
-
-    def load(self, saved: Mapping[str, Any], rank_share: object) -> None:
-        """Follow the shares that a run with `--rank-share auto` has measured on as many ranks.
-
-        Raises:
-            UsageFault: the shares can't be dealt: the file was changed.
-        """
-        ranks, shares = self.place.world_size, saved.get("rank_share")
-        if shares and self.config.rank_share == rank_share == "auto" and saved["world_size"] == ranks:
-            self.plan = dataclasses.replace(self.plan, rank_share=tuple(shares))
-            check(self.plan, ranks, command_line.flag)
 
 
 class Trainer:
@@ -254,8 +119,7 @@ class Trainer:
         total, *told = collectives.total(torch.tensor(own, dtype=torch.float64)).tolist()
         planned = step.global_size
         if not self.feed.is_planned:
-            samples, more, skipped = told
-            step = self.feed.settle(step, int(samples), more > 0, int(skipped))
+            step = self.feed.settle(step, int(told[0]), told[1:])
             if self.epoch_ends_with(step) and self.progress.epoch + 1 == self.config.epochs:
                 self.log.last = self.progress.global_step + 1
         if not total > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from train.data.lane import Shard
 from train.data.packing import IGNORED, Packed
 
 DOCUMENTS = [[1, 2, 3], [], [10], [20, 21], [30, 31, 32, 33, 34, 35, 36, 37, 38], [40, 41]]
-PAIRS = sorted((a, b) for document in DOCUMENTS for a, b in zip(document, document[1:], strict=False))
+PAIRS = sorted((a, b) for document in DOCUMENTS for a, b in itertools.pairwise(document))
 
 
 class Known:

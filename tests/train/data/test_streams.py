@@ -163,7 +163,9 @@ def loaded(shape: str, size: int, workers: int) -> list[dict[int, list[float]]]:
     for rank in range(size):
         samples = stream(shape, Placed).train
         samples.batch_size = BATCH
-        indices = [Plan(ENDLESS, BATCH, in_order=True).of_rank(0, rank, size).share(step) for step in range(11)]
+        indices = [
+            Plan(ENDLESS, BATCH, in_order=True).of_rank(0, rank, size).share(step) for step in range(11)
+        ]
         loader = load(samples, indices, trainings.place(rank, size), workers)
         for step, read in zip(steps, loader, strict=True):
             assert not step.keys() & set(read.taken)

@@ -100,7 +100,10 @@ def test_webdataset_finds_the_same_samples(three, tmp_path):
         for number in range(5):
             sink.write({"__key__": f"x/{number}.5", "seg.png": picture(number), "json": {"n": number}})
     paths = [three[0], three[3], str(tmp_path / "e.tar")]
-    theirs = [{k: v for k, v in sample.items() if k[:2] != "__"} for sample in wds.WebDataset(paths, shardshuffle=False)]
+    theirs = [
+        {k: v for k, v in sample.items() if k[:2] != "__"}
+        for sample in wds.WebDataset(paths, shardshuffle=False)
+    ]
     samples = opened(*paths, labelled=False)
     assert len(samples) == len(theirs)
     for number, sample in enumerate(theirs):

@@ -28,7 +28,9 @@ def test_each_token_but_a_files_first_is_a_target_once(tmp_path, block):
     lengths = [0, 1, 2, 22, 7, 8]
     files = [list(range(100 * n, 100 * n + length)) for n, length in enumerate(lengths)]
     blocks = Tokens([write(tmp_path / f"{n}.bin", tokens) for n, tokens in enumerate(files)], block)
-    inputs, targets = (torch.stack(part) for part in zip(*map(blocks.__getitem__, range(len(blocks))), strict=True))
+    inputs, targets = (
+        torch.stack(part) for part in zip(*map(blocks.__getitem__, range(len(blocks))), strict=True)
+    )
     assert inputs.shape == targets.shape == (len(blocks), block)
     counts = targets != IGNORED
     assert sorted(targets[counts].tolist()) == sorted(t for tokens in files for t in tokens[1:])
