@@ -79,5 +79,5 @@ def _mixed(values: NDArray[Any], key: int) -> NDArray[Any]:
     mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)  # these wrap around, as they shall
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    last: NDArray[Any] = mixed ^ (mixed >> np.uint64(31))
+    return last

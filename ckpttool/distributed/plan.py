@@ -201,12 +201,11 @@ class RankSteps:
         if index >= self.full:
             return self._last
         if self._lazy is None:
-            of_step: NDArray[Any] = self._rows[index - self.start]
-            return of_step
+            row: NDArray[Any] = self._rows[index - self.start]
+            return row
         order, own = self._lazy
         size = self.plan.batch_size
-        of_step = order[index * size : (index + 1) * size][own]
-        return of_step
+        return order[index * size : (index + 1) * size][own]
 
     def __getitem__(self, number: int) -> Step:
         index = range(self.start, self.steps)[number]

@@ -148,7 +148,7 @@ class DataConfig:
     )
     test_data: str | None = flag(
         None,
-        "data DATA: where the test samples are, if elsewhere; the training samples of it, if it has no others",
+        "data DATA: where the test samples are, if elsewhere: its test samples, or else all it has",
     )
     block_size: int | None = count(
         None, "data: tokens of a sample, of tokens:PATTERN, or of a stream of documents, which are packed"

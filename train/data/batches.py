@@ -178,8 +178,8 @@ class Undamaged(Dataset[Any]):
             try:
                 samples.append(self.samples[index])
                 taken.append(index)
-            except FileError as error:
-                skipped.append(f"training sample {index}: {error}")
+            except FileError as error:  # noqa: PERF203
+                skipped.append(f"training sample {index}: {error.message}")
         return Read(samples, taken, skipped=skipped)
 
 

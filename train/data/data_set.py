@@ -173,6 +173,8 @@ def _size(samples: Samples) -> str:
 def compare(data: Data, when: str, *, workers: int = 0) -> None:
     """Raise RanksDiffer, whose message ends in `when`, unless all ranks have the same data. A collective."""
     hint = "the files of --data must be the same on every machine, and a factory must seed its own generators"
+    if isinstance(data.train, Stream):
+        hint = "every rank reads the whole stream, from which the trainer deals: don't divide it by rank"
     known = {"--data": (data.fingerprint, data.classes)}
     redrawn: set[str] = set()
     try:

@@ -166,7 +166,7 @@ class Lane:
                 fault = self._unreadable(error)
                 if not self.skip_damaged:
                     raise fault from error
-                self.skipped.append(str(fault))
+                self.skipped.append(fault.message)
                 self._iterator = None
             self._shard += 1
         if is_kept:

@@ -1,13 +1,13 @@
 """Streams: samples that come in an order of their own, dealt to ranks and workers by their place in it.
 
-A stream is one iterable, or several lanes of shards. Place p of an epoch is in lane p mod L, at depth p div L,
-so every process knows from the plan alone which samples it takes. It opens the lanes that these are in, reads
-each from its beginning on, and takes its own. So neither ranks nor workers change the order, and a run goes on
-from its place on any number of them. A lane whose source knows its position (`state_dict` and
-`load_state_dict`) is set to the last one before that place; of another the samples before it are read again.
+A stream is one iterable, or several lanes of shards. Place p of an epoch is in lane p mod L, at depth
+p div L, so every process knows from the plan alone which samples it takes. It opens the lanes that these are
+in, reads each from its beginning on, and takes its own. So neither ranks nor workers change the order, and a
+run goes on from its place on any number of them. A lane whose source knows its position (`state_dict` and
+`load_state_dict`) is set to the last one before that place; of another, samples before it are read again.
 
-A source shall not deal its samples itself, and is the same on every rank. Python's, numpy's and torch's random
-numbers are seeded before each sample by (seed, epoch, lane, depth).
+A source shall not deal its samples itself, and is the same on every rank. Python's, numpy's and torch's
+random numbers are seeded before each sample by (seed, epoch, lane, depth).
 """
 
 from __future__ import annotations

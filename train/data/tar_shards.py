@@ -1,11 +1,11 @@
-"""`--data wds:PATTERN`: shards in webdataset's format, tar files whose members share a name up to its first dot.
+"""`--data wds:PATTERN`: shards as webdataset writes them: tar files, members of one name up to a dot a sample.
 
     train-000.tar:   0001.jpg  0001.cls  0002.jpg  0002.cls  ...
 
 The headers of all shards are read once, so that each sample has a place. They are then dealt out and shuffled
 as those of any data set by index, a rank reads the bytes of its own samples alone, and nothing is read again
-on a resume. The index takes some 20 bytes for a member. Only files on this machine, and not compressed: others
-go through webdataset's own pipeline, as a stream from file.py:factory.
+on a resume. The index takes some 20 bytes for a member. Only files on this machine, and not compressed:
+others go through webdataset's own pipeline, as a stream from file.py:factory.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class Report:
             self.trainer.log.write({"step": step, "event": "nothing counted"}, step)
 
     def left_out(self) -> None:
-        """Say what was left out in this step with --skip-damaged; after the first few times only in the log."""
+        """Say what --skip-damaged left out in this step; after the first few times only in the log."""
         feed, step = self.trainer.feed, self.trainer.progress.global_step
         for number, what in enumerate(feed.left_out, start=feed.skipped - len(feed.left_out) + 1):
             if self.speaks and number <= SHOWN:

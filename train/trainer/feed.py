@@ -1,4 +1,4 @@
-"""The training samples on their way to this rank: planned or streamed, and what is missing of them. Imports torch."""
+"""The training samples on their way to this rank, planned or streamed. Imports torch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Feed:
                 self.positions[number] = position
 
     def told(self) -> list[float]:
-        """Return what this rank tells of a step: what it left out; and which lanes it has read, and has more of."""
+        """Return what this rank tells of a step: what it left out; which lanes it read, and has more of."""
         lanes = range(self.stream.lanes if self.stream is not None else 0)
         seen = [(float(lane in self._more), float(self._more.get(lane, False))) for lane in lanes]
         return [float(len(self._damaged)), *(number for pair in seen for number in pair)]
@@ -114,12 +114,10 @@ class Feed:
         differing = [number for number, (read, more) in enumerate(lanes) if more not in (0, read)]
         if differing:
             more_on = collectives.gather(self._more.get(differing[0]))
-            ended, goes_on = (
-                ", ".join(str(r) for r, m in enumerate(more_on) if m is is_more) for is_more in (False, True)
-            )
-            what = f"--data {self.data.name}: the stream ends in step {step.index + 1} of the epoch on rank {ended}"
-            hint = "every rank reads the whole stream, and it must be the same for all: see each rank's files"
-            raise RanksDiffer(f"{what}, and goes on on rank {goes_on}", hint=hint)
+            ended = f"the stream ends in step {step.index + 1} of the epoch on rank {more_on.index(False)}"
+            hint = "every rank reads it from its beginning, so its files must be the same for all"
+            what = f"--data {self.data.name}: {ended}, and goes on on rank {more_on.index(True)}"
+            raise RanksDiffer(what, hint=hint)
         self._more = {}
         if self.stream is not None and not any(more for _, more in lanes):
             self.ends_at = step.index + 1

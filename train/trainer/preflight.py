@@ -84,7 +84,10 @@ def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
     for flag, is_given in wrong.items():
         if is_given:
             raise UsageFault(f"{given}, whose samples have no numbers: no {flag}", hint="leave it out")
-    if world_size * max(config.workers, 1) > 1 and stream.varies():
+    if not stream.varies():
+        return
+    stream.start = (0, {})  # nothing can be compared
+    if world_size * max(config.workers, 1) > 1:
         what = f"{given} that gives other samples each time it is read, and each process reads it for itself"
         hint = "seed its generators by the epoch (set_epoch); Python's, numpy's and torch's own are seeded"
         raise UsageFault(what, hint=hint)

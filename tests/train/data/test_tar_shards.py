@@ -137,7 +137,7 @@ def test_what_is_no_local_tar_is_refused(three, tmp_path):
         opened("https://example.org/a.tar")
     with tarfile.open(tmp_path / "t.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("0001.txt"))
-    with pytest.raises(UsageFault, match="has none of jpg|cls"):
+    with pytest.raises(UsageFault, match=r"has none of (jpg|cls)"):
         opened(str(tmp_path / "t.tar"))
 
 
