@@ -1,4 +1,4 @@
-"""`--data wds:PATTERN`: shards as webdataset writes them: tar files, members of one name up to a dot a sample.
+"""`--data wds:PATTERN`: shards as webdataset writes them, tar files whose members share a name up to a dot.
 
     train-000.tar:   0001.jpg  0001.cls  0002.jpg  0002.cls  ...
 

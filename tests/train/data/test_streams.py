@@ -5,24 +5,37 @@ The reference is plain PyTorch in one process, in float64; what a run used is re
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import random
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ckpttool.distributed.plan import ENDLESS, Plan
+from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
 from tests.ranks.runs import contents
+from tests.support.run_log import entries_of
 from train.config.shared import Every
+from train.config.training import TrainConfig
+from train.data import data_set
+from train.data import stream as stream_module
 from train.data.batches import load
 from train.data.data_set import Data
-from train.data.stream import Stream
+from train.data.stream import Stream, is_stream
+from train.tasks import builtin as tasks
+from train.trainer import preflight
 
 BATCH = 8
 EVERY = {"save_every": Every(1, "steps"), "keep": 99}
@@ -248,3 +261,232 @@ def test_streams_go_with_other_ways_to_deal_a_batch(run_ranks, tmp_path, setting
     expected = reference(in_turn("lanes") * 2)
     trained = runs.read(tmp_path / "last.pt")["model"]
     assert (trained["module.weight"] - expected.weight.detach()).abs().max() < 1e-13
+
+
+# ---- streams that are not as they should be -----------------------------------------------------------
+
+
+class Early(Counted):
+    """A stream that ends on the second rank before it does on the others."""
+
+    def __iter__(self) -> Iterator[Any]:
+        early = torch.distributed.get_rank() == 1
+        yield from map(sample, range(20 if early else self.last))
+
+
+class Endless(Counted):
+    def __iter__(self) -> Iterator[Any]:
+        return map(sample, itertools.count())
+
+
+class Drawn(Counted):
+    """A stream whose order is drawn from a generator that nobody seeds."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(sample, numpy.random.default_rng().permutation(self.last).tolist())
+
+
+class Shuffled(Counted):
+    """A stream whose order, and samples, are drawn from Python's and torch's own generators."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(range(self.first, self.last))
+        random.shuffle(numbers)
+        for number in numbers:
+            inputs, label = sample(number)
+            yield inputs + torch.rand(5), label
+
+
+class Divided(Counted):
+    """A stream that each rank, or each loading process, takes a part of by itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        of_worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from map(sample, range(rank + of_worker * size, self.last, size * workers))
+
+
+class Broken(Counted):
+    """A shard of which the end can't be read."""
+
+    name = "broken.tar"
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(sample, range(self.first, self.last - 3))
+        raise OSError(errno.EIO, "Input/output error")
+
+
+class Liar(Placed):
+    """A source that goes elsewhere than it was told."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"] + (state["at"] > 0)
+
+
+def test_a_stream_that_ends_early_on_one_rank_is_named_and_no_rank_waits(run_ranks, tmp_path):
+    for said in run_ranks(3, run, str(tmp_path), "one", Early, {}):
+        assert "the stream ends in step 3 of the epoch on rank 1, and goes on on rank 0" in said
+        assert said.startswith(("RanksDiffer", "RankFailed"))
+
+
+def test_an_endless_stream_ends_with_max_steps(run_ranks, tmp_path):
+    said, *_ = run_ranks(2, run, str(tmp_path), "one", Endless, {"max_steps": 12, "scheduler": "cosine"})
+    assert "saved" in said
+    progress = runs.read(tmp_path / "last.pt")["progress"]
+    assert (progress["epoch"], progress["step"], progress["samples"]) == (0, 12, 96)
+
+
+def test_a_stream_that_ranks_divide_themselves_is_refused(run_ranks, tmp_path):
+    said = run_ranks(2, run_compared, str(tmp_path), Divided)
+    assert all(
+        "a different fingerprint" in of_rank and "don't divide it by rank" in of_rank for of_rank in said
+    )
+
+
+def run_compared(rank: int, size: int, folder: str, kind: Any) -> str:
+    """Run with a stream whose first samples are compared, as `data_set.load` has it."""
+    data = stream("one", kind)
+    contents = {"fingerprint": {"of the training samples": data.train.fingerprint}}
+    data = replace(data, contents=contents)
+    return runs.outcome(rank, size, data, trainings.seeded(linear), {"out": folder, "scheduler": "none"})
+
+
+def test_workers_are_hidden_from_a_stream_that_would_divide_itself_among_them(tmp_path):
+    samples = Stream([DividedByWorkers(0, SAMPLES)], "numbers", seed=0)
+    samples.batch_size = BATCH
+    plan = Plan(ENDLESS, BATCH, in_order=True).of_rank(0, 0, 1)
+    loader = load(samples, [plan.share(step) for step in range(6)], trainings.place(0, 1), 3)
+    labels = [label for read in loader for label in read.samples[1].tolist()]
+    assert labels == [number % 3 for number in range(SAMPLES)]
+
+
+class DividedByWorkers(Counted):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        of_worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from map(sample, range(of_worker, self.last, workers))
+
+
+def test_what_is_drawn_from_the_seeded_generators_is_the_same_on_any_number_of_ranks(run_ranks, tmp_path):
+    for size in (1, 3):
+        run_ranks(size, run, str(tmp_path / str(size)), "one", Shuffled, EVERY)
+    one = used(tmp_path / "1")
+    assert one == used(tmp_path / "3")
+    assert one[1] != one[7]
+    stopped = {"resume": str(tmp_path / "3" / "step-000004.pt")}
+    run_ranks(2, run, str(tmp_path / "rest"), "one", Shuffled, stopped)
+    assert used(tmp_path / "rest") == {step: taken for step, taken in one.items() if step > 4}
+
+
+def test_a_stream_that_is_drawn_anew_each_time_is_refused_where_several_processes_read_it():
+    data, place = stream("one", Drawn), trainings.place(0, 1)
+    task = tasks.build(TrainConfig(), data)
+    for settings, ranks in (({}, 2), ({"workers": 2}, 1)):
+        config = TrainConfig(scheduler="none", **settings)
+        with pytest.raises(UsageFault, match="gives other samples each time it is read"):
+            preflight.check(config, data, linear(), replace(place, world_size=ranks), task)
+    preflight.check(TrainConfig(scheduler="none"), data, linear(), place, task)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({}, "does not say its length, which --scheduler cosine needs"),
+        ({"scheduler": "none", "warmup": Every(1, "epochs")}, "does not say its length"),
+        ({"scheduler": "none", "sampler": "torch"}, "no --sampler torch"),
+        ({"scheduler": "none", "drop_last": True}, "no --drop-last"),
+        ({"scheduler": "none", "mixup": 0.5}, "--mixup"),
+        ({"scheduler": "none", "rank_share": "auto"}, "no --rank-share auto"),
+    ],
+)
+def test_settings_that_need_the_numbers_of_samples_are_refused(settings, wrong):
+    data, config = stream("one"), TrainConfig(**settings)
+    with pytest.raises(UsageFault, match=wrong):
+        preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+
+
+def test_a_position_that_is_not_restored_is_found_before_a_step_is_taken(run_ranks, tmp_path):
+    run_ranks(1, run, str(tmp_path / "whole"), "one", Liar, EVERY, 4)
+    stopped = {"resume": str(tmp_path / "whole" / "step-000003.pt")}
+    said, *_ = run_ranks(1, run, str(tmp_path / "rest"), "one", Liar, stopped, 4)
+    assert "sample 24 is another one than before, set by load_state_dict" in said
+    assert not (tmp_path / "rest" / "last.pt").exists()
+
+
+def lanes_with(broken: int, kind: Any = Counted) -> Stream:
+    spans = [(0, 20), (20, 33), (33, 45)]
+    shards = [(Broken if number == broken else kind)(*span) for number, span in enumerate(spans)]
+    return Stream(shards, "numbers", seed=0, skip_damaged=kind is not Placed)
+
+
+def run_broken(rank: int, size: int, folder: str, kind: Any) -> str:
+    data = Data("numbers", lanes_with(1, kind), None, tuple("abc"), (5,), "numbers")
+    settings = {"out": folder, "scheduler": "none", "epochs": 2, "batch_size": BATCH, "prove_every": 1}
+    settings |= {"skip_damaged": kind is not Placed}
+    return runs.outcome(rank, size, data, trainings.seeded(linear), settings)
+
+
+def test_a_shard_that_breaks_off_is_named(run_ranks, tmp_path):
+    for said in run_ranks(2, run_broken, str(tmp_path), Placed):
+        assert "broken.tar: sample 30 can't be read: input/output error" in said
+        assert "--skip-damaged" in said
+
+
+def test_with_skip_damaged_the_rest_of_a_shard_is_left_out_and_counted_once(run_ranks, tmp_path):
+    said, *_ = run_ranks(3, run_broken, str(tmp_path), Counted)
+    assert "left out 2 that can't be read" in said  # one in each epoch
+    first, second = of_epochs(used(tmp_path))
+    assert first == second
+    assert len(set(first)) == len(first) == SAMPLES - 3
+    events = [entry for entry in entries_of(tmp_path) if entry.get("event") == "left out"]
+    assert len(events) == 2
+    assert "broken.tar" in events[0]["what"]
+
+
+@pytest.mark.parametrize("made", [iter([sample(0)]), DataLoader([sample(0)]), map(sample, [1])])
+def test_what_can_be_read_only_once_is_no_data_set(made):
+    with pytest.raises(UsageFault, match="is no data set"):
+        is_stream(made)
+
+
+def test_an_empty_stream_and_one_without_an_end_to_test_with_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_module, "MOST_LISTED", 50)
+    (tmp_path / "own.py").write_text(OWN)
+    wrong = {"empty": "there are no training samples", "endless": "more than 50 test samples"}
+    for name, what in wrong.items():
+        with pytest.raises(UsageFault, match=what):
+            data_set.load(TrainConfig(data=f"{tmp_path}/own.py:{name}"))
+    data = data_set.load(TrainConfig(data=f"{tmp_path}/own.py:both"))
+    assert len(data.test) == 7
+    assert data.classes == ("a", "b")
+
+
+OWN = """
+import itertools, torch
+class Numbers:
+    classes = ["a", "b"]
+    def __init__(self, numbers):
+        self.numbers = numbers
+    def __iter__(self):
+        for number in self.numbers:
+            yield torch.ones(3) * number, number % 2
+class Endless(Numbers):
+    def __iter__(self):
+        for number in itertools.count():
+            yield torch.ones(3) * number, number % 2
+empty = lambda: Numbers([])
+endless = lambda: (Numbers([1]), Endless([]))
+both = lambda: (Numbers(range(9)), Numbers(range(7)))
+"""
+
+
+def test_a_long_stream_takes_no_memory():
+    tracemalloc.start()
+    samples = Stream([Counted(0, 10**9)], "numbers", seed=0)
+    samples.batch_size = 64
+    for place in range(0, 6400, 64):
+        samples.__getitems__([place, place + 63])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1e6
