@@ -158,9 +158,13 @@ def nanogpt(after_step: AfterStep, batch: int, folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     while True:
         tokens = numpy.memmap(path, dtype="<u2", mode="r")  # anew for each batch: it would leak otherwise
-        places = torch.randint(len(tokens) - BLOCK, (share,)).tolist()
-        blocks = [torch.from_numpy(tokens[at : at + BLOCK + 1].astype(numpy.int64)) for at in places]
-        inputs, targets = (torch.stack(part) for part in ([b[:-1] for b in blocks], [b[1:] for b in blocks]))
+        places = torch.randint(len(tokens) - BLOCK, (share,))
+        inputs, targets = (
+            torch.stack(
+                [torch.from_numpy(tokens[at : at + BLOCK].astype(numpy.int64)) for at in places + shift]
+            )
+            for shift in (0, 1)
+        )
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
