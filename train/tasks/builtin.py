@@ -189,7 +189,9 @@ def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
 
 TASKS: dict[str, Callable[[Data, Any], Task]] = {
     "classification": lambda data, config: Classification(data, _smoothing(config), _weights(config, data)),
-    "regression": lambda data, config: Regression(numbers_of(target_of(data.train[0]))),
+    "regression": lambda data, config: Regression(_numbers(data)),
+        numbers_of(target_of((data.train if data.test is None else data.test)[0]))
+    ),
     "language-model": lambda data, config: LanguageModel(data, _smoothing(config)),
     "model-loss": lambda data, config: ModelLoss(),
 }
@@ -221,6 +223,11 @@ def adapt(made: Any, name: str) -> Task:
     # A subclass of one of these is checked as any other object of a user's.
     is_builtin = type(made) in (Classification, Regression, LanguageModel, ModelLoss)
     return made if is_builtin else UserTask(made, name)
+
+
+def _numbers(data: Data) -> int:
+    """Return how many numbers the target of a sample has."""
+    return numbers_of(target_of((data.train if data.test is None else data.test)[0]))
 
 
 def _smoothing(config: Any) -> float:

@@ -72,10 +72,10 @@ def test_the_end_of_an_epoch_is_seen_whether_it_is_counted_or_not(counted):
 
 
 def test_the_schedule_is_as_long_as_the_training():
-    assert total_steps(TrainConfig(epochs=3), lambda: STEPS) == 12
-    assert total_steps(TrainConfig(epochs=3, max_steps=7), lambda: STEPS) == 7
-    assert total_steps(TrainConfig(epochs=3, max_steps=70), lambda: STEPS) == 12
-    assert total_steps(TrainConfig(epochs=3, max_time=1.0), lambda: STEPS) == 12
+    assert total_steps(TrainConfig(epochs=3), STEPS) == 12
+    assert total_steps(TrainConfig(epochs=3, max_steps=7), STEPS) == 7
+    assert total_steps(TrainConfig(epochs=3, max_steps=70), STEPS) == 12
+    assert total_steps(TrainConfig(epochs=3, max_time=1.0), STEPS) == 12
 
 
 def on_rank(rank: int, world_size: int) -> list[Due]:
