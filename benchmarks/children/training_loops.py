@@ -158,12 +158,10 @@ def nanogpt(after_step: AfterStep, batch: int, folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     while True:
         tokens = numpy.memmap(path, dtype="<u2", mode="r")  # anew for each batch: it would leak otherwise
-        places = torch.randint(len(tokens) - BLOCK, (share,))
+        begins = torch.randint(len(tokens) - BLOCK, (share,))
         inputs, targets = (
-            torch.stack(
-                [torch.from_numpy(tokens[at : at + BLOCK].astype(numpy.int64)) for at in places + shift]
-            )
-            for shift in (0, 1)
+            torch.stack([torch.from_numpy(tokens[at : at + BLOCK].astype(numpy.int64)) for at in places])
+            for places in (begins, begins + 1)
         )
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()

@@ -190,8 +190,6 @@ def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
 TASKS: dict[str, Callable[[Data, Any], Task]] = {
     "classification": lambda data, config: Classification(data, _smoothing(config), _weights(config, data)),
     "regression": lambda data, config: Regression(_numbers(data)),
-        numbers_of(target_of((data.train if data.test is None else data.test)[0]))
-    ),
     "language-model": lambda data, config: LanguageModel(data, _smoothing(config)),
     "model-loss": lambda data, config: ModelLoss(),
 }
