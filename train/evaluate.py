@@ -48,8 +48,11 @@ if TYPE_CHECKING:
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
-SAVED = ("model", "data", "data_root", "task", "eval_batch", "mean", "std", "resize")
-WITHOUT_CODE = re.compile(r"(?:folder|fake):|[^:]*$")
+SAVED = (
+    *("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch"),
+    *("mean", "std", "resize"),
+)
+WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds):|[^:]*$")
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ def saved_arguments(path: str, given: Sequence[str]) -> list[str]:
         if value is not None and not any(argument.partition("=")[0] == flag for argument in given):
             flags[flag] = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     # What a file names is never run without being asked for.
-    code = [f for f in ("--model", "--data", "--task") if not WITHOUT_CODE.match(flags.get(f, "digits"))]
+    names = ("--model", "--data", "--test-data", "--task")
+    code = [name for name in names if not WITHOUT_CODE.match(flags.get(name, "digits"))]
     if code:
         named = " ".join(f"{flag} {shlex.quote(flags[flag])}" for flag in flags)
         raise UsageFault(f"{path}: is of {flags[code[0]]}, code that is run only if you name it", hint=named)
@@ -144,7 +148,7 @@ def prepare(config: EvaluateConfig) -> Job:
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
     place = find_place(config.backend)
-    program.keep_importable(config.data, config.model, config.task)
+    program.keep_importable(config.data, config.test_data or "", config.model, config.task)
     own_task = tasks.users(config)
     data = data_set.load_test(config, collate=tasks.collate_of(own_task, config))
     task = tasks.build(config, data, own_task)

@@ -89,12 +89,13 @@ def prepare(config: TrainConfig) -> Job:
         torch.set_num_threads(1)  # another number gives other last bits
     else:
         launch.set_threads()
-    own = (config.data, config.model, config.task, config.optimizer, config.scheduler)
+    own = (config.data, config.test_data or "", config.model, config.task, config.optimizer, config.scheduler)
     launch.keep_importable(*own, *(config.every or ())[1:])
     own_task = tasks.users(config)
-    data = data_set.load(config, seed=config.seed, collate=tasks.collate_of(own_task, config))
+    collate = tasks.collate_of(own_task, config)
+    data = data_set.load(config, seed=config.seed, collate=collate)
     if config.also_test:
-        data = replace(data, others=data_set.load_others(config, config.also_test, data))
+        data = replace(data, others=data_set.load_others(config, config.also_test, data, collate=collate))
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
@@ -154,6 +155,7 @@ def after_step(run: Run) -> str:
         tested, signal = run.evaluate()
     progress.unscored = due.evaluate and tested is None
     run.report.uncounted()
+    run.report.left_out()
     best, kept = run.note(tested)
     if not progress.unscored:
         trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
@@ -181,7 +183,7 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
+def take_step(trainer: Trainer, step: Step, batches: Iterator[tuple[Any, int]]) -> None:
     """Take one optimizer step: forward, loss, backward and update, on this rank's part of the global batch.
 
     DDP averages gradients over the W ranks. Wanted are those of the mean loss over the samples of all ranks,
@@ -196,22 +198,22 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     for number in range(1, passes + 1):
         # DDP reduces the gradients in the last pass, and only adds them to its own in those before.
         with contextlib.nullcontext() if number == passes else trainer.ddp.no_sync():
-            if number > len(step.micro_batches):  # other ranks have samples left
+            with log.phase("data"):
+                batch, samples = next(batches) if number <= len(step.micro_batches) else (None, 0)
+            if batch is None:  # other ranks have samples left
                 with log.phase("backward"):
                     trainer.run_dummy_step()
                 continue
-            with log.phase("data"):
-                batch = next(batches)
             with log.phase("forward"), precision.autocast():
                 outputs = task.forward(trainer.ddp, batch)
                 loss, count = task.loss(outputs, batch)
                 loss_of_mean = precision.scale(global_mean_loss(loss, step.global_size))
             with log.phase("backward", loss_of_mean):
                 loss_of_mean.backward()
-        sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
+        sums.add(loss, count, task.correct(outputs, batch), samples=samples)
     with log.phase("reduce"):
         trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
-        counted = trainer.average_over_count(step, sums)
+        step, counted = trainer.average_over_count(step, sums)
     with log.phase("update"):
         norm = trainer.update(counted)
     trainer.end_step(step, sums, norm)

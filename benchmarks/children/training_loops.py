@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -106,6 +108,11 @@ def with_fabric(after_step: AfterStep, batch: int) -> None:
 
 def ours(after_step: AfterStep, batch: int, out: str) -> None:
     """Train as train/main.py does, in the group that there is, with its reports and limits."""
+    recipe = ["--lr", str(LR), "--momentum", str(MOMENTUM), "--weight-decay", str(DECAY), "--decay-norms"]
+    _ours(after_step, batch, out, ["--data", f"{__file__}:pictures", "--model", "resnet20", *recipe])
+
+
+def _ours(after_step: AfterStep, batch: int, out: str, arguments: list[str]) -> None:
     from train import main
     from train.config import command_line
 
@@ -115,10 +122,56 @@ def ours(after_step: AfterStep, batch: int, out: str) -> None:
         take_step(*given)
         after_step()
 
-    arguments = ["--data", f"{__file__}:pictures", "--model", "resnet20", "--batch-size", str(batch)]
-    recipe = ["--lr", str(LR), "--momentum", str(MOMENTUM), "--weight-decay", str(DECAY), "--decay-norms"]
-    job = main.prepare(
-        command_line.parse([*arguments, *recipe, "--backend", "gloo", "--epochs", "999", "--out", out])
-    )
+    always = ["--batch-size", str(batch), "--backend", "gloo", "--epochs", "999", "--out", out]
+    job = main.prepare(command_line.parse([*arguments, *always]))
     main.take_step = stepped
     main.train(job)
+
+
+# ---- token files ---------------------------------------------------------------------------------------
+
+BLOCK, TOKENS = 128, 2_000_000
+
+
+def language_model() -> torch.nn.Module:
+    """Return a small transformer over 256 tokens."""
+    from examples import character_lm
+
+    character_lm.LENGTH = BLOCK
+    torch.manual_seed(0)
+    return character_lm.Transformer(256)
+
+
+def token_file(folder: str) -> str:
+    """Have rank 0 write random tokens, unless they are there; return the file."""
+    path = os.path.join(folder, "tokens.bin")
+    if dist.get_rank() == 0 and not os.path.exists(path):
+        numpy.random.default_rng(0).integers(256, size=TOKENS).astype("<u2").tofile(path)
+    dist.barrier()
+    return path
+
+
+def nanogpt(after_step: AfterStep, batch: int, folder: str) -> None:
+    """Train in a bare loop, with blocks at random places of a mapped file, as nanoGPT's `get_batch` takes."""
+    path, share = token_file(folder), batch // dist.get_world_size()
+    model = DistributedDataParallel(language_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    while True:
+        tokens = numpy.memmap(path, dtype="<u2", mode="r")  # anew for each batch: it would leak otherwise
+        begins = torch.randint(len(tokens) - BLOCK, (share,))
+        inputs, targets = (
+            torch.stack([torch.from_numpy(tokens[at : at + BLOCK].astype(numpy.int64)) for at in places])
+            for places in (begins, begins + 1)
+        )
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        after_step()
+
+
+def tokens(after_step: AfterStep, batch: int, folder: str) -> None:
+    """Train on the same file with `--data tokens:`."""
+    data = ["--data", f"tokens:{token_file(folder)}", "--block-size", str(BLOCK), "--task", "language-model"]
+    model = ["--model", f"{__file__}:language_model", "--optimizer", "adamw", "--lr", "0.001"]
+    _ours(after_step, batch, os.path.join(folder, "tokens"), [*data, *model])

@@ -68,6 +68,9 @@ def main(folder: str, rounds: int, steps: int, batch: int, names: list[str]) -> 
         "accelerate": loops.with_accelerate,
         "fabric": loops.with_fabric,
         "ours": partial(loops.ours, out=os.path.join(folder, "run")),
+        "nanogpt": partial(loops.nanogpt, folder=folder),
+        "nanogpt-again": partial(loops.nanogpt, folder=folder),
+        "tokens": partial(loops.tokens, folder=folder),
     }
     with distributed.process_group(distributed.find_place("gloo")) as place:
         ways = {name: Turns(partial(made[name], batch=batch)) for name in names}

@@ -20,14 +20,20 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageFault
+from .lazy_order import InOrder, Permuted
 from .shuffle import shuffled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Order = NDArray[Any] | InOrder
+
 Item = TypeVar("Item")
 
 SAMPLERS = ("exact", "torch", "none")
+
+ENDLESS = 1 << 62  # the samples of a stream that may end anywhere
+MANY = 1 << 26  # samples from which on an order is computed where it is used: shuffled, it would take memory
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Plan:
     # samples of each rank in a full batch; `batch_size` is their sum
     rank_batch: tuple[int, ...] | None = None
     rank_share: tuple[int, ...] | None = None  # weights of the ranks in every batch
+    in_order: bool = False  # sample i is used in place i: a stream, which has its own order
 
     def length(self, world_size: int) -> int:
         """Return the number of samples in an epoch's order over all ranks; repeats count."""
@@ -74,14 +81,18 @@ class Plan:
         full, rest = divmod(self.length(world_size), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
-    def order(self, epoch: int, world_size: int = 1) -> NDArray[Any]:
+    def order(self, epoch: int, world_size: int = 1) -> Order:
         """Return the sample indices of an epoch in their order, before they are cut into batches.
 
-        int32, or int64 from 2^31 samples on. Only the repeats of the samplers `torch` and `none` depend on
-        the number of ranks.
+        int32; or int64, and computed where it is sliced, for a stream and for `MANY` samples or more. Only
+        the repeats of the samplers `torch` and `none` depend on the number of ranks.
         """
         import numpy as np
 
+        if self.in_order:
+            return InOrder(self.samples)
+        if self.samples >= MANY and self.sampler == "exact":
+            return Permuted(self.samples, f"{self.seed}:{epoch if self.set_epoch else 0}")
         permutation = self._permutation(epoch if self.set_epoch else 0)
         if self.sampler == "none":
             return np.repeat(permutation, world_size)
@@ -154,17 +165,22 @@ class Plan:
 
 
 class RankSteps:
-    """One rank's steps of an epoch: a sequence that keeps its samples as an array, 4 bytes for each."""
+    """One rank's steps of an epoch: a sequence that keeps its samples as an array, 4 bytes for each.
 
-    def __init__(self, plan: Plan, order: NDArray[Any], rank: int, world_size: int, start: int) -> None:
+    Of an order that is computed where it is used it keeps none.
+    """
+
+    def __init__(self, plan: Plan, order: Order, rank: int, world_size: int, start: int) -> None:
         self.plan, self.world_size, self.start = plan, world_size, start
         self.steps, self.full = plan.steps_of(world_size), len(order) // plan.batch_size
         size, weights = plan.batch_size, plan.weights(world_size)
         places = _places(size, weights)
-        rows = order[start * size : self.full * size].reshape(-1, size)
         own = slice(rank, None, world_size) if isinstance(places[rank], range) else list(places[rank])
-        # A view of a part would keep the whole order in memory.
-        self._rows = rows if world_size == 1 else rows[:, own].copy()
+        self._lazy = (order, own) if isinstance(order, InOrder) else None
+        if not isinstance(order, InOrder):
+            rows = order[start * size : self.full * size].reshape(-1, size)
+            # A view of a part would keep the whole order in memory.
+            self._rows = rows if world_size == 1 else rows[:, own].copy()
         last = order[self.full * size :]
         self._last = last[list(_places(len(last), weights)[rank])]
         self._passes = [self._most_passes(size), self._most_passes(len(last))]
@@ -182,7 +198,14 @@ class RankSteps:
         return indices
 
     def _share(self, index: int) -> NDArray[Any]:
-        return self._last if index >= self.full else self._rows[index - self.start]
+        if index >= self.full:
+            return self._last
+        if self._lazy is None:
+            row: NDArray[Any] = self._rows[index - self.start]
+            return row
+        order, own = self._lazy
+        size = self.plan.batch_size
+        return order[index * size : (index + 1) * size][own]
 
     def __getitem__(self, number: int) -> Step:
         index = range(self.start, self.steps)[number]

@@ -19,9 +19,11 @@ from ..files import chain
 from ..files.chain import Link
 
 # What the trainer knows by name, without code of the user's
+DATA = r"digits|cifar10|mnist|folder:.*|fake:\d+|tokens:.*|wds:.*|hf:.*"
 BUILT_IN = {
     "model": re.compile(r"simple-cnn|resnet20|torchvision:\w+"),
-    "data": re.compile(r"digits|cifar10|mnist|folder:.*|fake:\d+"),
+    "data": re.compile(DATA),
+    "test-data": re.compile(DATA),
     "task": re.compile(r"classification|regression|language-model|model-loss"),
     "optimizer": re.compile(r"\w+"),
     "scheduler": re.compile(r"\w+"),
@@ -203,7 +205,7 @@ def _command(path: str, begin: Entry, end: int, resumed: str | None, replay: Rep
 
 def _code_in(code: Entry, arguments: Sequence[str]) -> list[str]:
     """Return what a run names as code: in its record, and in its arguments, whatever the record says."""
-    named = [(f"--{name}", str(code[name])) for name in BUILT_IN if name in code]
+    named = [(f"--{name}", str(value)) for name, value in code.items() if name in BUILT_IN]
     for argument, value in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, joined, behind = argument.partition("=")
         named.append((flag, behind if joined else value))

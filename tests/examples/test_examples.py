@@ -315,6 +315,20 @@ def assert_writes_lines(checkpoint: Path) -> None:
     assert all(line.startswith(beginning.rstrip()) for line in lines)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_transformer_learns_from_token_files_what_its_docstring_says(tmp_path: Path) -> None:
+    first, second = commands("token_files")
+    text, name = first[1:]
+    assert start([sys.executable, first[0], text, str(tmp_path / "runs/tokens")], ROOT).returncode == 0
+    there = [argument.replace(name, str(tmp_path / name)) for argument in second]
+    done = start([*TORCHRUN, "2", *there], patience=380)
+    assert done.returncode == 0, done.stderr
+    epochs = epochs_of(tmp_path / "runs/tokens/run")
+    assert epochs[0]["metrics"]["perplexity"] > 20
+    assert min(epoch["metrics"]["perplexity"] for epoch in epochs) < 14
+
+
 # ---- the report of the demo -----------------------------------------------------------------------------
 
 SAID = "stripped 'module.' from 8 of 8 keys -> runs/demo.safetensors (341 kB, 0.00 s)"

@@ -89,7 +89,8 @@ def commands(text: str) -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder in which the page's commands can run as they stand."""
     folder = tmp_path_factory.mktemp("page")
-    (folder / "train").symlink_to(ROOT / "train")
+    for name in ("train", "examples"):
+        (folder / name).symlink_to(ROOT / name)
     (folder / "own.py").write_text("\n".join(blocks("python")))
     (folder / "run.toml").write_text("\n".join(blocks("toml")))
     return folder

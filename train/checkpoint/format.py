@@ -34,12 +34,13 @@ FREE = {
     "mixed_torch",
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
+    "skip_damaged",
     *("max_time", "eval_every", "eval_batch", "log_every", "preview", "json"),
     *("also_test", "tracker", "every", "profile", "keep_best", "stop_early", *SOURCES),
 }
 
 # Compared by content, not by value: the same folder or file may be elsewhere now.
-COMPARED_BY_CONTENT = {"data", "init", "init_allow_missing"}
+COMPARED_BY_CONTENT = {"data", "test_data", "init", "init_allow_missing"}
 
 # Settings that no checkpoint records: its bytes are the same however it was written.
 HOW_TO_SAVE = {"save", "grace", *SOURCES}
@@ -85,6 +86,10 @@ STRUCTURE: dict[str, Any] = {
         "contents": Named(str, Named(str, str)),
         "init": (str, type(None)),
     },
+    "stream?": {
+        "steps": (int, type(None)),
+        "lanes": Named(str, {"depth": int, "state": object, "digest": (str, type(None))}),
+    },
     "rng": Each({"python": list, "torch": torch.Tensor}),
     "config": Named(str, SETTING),
     "digests": {"model": str, "optimizer": str, "run": str},
@@ -94,7 +99,7 @@ STRUCTURE: dict[str, Any] = {
 }
 
 # What `digests["run"]` is of.
-PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions", "log")
+PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions", "log", "stream")
 
 
 # ---- of a trainer ---------------------------------------------------------------------------------------
@@ -117,6 +122,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "versions": versions(trainer.place.device),
         "log": collectives.gather(trainer.log.state()),
         "training": training_of(trainer),
+        **trainer.feed.position(),
     }
     return state | ({"chain": trainer.recorder.head} if trainer.recorder.head is not None else {})
 
@@ -137,6 +143,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     if trainer.config.best != state["config"].get("best"):  # merits of another kind
         trainer.progress.best, trainer.progress.since_best, trainer.progress.top = -math.inf, 0, []
     trainer.feed.load(state["plan"], state["config"].get("rank_share"))
+    if "stream" in state:
+        trainer.feed.go_on(state["stream"], trainer.progress.epoch)
     trainer.init = state["plan"]["init"]
     rank, world_size = trainer.place.rank, trainer.place.world_size
     trainer.log.restore(state["log"], rank, world_size)

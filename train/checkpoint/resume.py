@@ -187,7 +187,14 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     if config.stop_early and progress.since_best >= config.stop_early:
         have = f"{progress.since_best} evaluation{'s' * (progress.since_best != 1)} without a better score"
         return [f"{path} already has {have}: nothing to do (--stop-early N trains longer)"]
-    remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
+    stream = trainer.feed.stream
+    of_steps = f" of {steps}" if stream is None else ""
+    remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step}{of_steps}"]
+    if stream is not None and progress.step and not stream.resumes:
+        read = progress.step * config.batch_size
+        remarks.append(
+            f"--data {trainer.data.name} does not know its position: {read:,} samples are read again"
+        )
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
         but = " but for the repeats at the end of an epoch" * (trainer.feed.plan.sampler == "torch")
@@ -196,8 +203,9 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     were, are = state["versions"], versions(trainer.place.device)
     if changed := [f"{name} {were.get(name)} -> {now}" for name, now in are.items() if were.get(name) != now]:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
-    of_training, _ = trainer.data.parts()
-    if isinstance(of_training.samples, Keyed) and of_training.varying(0):
+    of_training, *_ = trainer.data.parts()
+    varies = isinstance(of_training.samples, Keyed) and of_training.varying(0)
+    if varies or (stream is not None and stream.varies()):
         why = f"--data {trainer.data.name} draws from random generators of its own"
         others = "(Python's, numpy's and torch's own are seeded for each sample)"
         remarks.append(f"{why}, so this run differs from one that never stopped {others}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpttool.distributed.group import given_world_size, started_by_launcher
-from ckpttool.distributed.plan import Plan
+from ckpttool.distributed.plan import ENDLESS, Plan
 from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import UsageFault
 from train.config import optimizing, settings_file
@@ -181,7 +181,7 @@ def to_paste(words: Sequence[str], columns: int = 80) -> str:
 
 def flags_of(config: TrainConfig) -> list[str]:
     """Return the flags with which an evaluation builds the same model and takes the same samples."""
-    names = ("task", "eval_batch", "mean", "std", "resize")
+    names = ("task", "test_data", "block_size", "eval_batch", "mean", "std", "resize")
     usual = TrainConfig(**{name: getattr(config, name) for name in names})
     return ["--model", config.model, "--data", config.data, *arguments_of(usual)]
 
@@ -190,11 +190,17 @@ def flags_of(config: TrainConfig) -> list[str]:
 
 
 def make_plan(config: TrainConfig, samples: int) -> Plan:
-    """Return how training samples are ordered, cut into batches and dealt to ranks."""
+    """Return how training samples are ordered, cut into batches and dealt to ranks.
+
+    `ENDLESS` samples are a stream's, whose last batch nobody knows.
+    """
+    is_stream = samples >= ENDLESS
+    samples -= samples % config.batch_size * is_stream
     # With "auto", shares are equal until the ranks' speeds have been measured.
     shares = config.rank_share if isinstance(config.rank_share, tuple) else None
     names = ("batch_size", "seed", "drop_last", "accumulate", "sampler", "set_epoch", "rank_batch")
-    return Plan(samples, **{name: getattr(config, name) for name in names}, rank_share=shares)
+    settings = {name: getattr(config, name) for name in names}
+    return Plan(samples, **settings, rank_share=shares, in_order=is_stream)
 
 
 def check_plan(config: TrainConfig, world_size: int) -> None:

@@ -152,8 +152,20 @@ class DataConfig:
     data: str = flag(
         "digits",
         "data DATA: digits (the default), cifar10, mnist, folder:PATH (PATH/train/<class>/* and "
-        "PATH/test/..., or one level of classes), fake:N, or file.py:factory, which returns (train, test)",
+        "PATH/test/..., or one level of classes), fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME, or "
+        "file.py:factory, which returns (train, test), or train alone",
     )
+    test_data: str | None = flag(
+        None,
+        "data DATA: where the test samples are, if elsewhere: its test samples, or else all it has",
+    )
+    block_size: int | None = count(
+        None, "data: tokens of a sample, of tokens:PATTERN, or of a stream of documents, which are packed"
+    )
+    shuffle_window: int | None = count(
+        None, "data: shuffle a stream within so many samples that follow each other (hf:NAME 1000, others 1)"
+    )
+    skip_damaged: bool = flag(False, "data: leave out samples that can't be read, and count them")
     data_root: str = flag("data", "data DIR: where cifar10 and mnist are stored (data)")
     download: bool = flag(False, "data: download cifar10 or mnist if it is missing")
     mean: tuple[float, ...] | None = flag(
@@ -206,5 +218,5 @@ def check_shared(config: Any) -> None:
         raise UsageFault("--spawn starts ranks, but torchrun already started this one", hint=hint)
     if config.std and not all(value > 0 for value in config.std):
         raise UsageFault(f"--std {','.join(f'{value:g}' for value in config.std)}: must be above 0")
-    if config.resize and not config.data.startswith("folder:"):
-        raise UsageFault("--resize: works only with --data folder:PATH", hint="leave it out")
+    if config.resize and not config.data.startswith(("folder:", "wds:", "hf:")):
+        raise UsageFault("--resize: needs --data folder:PATH, wds:PATTERN or hf:NAME", hint="leave it out")

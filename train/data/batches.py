@@ -20,9 +20,10 @@ from torch.utils.data._utils import signal_handling
 
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.processes import end_with_parent
-from ckpttool.errors import CkptToolError
+from ckpttool.errors import CkptToolError, FileError
 from train.data.collate import Collation
 from train.data.samples import Samples, count
+from train.data.stream import Read
 
 Indices = Iterable[list[int]]  # of the samples of each batch
 
@@ -104,7 +105,7 @@ def load(
     seed: int = 0,
     again: bool = False,
 ) -> Batches:
-    """Return these batches of samples, in order.
+    """Return these batches of samples, in order; each as a `Read` if some samples may be missing.
 
     Args:
         batches: the indices of the samples of each batch.
@@ -161,10 +162,47 @@ class Collated(Dataset[Any]):
 
 
 def batch_of(samples: Any, collation: Collation, indices: list[int]) -> Any:
-    """Return samples as one batch, loaded in this process."""
+    """Return samples as one batch, loaded in this process; as a `Read` if some may be missing."""
     several = getattr(samples, "__getitems__", None)
     chosen = several(indices) if several is not None else [samples[index] for index in indices]
-    return collation.batch(chosen, indices, getattr(samples, "epoch", 0))
+    if not isinstance(chosen, Read):
+        return collation.batch(chosen, indices, getattr(samples, "epoch", 0))
+    if not chosen.samples:
+        return chosen._replace(samples=None)
+    return chosen._replace(samples=collation.batch(chosen.samples, chosen.taken, samples.epoch))
+
+
+def trial_batch(samples: Any, collation: Collation, indices: list[int]) -> Any:
+    """Return samples as one batch to try something on; of a stream its first, which stays where it is."""
+    return collation.batch([samples[index] for index in indices], indices)
+
+
+class Undamaged(Dataset[Any]):
+    """A data set without the samples that can't be read."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples, self.epoch = samples, 0
+
+    def __len__(self) -> int:
+        return count(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if hasattr(self.samples, "set_epoch"):
+            self.samples.set_epoch(epoch)
+
+    def __getitems__(self, indices: list[int]) -> Read:
+        samples, taken, skipped = [], [], []
+        for index in indices:
+            try:
+                samples.append(self.samples[index])
+                taken.append(index)
+            except FileError as error:  # noqa: PERF203
+                skipped.append(f"training sample {index}: {error.message}")
+        return Read(samples, taken, skipped=skipped)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -202,11 +203,7 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
 
     def _read(self, path: str) -> torch.Tensor:
         with _picture(path) as opened:
-            picture = opened.convert("RGB")
-        if self.resize:
-            picture = picture.resize((self.resize, self.resize), _pillow().Resampling.BILINEAR)
-        data = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-        return data.view(picture.height, picture.width, 3).permute(2, 0, 1).float().div(255)
+            return pixels(opened, self.resize)
 
     def _check_sizes(self) -> None:
         """Read every file's header: a batch of two sizes would fail hours into a run."""
@@ -220,10 +217,25 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
                 raise UsageFault(what, hint="--resize N makes all images N×N")
 
 
+def pixels(opened: Any, resize: int | None) -> torch.Tensor:
+    """Return an image that Pillow has opened as RGB: float32 [3, height, width] in [0, 1]."""
+    picture = opened.convert("RGB")
+    if resize:
+        picture = picture.resize((resize, resize), _pillow().Resampling.BILINEAR)
+    data = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    return data.view(picture.height, picture.width, 3).permute(2, 0, 1).float().div(255)
+
+
+def picture_in(data: bytes, name: str, resize: int | None) -> torch.Tensor:
+    """Return the `pixels` of an image in memory; `name` is for errors, which are those of a file."""
+    with _picture(name, io.BytesIO(data)) as opened:
+        return pixels(opened, resize)
+
+
 @contextlib.contextmanager
-def _picture(path: str) -> Iterator[Any]:
+def _picture(path: str, file: Any = None) -> Iterator[Any]:
     try:
-        with _pillow().open(path) as opened:
+        with _pillow().open(file or path) as opened:
             yield opened
     except UsageFault:
         raise

@@ -7,27 +7,27 @@ except in a user's own data set; that is keyed by (seed, epoch, sample).
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.randomness import Keyed, seeded
-from ckpttool.errors import CheckFailed, RanksDiffer, Unreadable, UsageFault
-from ckpttool.files.failures import reason
-from ckpttool.models import factory
+from ckpttool.distributed.randomness import seeded
+from ckpttool.errors import CheckFailed, RanksDiffer, UsageFault
 from train.config.shared import DataConfig
-from train.data import builtin, fingerprint
+from train.data import builtin, fingerprint, own_data
 from train.data.collate import Collate, Collation, collation_of
 from train.data.fingerprint import CLASSIFICATION, Contents, Part
-from train.data.samples import Parts, Samples, count, no_class
+from train.data.samples import Parts, Samples, by_name, count, no_class
+from train.data.stream import Stream, listed
 
 FEW = 8  # samples that differ between ranks, of which each reads its own again
-NAMES = "digits, cifar10, mnist, folder:PATH, fake:N or file.py:factory"
+NAMES = "digits, cifar10, mnist, folder:PATH, fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME or file.py:factory"
+
+BY_PATTERN = {"tokens": "tokens", "wds": "tar_shards", "hf": "hugging_face"}  # their modules, by name
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Data:
 
     name: str
     train: Samples
-    test: Samples
+    test: Samples | None  # None: nothing is scored
     classes: tuple[str, ...]
     shape: tuple[int, ...]
     fingerprint: str
@@ -60,8 +60,8 @@ class Data:
     others: Mapping[str, Data] = field(default_factory=dict)
 
     def parts(self) -> list[Part]:
-        """Return both parts, to be read and compared."""
-        named = {"training": self.train, "test": self.test}
+        """Return the parts, to be read and compared."""
+        named = by_name(self.train, self.test)
         return [Part(name, s, self.name, self.task, self.collation(name)) for name, s in named.items()]
 
     def redrawn(self) -> set[str]:
@@ -100,10 +100,13 @@ def load(config: DataConfig, *, seed: int = 0, collate: tuple[Collate, str] | No
     """
     parts = load_parts(config, seed=seed)
     # The shuffle depends on the number of samples, so other sizes are other data.
-    return _data(config, parts, f" {count(parts.train)}/{count(parts.test)}", collate, seed)
+    sizes = map(_size, by_name(parts.train, parts.test).values())
+    return _data(config, parts, f" {'/'.join(sizes)}", collate, seed)
 
 
-def load_others(config: DataConfig, specs: Sequence[str], data: Data) -> dict[str, Data]:
+def load_others(
+    config: DataConfig, specs: Sequence[str], data: Data, *, collate: tuple[Collate, str] | None = None
+) -> dict[str, Data]:
     """Return the test sets that `--also-test` names, each `NAME=SPEC`; their training samples are left out.
 
     UsageFault if two have one name, or one has other classes than `data`.
@@ -119,31 +122,44 @@ def load_others(config: DataConfig, specs: Sequence[str], data: Data) -> dict[st
             raise UsageFault(
                 f"--also-test {given}: another test set is named {name}", hint="name it otherwise"
             )
-        other = load_test(replace(config, data=spec))
+        other = load_test(replace(config, data=spec, test_data=None), collate=collate)
         if other.classes != data.classes:
             what = f"--also-test {given}: its classes are not those of --data {data.name}"
             raise UsageFault(what, hint=f"those are {', '.join(data.classes[:9]) or 'none'}")
+        assert other.test is not None
         others[name] = replace(other, train=other.test)
     return others
 
 
 def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
-    """Return both parts of a data set, none of them empty, without reading a sample."""
+    """Return the parts of a data set, none of them empty, without reading a sample but a stream's first."""
     # What a factory draws, as for random_split, must be the same on every rank, in each run, and in an
     # evaluation, which has no --seed: else samples that were trained on would be tested with.
     with seeded("data"):
         parts = _parts(config, seed)
-    for part, samples in (("training", parts.train), ("test", parts.test)):
-        if not count(samples):
-            raise UsageFault(f"--data {config.data}: there are no {part} samples")
+        if config.test_data is not None:
+            elsewhere = _parts(replace(config, data=config.test_data), seed)
+            source = f"{parts.source}, test {elsewhere.source}"
+            parts = parts._replace(test=elsewhere.test or elsewhere.train, source=source)
+        if isinstance(parts.test, Stream):
+            parts = parts._replace(test=listed(parts.test))
+    for name, samples in by_name(parts.train, parts.test).items():
+        is_empty = not samples.head if isinstance(samples, Stream) else not count(samples)
+        if is_empty:
+            flag = f"--test-data {config.test_data}" if name == "test" and config.test_data else None
+            raise UsageFault(f"{flag or f'--data {config.data}'}: there are no {name} samples")
     return parts
 
 
 def load_test(config: DataConfig, *, collate: tuple[Collate, str] | None = None) -> Data:
     """Return the data set for an evaluation: a folder with one level of classes is the test set itself."""
     path = config.data.removeprefix("folder:")
-    if path == config.data or builtin.is_divided(path) or not os.path.isdir(path):
-        return load(config, collate=collate)
+    if config.test_data or path == config.data or builtin.is_divided(path) or not os.path.isdir(path):
+        data = load(config, collate=collate)
+        if data.test is None:
+            what = f"--data {config.data}: has no test samples"
+            raise UsageFault(what, hint="--test-data names others; it may be the same")
+        return data
     return _data(config, builtin.test_folder(config, path), "", collate)
 
 
@@ -157,8 +173,12 @@ def _parts(config: DataConfig, seed: int) -> Parts:
         return builtin.folder(config, argument)
     if name == "fake":
         return builtin.fake(config, argument)
+    if name in BY_PATTERN and argument:
+        source = importlib.import_module(f"train.data.{BY_PATTERN[name]}")
+        parts: Parts = source.load(config, argument, seed)
+        return parts
     if argument:
-        return _from_factory(config, seed)
+        return own_data.from_factory(config, seed)
     raise UsageFault(f"--data {config.data}: no such data set", hint=f"one of {NAMES}")
 
 
@@ -166,16 +186,18 @@ def _data(
     config: DataConfig, parts: Parts, sizes: str, collate: tuple[Collate, str] | None = None, seed: int = 0
 ) -> Data:
     contents: dict[str, dict[str, str]] = {}
+    named = by_name(parts.train, parts.test)
     collations = {
         name: collation_of(fingerprint.source_of(samples), config.data, collate, name, seed)
-        for name, samples in {"training": parts.train, "test": parts.test}.items()
+        for name, samples in named.items()
     }
-    trained = {"training": parts.train} if parts.train is not parts.test else {}
-    for name, samples in {"test": parts.test, **trained}.items():
-        part = Part(name, samples, config.data, config.task, collations[name])
+    of_training, *of_test = [
+        Part(name, samples, config.data, config.task, collations[name]) for name, samples in named.items()
+    ]
+    for part in [*of_test, of_training] if parts.train is not parts.test else of_test:
         for kind, digests in part.describe().items():
             contents.setdefault(kind, {}).update(digests)
-    shape = Part("test", parts.test, config.data, config.task, collations["test"]).shape()
+    shape = (of_test or [of_training])[0].shape()
     # Other numbers are another data set.
     given = {"mean": config.mean, "std": config.std, "resize": config.resize}
     prepared = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
@@ -184,11 +206,17 @@ def _data(
     return Data(config.data, parts.train, parts.test, *about)
 
 
+def _size(samples: Samples) -> str:
+    return "stream" if isinstance(samples, Stream) else str(count(samples))
+
+
 def compare(data: Data, when: str, *, workers: int = 0) -> None:
     """Raise RanksDiffer, whose message ends in `when`, unless all ranks have the same data. A collective."""
     for other in data.others.values():
         compare(other, when, workers=workers)
     hint = "the files of --data must be the same on every machine, and a factory must seed its own generators"
+    if isinstance(data.train, Stream):
+        hint = "every rank reads the whole stream, from which the trainer deals: don't divide it by rank"
     known = {"--data": (data.fingerprint, data.classes)}
     redrawn: set[str] = set()
     try:
@@ -233,52 +261,3 @@ def _is_drawn(parts: dict[str, Part], name: str) -> bool:
     """Return whether the sample of this name differs each time this rank reads it: it is drawn at random."""
     title, _, index = name.rpartition(" ")
     return title in next(parts[part] for part in parts if f"{part} sample" in title).varying(int(index))
-
-
-# ---- data sets that a user's factory makes: --data file.py:factory -------------------------------------
-
-
-def _from_factory(config: DataConfig, seed: int) -> Parts:
-    if config.mean or config.std:
-        raise UsageFault(f"--mean, --std: {config.data} makes its own images", hint="leave them out")
-    made = factory.build(config.data)
-    if not isinstance(made, tuple | list) or len(made) != 2:
-        raise UsageFault(f"--data {config.data}: must return (train, test), two data sets")
-    train, test = made
-    for samples in made:
-        count(samples)
-    of_training, of_test = Named(train, seed, "training", config.data), Named(test, seed, "test", config.data)
-    return Parts(of_training, of_test, _classes(train, config), config.data)
-
-
-class Named(Keyed):
-    """A data set of a user's, whose sample is named when its file can't be read."""
-
-    def __init__(self, samples: Samples, seed: int, part: str, data: str) -> None:
-        super().__init__(samples, seed)
-        self.part, self.data = part, data
-
-    def drawn(self, index: int) -> Any:
-        try:
-            return super().drawn(index)
-        except OSError as error:
-            sample, why = f"{self.part} sample {index}", reason(error)
-            if error.filename is None:
-                raise Unreadable(f"--data {self.data}", f"{sample} can't be read: {why}") from error
-            raise Unreadable(os.fsdecode(error.filename), f"{why}: {sample} of --data {self.data}") from error
-
-
-def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:
-    """Return the names of the classes; those of another task than classification only if they are named."""
-    named = getattr(samples, "classes", None)
-    if named is not None:
-        return tuple(map(str, named))
-    if config.task != CLASSIFICATION:
-        return ()
-    labels = getattr(samples, "targets", None)
-    if labels is None and isinstance(samples, TensorDataset):
-        labels = samples.tensors[-1]
-    if labels is None:
-        hint = "give it an attribute: classes = ['cat', 'dog']"
-        raise UsageFault(f"--data {config.data}: the training data set does not say its classes", hint=hint)
-    return tuple(str(label) for label in range(int(max(labels)) + 1))

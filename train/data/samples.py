@@ -28,12 +28,17 @@ HELD_OUT = 5  # without a test set, every fifth sample of a class becomes a test
 
 
 class Parts(NamedTuple):
-    """A data set as loaded: both parts, the names of the classes if the task has some, and its source."""
+    """A data set as loaded: its parts, the names of the classes if the task has some, and its source."""
 
     train: Samples
-    test: Samples
+    test: Samples | None
     classes: tuple[str, ...]
     source: str
+
+
+def by_name(train: Samples, test: Samples | None) -> dict[str, Samples]:
+    """Return the parts that a data set has, by name."""
+    return {"training": train} if test is None else {"training": train, "test": test}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Bar:
             return
         from tqdm import tqdm
 
-        progress, total = self.trainer.progress, self.trainer.feed.steps_per_epoch
+        progress, total = self.trainer.progress, self.trainer.feed.known_steps
         label = f"epoch {progress.epoch + 1}/{self.trainer.config.epochs}"
         look: dict[str, Any] = {"unit": "step", "leave": False, "dynamic_ncols": True}
         with tqdm(total=total, initial=progress.step, desc=label, **look) as self._bar:
@@ -50,7 +50,7 @@ class Bar:
         found += [f"MFU {mfu:.0%}"] if mfu else []
         found.append(f"{peak_memory(trainer.place.device) / 1e9:.1f} GB")
         done = trainer.progress.global_step - self._first
-        if done > 0:
+        if done > 0 and (trainer.feed.known_steps is not None or trainer.config.max_steps):
             left = trainer.updater.total_steps - trainer.progress.global_step
             found.append(f"{in_hours((time.monotonic() - self._began) / done * max(left, 0))} left")
         return found
@@ -62,7 +62,7 @@ class Bar:
 
     def refresh(self) -> None:
         """Show the bar again below a line."""
-        if self._bar is not None and self._bar.n < self._bar.total:
+        if self._bar is not None and (self._bar.total is None or self._bar.n < self._bar.total):
             self._bar.refresh()
 
 

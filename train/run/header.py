@@ -8,6 +8,7 @@ from ckpttool.distributed.plan import Plan, dealt_sizes
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.data.samples import count
+from train.data.stream import Stream
 from train.trainer.trainer import Trainer
 
 
@@ -18,12 +19,12 @@ def header(trainer: Trainer, folder: str) -> dict[str, str]:
     virtual = " on virtual ranks" if config.virtual_ranks else ""
     plan = trainer.feed.plan
     dealt = shares(plan, config.virtual_ranks or place.world_size)
-    others = "".join(f"\n{'':8}{name}: {count(other.test):,} samples" for name, other in data.others.items())
+    others = "".join(f"\n{'':8}{name}: {count(other.train):,} samples" for name, other in data.others.items())
     return {
         "model": f"{config.model}, {parameters:,} parameters",
         "data": f"{data.name}\n{'':8}{describe(data)}{others}",
         "ranks": f"{place.world_size} on {place.device.type} ({place.backend})",
-        "batch": f"{dealt}{virtual}, {plan.steps_of(place.world_size)} steps per epoch",
+        "batch": f"{dealt}{virtual}, {_steps(trainer)}",
         "train": in_lines(recipe(config)),
         "out": folder,
     }
@@ -35,7 +36,22 @@ def describe(data: Data) -> str:
     has_one = data.shape and not data.collation("training").is_own
     shape = f" of {'×'.join(map(str, data.shape))}" if has_one else ""
     classes = f", {len(data.classes)} classes" if data.classes else ""
-    return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
+    sizes = [_size(data.train) if isinstance(data.train, Stream) else f"{count(data.train):,} training"]
+    sizes.append("no test samples" if data.test is None else f"{count(data.test):,} test samples")
+    return f"{' and '.join(sizes)}{shape}{classes}"
+
+
+def _size(stream: Stream) -> str:
+    length = "" if stream.length is None else f" of {stream.length:,}"
+    position = "" if stream.resumes else ", which does not know its position,"
+    return f"a stream{length}{position}"
+
+
+def _steps(trainer: Trainer) -> str:
+    steps = trainer.feed.known_steps
+    if steps is None:
+        return "until the stream ends"
+    return f"{steps} steps per epoch{', as it says' * (trainer.feed.stream is not None)}"
 
 
 def shares(plan: Plan, world_size: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ckpttool.distributed.group import given_rank, given_world_size
 from ckpttool.distributed.plan import Plan, Step
+from ckpttool.errors import UsageFault
 from train import console
 from train.config.command_line import make_plan
 from train.config.training import TrainConfig
@@ -21,10 +22,19 @@ NAMED = 3
 def run(config: TrainConfig) -> None:
     """Count the samples that the flags name, and show their plan on rank 0."""
     if given_rank() == 0:
-        from train.data import data_set, samples  # torch, which ranks that show nothing need not import
+        from train.data import (  # torch, which ranks that show nothing need not import
+            data_set,
+            samples,
+            stream,
+        )
 
         # No task: samples are only counted, and need no classes.
         parts = data_set.load_parts(replace(config, task=""), seed=config.seed)
+        if isinstance(parts.train, stream.Stream):
+            what = f"--preview: --data {config.data} is a stream, whose samples have no numbers"
+            raise UsageFault(
+                what, hint="step s takes its samples s · batch to (s + 1) · batch, in their order"
+            )
         show(make_plan(config, samples.count(parts.train)), config.data, config, config.json)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ckpttool.distributed import collectives, transport
+from ckpttool.distributed.lazy_order import InOrder
 from ckpttool.errors import FileError
 from ckpttool.files import chain
 from ckpttool.files.chain import Link
@@ -134,9 +135,12 @@ class Proof(Recorder):
     def _write_epoch(self) -> None:
         plan, progress, order = self.trainer.feed.plan, self.trainer.progress, hashlib.sha256()
         ranks = self.trainer.config.virtual_ranks or collectives.world_size()
-        for steps in plan.of_ranks(progress.epoch, range(ranks), ranks):
-            for step in steps:
-                order.update(repr(step.micro_batches).encode())
+        if isinstance(plan.order(progress.epoch), InOrder):  # computed from the plan where it is used
+            order.update(repr((plan, progress.epoch, ranks)).encode())
+        else:
+            for steps in plan.of_ranks(progress.epoch, range(ranks), ranks):
+                for step in steps:
+                    order.update(repr(step.micro_batches).encode())
         self._write("epoch", step=progress.global_step, epoch=progress.epoch + 1, plan=order.hexdigest())
 
     @contextlib.contextmanager

@@ -191,6 +191,16 @@ class Report:
                 self._warn(text + more)
             self.trainer.log.write({"step": step, "event": "nothing counted"}, step)
 
+    def left_out(self) -> None:
+        """Say what --skip-damaged left out in this step; after the first few times only in the log."""
+        feed, step = self.trainer.feed, self.trainer.progress.global_step
+        for number, what in enumerate(feed.left_out, start=feed.skipped - len(feed.left_out) + 1):
+            if self.speaks and number <= SHOWN:
+                more = "; later ones are only in the log" if number == SHOWN else ""
+                self._warn(f"--skip-damaged: left out {what}{more}")
+            self.trainer.log.write({"step": step, "event": "left out", "what": what}, step)
+        feed.left_out = []
+
     def note_signal(self, ended_by: str, stop: Stop) -> None:
         """Log how long a run took to end, if a signal has ended it. A collective."""
         if ended_by and ended_by == stop.name:
@@ -210,13 +220,15 @@ class Report:
         last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
         if count := self.trainer.progress.uncounted:
             console.say(f"\nskipped {count} step{'s' * (count > 1)} in which nothing counted")
+        if skipped := self.trainer.feed.skipped:
+            console.say(f"\nleft out {skipped} that can't be read (--skip-damaged)")
         saved = [path for path in (best, last) if os.path.exists(path)]
         if ended_by and last in saved:
             console.say(f"\nsaved   {last}")
             if best in saved:
                 score = self.trainer.selection.in_words(self.trainer.progress.best)
                 console.say(f"        {best} ({score})")
-            else:
+            elif self.trainer.scorers:
                 console.say(f"        no {BEST}: no score here was the best so far")
         if saved:
             if ended_by == "--stop-early":
@@ -234,7 +246,8 @@ class Report:
             same, threads = command_line.flags_of(self.trainer.config), torch.get_num_threads()
             if self.trainer.place.device.type == "cpu" and threads != 1:
                 same += ["--threads", str(threads)]  # another number has other last digits
-            console.say(command_line.to_paste(["python", command_line.program("evaluate"), model, *same]))
+            if self.trainer.scorers:
+                console.say(command_line.to_paste(["python", command_line.program("evaluate"), model, *same]))
         elif ended_by:
             console.say(self.how_to_go_on())
 

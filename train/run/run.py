@@ -62,7 +62,7 @@ class Run:
         measured = [("shares", text) for text in shares.settle(trainer)]
         trainer.recorder.begin(resumed.source)
         like = collectives.from_rank_zero(lambda: own_settings.write(trainer, folder))
-        self.limits = Limits(config, trainer.feed.steps_per_epoch)
+        self.limits = Limits(config, lambda: trainer.feed.steps_per_epoch, scores=bool(trainer.scorers))
         self.report = Report(trainer, folder)
         self.saver = Saver(trainer, folder, self.report.event)
         is_profiled = config.profile is not None and collectives.rank() == 0
@@ -182,10 +182,15 @@ class Limits:
     """Says after each step what is due, the same on every rank."""
 
     def __init__(
-        self, config: TrainConfig, steps_per_epoch: int, clock: Callable[[], float] = time.monotonic
+        self,
+        config: TrainConfig,
+        steps_per_epoch: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        scores: bool = True,
     ) -> None:
         # `--max-time` and the times of `--save-every` count from here; only rank 0's clock is read.
-        self.config, self.steps_per_epoch, self.clock = config, steps_per_epoch, clock
+        self.config, self.steps_per_epoch, self.clock, self.scores = config, steps_per_epoch, clock, scores
         self.began = self.saved = clock()
 
     def is_over(self, position: Progress) -> bool:
@@ -217,13 +222,14 @@ class Limits:
             end = self.early(position) or ("--epochs" if epochs >= config.epochs else "--max-steps")
         save = bool(end) or time_to_save or self._is_due(config.save_every, position)
         hook = config.every is not None and self._is_due(hook_interval(config.every), position)
-        return Due(is_over or self._is_due(config.eval_every, position), save, hook, end)
+        evaluate = self.scores and (is_over or self._is_due(config.eval_every, position))
+        return Due(evaluate, save, hook, end)
 
     def _epochs(self, position: Progress) -> tuple[int, bool]:
         """Return the number of finished epochs, and whether the last one has just ended."""
         if position.step == 0:
             return position.epoch, position.global_step > 0
-        ends = position.step >= self.steps_per_epoch
+        ends = position.step >= self.steps_per_epoch()
         return position.epoch + ends, ends
 
     def _is_due(self, every: tuple[int, str], position: Progress) -> bool:

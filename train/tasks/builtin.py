@@ -201,7 +201,7 @@ def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
 
 TASKS: dict[str, Callable[[Data, Any], Task]] = {
     "classification": lambda data, config: Classification(data, _smoothing(config), _weights(config, data)),
-    "regression": lambda data, config: Regression(numbers_of(target_of(data.test[0]))),
+    "regression": lambda data, config: Regression(_numbers(data)),
     "language-model": lambda data, config: LanguageModel(data, _smoothing(config)),
     "model-loss": lambda data, config: ModelLoss(),
 }
@@ -254,6 +254,11 @@ def _instance(made: Any, name: str) -> Any:
     except Exception as error:
         hint = "return an instance"
         raise UsageFault(f"--task {name}: {factory.described(error)}", hint=hint) from error
+
+
+def _numbers(data: Data) -> int:
+    """Return how many numbers the target of a sample has."""
+    return numbers_of(target_of((data.train if data.test is None else data.test)[0]))
 
 
 def _smoothing(config: Any) -> float:

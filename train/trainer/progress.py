@@ -36,6 +36,7 @@ class Scorer:
 
     def __init__(self, data: Data, task: Task, place: Place, *, batch_size: int, workers: int = 0) -> None:
         self.data, self.task = data, task
+        assert data.test is not None
         self.before_batch: Callable[[], object] = lambda: None  # what it raises ends the evaluation
         self.measures = measures(task.metrics)
         how: dict[str, Any] = {"collation": data.collation("test"), "again": True}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,74 +18,19 @@ from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.distributed.dummy_pass import leaving_no_trace, run_dummy_pass, settle_buckets
 from ckpttool.distributed.group import Place
-from ckpttool.distributed.plan import Plan, Step, check
+from ckpttool.distributed.plan import Step
 from ckpttool.errors import CheckFailed
-from train.config import command_line
 from train.config.training import TrainConfig
-from train.data.augment import augmented
-from train.data.batches import batch_of, load
 from train.data.data_set import Data
-from train.data.samples import count
 from train.log.speed import Work, flops_of, peak_of
 from train.log.step_log import StepLog
 from train.model import wrapping
 from train.model.updater import Updater
 from train.tasks.builtin import Classification
 from train.tasks.task import Task
+from train.trainer.feed import Feed
 from train.trainer.progress import OWN, Progress, Recorder, Score, Scorer, Scores, Sums, TrainScore
 from train.trainer.selection import selection
-
-
-class Feed:
-    """The training samples on their way to this rank, as the plan deals them."""
-
-    def __init__(self, config: TrainConfig, data: Data, task: Task, place: Place) -> None:
-        self.config, self.data, self.task, self.place = config, data, task, place
-        self.samples = augmented(data.train, config, len(data.classes))
-        self.collation = data.collation("training")
-        self.plan: Plan = command_line.make_plan(config, count(data.train))
-        self.steps_per_epoch = self.plan.steps_of(place.world_size)
-        self.recorder = Recorder()
-
-    def batches(self, steps: Iterable[Step], progress: Progress) -> Iterator[Any]:
-        """Yield the micro-batches of these steps of the current epoch, in order, on this rank's device.
-
-        Raises:
-            CheckFailed: a batch does not suit the task, such as a label that is not one of the classes.
-        """
-        epoch, step = progress.epoch, progress.step
-        if hasattr(self.samples, "set_epoch"):
-            self.samples.set_epoch(epoch)
-        # Lists of indices are made while they are loaded and dropped when used: of 10^7 they take 400 MB.
-        indices, taken = itertools.tee(micro_batch for step in steps for micro_batch in step.micro_batches)
-        # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
-        seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
-        how: dict[str, Any] = {"collation": self.collation, "seed": seed}
-        loaded = load(self.samples, indices, self.place, self.config.workers, **how)
-        for micro_batch, batch in zip(taken, loaded, strict=True):
-            self.task.check(batch, micro_batch, "training")
-            self.recorder.take(micro_batch, batch)
-            yield self.task.batch_to(batch, self.place.device)
-
-    def batch_of(self, indices: list[int]) -> Any:
-        """Return samples as one batch on this rank's device, loaded in this process."""
-        return self.task.batch_to(batch_of(self.samples, self.collation, indices), self.place.device)
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the plan and the data."""
-        facts = {"world_size": self.place.world_size, "data": self.data.fingerprint}
-        return dataclasses.asdict(self.plan) | facts | {"contents": self.data.contents}
-
-    def load(self, saved: Mapping[str, Any], rank_share: object) -> None:
-        """Follow the shares that a run with `--rank-share auto` has measured on as many ranks.
-
-        Raises:
-            UsageFault: the shares can't be dealt: the file was changed.
-        """
-        ranks, shares = self.place.world_size, saved.get("rank_share")
-        if shares and self.config.rank_share == rank_share == "auto" and saved["world_size"] == ranks:
-            self.plan = dataclasses.replace(self.plan, rank_share=tuple(shares))
-            check(self.plan, ranks, command_line.flag)
 
 
 class Trainer:
@@ -99,8 +42,8 @@ class Trainer:
         self.progress = Progress()
         self.selection = selection(config.best, task, tuple(data.others))
         scored: dict[str, Any] = {"batch_size": config.eval_batch, "workers": config.workers}
-        of_test_sets = {OWN: data, **data.others}.items()
-        self.scorers = {name: Scorer(each, task, place, **scored) for name, each in of_test_sets}
+        of_test_sets = {OWN: data, **data.others} if data.test is not None else {}
+        self.scorers = {name: Scorer(each, task, place, **scored) for name, each in of_test_sets.items()}
         model = model.to(place.device)
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
@@ -110,7 +53,7 @@ class Trainer:
         wrapping.wrap(config, model)
         how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
         self.ddp = DistributedDataParallel(model, find_unused_parameters=config.find_unused, **how)
-        self.updater = Updater(config, self.ddp, place.device, self.feed.steps_per_epoch)
+        self.updater = Updater(config, self.ddp, place.device, self.feed.expected_steps)
         self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
         self.log.work = work
         self.init: str | None = None  # the digest of the weights that --init gave
@@ -133,12 +76,14 @@ class Trainer:
     def recorder(self) -> Recorder:
         return self.feed.recorder
 
-    def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[Any]]]:
+    def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[tuple[Any, int]]]]:
         """Yield this rank's remaining steps of the current epoch, each with the iterator of its batches."""
-        progress, place = self.progress, self.place
+        progress, place, epoch = self.progress, self.place, self.progress.epoch
         steps = self.feed.plan.of_rank(progress.epoch, place.rank, place.world_size, progress.step)
         batches = self.feed.batches(steps, progress)
         for number, step in enumerate(steps, start=progress.global_step + 1):
+            if progress.epoch != epoch:  # a stream has ended
+                return
             heartbeat.begin_step(number)
             yield step, batches
 
@@ -175,25 +120,32 @@ class Trainer:
                 reasons.append("random numbers (as of dropout) are drawn pass by pass")
         return ", and ".join(reasons)
 
-    def average_over_count(self, step: Step, sums: Sums) -> bool:
+    def average_over_count(self, step: Step, sums: Sums) -> tuple[Step, bool]:
         """Make the reduced gradients those of the mean over all that the ranks counted. A collective.
 
-        Returns whether anything counted: else the mean loss has no value, and the step is to change nothing.
+        Returns the step with the samples that it had, which may be fewer than planned, and whether anything
+        counted: else the mean loss has no value, and the step is to change nothing.
 
         They are those of the sum divided by the number of samples, which every rank knows before any pass. If
         a task counts tokens or pixels, their number is known only afterwards. It is one factor for all ranks
         after the reduction, so this is exact under SyncBatchNorm and accumulation too.
         """
-        if self.task.counts_samples:
-            return True
-        total = float(collectives.total(torch.tensor(float(sums.count), dtype=torch.float64)))
+        if self.task.counts_samples and self.feed.is_planned:
+            return step, True
+        own = [float(sums.count), float(sums.samples), *self.feed.told()]
+        total, *told = collectives.total(torch.tensor(own, dtype=torch.float64)).tolist()
+        planned = step.global_size
+        if not self.feed.is_planned:
+            step = self.feed.settle(step, int(told[0]), told[1:])
+            if self.epoch_ends_with(step) and self.progress.epoch + 1 == self.config.epochs:
+                self.log.last = self.progress.global_step + 1
         if not total > 0:
             sums.loss = sums.count = 0  # a user's own sum over nothing may be NaN
-            return False
-        if total != step.global_size:
+            return step, False
+        if total != planned:
             gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, step.global_size / total)
-        return True
+            torch._foreach_mul_(gradients, planned / total)
+        return step, True
 
     def update(self, counted: bool) -> torch.Tensor | None:
         """Change the weights by the gradients. Return the gradient's norm if the log will want it."""
@@ -232,13 +184,17 @@ class Trainer:
 
     def epochs_done(self) -> float:
         """Return the epochs done so far, with the fraction of the current one."""
-        return self.progress.epoch + self.progress.step / self.feed.steps_per_epoch
+        return self.progress.epoch + self.progress.step / self.feed.expected_steps
+
+    def epoch_ends_with(self, step: Step) -> bool:
+        return step.index + 1 >= self.feed.steps_per_epoch
 
     def epoch_is_done(self) -> bool:
         return self.progress.step >= self.feed.steps_per_epoch
 
     def finish_epoch(self) -> TrainScore:
         """End the current epoch; return the score on its samples, as they were used. A collective."""
+        self.feed.begin_epoch()
         return self.progress.end_epoch(counts_correct=isinstance(self.task, Classification))
 
     def evaluate(self) -> Score:

@@ -49,6 +49,7 @@ def check(config: TrainConfig, model: nn.Module) -> None:
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
     place, progress, number = trainer.place, trainer.progress, trainer.config.virtual_ranks
+    epoch = progress.epoch
     assert number is not None
     per_rank = number // place.world_size
     # Backwards, so that virtual rank 0 is the last of its rank, and the buffers it leaves may stay.
@@ -58,38 +59,44 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     batches = trainer.feed.batches(in_turn, progress)
     gradients = OrderedSum([parameter for _, parameter in trainer.updater.parameters], per_rank)
     for count, steps in enumerate(zip(*of_ranks, strict=True), start=progress.global_step + 1):
+        if progress.epoch != epoch:  # a stream has ended
+            return
         heartbeat.begin_step(count)
         take_step(trainer, dict(zip(virtual_ranks, steps, strict=True)), batches, gradients)
         yield
 
 
 def take_step(
-    trainer: Trainer, steps: dict[int, Step], batches: Iterator[Any], gradients: OrderedSum
+    trainer: Trainer, steps: dict[int, Step], batches: Iterator[tuple[Any, int]], gradients: OrderedSum
 ) -> None:
     """Take one optimizer step, as `train.main.take_step` does, on this rank's virtual ranks (`steps`)."""
     model, sums = trainer.ddp.module, Sums()
     for virtual, step in steps.items():
         with contextlib.nullcontext() if virtual == 0 else buffers_restored(model):
-            _pass_all(trainer, virtual, step, batches, sums)
-        if step.micro_batches:
-            trainer.check_gradients()
+            if _pass_all(trainer, virtual, step, batches, sums):
+                trainer.check_gradients()
         gradients.take(virtual % len(steps))
     with trainer.log.phase("reduce"):
         gradients.sum_over_ranks()
         broadcast_buffers(model)
-        counted = trainer.average_over_count(step, sums)
+        step, counted = trainer.average_over_count(step, sums)
     with trainer.log.phase("update"):
         norm = trainer.update(counted)
     trainer.end_step(step, sums, norm)
 
 
-def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Iterator[Any], sums: Sums) -> None:
-    """Run the forward and backward passes of one virtual rank; none if it has no samples."""
+def _pass_all(
+    trainer: Trainer, virtual: int, step: Step, batches: Iterator[tuple[Any, int]], sums: Sums
+) -> bool:
+    """Run the forward and backward passes of one virtual rank; return False if it has no samples."""
+    before = sums.samples
     task, precision, log = trainer.task, trainer.updater.precision, trainer.log
     model = trainer.ddp.module  # DDP itself would reduce the gradients
-    for number, indices in enumerate(step.micro_batches):
+    for number in range(len(step.micro_batches)):
         with log.phase("data"):
-            batch = next(batches)
+            batch, samples = next(batches)
+        if batch is None:
+            continue
         key = "virtual", trainer.progress.global_step, virtual, number
         randomness.seed_all(randomness.seed_from(trainer.config.seed, *key))
         with log.phase("forward"), precision.autocast():
@@ -98,7 +105,8 @@ def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Iterator[Any]
             loss_of_mean = precision.scale(loss / step.global_size)
         with log.phase("backward", loss_of_mean):
             loss_of_mean.backward()
-        sums.add(loss, count, task.correct(outputs, batch), samples=len(indices))
+        sums.add(loss, count, task.correct(outputs, batch), samples=samples)
+    return sums.samples > before
 
 
 class OrderedSum:

@@ -155,7 +155,7 @@ def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], se
     """Return the files and their steps after each epoch of a run; the marked epochs are the best so far."""
     trainer = make_trainer(rank, world_size, epochs=len(best), **settings)
     saver, seen = saving.Saver(trainer, folder), []
-    limits = Limits(trainer.config, trainer.feed.steps_per_epoch)
+    limits = Limits(trainer.config, lambda: trainer.feed.steps_per_epoch)
     for is_best in best:
         for _ in steps_of_epoch(trainer):
             due, ends = limits.due(trainer.progress), trainer.epoch_is_done()

@@ -245,6 +245,8 @@ def plain():
     return parts, parts
 
 one = lambda: Restless()
+three = lambda: (Restless(), Restless(), Restless())
+none = lambda: None
 
 class Nameless(Restless):
     classes = None
@@ -259,8 +261,18 @@ def test_a_users_factory_returns_both_data_sets(own):
     assert (plain.classes, plain.shape) == (("0", "1", "2"), (3,))
 
 
+def test_a_factory_may_return_training_samples_alone(own):
+    assert load(f"{own}:one").test is None
+    assert len(data.load(DataConfig(data=f"{own}:one", test_data=f"{own}:plain")).test) == 4
+
+
 def test_a_factory_that_returns_something_else_is_refused_with_what_is_needed(own):
-    for name, said in (("one", "two data sets"), ("nameless", "does not say its classes")):
+    wrong = {
+        "three": r"\(train, test\), or one",
+        "none": "no samples by index",
+        "nameless": "does not say its classes",
+    }
+    for name, said in wrong.items():
         with pytest.raises(UsageFault, match=said):
             load(f"{own}:{name}")
 

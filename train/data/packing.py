@@ -1,0 +1,103 @@
+"""Documents of tokens, packed into blocks of one length for a language model.
+
+Documents follow each other without padding; only the block that ends the stream is filled up. A target is the
+next token of the same document, so the first token of a document is the target of none, and each other token
+is the target of exactly one: the mean over tokens does not depend on the length of the blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ckpttool.errors import UsageFault
+from train.data.lane import Shard, has_position
+
+IGNORED = -100  # the target where there is none
+NAMES = ("input_ids", "tokens", "ids")  # of the tokens in a document that is a mapping
+
+
+class Packed:
+    """The blocks of documents: (inputs, targets), both int64 [block].
+
+    Args:
+        documents: an iterable of sequences of token numbers, or of mappings that hold one as `input_ids`,
+            `tokens` or `ids`. It may know its position (`state_dict`, `load_state_dict`).
+        block: tokens of a block.
+    """
+
+    def __init__(self, documents: Any, block: int) -> None:
+        self.documents, self.block = documents, block
+        for name in ("set_epoch", "classes", "name"):
+            if hasattr(documents, name):
+                setattr(self, name, getattr(documents, name))
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return Blocks(self.documents, self.block)
+
+
+class Blocks:
+    """One pass over the blocks. It knows its position if the documents do."""
+
+    def __init__(self, documents: Any, block: int) -> None:
+        self.source, self.block = documents, block
+        self.documents: Any = iter(documents)
+        self.inputs: list[int] = []
+        self.targets: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        while len(self.inputs) < self.block:
+            tokens = next(self.documents, None)
+            if tokens is None:
+                break
+            numbers = _tokens(tokens)
+            self.inputs += numbers
+            self.targets += [*numbers[1:], IGNORED] if numbers else []
+        if not self.inputs:
+            raise StopIteration
+        missing = self.block - len(self.inputs)
+        inputs = torch.tensor(self.inputs[: self.block] + [0] * missing)
+        targets = torch.tensor(self.targets[: self.block] + [IGNORED] * missing)
+        del self.inputs[: self.block], self.targets[: self.block]
+        return inputs, targets
+
+    def __getattr__(self, name: str) -> Any:
+        # Where the documents have no position, these have none either.
+        if name in ("state_dict", "load_state_dict") and self._stateful() is not None:
+            return {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}[name]
+        raise AttributeError(name)
+
+    def _stateful(self) -> Any:
+        return next((part for part in (self.source, self.documents) if has_position(part)), None)
+
+    def _state_dict(self) -> dict[str, Any]:
+        rest = {"inputs": list(self.inputs), "targets": list(self.targets)}
+        return {"documents": copy.deepcopy(self._stateful().state_dict()), **rest}
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inputs, self.targets = list(state["inputs"]), list(state["targets"])
+        self.documents = Shard(self.source).open(0, state["documents"])
+
+
+def _tokens(document: Any) -> list[int]:
+    if isinstance(document, Mapping):
+        found = next((document[name] for name in NAMES if name in document), None)
+        if found is None:
+            names = ", ".join(map(repr, document))
+            hint = f"one of {', '.join(NAMES)}"
+            raise UsageFault(f"--block-size: a document has no tokens among {names}", hint=hint)
+        document = found
+    numbers = torch.as_tensor(document)
+    if numbers.dim() == 1 and not len(numbers):  # of a dtype of its own
+        return []
+    if numbers.dim() != 1 or numbers.is_floating_point() or numbers.is_complex():
+        what = f"--block-size: a document is {type(document).__name__}, not a row of token numbers"
+        raise UsageFault(what, hint="encode texts in the data set: its samples are packed as they come")
+    listed: list[int] = numbers.tolist()
+    return listed
