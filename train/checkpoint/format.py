@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed import collectives, divided, randomness
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from train.config.training import CHANGEABLE
@@ -32,6 +32,7 @@ FREE = {
     "mixed_torch",
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
+    *("shard", "shard_blocks", "shard_offload", "mesh"),
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
 
@@ -99,12 +100,13 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     """Return everything that the next step depends on, without digests. A collective.
 
     The tensors of the model and the optimizer are their own, not copies. With `--zero` the optimizer's state
-    is rank 0's alone, and None on the others.
+    is rank 0's alone, and None on the others. With `--shard` they are copies on the CPU, and those that were
+    divided are rank 0's alone.
     """
     trainer.share_buffers()
+    tensors = {"model": trainer.ddp.state_dict(), **trainer.updater.state()}
     state = {
-        "model": trainer.ddp.state_dict(),
-        **trainer.updater.state(),
+        **(divided.whole(tensors) if trainer.config.shard else tensors),
         "progress": trainer.progress.state(),
         "plan": trainer.feed.state() | {"init": trainer.init},
         "rng": collectives.gather(randomness.take()),
@@ -124,7 +126,11 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """
     trainer.updater.require_same_names(state["optimizer"])
     try:
-        trainer.ddp.load_state_dict(state["model"], strict=True)
+        own = trainer.ddp.state_dict()
+        parts = {
+            name: divided.part_like(value, own.get(name, value)) for name, value in state["model"].items()
+        }
+        trainer.ddp.load_state_dict(parts, strict=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error

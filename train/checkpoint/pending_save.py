@@ -42,6 +42,8 @@ class Save:
         self.state, self.folder, self.names, self.finite = state, folder, names, finite
         self.config, self.recorded = trainer.config, trainer.recorder.checkpoint
         self.placed: list[str] = []
+        parameters = trainer.ddp.named_parameters(remove_duplicate=False) if self.config.shard else ()
+        self.divided = {name for name, _ in parameters}
         self.step, self.best = state["progress"]["global_step"], state["progress"]["best"]
         self.digests: Future[dict[str, bytes]] = Future()  # of this rank's state, or why it can't be saved
         self.allowed: Future[None] = Future()  # all ranks are known to hold the same
@@ -70,8 +72,12 @@ class Save:
         parts = {part: collectives.digest_each(of_part) for part, of_part in values.items()}
         combined = {part: collectives.combined(digests).hex() for part, digests in parts.items()}
         self.state["digests"] = combined | {"run": digest_of_run(self.state)}
+        # Of what is divided among the ranks, each has a part of its own, and rank 0 the whole.
+        for of_part in parts.values():
+            for name in self.divided & of_part.keys():
+                del of_part[name]
         shared = dict(parts["model"])
-        if not self.state["config"]["zero"]:  # there each rank has a part of its own, and rank 0 the whole
+        if not self.config.zero and not self.config.shard:
             shared |= parts["optimizer"]
         return shared | {f"the average of {name}": digest for name, digest in parts.get("ema", {}).items()}
 

@@ -79,7 +79,8 @@ class Saver:
         state = capture(trainer)
         if collectives.rank() != 0:  # the others only compare
             state = {part: state[part] for part in COMPARED if part in state}
-        if config.save == "async" or any(tensor.device.type != "cpu" for tensor in tensors_of(state)):
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_of(state))
+        if not config.shard and (config.save == "async" or not on_cpu):  # else it is a copy already
             state, statistics = self._staging.copy((state, statistics))
         finite = {name: state["model"].get(f"module.{name}") for name, _ in model.named_parameters()}
         self._pending = save = Save(state, self.folder, names, finite | statistics, trainer)

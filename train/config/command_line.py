@@ -15,6 +15,7 @@ from ckpttool.distributed.plan import Plan
 from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import UsageFault
 from train import console
+from train.config import sharding
 from train.config.training import OPTIMIZERS, OTHER_OPTIMIZERS, TrainConfig, check
 
 EXAMPLES = """\
@@ -234,6 +235,7 @@ def check_plan(config: TrainConfig, world_size: int) -> None:
         other = "--rank-batch" if config.rank_batch else f"--sampler {config.sampler}"
         hint = "give one of them"
         raise UsageFault(f"--rank-share auto: {other} says already how a batch is dealt", hint=hint)
+    sharding.check(config, world_size)
     if config.virtual_ranks is not None:
         _check_virtual_ranks(config, config.virtual_ranks, world_size)
     check_dealt(make_plan(config, config.batch_size), world_size, called=flag)

@@ -59,16 +59,24 @@ def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> list[str]:
     """
     # With `compiled`, each block is compiled by itself. Were the checkpoint compiled with the model, a break
     # of the compiler's graph inside a block would leave it without what undoes the changes.
-    paths: list[str] = []
-    for path, module in model.named_modules():
-        if _is_block(model, path) and not any(path.startswith(f"{outer}.") for outer in paths):
-            forward = torch.compile(module.forward, dynamic=False) if compiled else module.forward
-            module.forward = functools.partial(_checkpointed, module, forward)
-            paths.append(path)
+    paths = block_paths(model)
+    for path in paths:
+        module = model.get_submodule(path)
+        forward = torch.compile(module.forward, dynamic=False) if compiled else module.forward
+        module.forward = functools.partial(_checkpointed, module, forward)
     if not paths:
         blocks = "modules with submodules in an nn.Sequential or nn.ModuleList"
         what = f"--grad-checkpoint: {type(model).__name__} has no blocks: {blocks}"
         raise UsageFault(what, hint="leave it out, or group the model's layers")
+    return paths
+
+
+def block_paths(model: nn.Module) -> list[str]:
+    """Return the paths of a model's blocks, as `checkpoint_blocks` says what they are."""
+    paths: list[str] = []
+    for path, _ in model.named_modules():
+        if _is_block(model, path) and not any(path.startswith(f"{outer}.") for outer in paths):
+            paths.append(path)
     return paths
 
 

@@ -27,7 +27,7 @@ from train.config.training import TrainConfig
 from train.data.augment import augmented
 from train.data.data_set import Data
 from train.data.samples import count
-from train.model import optimizer, updater, wrapping
+from train.model import optimizer, sharding, updater, wrapping
 from train.tasks.builtin import Classification
 from train.tasks.task import PAIR, Task, UserTask
 from train.trainer import virtual_ranks
@@ -53,6 +53,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
     optimizer.check(config, model)
+    sharding.check(config, model)
     trained = wrapping.as_trained(config, model)
     wrapping.check_batchnorm(config, model, trained, place, plan)
     if not wrapping.has_torchs_sync(trained):  # it works only on GPUs and in groups
@@ -162,6 +163,7 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
         if smallest == 1 and not isinstance(error, CkptToolError) and _takes_two(trial, model):
             raise wrapping.batch_of_one(config.model, plan, world_size) from error
         raise trial.unfit(error) from error
+    sharding.check_outputs(config, outputs)
     total, _ = trial.loss(outputs, batch)
     if not total.requires_grad:
         what = "the sum that loss returned does not depend on the model's parameters"
