@@ -51,7 +51,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def part_like(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, divided as `own` is. Sends nothing: all ranks have the whole.
+    """Return this rank's part of a whole tensor, divided as `own` is. Sends nothing: all have the whole.
 
     It is the tensor itself if `own` is not divided, or has another shape.
     """

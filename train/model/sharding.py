@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from ckpttool.distributed import collectives
@@ -154,6 +155,11 @@ def check(config: TrainConfig, model: nn.Module) -> None:
     inner = units(config, model)
     for path in ("", *inner):
         _require_one_dtype(model, path, inner)
+    for path, module in model.named_modules():
+        if config.shard_dtype and isinstance(module, _BatchNorm):
+            what = f"--shard-dtype bf16: '{path}' of {config.model} is a {type(module).__name__}"
+            hint = "give --amp bf16, which normalises in float32"
+            raise UsageFault(f"{what}, whose statistics are float32", hint=hint)
 
 
 def _indivisible(parameter: nn.Parameter) -> str:

@@ -59,7 +59,7 @@ def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> list[str]:
     """
     # With `compiled`, each block is compiled by itself. Were the checkpoint compiled with the model, a break
     # of the compiler's graph inside a block would leave it without what undoes the changes.
-    paths = block_paths(model)
+    paths = [path for path in block_paths(model) if _is_trained(model.get_submodule(path))]
     for path in paths:
         module = model.get_submodule(path)
         forward = torch.compile(module.forward, dynamic=False) if compiled else module.forward
@@ -80,12 +80,14 @@ def block_paths(model: nn.Module) -> list[str]:
     return paths
 
 
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
 def _is_block(model: nn.Module, path: str) -> bool:
     if not path:
         return False
     module, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return False
     inner = list(module.children())
     if isinstance(module, nn.Sequential) and not any(list(child.children()) for child in inner):
         return True
