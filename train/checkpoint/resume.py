@@ -22,6 +22,9 @@ from train.model.optimizer import total_steps
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
 
+# Settings in which sums are taken in another order, though it is the same training.
+DIVIDING = ("shard", "mesh")
+
 
 class Resumed(NamedTuple):
     """What a run goes on from: remarks for the user, and the checkpoint's own digests (none: a new run)."""
@@ -196,19 +199,21 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
         but = " but for the repeats at the end of an epoch" * (trainer.feed.plan.sampler == "torch")
         but += ", and the same bits" * bool(config.virtual_ranks)
         remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps{but}")
-    were, are = state["versions"], versions(trainer.place.device)
-    if changed := [f"{name} {were.get(name)} -> {now}" for name, now in are.items() if were.get(name) != now]:
+    were, are = dict(state["versions"]), versions(trainer.place.device)
+    then, now = {**TrainConfig().plain(), **state["config"]}, config.plain()
+    were |= {name: then[name] for name in DIVIDING}
+    are |= {name: now[name] for name in DIVIDING}
+    if changed := [f"{name} {were.get(name)} -> {new}" for name, new in are.items() if were.get(name) != new]:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
     of_training, _ = trainer.data.parts()
     if isinstance(of_training.samples, Keyed) and of_training.varying(0):
         why = f"--data {trainer.data.name} draws from random generators of its own"
         others = "(Python's, numpy's and torch's own are seeded for each sample)"
         remarks.append(f"{why}, so this run differs from one that never stopped {others}")
-    then = {**TrainConfig().plain(), **state["config"]}
     remarks += [
-        f"{name.replace('_', '-')} {then[name]} -> {now}"
+        f"{name.replace('_', '-')} {then[name]} -> {now[name]}"
         for name in sorted(training.fields(config.change))
-        if then[name] != (now := config.plain()[name])
+        if then[name] != now[name]
     ]
     before_it = replace(config, epochs=then["epochs"], max_steps=then["max_steps"])
     if total_steps(before_it, steps) != total_steps(config, steps) and config.scheduler != "none":

@@ -37,6 +37,9 @@ class Sharded(nn.Module):
     """A model divided among the ranks, with what the trainer uses of DistributedDataParallel.
 
     All ranks begin with rank 0's parameters, and each pass in training with its buffers.
+
+    Attributes:
+        about: how it is divided, for the report: `divided as 3 × Block, the rest; 2 groups of 4`.
     """
 
     def __init__(self, config: TrainConfig, model: nn.Module, place: Place) -> None:
@@ -50,7 +53,11 @@ class Sharded(nn.Module):
         how: dict[str, Any] = {"mesh": mesh if groups > 1 else mesh["ranks"]}
         if config.shard_offload:
             how["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=place.device.type == "cuda")
-        for path in reversed(units(config, model)):  # inner ones first
+        paths = units(config, model)
+        self.about = _described(
+            Counter(type(model.get_submodule(path)).__name__ for path in paths), groups, ranks
+        )
+        for path in reversed(paths):  # inner ones first
             fsdp.fully_shard(model.get_submodule(path), mp_policy=_precision(config), **how)
         fsdp.fully_shard(model, mp_policy=_precision(config, outputs=torch.float32), **how)
         model.register_forward_hook(_take_apart)
@@ -68,6 +75,12 @@ class Sharded(nn.Module):
         Here they are summed in each: a rank has no room for those of the whole model.
         """
         return contextlib.nullcontext()
+
+
+def _described(blocks: Counter[str], groups: int, ranks: int) -> str:
+    named = [f"{number} × {name}" for name, number in blocks.items()]
+    mesh = f"; {groups} groups of {ranks}" * (groups > 1)
+    return f"divided as {', '.join([*named, 'the rest'] if named else ['one unit'])}{mesh}"
 
 
 def _kind(value: Any) -> str:
@@ -189,13 +202,3 @@ def check_outputs(config: TrainConfig, outputs: Any) -> None:
     if config.shard and not any(tensor.requires_grad for tensor in found):
         what = f"--shard: {config.model} returns a {type(outputs).__name__}, in which FSDP2 finds no tensor"
         raise UsageFault(what, hint="return a tensor, or a tuple, list or dict of them")
-
-
-def described(config: TrainConfig, model: nn.Module) -> str:
-    """Return how a model is divided, for the report: `3 × Block and the rest, 2x4`."""
-    inner = (m for m in model.modules() if isinstance(m, fsdp.FSDPModule) and m is not model)
-    blocks = [
-        f"{number} × {name}" for name, number in Counter(type(m).__mro__[2].__name__ for m in inner).items()
-    ]
-    mesh = [config.mesh] if config.mesh else []
-    return ", ".join([" and ".join([*blocks, "the rest"]) if blocks else "as one unit", *mesh])

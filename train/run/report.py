@@ -27,6 +27,7 @@ from train.data.data_set import Data
 from train.data.samples import count
 from train.launch.stopping import Stop
 from train.log import log_file
+from train.model.sharding import Sharded
 from train.tasks.builtin import Classification
 from train.trainer.progress import Score, TrainScore, merit_in_words
 from train.trainer.trainer import Trainer
@@ -69,7 +70,7 @@ class Report:
         header = {
             "model": f"{config.model}, {parameters:,} parameters",
             "data": f"{data.name}\n{'':8}{describe(data)}",
-            "ranks": f"{place.world_size} on {place.device.type} ({place.backend})",
+            "ranks": f"{place.world_size} on {place.device.type} ({place.backend}){self._divided()}",
             "batch": f"{dealt}{virtual}, {plan.steps_of(place.world_size)} steps per epoch",
             "train": in_lines(recipe(config)),
             "out": self.folder,
@@ -81,6 +82,10 @@ class Report:
             console.say(f"{word:<6}  {remark}")
         if self.trainer.progress.epoch < config.epochs:
             console.say(self._heading())
+
+    def _divided(self) -> str:
+        model = self.trainer.ddp
+        return f",\n{'':8}{model.about}" if isinstance(model, Sharded) else ""
 
     def _heading(self) -> str:
         """Return the heading of the lines of scores."""
