@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,13 +54,36 @@ def epochs(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def bare(after_step: AfterStep, batch: int) -> None:
     """Train as the tutorials of DistributedDataParallel do."""
-    data = Pictures()
+    _bare(DistributedDataParallel(resnet20().to(device())), after_step, batch)
+
+
+def bare_fully_shard(after_step: AfterStep, batch: int) -> None:
+    """Train as the tutorials of FSDP2 do: each block is sharded, and then the model."""
+    model = resnet20().to(device())
+    for module in model.modules():
+        if type(module).__name__ == "Block":
+            fully_shard(module)
+    _bare(fully_shard(model), after_step, batch)
+
+
+def device() -> torch.device:
+    """Return this rank's GPU, or the CPU."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _bare(model: torch.nn.Module, after_step: AfterStep, batch: int) -> None:
+    data, on = Pictures(), device()
     sampler: DistributedSampler[Any] = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=batch // dist.get_world_size(), sampler=sampler)
-    model = DistributedDataParallel(resnet20())
+    pinned = on.type == "cuda"
+    loader = DataLoader(data, batch // dist.get_world_size(), sampler=sampler, pin_memory=pinned)
     optimizer = optimizer_for(model)
     model.train()
-    for inputs, labels in epochs(loader):
+    for cpu_inputs, cpu_labels in epochs(loader):
+        inputs, labels = (each.to(on, non_blocking=True) for each in (cpu_inputs, cpu_labels))
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
@@ -104,7 +128,7 @@ def with_fabric(after_step: AfterStep, batch: int) -> None:
         after_step()
 
 
-def ours(after_step: AfterStep, batch: int, out: str) -> None:
+def ours(after_step: AfterStep, batch: int, out: str, flags: Sequence[str] = ()) -> None:
     """Train as train/main.py does, in the group that there is, with its reports and limits."""
     from train import main
     from train.config import command_line
@@ -117,8 +141,6 @@ def ours(after_step: AfterStep, batch: int, out: str) -> None:
 
     arguments = ["--data", f"{__file__}:pictures", "--model", "resnet20", "--batch-size", str(batch)]
     recipe = ["--lr", str(LR), "--momentum", str(MOMENTUM), "--weight-decay", str(DECAY), "--decay-norms"]
-    job = main.prepare(
-        command_line.parse([*arguments, *recipe, "--backend", "gloo", "--epochs", "999", "--out", out])
-    )
+    job = main.prepare(command_line.parse([*arguments, *recipe, *flags, "--epochs", "999", "--out", out]))
     main.take_step = stepped
     main.train(job)
