@@ -29,6 +29,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.distributed.group import given_rank
@@ -78,6 +79,10 @@ def prepare(config: TrainConfig) -> Job:
 
     trackers.check(config)
     place = find_place(config.backend)
+    if config.shard_offload and place.device.type == "cuda":
+        place = replace(
+            place, backend="cpu:gloo,cuda:nccl"
+        )  # parts lie on the CPU, and their norm is summed there
     if config.deterministic:
         randomness.make_deterministic()
     if config.virtual_ranks and place.device.type == "cpu":
