@@ -55,7 +55,7 @@ def part_like(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
     It is the tensor itself if `own` is not divided, or has another shape.
     """
-    if not isinstance(own, DTensor) or own.shape != tensor.shape:
+    if isinstance(tensor, DTensor) or not isinstance(own, DTensor) or own.shape != tensor.shape:
         return tensor
     # Without the copy the part would keep the memory of the whole.
     return distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None).clone()

@@ -28,7 +28,18 @@ from train.trainer.trainer import Trainer
 FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
     *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
-    *("out", "save_every", "save", "keep", "resume", "force", "change", "data_root", "download"),
+    *(
+        "out",
+        "save_every",
+        "save",
+        "save_parts",
+        "keep",
+        "resume",
+        "force",
+        "change",
+        "data_root",
+        "download",
+    ),
     "mixed_torch",
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
@@ -40,7 +51,7 @@ FREE = {
 COMPARED_BY_CONTENT = {"data", "init", "init_allow_missing"}
 
 # Settings that no checkpoint records: its bytes are the same however it was written.
-HOW_TO_SAVE = {"save", "grace"}
+HOW_TO_SAVE = {"save", "save_parts", "grace"}
 
 
 class Each(NamedTuple):
@@ -87,6 +98,7 @@ STRUCTURE: dict[str, Any] = {
     "versions": Named(str, (str, int)),
     "training": str,
     "chain?": str,
+    "parts?": {"folder": str, "files": Named(str, str)},
 }
 
 # What `digests["run"]` is of.
@@ -106,7 +118,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     trainer.share_buffers()
     tensors = {"model": trainer.ddp.state_dict(), **trainer.updater.state()}
     state = {
-        **(divided.whole(tensors) if trainer.config.shard else tensors),
+        **(divided.whole(tensors) if trainer.config.shard and not trainer.config.save_parts else tensors),
         "progress": trainer.progress.state(),
         "plan": trainer.feed.state() | {"init": trainer.init},
         "rng": collectives.gather(randomness.take()),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
-from train.checkpoint import init_from
+from train.checkpoint import init_from, parts
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import COMPARED_BY_CONTENT, FREE, malformed, read, restore, versions
 from train.config import training
@@ -50,7 +50,7 @@ def resume(trainer: Trainer, folder: str) -> Resumed:
         return Resumed(unused if config.change else [])
     path, state, passed_over = opened
     with collectives.fail_together(), malformed(path):
-        restore(trainer, state)
+        restore(trainer, parts.joined(path, state, trainer.ddp.state_dict()))
         remarks = _remarks(trainer, state, path)
     return Resumed(passed_over + remarks, {name: state.get(name) for name in ("digests", "chain")})
 
@@ -99,6 +99,7 @@ def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
     """Return the checkpoint, if it is intact and belongs to this training; else raise as `resume`."""
     state = read(path)
     with malformed(path):
+        parts.check(path, state)
         _check_same_training(path, state, trainer)
         _check_position(path, state, trainer)
     return state

@@ -28,7 +28,7 @@ def sizes(config: TrainConfig, world_size: int) -> tuple[int, int]:
 def check(config: TrainConfig, world_size: int) -> None:
     """Refuse flags that need `--shard`, and those that can't be combined with it; UsageFault names both."""
     if not config.shard:
-        for name in ("mesh", "shard_blocks", "shard_dtype", "shard_offload"):
+        for name in ("mesh", "shard_blocks", "shard_dtype", "shard_offload", "save_parts"):
             if getattr(config, name):
                 raise UsageFault(
                     f"--{name.replace('_', '-')}: needs --shard", hint="give it, or leave this out"
@@ -40,6 +40,9 @@ def check(config: TrainConfig, world_size: int) -> None:
         ("--find-unused", config.find_unused, "gradients of a unit are sent as one, and all ranks need each"),
         ("--rank-share auto", config.rank_share == "auto", "ranks wait for each other in every pass"),
     )
+    if config.save_parts and config.prove_every:
+        what = "--save-parts and --prove-every: the record names digests of whole tensors"
+        raise UsageFault(what, hint="leave out one of them")
     for other, is_given, reason in against:
         if is_given:
             raise UsageFault(f"--shard and {other}: {reason}", hint="leave out one of them")

@@ -189,6 +189,11 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig):
         "saving {sync,async}: async (the default): train on while a copy of the state is written; sync: "
         "wait, without a copy",
     )
+    save_parts: bool = flag(
+        False,
+        "saving: with --shard: let each rank write its part, into a folder that torch.distributed.checkpoint "
+        "and ckpttool merge read; last.pt names it",
+    )
     grace: float = real(
         25.0,
         "saving SECONDS: seconds from a SIGTERM, SIGINT or SIGUSR1 to the end of the run, with a checkpoint "
