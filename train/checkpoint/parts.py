@@ -146,6 +146,12 @@ def check(path: str, state: Mapping[str, Any]) -> None:
             raise Damaged(path, f"its part {file} is not the saved one")
 
 
+def named_in(path: str) -> str:
+    """Return the folder that a checkpoint's file names; the file itself if it holds its tensors."""
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return _folder(path, state) if "parts" in state else path
+
+
 def _folder(path: str, state: Mapping[str, Any]) -> str:
     name = state["parts"]["folder"]
     if not FOLDER.fullmatch(name):
