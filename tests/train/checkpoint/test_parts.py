@@ -33,7 +33,7 @@ def folder_of(file: Path) -> Path:
 def run(run_ranks, tmp_path_factory) -> Path:
     """A run on two ranks with a checkpoint of each step."""
     folder = tmp_path_factory.mktemp("parts")
-    said = run_ranks(2, runs.run, runs.restless, str(folder), {**PARTS, **runs.OFTEN})[0]
+    said = run_ranks(2, runs.run, runs.steady, str(folder), {**PARTS, **runs.OFTEN})[0]
     assert "Error" not in said, said
     return folder
 
@@ -42,7 +42,7 @@ def run(run_ranks, tmp_path_factory) -> Path:
 def gathered(run_ranks, tmp_path_factory) -> Path:
     """The same run, gathered into files."""
     folder = tmp_path_factory.mktemp("files")
-    run_ranks(2, runs.run, runs.restless, str(folder), {**PARTS, "save_parts": False, **runs.OFTEN})
+    run_ranks(2, runs.run, runs.steady, str(folder), {**PARTS, "save_parts": False, **runs.OFTEN})
     return folder
 
 
@@ -85,16 +85,16 @@ MOVES = {
 }
 
 
+@pytest.mark.covered(lambda move: move not in ("into files", "three ranks"))
 @pytest.mark.parametrize("move", MOVES)
-def test_a_run_goes_on_from_the_parts_of_other_ranks_and_without_shard(run_ranks, tmp_path, move):
+def test_a_run_goes_on_from_the_parts_of_other_ranks_and_without_shard(
+    run_ranks, tmp_path, run, gathered, move
+):
     size, settings, bound = MOVES[move]
-    for name, more in {"files": {"save_parts": False}, "parts": {}}.items():
-        given = {**PARTS, **runs.OFTEN, **more}
-        run_ranks(2, runs.run, runs.steady, str(tmp_path / name), given)
-    stopped = {"resume": str(tmp_path / "parts" / "step-000002.pt"), **settings}
+    stopped = {"resume": str(run / "step-000002.pt"), **settings}
     said = run_ranks(size, runs.run, runs.steady, str(tmp_path / "rest"), stopped)[0]
     assert "continues from" in said, said
-    expected, found = (runs.read(tmp_path / name / "last.pt") for name in ("files", "rest"))
+    expected, found = (runs.read(folder / "last.pt") for folder in (gathered, tmp_path / "rest"))
     if "parts" in found:
         whole = tmp_path / "whole.pt"
         dcp_to_torch_save(tmp_path / "rest" / found["parts"]["folder"], whole)
@@ -125,6 +125,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.covered(lambda how: how != "one bit")
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_checkpoint_with_a_damaged_part_is_passed_over_for_the_one_before(run_ranks, tmp_path, how):
     settings = {**PARTS, "save_every": runs.OFTEN["save_every"], "keep": 2, "epochs": 1}
@@ -157,6 +158,7 @@ def run_with_a_full_disk(rank: int, size: int, folder: str, save: str) -> str:
         return runs.run(rank, size, runs.steady, folder, {**PARTS, **runs.OFTEN, "save": save})
 
 
+@pytest.mark.covered(lambda save: save == "sync")
 @pytest.mark.parametrize("save", ["sync", "async"])
 def test_a_full_disk_of_one_rank_fails_one_save_and_not_the_run(run_ranks, tmp_path, save):
     run_ranks(2, run_with_a_full_disk, str(tmp_path), save)
@@ -183,7 +185,7 @@ def test_a_users_folder_of_a_similar_name_stays(tmp_path):
 
 
 def test_torch_loads_the_folder_into_a_model_of_its_own(run):
-    model = runs.restless()
+    model = runs.steady()
     state = {"model": {f"module.{name}": torch.empty_like(v) for name, v in model.state_dict().items()}}
     dcp.load(state, checkpoint_id=folder_of(run / "last.pt"))
     model.load_state_dict({name.removeprefix("module."): value for name, value in state["model"].items()})
