@@ -148,13 +148,15 @@ def check(path: str, state: Mapping[str, Any]) -> None:
 
 def named_in(path: str) -> str:
     """Return the folder that a checkpoint's file names; the file itself if it holds its tensors."""
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return _folder(path, state) if "parts" in state else path
+    with formats.open(path) as checkpoint:
+        tree = checkpoint.tree
+        return _folder(path, tree) if isinstance(tree, dict) and "parts" in tree else path
 
 
 def _folder(path: str, state: Mapping[str, Any]) -> str:
-    name = state["parts"]["folder"]
-    if not FOLDER.fullmatch(name):
+    parts = state["parts"]
+    name = parts.get("folder") if isinstance(parts, dict) else None
+    if not isinstance(name, str) or not FOLDER.fullmatch(name):
         raise Damaged(path, f"parts.folder is {name!r}")
     return os.path.join(os.path.dirname(path), name)
 

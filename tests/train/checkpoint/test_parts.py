@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from ckpttool.errors import Damaged
 from tests.ranks import runs
 from tests.support.run_log import entries_of
 from train.checkpoint import parts
@@ -66,6 +67,18 @@ def test_the_folder_holds_the_weights_of_the_gathered_file(run, gathered, tmp_pa
     expected = runs.read(gathered / "last.pt")["model"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_the_file_is_evaluated_by_the_folder_that_it_names(run, gathered):
+    assert parts.named_in(str(run / "last.pt")) == str(folder_of(run / "last.pt"))
+    assert parts.named_in(str(gathered / "last.pt")) == str(gathered / "last.pt")
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "step-000001-abcd.dcp/..", 3])
+def test_a_folder_elsewhere_is_not_followed(tmp_path, name):
+    torch.save({"parts": {"folder": name, "files": {}}}, tmp_path / "last.pt")
+    with pytest.raises(Damaged, match=r"parts\.folder is"):
+        parts.named_in(str(tmp_path / "last.pt"))
 
 
 def test_each_checkpoint_has_a_folder_and_folders_without_one_are_removed(run_ranks, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckpttool.files import chain
 from tests.ranks import mortal, runs, trainings
 from tests.support.run_log import entries_of, timeless
 from train.checkpoint import files
@@ -44,6 +45,21 @@ def test_the_log_is_that_of_ddp_too(run_ranks, tmp_path):
     for name, settings in {"ours": SHARD, "ddp": {}}.items():
         run_ranks(2, runs.run, runs.steady, str(tmp_path / name), settings)
     assert timeless(entries_of(tmp_path / "ours")) == timeless(entries_of(tmp_path / "ddp"))
+
+
+def test_a_record_of_the_run_has_the_digests_that_ddp_gives_on_two_ranks(run_ranks, tmp_path):
+    for name, settings in {"ours": SHARD, "ddp": {}}.items():
+        run_ranks(2, runs.run, runs.steady, str(tmp_path / name), {**settings, "prove_every": 2})
+    ours, theirs = (
+        [link.entry for link in chain.read(str(tmp_path / name / chain.NAME))[0]] for name in ("ours", "ddp")
+    )
+    told = [
+        [(entry["kind"], entry["step"], entry.get("weights"), entry.get("score")) for entry in record[1:]]
+        for record in (ours, theirs)
+    ]
+    assert [kind for kind, *_ in told[0]].count("step") == 3
+    assert told[0] == told[1]
+    assert ours[0]["weights"] == theirs[0]["weights"]
 
 
 MOVES = {
