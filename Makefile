@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 # Of `make fault` and `make fuzz`.
 SECONDS ?= 600
 
-.PHONY: help demo test long coverage drill lint bench fault fuzz docs map clean
+.PHONY: help demo test long coverage drill gpu lint bench fault fuzz docs map clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /    make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -31,6 +31,9 @@ coverage: $(INSTALLED)  ## the test suite again, with the lines that no test run
 
 drill: $(INSTALLED)  ## runs killed in many ways, compared with undisturbed ones; a quarter of an hour
 	$(BIN)/python -m tests.drill
+
+gpu: $(INSTALLED)  ## what only a GPU can show, and the loop beside a bare one; writes docs/gpu.md
+	$(BIN)/python -m tests.gpu
 
 lint: $(INSTALLED)  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Steps per second of train/main.py against a bare DDP loop, accelerate and Lightning Fabric.
 
     python -m benchmarks.training
+    python -m benchmarks.training --shard    # --shard against a bare loop of fully_shard
 
 The same ResNet-20, data in memory, global batch and optimizer, on two ranks over gloo on the CPU. The ways
 take turns of some steps, round after round, in one pair of processes; a ratio is the median of the rounds'.
@@ -34,6 +35,11 @@ NAMES = {
     "fabric": "Lightning Fabric",
     "ours": "train/main.py",
 }
+SHARDED = {
+    "fully_shard": "a bare loop of `fully_shard`",
+    "fully_shard_again": "the same loop again (noise)",
+    "ours_shard": "train/main.py --shard",
+}
 Seconds = dict[str, list[tuple[float, float]]]
 
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning"}
@@ -61,6 +67,13 @@ def measure(
     return seconds
 
 
+def nccl(ranks: int) -> bool:
+    """Return whether each rank has a GPU, so that they are measured on those."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+
+
 def _launch(folder: Path, ways: list[str], ranks: int, counts: tuple[int, int, int]) -> Seconds:
     launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, CHILD]
     run(*launcher, folder, *counts, *ways, OMP_NUM_THREADS="1")
@@ -75,7 +88,8 @@ def ratio(seconds: Seconds, way: str, *, cpu: bool = False) -> float:
 
 def ratios(seconds: Seconds, way: str, *, cpu: bool = False) -> list[float]:
     """Return the speed of a way against the bare loop in each round."""
-    return [bare[cpu] / own[cpu] for bare, own in zip(seconds["bare"], seconds[way], strict=True)]
+    loop = seconds["bare" if "bare" in seconds else "fully_shard"]
+    return [bare[cpu] / own[cpu] for bare, own in zip(loop, seconds[way], strict=True)]
 
 
 def as_markdown(seconds: Seconds, steps: int) -> str:
@@ -92,22 +106,28 @@ def as_markdown(seconds: Seconds, steps: int) -> str:
 
 
 def _named(way: str) -> str:
+    name = {**NAMES, **SHARDED}[way]
     try:
-        return f"{NAMES[way]} {version(NEEDS[way])}" if way in NEEDS else NAMES[way]
+        return f"{name} {version(NEEDS[way])}" if way in NEEDS else name
     except PackageNotFoundError:
-        return NAMES[way]
+        return name
 
 
 def main() -> int:
-    options = parsed(parser_of("training", __doc__, ranks=2, launches=5, rounds=12, steps=2, batch=64))
-    ways = [way for way in NAMES if way not in NEEDS or find_spec(NEEDS[way])]
+    parser = parser_of("training", __doc__, ranks=2, launches=5, rounds=12, steps=2, batch=64)
+    parser.add_argument("--shard", action="store_true", help="compare --shard with fully_shard")
+    options = parsed(parser)
+    ways = list(SHARDED if options.shard else NAMES)
+    ways = [way for way in ways if way not in NEEDS or find_spec(NEEDS[way])]
     with tempfile.TemporaryDirectory(prefix="ckpttool-bench-") as name:
         folder = Path(name)
         load = machine.load()
         counts = {"ranks": options.ranks, "launches": options.launches, "rounds": options.rounds}
         seconds = measure(folder, ways, **counts, steps=options.steps, batch=options.batch)
         about = f"{machine.about(folder)}; {load} at the start"
-    what = f"ResNet-20, {options.ranks} ranks, gloo, global batch {options.batch}"
+    backend = "NCCL" if nccl(options.ranks) else "gloo"
+    ranks = f"{options.ranks} rank{'s' * (options.ranks != 1)}"
+    what = f"ResNet-20, {ranks}, {backend}, global batch {options.batch}"
     turns = f"{options.launches} launches of {options.rounds} rounds of {options.steps} steps"
     markdown = f"{as_markdown(seconds, options.steps)}\n\n{what}; {turns}. Measured {about}."
     show(markdown, options)

@@ -196,11 +196,13 @@ def load(job: Job) -> str:
     from ckpttool import formats
     from ckpttool.files.digest import digest
     from ckpttool.models.reloading import reload
+    from train.checkpoint import parts
 
     config = job.config
     earlier = prepare_output(config)
-    loaded = reload(config.checkpoint, job.model, state=config.state)
-    with formats.open(config.checkpoint) as checkpoint:
+    path = parts.named_in(config.checkpoint)
+    loaded = reload(path, job.model, state=config.state)
+    with formats.open(path) as checkpoint:
         of_state = digest(checkpoint.state(loaded.state).tensors)
     for path in earlier:  # last: an earlier evaluation is kept until the new one can begin
         os.remove(path)

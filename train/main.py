@@ -83,6 +83,9 @@ def prepare(config: TrainConfig) -> Job:
 
     trackers.check(config)
     place = find_place(config.backend)
+    if config.shard_offload and place.device.type == "cuda":
+        # Parts lie on the CPU, and their norm is summed there.
+        place = replace(place, backend="cpu:gloo,cuda:nccl")
     if config.deterministic:
         randomness.make_deterministic()
     if config.virtual_ranks and place.device.type == "cpu":

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -55,13 +56,36 @@ def epochs(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def bare(after_step: AfterStep, batch: int) -> None:
     """Train as the tutorials of DistributedDataParallel do."""
-    data = Pictures()
+    _bare(DistributedDataParallel(resnet20().to(device())), after_step, batch)
+
+
+def bare_fully_shard(after_step: AfterStep, batch: int) -> None:
+    """Train as the tutorials of FSDP2 do: each block is sharded, and then the model."""
+    model = resnet20().to(device())
+    for module in model.modules():
+        if type(module).__name__ == "Block":
+            fully_shard(module)
+    _bare(fully_shard(model), after_step, batch)
+
+
+def device() -> torch.device:
+    """Return this rank's GPU, or the CPU."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _bare(model: torch.nn.Module, after_step: AfterStep, batch: int) -> None:
+    data, on = Pictures(), device()
     sampler: DistributedSampler[Any] = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=batch // dist.get_world_size(), sampler=sampler)
-    model = DistributedDataParallel(resnet20())
+    pinned = on.type == "cuda"
+    loader = DataLoader(data, batch // dist.get_world_size(), sampler=sampler, pin_memory=pinned)
     optimizer = optimizer_for(model)
     model.train()
-    for inputs, labels in epochs(loader):
+    for cpu_inputs, cpu_labels in epochs(loader):
+        inputs, labels = (each.to(on, non_blocking=True) for each in (cpu_inputs, cpu_labels))
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
@@ -106,10 +130,10 @@ def with_fabric(after_step: AfterStep, batch: int) -> None:
         after_step()
 
 
-def ours(after_step: AfterStep, batch: int, out: str) -> None:
+def ours(after_step: AfterStep, batch: int, out: str, flags: Sequence[str] = ()) -> None:
     """Train as train/main.py does, in the group that there is, with its reports and limits."""
     recipe = ["--lr", str(LR), "--momentum", str(MOMENTUM), "--weight-decay", str(DECAY), "--decay-norms"]
-    _ours(after_step, batch, out, ["--data", f"{__file__}:pictures", "--model", "resnet20", *recipe])
+    _ours(after_step, batch, out, ["--data", f"{__file__}:pictures", "--model", "resnet20", *recipe, *flags])
 
 
 def _ours(after_step: AfterStep, batch: int, out: str, arguments: list[str]) -> None:
@@ -122,7 +146,7 @@ def _ours(after_step: AfterStep, batch: int, out: str, arguments: list[str]) -> 
         take_step(*given)
         after_step()
 
-    always = ["--batch-size", str(batch), "--backend", "gloo", "--epochs", "999", "--out", out]
+    always = ["--batch-size", str(batch), "--epochs", "999", "--out", out]
     job = main.prepare(command_line.parse([*arguments, *always]))
     main.take_step = stepped
     main.train(job)
@@ -154,13 +178,15 @@ def token_file(folder: str) -> str:
 def nanogpt(after_step: AfterStep, batch: int, folder: str) -> None:
     """Train in a bare loop, with blocks at random places of a mapped file, as nanoGPT's `get_batch` takes."""
     path, share = token_file(folder), batch // dist.get_world_size()
-    model = DistributedDataParallel(language_model())
+    model = DistributedDataParallel(language_model().to(device()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     while True:
         tokens = numpy.memmap(path, dtype="<u2", mode="r")  # anew for each batch: it would leak otherwise
         begins = torch.randint(len(tokens) - BLOCK, (share,))
         inputs, targets = (
-            torch.stack([torch.from_numpy(tokens[at : at + BLOCK].astype(numpy.int64)) for at in places])
+            torch.stack([torch.from_numpy(tokens[at : at + BLOCK].astype(numpy.int64)) for at in places]).to(
+                device(), non_blocking=True
+            )
             for places in (begins, begins + 1)
         )
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

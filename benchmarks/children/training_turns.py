@@ -71,8 +71,11 @@ def main(folder: str, rounds: int, steps: int, batch: int, names: list[str]) -> 
         "nanogpt": partial(loops.nanogpt, folder=folder),
         "nanogpt-again": partial(loops.nanogpt, folder=folder),
         "tokens": partial(loops.tokens, folder=folder),
+        "fully_shard": loops.bare_fully_shard,
+        "fully_shard_again": loops.bare_fully_shard,
+        "ours_shard": partial(loops.ours, out=os.path.join(folder, "run"), flags=["--shard"]),
     }
-    with distributed.process_group(distributed.find_place("gloo")) as place:
+    with distributed.process_group() as place:
         ways = {name: Turns(partial(made[name], batch=batch)) for name in names}
         for way in ways.values():
             way.take(max(3, steps))  # imports, buckets, memory

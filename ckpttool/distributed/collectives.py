@@ -29,6 +29,9 @@ T = TypeVar("T")
 LENGTH = struct.Struct("<q")
 NUMBER_AND_DIGEST = struct.Struct("<q32s")
 
+# Bytes from which on a message is sent.
+MESSAGE = 1 << 24
+
 
 class RankFailed(CkptToolError):
     """Another rank failed, and this one stops with it, with that rank's message, hint and exit code."""
@@ -88,15 +91,33 @@ def broadcast(read: Callable[[], T]) -> T:
 
 
 def broadcast_into(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite each tensor in place with rank 0's, of the same dtype and shape."""
+    """Overwrite each tensor in place with rank 0's, of the same dtype and shape; few messages for many."""
     if world_size() == 1:
         return
+    message: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        message.append(tensor)
+        size += tensor.nbytes
+        if size >= MESSAGE:
+            _broadcast_together(message)
+            message, size = [], 0
+    if message:
+        _broadcast_together(message)
+
+
+def _broadcast_together(tensors: list[torch.Tensor]) -> None:
+    if rank() == 0:
+        pieces = [transport.as_bytes(tensor).to(transport.device()) for tensor in tensors]
+        dist.broadcast(torch.cat(pieces) if len(pieces) > 1 else pieces[0], src=0)
+        return
+    sizes = [tensor.nbytes for tensor in tensors]
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device=transport.device())
+    dist.broadcast(data, src=0)
     with torch.no_grad():
-        for tensor in tensors:
-            if rank() == 0:
-                transport.broadcast_tensor(tensor)
-            else:
-                tensor.copy_(transport.receive_tensor(tensor.dtype, tuple(tensor.shape)))
+        for tensor, piece in zip(tensors, torch.split(data, sizes), strict=True):
+            # A copy, as bytes at an odd place can't be viewed as numbers.
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
 # ---- all ranks for all ---------------------------------------------------------------------------------

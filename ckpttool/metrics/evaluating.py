@@ -169,7 +169,14 @@ class Evaluator:
         batch_size: int = BATCH,
         device: torch.device | str = "cpu",
         load: Load | None = None,
+        in_step: bool = False,
     ) -> None:
+        """Deal the batches to the ranks.
+
+        Args:
+            in_step: ranks pass the model equally often, as a pass sends (FSDP2); those without a batch of
+                their own pass one sample, which does not count.
+        """
         self.samples, self.batch_size = len(cast(Sized, samples)), batch_size
         self.device = torch.device(device)
         self.number_of_batches = -(-self.samples // batch_size)
@@ -181,7 +188,10 @@ class Evaluator:
         self.rank_samples = [sum(map(len, batches.values())) for batches in of_ranks]
         self.numbers = list(of_ranks[collectives.rank()])
         self.batches = [list(batch) for batch in of_ranks[collectives.rank()].values()]
-        self.loader: Iterable[Any] = (load or _loader(samples))(self.batches)
+        self.rounds = -(-self.number_of_batches // self.world_size)
+        self.in_step = in_step
+        spare = [[0]] * (self.rounds - len(self.batches)) if in_step else []
+        self.loader: Iterable[Any] = (load or _loader(samples))([*self.batches, *spare])
 
     def classes(
         self,
@@ -209,16 +219,15 @@ class Evaluator:
     ) -> dict[str, torch.Tensor]:
         """Return this rank's rows: `index`, `prediction`, `label` (int64), `loss` (float64). A collective."""
 
-        def score(indices: list[int], batch: Any) -> tuple[torch.Tensor, ...]:
-            if check is not None:
-                check(batch, indices)
-            labels = batch[-1].to(torch.int64)
-            scores = forward(model, nested.moved(batch, self.device)).cpu()
+        def score(indices: list[int], batch: Any, outputs: Any) -> tuple[torch.Tensor, ...]:
+            labels = batch[-1].to(device="cpu", dtype=torch.int64)
+            scores = outputs.cpu()
             losses = F.cross_entropy(scores.double(), labels, reduction="none")
             return torch.tensor(indices), scores.argmax(dim=1), labels, losses
 
         none = [torch.zeros(0, dtype=getattr(torch, dtype)) for dtype in COLUMNS.values()]
-        columns = zip(none, *self._each(model, score), strict=True)
+        rows = self._each(model, score, check=check, forward=forward)
+        columns = zip(none, *rows, strict=True)
         return {name: torch.cat(column) for name, column in zip(COLUMNS, columns, strict=True)}
 
     def losses(
@@ -235,17 +244,13 @@ class Evaluator:
         """Sum the losses of all samples and compute metrics, over all ranks. A collective."""
         metrics = {name: measure.make() for name, measure in measured.items()}
 
-        def score(indices: list[int], batch: Any) -> tuple[list[int], float, float]:
-            if check is not None:
-                check(batch, indices)
-            batch = move(batch, self.device)
-            outputs = forward(model, batch)
+        def score(indices: list[int], batch: Any, outputs: Any) -> tuple[list[int], float, float]:
             total, count = _pair(loss(outputs, batch))
             for name, measure in measured.items():
                 update(name, metrics[name], measure.arguments, outputs, batch)
             return indices, total, count
 
-        rows = self._each(model, score)
+        rows = self._each(model, score, check=check, forward=forward, move=move)
         # Each rank has taken whole batches; that all samples were taken once is what the certificate says.
         taken = [index for indices, _, _ in rows for index in indices]
         gather(torch.tensor(taken, dtype=torch.int64), {}, samples=self.samples)
@@ -275,19 +280,47 @@ class Evaluator:
         about = replace(about, world_size=self.world_size, samples=self.samples, batch_size=self.batch_size)
         return replace(about, device=self.device.type, threads=torch.get_num_threads())
 
-    def _each(self, model: nn.Module, score: Callable[[list[int], Any], T]) -> list[T]:
+    def _each(
+        self,
+        model: nn.Module,
+        score: Callable[[list[int], Any, Any], T],
+        *,
+        check: Callable[[Any, Sequence[int]], None] | None,
+        forward: Forward,
+        move: Callable[[Any, torch.device], Any] = nested.moved,
+    ) -> list[T]:
         """Return what `score` returns for each of this rank's batches. A collective in each batch."""
         scored: list[T] = []
+        batches: Iterator[Any] = iter(())
+
+        def load(number: int) -> Any:
+            nonlocal batches
+            batches = iter(self.loader) if number == 0 else batches
+            batch = next(batches, None)
+            if check is not None and number < len(self.batches):
+                check(batch, self.batches[number])
+            return batch
+
+        def take(number: int, batch: Any) -> None:
+            if batch is None:
+                return
+            batch = move(batch, self.device)
+            outputs = forward(model, batch)
+            if number < len(self.batches):
+                scored.append(score(self.batches[number], batch, outputs))
+
         # Not inference_mode: a tensor that a model caches, as a mask by length, could not be trained with.
         with modes_kept(model), torch.no_grad():
             model.eval()
-            loaded: Iterator[Any] | None = None
-            for number in range(-(-self.number_of_batches // self.world_size)):
+            for number in range(self.rounds):
                 heartbeat.progress()
                 with collectives.fail_together():
-                    if number < len(self.batches):
-                        loaded = loaded or iter(self.loader)
-                        scored.append(score(self.batches[number], next(loaded)))
+                    batch = load(number)
+                    if not self.in_step:
+                        take(number, batch)
+                if self.in_step:  # a rank whose batch is bad must not leave the others in a pass
+                    with collectives.fail_together():
+                        take(number, batch)
         return scored
 
 

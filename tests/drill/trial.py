@@ -89,12 +89,14 @@ class Trial:
         ranks: of the run, at its start.
         save: `sync` or `async`.
         kills: in order, as the saboteur reads them.
+        flags: more ones of the trainer.
     """
 
     kind: Kind
     ranks: int
     save: str
     kills: tuple[dict[str, Any], ...]
+    flags: tuple[str, ...] = ()
 
 
 def draw(kind: Kind, chance: random.Random) -> Trial:
@@ -229,6 +231,7 @@ def arguments(trial: Trial, folder: Path) -> list[str]:
         *("--out", str(folder / "run"), "--resume", "auto", "--save-every", "1steps", "--log-every", "1"),
         *("--eval-batch", "2", "--save", trial.save),  # so that each rank evaluates
         *("--timeout", "60", "--join-timeout", "20", "--hang-timeout", "8"),
+        *trial.flags,
     ]
 
 
@@ -262,7 +265,7 @@ class Drill:
         if key not in self.wholes:
             kind = replace(UNDISTURBED, back="fewer" if fewer else "restart")
             place = self.folder / f"whole-{trial.ranks}-{fewer}"
-            run = Run(Trial(kind, trial.ranks, "sync", ()), place, fresh=False)
+            run = Run(Trial(kind, trial.ranks, "sync", (), trial.flags), place, fresh=False)
             problems = [*run.finish(), *run.close()]
             assert not problems, problems
             self.wholes[key] = run.folder / "run"

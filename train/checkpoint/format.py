@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed import collectives, divided, randomness
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from train.config.settings_file import SOURCES
@@ -30,10 +30,12 @@ from train.trainer.trainer import Trainer
 FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
     *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
-    *("out", "save_every", "save", "keep", "resume", "force", "change", "data_root", "download"),
+    *("out", "save_every", "save", "save_parts", "keep", "resume", "force", "change"),
+    *("data_root", "download"),
     "mixed_torch",
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
+    *("shard", "shard_blocks", "shard_offload", "mesh"),
     "skip_damaged",
     *("max_time", "eval_every", "eval_batch", "log_every", "preview", "json"),
     *("also_test", "tracker", "every", "profile", "keep_best", "stop_early", *SOURCES),
@@ -43,7 +45,7 @@ FREE = {
 COMPARED_BY_CONTENT = {"data", "test_data", "init", "init_allow_missing"}
 
 # Settings that no checkpoint records: its bytes are the same however it was written.
-HOW_TO_SAVE = {"save", "grace", *SOURCES}
+HOW_TO_SAVE = {"save", "save_parts", "grace", *SOURCES}
 
 
 class Each(NamedTuple):
@@ -96,6 +98,7 @@ STRUCTURE: dict[str, Any] = {
     "versions": Named(str, (str, int)),
     "training": str,
     "chain?": str,
+    "parts?": {"folder": str, "files": Named(str, str)},
 }
 
 # What `digests["run"]` is of.
@@ -109,12 +112,13 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     """Return everything that the next step depends on, without digests. A collective.
 
     The tensors of the model and the optimizer are their own, not copies. With `--zero` the optimizer's state
-    is rank 0's alone, and None on the others.
+    is rank 0's alone, and None on the others. With `--shard` they are copies on the CPU, and those that were
+    divided are rank 0's alone.
     """
     trainer.share_buffers()
+    tensors = {"model": trainer.ddp.state_dict(), **trainer.updater.state()}
     state = {
-        "model": trainer.ddp.state_dict(),
-        **trainer.updater.state(),
+        **(divided.whole(tensors) if trainer.config.shard and not trainer.config.save_parts else tensors),
         "progress": trainer.progress.state(),
         "plan": trainer.feed.state() | {"init": trainer.init},
         "rng": collectives.gather(randomness.take()),
@@ -134,7 +138,11 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         UsageFault: the model has parameters of other names or shapes than the saved one.
     """
     try:
-        trainer.ddp.load_state_dict(state["model"], strict=True)
+        own = trainer.ddp.state_dict()
+        parts = {
+            name: divided.part_like(value, own.get(name, value)) for name, value in state["model"].items()
+        }
+        trainer.ddp.load_state_dict(parts, strict=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error

@@ -17,6 +17,7 @@ from ckpttool.distributed import collectives, nested
 from ckpttool.errors import CheckFailed
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint.format import digest_of_run, same_on_ranks
+from train.checkpoint.parts import Parts, remove_unnamed
 from train.trainer.trainer import Trainer
 
 T = TypeVar("T")
@@ -37,11 +38,20 @@ class Save:
     """
 
     def __init__(
-        self, state: dict[str, Any], folder: str, names: list[str], finite: dict[str, Any], trainer: Trainer
+        self,
+        state: dict[str, Any],
+        folder: str,
+        names: list[str],
+        finite: dict[str, Any],
+        trainer: Trainer,
+        parts: Parts | None = None,
     ) -> None:
         self.state, self.folder, self.names, self.finite = state, folder, names, finite
         self.config, self.recorded = trainer.config, trainer.recorder.checkpoint
+        self.parts = parts  # the tensors, if they go into a folder
         self.placed: list[str] = []
+        parameters = trainer.ddp.named_parameters(remove_duplicate=False) if self.config.shard else ()
+        self.divided = {name for name, _ in parameters}
         self.step, self.best = state["progress"]["global_step"], state["progress"]["best"]
         self.digests: Future[dict[str, bytes]] = Future()  # of this rank's state, or why it can't be saved
         self.allowed: Future[None] = Future()  # all ranks are known to hold the same
@@ -70,8 +80,15 @@ class Save:
         parts = {part: collectives.digest_each(of_part) for part, of_part in values.items()}
         combined = {part: collectives.combined(digests).hex() for part, digests in parts.items()}
         self.state["digests"] = combined | {"run": digest_of_run(self.state)}
+        # Of what is divided among the ranks, each has a part of its own, and rank 0 the whole.
+        for of_part in parts.values():
+            for name in self.divided & of_part.keys():
+                del of_part[name]
         shared = dict(parts["model"])
-        if not self.state["config"]["zero"]:  # there each rank has a part of its own, and rank 0 the whole
+        if self.parts:
+            self.parts.write()
+            shared |= collectives.digest_each(self.parts.shared())
+        if not self.config.zero and not self.config.shard:
             shared |= parts["optimizer"]
         return shared | {f"the average of {name}": digest for name, digest in parts.get("ema", {}).items()}
 
@@ -81,12 +98,16 @@ class Save:
             _settle(self.written, self._write)
 
     def _write(self) -> None:
+        if self.parts:
+            self.allowed.result()
+            self.state["parts"] = self.parts.finish()
         checkpoint_files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
         if self.config.keep:
             checkpoint_files.drop_old(self.folder, self.config.keep, self.state["training"])
         if self.config.keep_best:
             best = [int(step) for _, step in self.state["progress"]["top"]]
             checkpoint_files.drop_worse(self.folder, best, self.state["training"])
+        remove_unnamed(self.folder)
 
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:

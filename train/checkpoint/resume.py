@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
-from train.checkpoint import init_from
+from train.checkpoint import init_from, parts
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import COMPARED_BY_CONTENT, FREE, malformed, read, restore, versions
 from train.config import training
@@ -21,6 +21,9 @@ from train.data.fingerprint import Contents, flat
 from train.model.schedule import total_steps
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
+
+# Settings in which sums are taken in another order, though it is the same training.
+DIVIDING = ("shard", "mesh")
 
 
 class Resumed(NamedTuple):
@@ -47,7 +50,7 @@ def resume(trainer: Trainer, folder: str) -> Resumed:
         return Resumed(unused if config.change else [])
     path, state, passed_over = opened
     with collectives.fail_together(), malformed(path):
-        restore(trainer, state)
+        restore(trainer, parts.joined(path, state, trainer.ddp.state_dict()))
         remarks = _remarks(trainer, state, path)
     return Resumed(passed_over + remarks, {name: state.get(name) for name in ("digests", "chain")})
 
@@ -96,6 +99,7 @@ def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
     """Return the checkpoint, if it is intact and belongs to this training; else raise as `resume`."""
     state = read(path)
     with malformed(path):
+        parts.check(path, state)
         _check_same_training(path, state, trainer)
         trainer.updater.require_same_names(state["optimizer"])
         _check_position(path, state, trainer)
@@ -200,8 +204,11 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
         but = " but for the repeats at the end of an epoch" * (trainer.feed.plan.sampler == "torch")
         but += ", and the same bits" * bool(config.virtual_ranks)
         remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps{but}")
-    were, are = state["versions"], versions(trainer.place.device)
-    if changed := [f"{name} {were.get(name)} -> {now}" for name, now in are.items() if were.get(name) != now]:
+    were, are = dict(state["versions"]), versions(trainer.place.device)
+    then, now = {**TrainConfig().plain(), **state["config"]}, config.plain()
+    were |= {name: then[name] for name in DIVIDING}
+    are |= {name: now[name] for name in DIVIDING}
+    if changed := [f"{name} {were.get(name)} -> {new}" for name, new in are.items() if were.get(name) != new]:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
     of_training, *_ = trainer.data.parts()
     varies = isinstance(of_training.samples, Keyed) and of_training.varying(0)
@@ -209,11 +216,10 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
         why = f"--data {trainer.data.name} draws from random generators of its own"
         others = "(Python's, numpy's and torch's own are seeded for each sample)"
         remarks.append(f"{why}, so this run differs from one that never stopped {others}")
-    then = {**TrainConfig().plain(), **state["config"]}
     remarks += [
-        f"{name.replace('_', '-')} {then[name]} -> {now}"
+        f"{name.replace('_', '-')} {then[name]} -> {now[name]}"
         for name in sorted(training.fields(config.change))
-        if then[name] != (now := config.plain()[name])
+        if then[name] != now[name]
     ]
     before_it = replace(config, epochs=then["epochs"], max_steps=then["max_steps"])
     if total_steps(before_it, steps) != total_steps(config, steps) and config.scheduler != "none":

@@ -24,6 +24,7 @@ from ckpttool.distributed import collectives, heartbeat
 from ckpttool.errors import FileError
 from train.checkpoint.files import BEST, LAST, numbered
 from train.checkpoint.format import capture
+from train.checkpoint.parts import Parts, split
 from train.checkpoint.pending_save import Save, Staging, tensors_of
 from train.trainer.trainer import Trainer
 
@@ -80,10 +81,16 @@ class Saver:
         state = capture(trainer)
         if collectives.rank() != 0:  # the others only compare
             state = {part: state[part] for part in COMPARED if part in state}
-        if config.save == "async" or any(tensor.device.type != "cpu" for tensor in tensors_of(state)):
+        parts = None
+        if config.save_parts:
+            state, tensors = split(state)
+            parts = Parts(tensors, self.folder, trainer.progress.global_step)
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_of(state))
+        if not config.shard and (config.save == "async" or not on_cpu):  # else it is a copy already
             state, statistics = self._staging.copy((state, statistics))
-        finite = {name: state["model"].get(f"module.{name}") for name, _ in model.named_parameters()}
-        self._pending = save = Save(state, self.folder, names, finite | statistics, trainer)
+        own = parts.local() if parts else state["model"]
+        finite = {name: own.get(f"module.{name}") for name, _ in model.named_parameters()}
+        self._pending = save = Save(state, self.folder, names, finite | statistics, trainer, parts)
         if config.save == "async":
             save.begin()
         else:
@@ -157,7 +164,11 @@ class Saver:
             save.leave()
             self._pending = None
             raise
-        save.allowed.set_result(None)
+        refused = save.parts.agree() if save.parts else None
+        if refused is not None:  # by one rank's disk: the save fails, and training goes on
+            save.allowed.set_exception(refused)
+        else:
+            save.allowed.set_result(None)
 
     def finish(self) -> None:
         """Wait until everything is written. A collective; FileError if the last save of a file failed."""

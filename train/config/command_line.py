@@ -13,7 +13,7 @@ from ckpttool.distributed.group import given_world_size, started_by_launcher
 from ckpttool.distributed.plan import ENDLESS, Plan
 from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import UsageFault
-from train.config import optimizing, settings_file
+from train.config import optimizing, settings_file, sharding
 from train.config.flags import GROUPS, Parser, add_flags, closest, name_of
 from train.config.training import TrainConfig, check
 
@@ -212,6 +212,7 @@ def check_plan(config: TrainConfig, world_size: int) -> None:
         other = "--rank-batch" if config.rank_batch else f"--sampler {config.sampler}"
         hint = "give one of them"
         raise UsageFault(f"--rank-share auto: {other} says already how a batch is dealt", hint=hint)
+    sharding.check(config, world_size)
     if config.virtual_ranks is not None:
         _check_virtual_ranks(config, config.virtual_ranks, world_size)
     check_dealt(make_plan(config, config.batch_size), world_size, called=flag)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import UsageFault
-from train.config import optimizing, shared, watching
+from train.config import optimizing, sharding, shared, watching
 from train.config.shared import Every, count, every, flag, real
 
 EACH_EPOCH = Every(1, "epochs")
@@ -73,6 +73,27 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerCon
         False, "model: compute activations again in the backward pass: less memory, more time"
     )
     find_unused: bool = flag(False, "model: let a forward pass leave parameters out, at the cost of a search")
+    shard: bool = flag(
+        False,
+        "model: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP)",
+    )
+    shard_blocks: tuple[str, ...] = flag(
+        (),
+        "model CLASS: with --shard: modules of this class are put together one at a time (the blocks that "
+        "--grad-checkpoint takes); may be repeated",
+        action="append",
+    )
+    shard_dtype: str | None = flag(
+        None, "model {bf16}: with --shard: send and use parameters in this type, and sum gradients in float32"
+    )
+    shard_offload: bool = flag(
+        False, "model: with --shard: keep parameters and the optimizer's state in the memory of the CPU"
+    )
+    mesh: str | None = flag(
+        None,
+        "model GROUPSxRANKS: with --shard: hold the model once in each group of ranks, as 2x4 (one group)",
+        type=sharding.mesh,
+    )
     epochs: int = count(10, "training: passes over the training samples (10)")
     max_steps: int | None = count(None, "training: end after this many optimizer steps")
     max_time: float | None = flag(
@@ -128,6 +149,11 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerCon
         "async",
         "saving {sync,async}: async (the default): train on while a copy of the state is written; sync: "
         "wait, without a copy",
+    )
+    save_parts: bool = flag(
+        False,
+        "saving: with --shard: let each rank write its part, into a folder that torch.distributed.checkpoint "
+        "and ckpttool merge read; last.pt names it",
     )
     grace: float = real(
         25.0,

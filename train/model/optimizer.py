@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckpttool.distributed.divided import part_like
 from ckpttool.errors import CkptToolError, UsageFault
 from train.config.training import TrainConfig
 from train.model import own_optimizer
@@ -93,12 +95,27 @@ def consolidated(optimizer: Optimizer) -> dict[str, Any] | None:
 def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Restore a whole state that `consolidated` returned, given on every rank; it is left unchanged."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict({**state, "state": _parts(optimizer, state["state"])})
         return
     # It puts None in place of what other ranks hold, and keeps a second copy in the outer optimizer.
     entries = {index: dict(entry) for index, entry in state["state"].items()}
     optimizer.load_state_dict({**state, "state": copy.deepcopy(entries)})
     optimizer.state.clear()
+
+
+def _parts(optimizer: Optimizer, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return this rank's part of a state whose parameters are divided, as with `--shard`."""
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    return {
+        index: {name: _part(value, parameters.get(index)) for name, value in entry.items()}
+        for index, entry in state.items()
+    }
+
+
+def _part(value: Any, parameter: nn.Parameter | None) -> Any:
+    if not isinstance(value, torch.Tensor) or parameter is None:
+        return value
+    return part_like(value, parameter)
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float | None) -> torch.Tensor:
@@ -110,6 +127,8 @@ def clip(parameters: Iterable[nn.Parameter], norm: float | None) -> torch.Tensor
     """
     once = {id(parameter): parameter for parameter in parameters if parameter.grad is not None}.values()
     total = nn.utils.get_total_norm([parameter.grad for parameter in once])  # type: ignore[misc]
+    if isinstance(total, DTensor):  # with --shard each rank has the norm of its part
+        total = total.full_tensor()
     if norm is not None:
         nn.utils.clip_grads_with_norm_(once, norm, total)
     return total

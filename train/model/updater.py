@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ckpttool.distributed import collectives
+from ckpttool.distributed.divided import part_like
 from ckpttool.errors import CheckFailed, UsageFault
 from train.config.training import TrainConfig
 from train.model import optimizer as optimizers
@@ -111,7 +112,7 @@ class Ema:
         for name, average in self._averages.items():
             if saved[name].shape != average.shape:
                 raise ValueError(f"the average of {name} has the shape {list(saved[name].shape)}")
-            average.copy_(saved[name])
+            average.copy_(part_like(saved[name], average))
         self.updates = state["updates"]
 
     def _values(self) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from ckpttool.files.failures import naming, reason
 from ckpttool.files.temporaries import remove_abandoned
 from train.checkpoint.files import BEST, LAST, LINK, NUMBERED, is_taken
 from train.checkpoint.format import require_file
+from train.checkpoint.parts import remove_unnamed
 from train.config import settings_file
 from train.config.training import TrainConfig
 from train.log.log_file import LOG
@@ -144,6 +145,7 @@ def _clear(folder: str) -> None:
     for path in (*_own_files(folder), *glob.glob(os.path.join(glob.escape(folder), TENSORBOARD))):
         if not is_taken(path):
             os.unlink(path)
+    remove_unnamed(folder)
 
 
 def _remove_leftovers(folder: str) -> None:

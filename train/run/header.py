@@ -9,6 +9,7 @@ from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.data.samples import count
 from train.data.stream import Stream
+from train.model.sharding import Sharded
 from train.trainer.trainer import Trainer
 
 
@@ -23,11 +24,16 @@ def header(trainer: Trainer, folder: str) -> dict[str, str]:
     return {
         "model": f"{config.model}, {parameters:,} parameters",
         "data": f"{data.name}\n{'':8}{describe(data)}{others}",
-        "ranks": f"{place.world_size} on {place.device.type} ({place.backend})",
+        "ranks": f"{place.world_size} on {place.device.type} ({place.backend}){_divided(trainer)}",
         "batch": f"{dealt}{virtual}, {_steps(trainer)}",
         "train": in_lines(recipe(config)),
         "out": folder,
     }
+
+
+def _divided(trainer: Trainer) -> str:
+    model = trainer.ddp
+    return f",\n{'':8}{model.about}" if isinstance(model, Sharded) else ""
 
 
 def describe(data: Data) -> str:

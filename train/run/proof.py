@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ckpttool.distributed import collectives, transport
+from ckpttool.distributed import collectives, divided, transport
 from ckpttool.distributed.lazy_order import InOrder
 from ckpttool.errors import FileError
 from ckpttool.files import chain
@@ -69,9 +69,10 @@ class Proof(Recorder):
 
     def begin(self, source: Mapping[str, Any] | None) -> None:
         """Write how the run begins here; `source` is of the checkpoint that it goes on from."""
-        collectives.from_rank_zero(lambda: self._write_begin(source))
+        weights = self._weights()
+        collectives.from_rank_zero(lambda: self._write_begin(source, weights))
 
-    def _write_begin(self, source: Mapping[str, Any] | None) -> None:
+    def _write_begin(self, source: Mapping[str, Any] | None, weights: Mapping[str, Any]) -> None:
         trainer, config = self.trainer, self.trainer.config
         if os.path.exists(self.path):  # a record that goes on
             with naming(self.path):
@@ -93,7 +94,7 @@ class Proof(Recorder):
             data=trainer.data.fingerprint,
             contents=trainer.data.contents,
             versions=versions(trainer.place.device),
-            weights=self._weights(),
+            weights=collectives.digest_all(weights),
         )
 
     def take(self, indices: list[int], batch: Any) -> None:
@@ -119,14 +120,16 @@ class Proof(Recorder):
             return
         of_ranks = collectives.gather(self._of_steps)
         self._of_steps = {}
-        collectives.from_rank_zero(partial(self._write_step, number, of_ranks))
+        collectives.from_rank_zero(partial(self._write_step, number, of_ranks, self._weights()))
 
-    def _write_step(self, number: int, of_ranks: list[dict[int, list[tuple[int, str]]]]) -> None:
+    def _write_step(
+        self, number: int, of_ranks: list[dict[int, list[tuple[int, str]]]], weights: Mapping[str, Any]
+    ) -> None:
         samples: dict[str, list[Any]] = {}
         for step in of_ranks[0]:
             pairs = sorted(pair for rank in of_ranks for pair in rank[step])
             samples[str(step)] = [[index for index, _ in pairs], "".join(digest for _, digest in pairs)]
-        self._write("step", step=number, weights=self._weights(), samples=samples)
+        self._write("step", step=number, weights=collectives.digest_all(weights), samples=samples)
 
     def epoch(self) -> None:
         """Write who takes which samples in the current epoch. A collective."""
@@ -186,8 +189,10 @@ class Proof(Recorder):
         finally:
             self._alone.release()
 
-    def _weights(self) -> str:
-        return collectives.digest_all(self.trainer.ddp.module.state_dict())
+    def _weights(self) -> dict[str, Any]:
+        """Return the model's state, whole on rank 0. A collective with `--shard`."""
+        state: dict[str, Any] = self.trainer.ddp.module.state_dict()
+        return divided.whole(state) if self.trainer.config.shard else state
 
     def _write(self, kind: str, **fields: Any) -> None:
         with self._alone:

@@ -18,6 +18,7 @@ from ckpttool.distributed.processes import started_by_spawn
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from train import console
+from train.checkpoint import parts
 from train.checkpoint.files import BEST, LAST
 from train.config import command_line
 from train.launch.stopping import Stop
@@ -240,7 +241,7 @@ class Report:
             console.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = os.path.join(self.folder, "model.safetensors")
-            strip = ["ckpttool", "strip-prefix", saved[0], model]
+            strip = ["ckpttool", "strip-prefix", parts.named_in(saved[0]), model]
             strip += ["--state", "ema.averages"] * bool(self.trainer.updater.ema)
             console.say(command_line.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
             same, threads = command_line.flags_of(self.trainer.config), torch.get_num_threads()

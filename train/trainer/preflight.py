@@ -16,7 +16,7 @@ from train.data.augment import augmented
 from train.data.data_set import Data
 from train.data.samples import count
 from train.data.stream import Stream
-from train.model import optimizer, schedule, updater, wrapping
+from train.model import optimizer, schedule, sharding, updater, wrapping
 from train.tasks.task import Task
 from train.trainer import virtual_ranks
 from train.trainer.selection import selection
@@ -47,6 +47,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
     optimizer.check(config, model)
+    sharding.check(config, model)
     trained = wrapping.as_trained(config, model)
     wrapping.check_batchnorm(config, model, trained, place, plan)
     if not wrapping.has_torchs_sync(trained):  # it works only on GPUs and in groups

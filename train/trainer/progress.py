@@ -34,14 +34,24 @@ OWN = ""  # its name
 class Scorer:
     """Scores bare models on one test set. Keeps its loading processes from one score to the next."""
 
-    def __init__(self, data: Data, task: Task, place: Place, *, batch_size: int, workers: int = 0) -> None:
+    def __init__(
+        self,
+        data: Data,
+        task: Task,
+        place: Place,
+        *,
+        batch_size: int,
+        workers: int = 0,
+        in_step: bool = False,  # see Evaluator
+    ) -> None:
         self.data, self.task = data, task
         assert data.test is not None
         self.before_batch: Callable[[], object] = lambda: None  # what it raises ends the evaluation
         self.measures = measures(task.metrics)
         how: dict[str, Any] = {"collation": data.collation("test"), "again": True}
         loaded = partial(load, data.test, place=place, workers=workers, **how)
-        self.evaluator = Evaluator(data.test, batch_size=batch_size, device=place.device, load=loaded)
+        dealt: dict[str, Any] = {"batch_size": batch_size, "device": place.device, "load": loaded}
+        self.evaluator = Evaluator(data.test, **dealt, in_step=in_step)
 
     def score(self, model: nn.Module, *, checkpoint: str | None = None) -> Score:
         """Return the score over the samples of all ranks; `checkpoint` is the digest for the certificate.

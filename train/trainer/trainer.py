@@ -25,6 +25,7 @@ from train.data.data_set import Data
 from train.log.speed import Work, flops_of, peak_of
 from train.log.step_log import StepLog
 from train.model import wrapping
+from train.model.sharding import Sharded
 from train.model.updater import Updater
 from train.tasks.builtin import Classification
 from train.tasks.task import Task
@@ -33,8 +34,19 @@ from train.trainer.progress import OWN, Progress, Recorder, Score, Scorer, Score
 from train.trainer.selection import selection
 
 
+def _wrapped(config: TrainConfig, model: nn.Module, place: Place) -> DistributedDataParallel | Sharded:
+    if config.shard:
+        return Sharded(config, model, place)
+    how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
+    return DistributedDataParallel(model, find_unused_parameters=config.find_unused, **how)
+
+
 class Trainer:
-    """A model on this rank, wrapped in DDP, with its samples, what updates it, and how far it has come."""
+    """A model on this rank, with its samples, what updates it, and how far it has come.
+
+    Attributes:
+        ddp: the model in DDP, or in what takes its place with `--shard`.
+    """
 
     def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
         self.config, self.data, self.place, self.task = config, data, place, task
@@ -42,35 +54,44 @@ class Trainer:
         self.progress = Progress()
         self.selection = selection(config.best, task, tuple(data.others))
         scored: dict[str, Any] = {"batch_size": config.eval_batch, "workers": config.workers}
+        scored["in_step"] = config.shard
         of_test_sets = {OWN: data, **data.others} if data.test is not None else {}
         self.scorers = {name: Scorer(each, task, place, **scored) for name, each in of_test_sets.items()}
-        model = model.to(place.device)
+        if not config.shard:  # there a rank may have no room for it
+            model = model.to(place.device)
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
         self._dummy_batch = self.feed.batch_of([0])
+        self._draws = self._draws_numbers(model) if config.accumulate > 1 or config.resume else False
         work = self._work(model)
         wrapping.wrap(config, model)
-        how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
-        self.ddp = DistributedDataParallel(model, find_unused_parameters=config.find_unused, **how)
+        self.ddp = _wrapped(config, model, place)
         self.updater = Updater(config, self.ddp, place.device, self.feed.expected_steps)
         self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
         self.log.work = work
         self.init: str | None = None  # the digest of the weights that --init gave
         self.before_update: Callable[[], object] = lambda: None
-        settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
+        if not config.shard:
+            settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
 
     def _work(self, model: nn.Module) -> Work:
-        """Return what is known of the work of a model that is not wrapped yet; only rank 0 logs it."""
+        """Return what is known of the work of a model that is not wrapped yet; only rank 0 logs it.
+
+        With `--shard` its operations are not counted: a rank may have no room for gradients of the whole.
+        """
         place, task = self.place, self.task
         if place.rank != 0:
             return Work()
+        peak = peak_of(place.device, self.config.amp, place.world_size)
+        if self.config.shard:
+            return Work(task.unit, peak=peak)
         forward = partial(task.forward, model)
         flops = flops_of(lambda: run_dummy_pass(model, self._dummy_batch, forward, together=False))
         for parameter in model.parameters():
             parameter.grad = None
-        return Work(task.unit, flops, peak_of(place.device, self.config.amp, place.world_size))
+        return Work(task.unit, flops, peak)
 
     @property
     def recorder(self) -> Recorder:
@@ -89,8 +110,9 @@ class Trainer:
 
     def passes(self, step: Step) -> int:
         """Return the number of forward passes of this rank in a step: its own, at least one; or the most of
-        any rank, if layers are synchronised and every rank must pass them equally often."""
-        return step.passes if self.config.batchnorm == "sync" else max(len(step.micro_batches), 1)
+        any rank, if a pass sends, as through synchronised layers, and ranks must take equally many."""
+        in_step = self.config.batchnorm == "sync" or self.config.shard
+        return step.passes if in_step else max(len(step.micro_batches), 1)
 
     def run_dummy_step(self, *, together: bool = True) -> None:
         """Run a pass with a gradient of zero, as this rank has no samples for it; others train in it if
@@ -107,18 +129,23 @@ class Trainer:
         """Return why another `--accumulate` would be another training; "" if it would be the same.
 
         With `shares`, why other shares of the ranks would be: synchronised layers don't depend on those.
-        Not a collective; leaves no trace.
+        Not a collective.
         """
         norms = [layer for layer in self.ddp.modules() if isinstance(layer, _BatchNorm) and layer.training]
         synced = nn.SyncBatchNorm, batchnorm.SyncBatchNorm
         by_pass = any(not (shares and isinstance(layer, synced)) for layer in norms)
         reasons = ["BatchNorm normalises each pass by itself"] * by_pass
-        with torch.no_grad(), leaving_no_trace(self.ddp, together=False), self.not_compiled():
-            before = collectives.digest_all(randomness.take())
-            self.task.forward(self.ddp.module, self._dummy_batch)
-            if collectives.digest_all(randomness.take()) != before:
-                reasons.append("random numbers (as of dropout) are drawn pass by pass")
+        reasons += ["random numbers (as of dropout) are drawn pass by pass"] * self._draws
         return ", and ".join(reasons)
+
+    def _draws_numbers(self, model: nn.Module) -> bool:
+        """Return whether a model draws random numbers in a pass. Not a collective; leaves no trace."""
+        device = next(model.parameters()).device  # with --shard it is not where it will be trained
+        batch = self.task.batch_to(self._dummy_batch, device)
+        with torch.no_grad(), leaving_no_trace(model, together=False):
+            before = collectives.digest_all(randomness.take())
+            self.task.forward(model, batch)
+            return collectives.digest_all(randomness.take()) != before
 
     def average_over_count(self, step: Step, sums: Sums) -> tuple[Step, bool]:
         """Make the reduced gradients those of the mean over all that the ranks counted. A collective.

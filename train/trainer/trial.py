@@ -22,7 +22,7 @@ from train.data.batches import trial_batch
 from train.data.data_set import Data
 from train.data.samples import Samples, count
 from train.data.stream import Stream
-from train.model import wrapping
+from train.model import sharding, wrapping
 from train.tasks.builtin import Classification, ModelLoss, loss_in
 from train.tasks.task import PAIR, Task, UserTask
 
@@ -132,6 +132,7 @@ def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan
                 raise UsageFault(what, hint=hint) from error
             raise wrapping.batch_of_one(config.model, plan, world_size) from error
         raise trial.unfit(error) from error
+    sharding.check_outputs(config, outputs)
     total, _ = trial.loss(outputs, batch, smallest)
     check_count(trial, outputs, smallest)
     if not total.requires_grad:

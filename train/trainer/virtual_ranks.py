@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ckpttool.distributed import collectives, heartbeat, randomness, transport
@@ -78,7 +77,7 @@ def take_step(
         gradients.take(virtual % len(steps))
     with trainer.log.phase("reduce"):
         gradients.sum_over_ranks()
-        broadcast_buffers(model)
+        collectives.broadcast_into(model.buffers())  # which are those of virtual rank 0
         step, counted = trainer.average_over_count(step, sums)
     with trainer.log.phase("update"):
         norm = trainer.update(counted)
@@ -157,18 +156,3 @@ def _gathered(rows: torch.Tensor) -> torch.Tensor:
     all_rows = rows.new_empty((len(rows) * collectives.world_size(), *rows.shape[1:]))
     transport.all_gather_tensor(all_rows.view(torch.uint8), rows.view(torch.uint8))  # any dtype
     return all_rows
-
-
-def broadcast_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's buffers, which are those of virtual rank 0, in one message. A collective."""
-    buffers = list(model.buffers())
-    if collectives.world_size() == 1 or not buffers:
-        return
-    pieces = [transport.as_bytes(buffer) for buffer in buffers]
-    whole = torch.cat(pieces)
-    dist.broadcast(whole, 0)
-    if collectives.rank() == 0:
-        return
-    with torch.no_grad():
-        for buffer, piece in zip(buffers, whole.split([len(piece) for piece in pieces]), strict=True):
-            buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
