@@ -20,7 +20,8 @@ from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFa
 from tests.ranks import trainings
 from train.config.training import TrainConfig
 from train.data import data_set
-from train.data.batches import Undamaged, collate, load
+from train.data.batches import Undamaged, batch_of, load
+from train.data.collate import Collation
 from train.data.tar_shards import TarShards
 
 
@@ -151,7 +152,7 @@ def test_a_shard_damaged_in_the_middle_of_an_epoch_is_named_or_its_samples_are_l
         samples[0]
     with pytest.raises(Unreadable, match=r"d\.tar"):
         samples[8]
-    read = collate(Undamaged(samples).__getitems__([0, 1, 8]))
+    read = batch_of(Undamaged(samples), Collation(), [0, 1, 8])
     assert read.taken == [1]
     assert read.samples[1].tolist() == [1]
     assert [what.split(":")[0] for what in read.skipped] == ["training sample 0", "training sample 8"]
