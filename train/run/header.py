@@ -20,7 +20,8 @@ def header(trainer: Trainer, folder: str) -> dict[str, str]:
     virtual = " on virtual ranks" if config.virtual_ranks else ""
     plan = trainer.feed.plan
     dealt = shares(plan, config.virtual_ranks or place.world_size)
-    others = "".join(f"\n{'':8}{name}: {count(other.train):,} samples" for name, other in data.others.items())
+    tests = {name: other.parts()[-1].samples for name, other in data.others.items()}
+    others = "".join(f"\n{'':8}{name}: {count(samples):,} samples" for name, samples in tests.items())
     return {
         "model": f"{config.model}, {parameters:,} parameters",
         "data": f"{data.name}\n{'':8}{describe(data)}{others}",

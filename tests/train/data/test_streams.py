@@ -407,6 +407,36 @@ def test_settings_that_need_the_numbers_of_samples_are_refused(settings, wrong):
         preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
 
 
+@pytest.mark.parametrize(
+    "settings", [{"best": "loss"}, {"keep_best": 2}, {"stop_early": 3}, {"also_test": ("ood=fake:9",)}]
+)
+def test_what_needs_scores_is_refused_where_nothing_is_scored(settings):
+    data, config = stream("one"), TrainConfig(scheduler="none", **settings)
+    (name,) = settings
+    with pytest.raises(UsageFault, match=f"--{name.replace('_', '-')}: --data digits has no test samples"):
+        preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+
+
+def test_a_schedule_longer_than_the_stream_says_it_is_is_refused():
+    data, config = stream("one"), TrainConfig(scheduler="none", warmup=Every(99, "steps"), batch_size=BATCH)
+    preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+    data.train.length = SAMPLES
+    with pytest.raises(UsageFault, match="--warmup 99steps: is 99 steps, but the whole training has only 60"):
+        preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+
+
+def test_the_source_of_a_stream_may_make_the_batches(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    data = data_set.load(TrainConfig(data=f"{tmp_path}/own.py:ragged"))
+    data.train.batch_size = 4
+    places, place = [[0, 1, 2, 3], [4, 5, 6, 7]], trainings.place(0, 1)
+    for workers in (0, 2):
+        batches = load(data.train, places, place, workers, collation=data.collation("training"))
+        assert [tuple(read.samples[0].shape) for read in batches] == [(4, 4), (3, 7)]
+    tested = load(data.test, places, place, 0, collation=data.collation("test"))
+    assert [tuple(texts.shape) for texts, _ in tested] == [(4, 4), (4, 8)]
+
+
 def test_a_position_that_is_not_restored_is_found_before_a_step_is_taken(run_ranks, tmp_path):
     run_ranks(1, run, str(tmp_path / "whole"), "one", Liar, EVERY, 4)
     stopped = {"resume": str(tmp_path / "whole" / "step-000003.pt")}
@@ -479,6 +509,14 @@ class Endless(Numbers):
 empty = lambda: Numbers([])
 endless = lambda: (Numbers([1]), Endless([]))
 both = lambda: (Numbers(range(9)), Numbers(range(7)))
+class Ragged(Numbers):
+    def __iter__(self):
+        for number in self.numbers:
+            yield torch.ones(number + 1), number % 2
+    def collate(self, samples):
+        texts, labels = zip(*samples)
+        return torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True), torch.tensor(labels)
+ragged = lambda: (Ragged(range(7)), Ragged(range(8)))
 """
 
 

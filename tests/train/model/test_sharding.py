@@ -142,6 +142,7 @@ REFUSED = {
     "--shard-blocks Block": "--shard-blocks: needs --shard",
     "--shard-dtype bf16": "--shard-dtype: needs --shard",
     "--shard-offload": "--shard-offload: needs --shard",
+    "--shard --every 3 own.py:look": "--shard and --every: its function gets a copy of the model",
     "--shard --zero": "--shard and --zero: the optimizer's state is divided already",
     "--shard --virtual-ranks 4": "--shard and --virtual-ranks 4: they add whole gradients",
     "--shard --find-unused": "--shard and --find-unused: gradients of a unit are sent as one",
