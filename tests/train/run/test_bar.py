@@ -96,8 +96,12 @@ def test_the_log_says_how_much_is_computed_in_a_second_and_the_memory(run_ranks,
         assert "mfu" not in entry and 1e7 < entry["peak_memory"] < 1e11
 
 
-def figures(latest: dict[str, float], unit: str = "", done: int = 30) -> list[str]:
+def figures(
+    latest: dict[str, float], unit: str = "", done: int = 30, steps: int | None = 50, most: int | None = None
+) -> list[str]:
     trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(max_steps=most),
+        feed=SimpleNamespace(known_steps=steps),
         log=SimpleNamespace(latest=latest, work=Work(unit)),
         place=SimpleNamespace(device=torch.device("cpu")),
         progress=SimpleNamespace(global_step=10),
@@ -115,6 +119,8 @@ def test_the_bar_has_the_speed_the_utilisation_the_memory_and_the_time_left():
     assert memory.endswith(" GB") and left == "2:00 left"  # 60 of 90 steps, 2 s each
     assert figures({"tokens_per_second": 56789.0}, "tokens")[0] == "56,789 tokens/s"
     assert len(figures({}, done=0)) == 1
+    assert len(figures({}, steps=None)) == 1  # of a stream of no known length, nobody knows the time left
+    assert figures({}, steps=None, most=100)[1] == "2:00 left"
 
 
 def test_a_time_is_shown_in_hours_minutes_and_seconds():
