@@ -20,7 +20,12 @@ from .header import BLOCK
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-UNSIGNED = {1: np.uint8, 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+UNSIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 
 # Places that are read together: 1 MiB of them, of 8 bytes each.
 MANY = 1 << 17
@@ -189,4 +194,3 @@ def _bytes(values: NDArray[Any]) -> memoryview:
 def values_of(path: str, tensor: TensorRef) -> Computed:
     """Return the values of a tensor that are not one stretch of bytes, row-major and little-endian."""
     return computed(path, tensor.nbytes, lambda number, out: fill_values(tensor, number * BLOCK, out))
-

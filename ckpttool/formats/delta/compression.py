@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 from ...errors import Unsupported, install
 
-# The fastest level packs XORs of weights best, too: longer searches find matches that cost more than they say.
+# The fastest level packs XORs of weights best: what a longer search finds costs more to say than it saves.
 LEVEL = 1
 
-Compress = Callable[[memoryview], bytes]
+Compress = Callable[[Any], bytes]
 Decompress = Callable[[memoryview, int], bytes]
 
 

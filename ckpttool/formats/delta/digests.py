@@ -15,7 +15,11 @@ from .header import Digests
 
 
 def digests_of(
-    checkpoint: Checkpoint, *, whole: bool, storages: Mapping[str, TensorRef] | None = None, progress: Progress
+    checkpoint: Checkpoint,
+    *,
+    whole: bool,
+    storages: Mapping[str, TensorRef] | None = None,
+    progress: Progress,
 ) -> Digests:
     """Return the digests of a checkpoint, whose bytes are read once.
 

@@ -133,7 +133,7 @@ class Encoder:
         if task.wants_xor:
             if not hasattr(_of_thread, "compress"):
                 _of_thread.compress = compression.compressor()
-            frame = _of_thread.compress(memoryview(planes(before)).cast("B"))
+            frame = _of_thread.compress(planes(before))
         packed = changed * (task.places.itemsize + values.itemsize)
         if task.wants_sparse and (packed <= len(new) or NEW not in self.ways):
             where = np.flatnonzero(before)

@@ -158,14 +158,9 @@ def read_header(file: Checkpoint) -> Header:
     try:
         tensors = {name: _entry(name, entry) for name, entry in _object(said.get("tensors")).items()}
         base, new = _object(said.get("base")), _object(said.get("new"))
-        metadata = _object(new.get("metadata"))
-        if not all(isinstance(text, str) for text in metadata.values()) or type(new.get("full")) is not bool:
-            raise BadHeader("has malformed metadata")
-        name, prefix = _text(base.get("name")), _text(base.get("prefix"))
-        if name and (name != os.path.basename(name) or name in (".", "..") or "\0" in name):
-            raise BadHeader(f"names the base {name[:80]!r}, which is no name of a file beside it")
-        found = Base(name, prefix, _digests(base))
-        return Header(found, _digests(new), new["full"], metadata, tensors)
+        found = Base(_file_name(base.get("name")), _text(base.get("prefix")), _digests(base))
+        metadata = {name: _text(text) for name, text in _object(new.get("metadata")).items()}
+        return Header(found, _digests(new), new.get("full") is True, metadata, tensors)
     except BadHeader as fault:
         raise Damaged(file.path, f"its entry '{ENTRY}' {fault}") from None
 
@@ -182,6 +177,13 @@ def _text(value: Any) -> str:
     return value
 
 
+def _file_name(value: Any) -> str:
+    name = _text(value)
+    if name and (name != os.path.basename(name) or name in (".", "..") or "\0" in name):
+        raise BadHeader(f"names the base {name[:80]!r}, which is no name of a file beside it")
+    return name
+
+
 def _digests(said: Mapping[str, Any]) -> Digests:
     state, whole = said.get("digest"), said.get("whole")
     if not all(each is None or (isinstance(each, str) and DIGEST.fullmatch(each)) for each in (state, whole)):
@@ -193,22 +195,18 @@ def _digests(said: Mapping[str, Any]) -> Digests:
 
 def _entry(name: str, value: Any) -> Entry:
     said = _object(value)
-    kind, shape, parts = said.get("as"), said.get("shape"), _object(said.get("in"))
+    kind, parts, shape = _text(said.get("as")), _object(said.get("in")), said.get("shape")
     dtype = DTYPES.get(_text(said.get("dtype")))
-    is_known = isinstance(kind, str) and kind in PARTS and dtype is not None and dtype.safetensors is not None
-    if not is_known or len(parts) != PARTS[kind] or not all(map(_is_crc, parts.values())):
-        raise BadHeader(f"has a malformed entry for '{name[:80]}'")
+    if dtype is None or dtype.safetensors is None:
+        raise BadHeader(f"has a type of '{name[:80]}' that safetensors lacks")
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(map(is_count, shape)):
         raise BadHeader(f"has a malformed shape of '{name[:80]}'")
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise BadHeader(f"has a shape of '{name[:80]}' larger than any file")
-    if (kind == NEW) != ("base" not in said):
+    base, sums = said.get("base"), [*parts.values(), *([said.get("base_crc32")] if "base" in said else [])]
+    if PARTS.get(kind) != len(parts) or not all(map(_is_crc, sums)) or (kind == NEW) != (base is None):
         raise BadHeader(f"has a malformed entry for '{name[:80]}'")
-    if kind == NEW:
-        return Entry(kind, dtype, tuple(shape), parts)
-    if not _is_crc(said.get("base_crc32")):
-        raise BadHeader(f"has a malformed checksum for '{name[:80]}'")
-    return Entry(kind, dtype, tuple(shape), parts, _text(said["base"]), said["base_crc32"])
+    return Entry(kind, dtype, tuple(shape), parts, *(() if base is None else (_text(base), sums[-1])))
 
 
 def _is_crc(value: object) -> bool:

@@ -31,7 +31,6 @@ class Link:
 
     checkpoint: Checkpoint
     header: Header | None = None
-    file: Checkpoint | None = None  # the delta
 
 
 def split(name: str) -> list[str]:
@@ -85,7 +84,7 @@ def _with_bases(file: Checkpoint, open_file: Open) -> Iterator[Checkpoint]:
     while is_delta(file):
         if file.source.identity in seen or len(seen) == LONGEST:
             what = "is its own base, by way of others" if len(seen) < LONGEST else "has too many deltas below"
-            raise Unreadable(file.path, f"{what}: there is no checkpoint at the bottom", hint=_shorter(file.path))
+            raise Unreadable(file.path, what, hint=_shorter(file.path))
         seen.add(file.source.identity)
         file = _beside(file, open_file)
         yield file
@@ -121,11 +120,11 @@ def joined(below: Link, file: Checkpoint) -> Link:
     tree, protocol = full_json.decode_entry(file.path, made, file.metadata.get(TREE, ""), TREE)
     kept = header.metadata
     new = Checkpoint(file.source, NAME, tree, protocol, kept, full=header.full)
-    return Link(new, header, file)
+    return Link(new, header)
 
 
 def agree(wanted: Digests, found: Digests) -> bool:
-    """Return whether a checkpoint has the digest that is wanted: of the whole where the state is not enough."""
+    """Return whether a digest is the one that is wanted: of the whole where the state is not enough."""
     return wanted.state == found.state if wanted.whole is None else wanted.whole == found.whole
 
 
@@ -133,7 +132,7 @@ def wrong_base(path: str, delta: str, base: Base, found: str) -> Refused:
     """Return the error for a base that is not the one that a delta was made from."""
     named = f" ('{base.name[:80]}')" if base.name else ""
     what = f"is not the base of {delta}: that has the digest {base.digests.shown}{named}, this {found}"
-    return Refused(path, what, hint="ckpttool digest FILE… finds it: the whole digest is in the delta's header")
+    return Refused(path, what, hint="ckpttool digest FILE… prints the digests of others")
 
 
 def base_tensors(base: Checkpoint) -> tuple[dict[str, TensorRef], str]:
@@ -204,9 +203,9 @@ class _Tensors:
             raise self._refused(f"it has no tensor '{wanted[:80]}'")
         if (tensor.dtype, tensor.nbytes) != (entry.dtype, entry.nbytes):
             raise self._refused(f"'{wanted[:80]}' is {tensor.dtype.name} {str(list(tensor.shape))[:80]}")
-        if tensor.nbytes == tensor.storage.nbytes and tensor.is_plain:
-            if tensor.storage.crc32 not in (None, entry.base_crc32):
-                raise self._refused(f"'{wanted[:80]}' has other values")
+        is_summed = tensor.is_plain and tensor.nbytes == tensor.storage.nbytes
+        if is_summed and tensor.storage.crc32 not in (None, entry.base_crc32):
+            raise self._refused(f"'{wanted[:80]}' has other values")
         return entry.over(_summed(tensor, entry))
 
     def _refused(self, what: str) -> Refused:

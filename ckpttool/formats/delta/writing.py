@@ -7,7 +7,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
@@ -17,14 +17,15 @@ from ...files.copying import Progress
 from ...inert_pickle.values import OrderedDict_
 from ...remote.urls import is_url
 from ...tensors.ref import Source, TensorRef
-from ..saving.destination import Saved, format_of_name
+from ..reading import File, open_alone, opened
 from ..safetensors import NAME as SAFETENSORS
+from ..saving.destination import Saved, format_of_name
 from ..saving.saving import save
 from . import compression
 from .digests import digests_of
+from .encoding import INT32, Encoded, Encoder, Pair
 from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Digests, Entry, Header
 from .reading import NAME, Link, base_tensors, joined
-from .encoding import INT32, Encoded, Encoder, Pair
 
 VLLM = "vllm"
 
@@ -56,12 +57,11 @@ class _Job:
     new: Checkpoint
     path: str
     progress: Progress
-    saving: dict[str, object] = field(default_factory=dict)
 
 
 def write_delta(
-    base: Checkpoint,
-    new: Checkpoint,
+    base: File,
+    new: File,
     path: str | os.PathLike[str],
     *,
     layout: str | None = None,
@@ -69,15 +69,17 @@ def write_delta(
     force: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
+    expect: Progress | None = None,
 ) -> Delta:
-    """Write what changed from one checkpoint to another, so that `apply` makes the newer one of the older.
+    """Write what changed from one checkpoint to another, so that `apply_deltas` makes the newer of the older.
 
-    It is lossless to the last bit: values of every type, names, order, ties, shapes, and everything else that
-    `--full` keeps. Each tensor takes the smallest of: nothing, if it is the base's; the places and values that
-    differ; the XOR with the base's in byte planes, packed by zstd; itself. docs/deltas.md defines the file.
+    It is lossless to the last bit: values of every type, names, order, ties, shapes, and everything else
+    that `--full` keeps. Each tensor takes the smallest of: nothing, if it is the base's; the places and
+    values that differ; the XOR with the base's in byte planes, packed by zstd; itself. docs/deltas.md defines
+    the file.
 
     Args:
-        base: the older checkpoint.
+        base: the older checkpoint: a path, or an open one.
         new: the newer one.
         path: the delta, a file of safetensors; `-` is standard output.
         layout: None, or `vllm` for the layout of vLLM's sparse patches alone, from which nothing but changed
@@ -85,30 +87,36 @@ def write_delta(
         verify: True: apply what was written to the base, and compare the digest.
         force: replace an existing file.
         dry_run: write nothing; the same result.
-        progress: called with the number of bytes after each piece: of both files once to compare them and
-            once for their digests.
+        progress: called with the number of bytes after each piece: of the newer one to compare it, and of
+            both for their digests.
+        expect: called first, with about the number of bytes that progress will come to.
+
+    Returns:
+        What was written, and how many tensors in which form.
 
     Raises:
         UsageFault: the name is not one of safetensors, or there is a file already (OutputExists).
-        Refused: the newer one holds what its tree does not, such as code; it was changed while it was read; or
-            `vllm` can't hold a change.
+        Refused: the newer one holds what its tree does not, such as code; a file was changed while it was
+            read; or `vllm` can't hold a change.
         Unreadable, Damaged, Unsupported, NoState: as for reading the two.
     """
     name = os.fspath(path)
     if name != "-" and format_of_name(name) != SAFETENSORS:
         raise UsageFault(f"{name}: a delta is a file of safetensors", hint="end its name in .safetensors")
-    before = _versions(base, new)
-    job = _Job(base, new, name, progress or (lambda count: None), {"force": force, "dry_run": dry_run})
-    make = _patch if layout == VLLM else _delta
-    file, entries, digests = make(job)
-    _require_unchanged(before, _versions(base, new))
-    saved = save(file, name, to=SAFETENSORS, verify=None if verify is None else verify, **job.saving)  # type: ignore[arg-type]
-    if verify and layout is None and not dry_run and name != "-":
-        _require_same(job, name, digests[1])
-    kinds = Counter(entry.kind for entry in entries.values())
-    counted = {kind: kinds[kind] for kind in (SAME, SPARSE, XOR, NEW)}
-    is_packed = layout is None and not compression.is_there()
-    return Delta(saved, counted, new.nbytes, digests[0].state, digests[1].state, is_packed)
+    with opened(base) as older, opened(new) as newer:
+        before = _versions(older, newer)
+        if expect is not None:
+            expect(older.nbytes + 2 * newer.nbytes)
+        job = _Job(older, newer, name, progress or (lambda count: None))
+        file, entries, digests = _patch(job) if layout == VLLM else _delta(job)
+        _require_unchanged(before, _versions(older, newer))
+        saved = save(file, name, to=SAFETENSORS, verify=verify, force=force, dry_run=dry_run)
+        if verify and layout is None and not dry_run and name != "-":
+            _require_same(job, name, digests[1])
+        kinds = Counter(entry.kind for entry in entries.values())
+        counted = {kind: kinds[kind] for kind in (SAME, SPARSE, XOR, NEW)}
+        lacks = layout is None and not compression.is_there()
+        return Delta(saved, counted, newer.nbytes, digests[0].state, digests[1].state, lacks)
 
 
 Made = tuple[Checkpoint, Mapping[str, Entry], tuple[Digests, Digests]]
@@ -166,7 +174,9 @@ def _patch(job: _Job) -> Made:
         forms = [(each[name].dtype.name, each[name].shape) if name in each else None for each in (old, new)]
         if forms[0] != forms[1]:
             said = [f"{form[0]} {list(form[1])}" if form else "missing" for form in forms]
-            what = f"'{name[:80]}' is {said[1]}, and {said[0]} in {job.base.path}: a patch changes values alone"
+            what = (
+                f"'{name[:80]}' is {said[1]}, and {said[0]} in {job.base.path}: a patch changes values alone"
+            )
             raise Refused(job.new.path, what, hint="leave out --as vllm")
         if new[name].numel > INT32:
             raise Refused(job.new.path, f"'{name[:80]}' has places that int32 can't name")
@@ -195,11 +205,8 @@ def _require_unchanged(before: Mapping[str, object], after: Mapping[str, object]
 
 def _require_same(job: _Job, path: str, wanted: Digests) -> None:
     """Apply what was written, and compare what comes of it with what was meant."""
-    from ..reading import open_alone
-
     with open_alone(path) as file:
         link = joined(Link(job.base), file)
         found = digests_of(link.checkpoint, whole=True, progress=job.progress)
         if found != wanted:
-            raise Refused(path, "does not make the newer checkpoint of the base: report this, with both files")
-
+            raise Refused(path, "does not make the newer checkpoint: report this, with both files")
