@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checksums import require_made
 from ...errors import Damaged, Refused, UsageFault
 from ...files.copying import Progress
 from ...remote import places
@@ -58,6 +59,7 @@ def apply_deltas(
     source = files[-1].source.called("+".join([first.path, *names]))
     sources = (first.source, *first.shards, *(file.source for file in files))
     made = replace(link.checkpoint, source=source, shards=sources)
+    require_made(made.storages())
     _require_digests(first, files, made, progress or _nothing, expect or _nothing)
     return made
 

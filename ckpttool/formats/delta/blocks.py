@@ -20,12 +20,7 @@ from .header import BLOCK
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-UNSIGNED: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
+UNSIGNED: dict[int, np.dtype[Any]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 # Places that are read together: 1 MiB of them, of 8 bytes each.
 MANY = 1 << 17
@@ -112,6 +107,7 @@ class Xored:
         if begin == end:
             return
         if not hasattr(_of_thread, "decompress"):
+            compression.require(self.payload.path)
             _of_thread.decompress = compression.decompressor()
         frame = memoryview(self.payload.part(begin, end - begin).read())
         try:
