@@ -203,7 +203,7 @@ class _Read:
             self._within[id(data.source)] += data.nbytes
 
     def _count_origins(self, storage: Storage) -> None:
-        for data in reads_of((("", each) for each in storage.origins)):
+        for data in reads_of(("", each) for each in storage.origins):
             if (id(data.source), data.offset) not in self._known:
                 self._known.add((id(data.source), data.offset))
                 self._within[id(data.source)] += data.nbytes

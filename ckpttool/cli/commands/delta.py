@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     "layout",
     type=click.Choice(["vllm"]),
 )
+@options.state_option
 @options.folder_options
 def delta(job: Job, new: str, layout: str | None) -> None:
     """Write what changed from BASE to NEW, so that apply makes NEW of BASE again, to the last bit.
 
-    OUTPUT is a file of safetensors. Of each tensor it holds the smallest of: nothing, if BASE has the same;
-    the places and values that differ; the XOR with BASE's, packed by zstd; the tensor. Names, order, ties and
-    everything else in NEW are in its header, and so are the digests of both. Wherever a checkpoint stands,
-    BASE+OUTPUT may, or OUTPUT alone if BASE lies beside it. With --verify it is applied once, and the result
-    compared.
+    OUTPUT is a file of safetensors, whatever its name. Of each tensor it holds the smallest of: nothing, if
+    BASE has the same; the places and values that differ; the XOR with BASE's, packed by zstd; the tensor.
+    Names, order, ties and everything else in NEW are in its header, and so are the digests of both. Wherever
+    a checkpoint stands, BASE+OUTPUT may, or OUTPUT alone if BASE lies beside it. With --verify it is applied
+    once, and the result compared.
 
     \b
     Examples:
@@ -47,15 +48,19 @@ def delta(job: Job, new: str, layout: str | None) -> None:
     from ...formats.delta.writing import write_delta
 
     console, started = job.console, time.perf_counter()
+    if job.state is not None and layout is None:
+        hint = "leave it out; for that state alone: ckpttool slim first, or --as vllm"
+        raise UsageFault("a delta keeps everything in NEW, so --state would have no effect", hint=hint)
     with open_file(console, job.input) as older, open_file(console, new) as newer:
         if layout is not None:
-            note_state(console, newer, None)
+            note_state(console, newer, job.state)
         with console.bar("comparing") as bar:
             made = write_delta(
                 older,
                 newer,
                 job.output,
                 layout=layout,
+                state=job.state,
                 verify=job.verify,
                 force=job.force,
                 dry_run=job.dry_run,

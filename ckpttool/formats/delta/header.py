@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -108,6 +109,7 @@ class Header:
     Attributes:
         base: the older checkpoint.
         new: digests of the newer one.
+        tree: the SHA-256 of the text of the newer one's tree.
         full: the newer one is a file of tensors that held a whole checkpoint.
         metadata: the newer one's text in a header of safetensors.
         tensors: how each tensor of the newer one is kept, by the name that `--full` gives it.
@@ -115,6 +117,7 @@ class Header:
 
     base: Base
     new: Digests
+    tree: str
     full: bool
     metadata: Mapping[str, str]
     tensors: Mapping[str, Entry] = field(repr=False)
@@ -125,7 +128,7 @@ class Header:
             "version": VERSION,
             "block": BLOCK,
             "base": {"name": self.base.name, "prefix": self.base.prefix, **_said(self.base.digests)},
-            "new": {"full": self.full, "metadata": self.metadata, **_said(self.new)},
+            "new": {"full": self.full, "metadata": self.metadata, "tree": self.tree, **_said(self.new)},
             "tensors": {name: entry.to_json() for name, entry in self.tensors.items()},
         }
         return json.dumps(said, ensure_ascii=False, separators=(",", ":"))
@@ -160,7 +163,7 @@ def read_header(file: Checkpoint) -> Header:
         base, new = _object(said.get("base")), _object(said.get("new"))
         found = Base(_file_name(base.get("name")), _text(base.get("prefix")), _digests(base))
         metadata = {name: _text(text) for name, text in _object(new.get("metadata")).items()}
-        return Header(found, _digests(new), new.get("full") is True, metadata, tensors)
+        return Header(found, _digests(new), _tree(file, new), new.get("full") is True, metadata, tensors)
     except BadHeader as fault:
         raise Damaged(file.path, f"its entry '{ENTRY}' {fault}") from None
 
@@ -175,6 +178,18 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise BadHeader("has a name that is no text")
     return value
+
+
+def _tree(file: Checkpoint, new: Mapping[str, Any]) -> str:
+    """Return the digest of the tree's text, which must be that of the text in the file."""
+    if new.get("tree") != (found := digest_of_tree(file.metadata.get(TREE, ""))):
+        raise BadHeader(f"has the digest of another tree than that in '{TREE}'")
+    return found
+
+
+def digest_of_tree(text: str) -> str:
+    """Return the SHA-256 of the text of a tree."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _file_name(value: Any) -> str:

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.special_tensors import require_plain
-from ...errors import Refused, UsageFault
+from ...errors import Refused
 from ...files.copying import Progress
 from ...inert_pickle.values import OrderedDict_
 from ...remote.urls import is_url
 from ...tensors.ref import Source, TensorRef
 from ..reading import File, open_alone, opened
 from ..safetensors import NAME as SAFETENSORS
-from ..saving.destination import Saved, format_of_name
+from ..saving.destination import Saved
 from ..saving.saving import save
 from . import compression
 from .digests import digests_of
 from .encoding import INT32, Encoded, Encoder, Pair
-from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Digests, Entry, Header
+from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Digests, Entry, Header, digest_of_tree
 from .reading import NAME, Link, base_tensors, joined
 
 VLLM = "vllm"
@@ -65,6 +65,7 @@ def write_delta(
     path: str | os.PathLike[str],
     *,
     layout: str | None = None,
+    state: str | None = None,
     verify: bool | None = None,
     force: bool = False,
     dry_run: bool = False,
@@ -81,9 +82,10 @@ def write_delta(
     Args:
         base: the older checkpoint: a path, or an open one.
         new: the newer one.
-        path: the delta, a file of safetensors; `-` is standard output.
+        path: the delta, a file of safetensors whatever its name; `-` is standard output.
         layout: None, or `vllm` for the layout of vLLM's sparse patches alone, from which nothing but changed
             values of the same tensors can be had.
+        state: for `vllm`, the dotted path of the model's state in both; found when None.
         verify: True: apply what was written to the base, and compare the digest.
         force: replace an existing file.
         dry_run: write nothing; the same result.
@@ -95,20 +97,18 @@ def write_delta(
         What was written, and how many tensors in which form.
 
     Raises:
-        UsageFault: the name is not one of safetensors, or there is a file already (OutputExists).
+        UsageFault: there is a file already (OutputExists), or the place can't be written.
         Refused: the newer one holds what its tree does not, such as code; a file was changed while it was
             read; or `vllm` can't hold a change.
-        Unreadable, Damaged, Unsupported, NoState: as for reading the two.
+        Unreadable, Damaged, Unsupported: as for reading the two; NoState: for `vllm`, one holds none.
     """
     name = os.fspath(path)
-    if name != "-" and format_of_name(name) != SAFETENSORS:
-        raise UsageFault(f"{name}: a delta is a file of safetensors", hint="end its name in .safetensors")
     with opened(base) as older, opened(new) as newer:
         before = _versions(older, newer)
         if expect is not None:
             expect(older.nbytes + 2 * newer.nbytes)
         job = _Job(older, newer, name, progress or (lambda count: None))
-        file, entries, digests = _patch(job) if layout == VLLM else _delta(job)
+        file, entries, digests = _patch(job, state) if layout == VLLM else _delta(job)
         _require_unchanged(before, _versions(older, newer))
         saved = save(file, name, to=SAFETENSORS, verify=verify, force=force, dry_run=dry_run)
         if verify and layout is None and not dry_run and name != "-":
@@ -143,7 +143,8 @@ def _delta(job: _Job) -> Made:
     of_base_too = digests_of(base, whole=outside, progress=job.progress)
     of_new = digests_of(new, whole=True, storages=flat.tensors, progress=job.progress)
     beside = "" if base.path == "-" else _name_of(base)
-    header = Header(Base(beside, prefix, of_base_too), of_new, new.full, dict(new.metadata), made.entries)
+    older, tree = Base(beside, prefix, of_base_too), digest_of_tree(flat.text)
+    header = Header(older, of_new, tree, new.full, dict(new.metadata), made.entries)
     texts = {ENTRY: header.to_text(), TREE: flat.text}
     return _file(new.source, made, texts), made.entries, (of_base_too, of_new)
 
@@ -164,9 +165,9 @@ def _pair(name: str, new: TensorRef, of_base: Mapping[str, TensorRef], own: str,
     return Pair(name, new)
 
 
-def _patch(job: _Job) -> Made:
+def _patch(job: _Job, where: str | None) -> Made:
     """Make a patch for vLLM: for each tensor that changed, flat places as int32 and the values there."""
-    states = [checkpoint.state() for checkpoint in (job.base, job.new)]
+    states = [checkpoint.state(where) for checkpoint in (job.base, job.new)]
     for checkpoint, state in zip((job.base, job.new), states, strict=True):
         require_plain(checkpoint.path, state.likes, "can't be patched")
     old, new = (state.tensors for state in states)
