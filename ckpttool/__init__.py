@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from .formats import open as open
     from .formats import open_ranks as open_ranks
     from .formats import save as save
-    from .formats.delta.applying import apply_deltas as apply_deltas
-    from .formats.delta.writing import write_delta as write_delta
+    from .formats.delta.applying import apply as apply
+    from .formats.delta.writing import delta as delta
     from .formats.splitting import split as split
     from .models.doctor import doctor as doctor
     from .models.reloading import reload as reload
@@ -87,8 +87,8 @@ else:
             "checkpoint.state": "State",
             "errors": "CkptToolError",
             "formats": "open open_ranks save",
-            "formats.delta.applying": "apply_deltas",
-            "formats.delta.writing": "write_delta",
+            "formats.delta.applying": "apply",
+            "formats.delta.writing": "delta",
             "formats.splitting": "split",
             "models.doctor": "doctor",
             "models.reloading": "reload",

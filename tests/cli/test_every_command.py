@@ -68,7 +68,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({k: v for k, v in net.state_dict().items() if "num_" not in k}, folder / "old.pt")
     torch.save(net.state_dict(), folder / "plain.pt")
     saved_predictions(folder, 1, 4)
-    ckpttool.write_delta(folder / "old.pt", folder / "plain.pt", folder / "plain.delta.safetensors")
+    ckpttool.delta(folder / "old.pt", folder / "plain.pt", folder / "plain.delta.safetensors")
     return folder
 
 

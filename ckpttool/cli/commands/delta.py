@@ -45,7 +45,7 @@ def delta(job: Job, new: str, layout: str | None) -> None:
       ckpttool diff step-100.pt step-200.delta.safetensors
       ckpttool delta base.safetensors tuned.safetensors patch.safetensors --as vllm
     """
-    from ...formats.delta.writing import write_delta
+    from ...formats.delta import writing
 
     console, started = job.console, time.perf_counter()
     if job.state is not None and layout is None:
@@ -55,7 +55,7 @@ def delta(job: Job, new: str, layout: str | None) -> None:
         if layout is not None:
             note_state(console, newer, job.state)
         with console.bar("comparing") as bar:
-            made = write_delta(
+            made = writing.delta(
                 older,
                 newer,
                 job.output,
@@ -100,7 +100,7 @@ def apply(job: Job, to: str | None, full: bool) -> None:
     Example:
       ckpttool apply step-100.pt step-200.delta.safetensors step-200.pt
     """
-    from ...formats.delta.applying import apply_deltas
+    from ...formats.delta import applying
 
     base, *deltas = job.inputs
     if not deltas:
@@ -109,7 +109,7 @@ def apply(job: Job, to: str | None, full: bool) -> None:
 
     def opening() -> Checkpoint:
         with job.console.bar("checking") as bar:
-            return apply_deltas(base, deltas, **bar.calls)
+            return applying.apply(base, deltas, **bar.calls)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         return checkpoint, Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False)

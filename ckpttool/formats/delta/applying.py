@@ -21,7 +21,7 @@ from .reading import LONGEST, Link, agree, joined, wrong_base
 Path = str | os.PathLike[str]
 
 
-def apply_deltas(
+def apply(
     base: Path,
     deltas: Sequence[Path],
     *,
@@ -35,7 +35,7 @@ def apply_deltas(
 
     Args:
         base: the checkpoint that the first delta was made from, in any format.
-        deltas: files of `write_delta`, in the order in which they were made.
+        deltas: files of `ckpttool.delta`, in the order in which they were made.
         progress: called with the number of bytes after each piece: the base is read once, and what the deltas
             make of it is made once.
         expect: called first, with the number of bytes that progress will come to.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ...errors import Damaged
 from ...files.threads import cut
 from ...tensors.ref import ByteRange, Computed, TensorRef
@@ -18,9 +16,10 @@ from . import compression
 from .header import BLOCK
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
-UNSIGNED: dict[int, np.dtype[Any]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+UNSIGNED = {width: f"<u{width}" for width in (1, 2, 4, 8)}  # numpy's types of that many bytes
 
 # Places that are read together: 1 MiB of them, of 8 bytes each.
 MANY = 1 << 17
@@ -73,6 +72,8 @@ def fill_values(tensor: TensorRef, start: int, out: memoryview) -> None:
 
 def planes(values: NDArray[Any]) -> NDArray[np.uint8]:
     """Return the first byte of each element, then the second of each, and so on."""
+    import numpy as np
+
     apart = np.empty((values.itemsize, len(values)), np.uint8)
     for number, plane in enumerate(apart):
         np.copyto(plane, values >> np.array(8 * number, values.dtype), casting="unsafe")
@@ -81,6 +82,8 @@ def planes(values: NDArray[Any]) -> NDArray[np.uint8]:
 
 def xor_planes(values: NDArray[Any], apart: NDArray[np.uint8]) -> None:
     """XOR elements in place with others whose bytes lie in planes."""
+    import numpy as np
+
     other = apart[-1].astype(values.dtype)
     for plane in apart[-2::-1]:
         other <<= np.array(8, values.dtype)
@@ -102,6 +105,8 @@ class Xored:
 
     def make(self, number: int, out: memoryview) -> None:
         """Fill a buffer with a block."""
+        import numpy as np
+
         begin, end = self._places[number : number + 2].tolist()
         fill_values(self.base, number * BLOCK, out)
         if begin == end:
@@ -121,6 +126,8 @@ class Xored:
     @cached_property
     def _places(self) -> NDArray[np.int64]:
         """Where each frame begins, and the end of the last."""
+        import numpy as np
+
         count = -(-self.base.nbytes // BLOCK)
         frames = self.payload.nbytes - 4 * count
         if frames < 0:
@@ -147,6 +154,8 @@ class Patched:
 
     def make(self, number: int, out: memoryview) -> None:
         """Fill a buffer with a block."""
+        import numpy as np
+
         width = self.base.dtype.itemsize
         begin, end = self._starts[number : number + 2].tolist()
         fill_values(self.base, number * BLOCK, out)
@@ -160,6 +169,8 @@ class Patched:
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
         """How many places lie before each block, and all; checks each place."""
+        import numpy as np
+
         starts = np.zeros(-(-self.base.nbytes // BLOCK) + 1, np.int64)
         last = -1
         for begin, count in cut(self.places.numel, MANY):
@@ -174,6 +185,8 @@ class Patched:
         return np.cumsum(starts)
 
     def _read(self, first: int, count: int) -> NDArray[np.int64]:
+        import numpy as np
+
         width = self.places.dtype.itemsize
         raw = np.empty(count, f"<i{width}")
         fill_values(self.places, first * width, _bytes(raw))
@@ -184,7 +197,7 @@ class Patched:
 
 
 def _bytes(values: NDArray[Any]) -> memoryview:
-    return memoryview(values.view(np.uint8))  # type: ignore[arg-type]
+    return memoryview(values.view("u1"))  # type: ignore[arg-type]
 
 
 def values_of(path: str, tensor: TensorRef) -> Computed:

@@ -6,12 +6,11 @@ grow in temporary files at the same time; at the end of the tensor one of the tw
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import numpy as np
 
 from ...files.copying import MOST_THREADS, Buffers, Progress
 from ...files.crc32 import combined, crc32
@@ -55,7 +54,7 @@ class _Task:
     pair: Pair
     wants_xor: bool
     wants_sparse: bool
-    places: np.dtype[np.signedinteger]
+    place: int  # bytes of a place
     changed: int = 0
     crc32: int = 0
     base_crc32: int = 0
@@ -104,7 +103,7 @@ class Encoder:
     def _pieces(self, pairs: Mapping[str, Pair]) -> Iterator[_Piece]:
         for pair in pairs.values():
             require_bounded(pair.name, pair.new)
-            has_base, width = pair.base is not None, np.dtype("<i4" if pair.new.numel <= INT32 else "<i8")
+            has_base, width = pair.base is not None, 4 if pair.new.numel <= INT32 else 8
             task = _Task(pair, has_base and XOR in self.ways, has_base and SPARSE in self.ways, width)
             if not pair.new.nbytes:
                 yield _Piece(task, 0, 0, True)
@@ -123,6 +122,8 @@ class Encoder:
             return self._differing(piece, new, base)
 
     def _differing(self, piece: _Piece, new: memoryview, base: memoryview) -> _Block:
+        import numpy as np
+
         task, crc = piece.task, crc32(base)
         values, before = (np.frombuffer(each, UNSIGNED[task.pair.new.dtype.itemsize]) for each in (new, base))
         before ^= values
@@ -134,11 +135,11 @@ class Encoder:
             if not hasattr(_of_thread, "compress"):
                 _of_thread.compress = compression.compressor()
             frame = _of_thread.compress(planes(before))
-        packed = changed * (task.places.itemsize + values.itemsize)
+        packed = changed * (task.place + values.itemsize)
         if task.wants_sparse and (packed <= len(new) or NEW not in self.ways):
             where = np.flatnonzero(before)
             told = values[where].tobytes()
-            places = (where + piece.start // values.itemsize).astype(task.places).tobytes()
+            places = (where + piece.start // values.itemsize).astype(f"<i{task.place}").tobytes()
         return _Block(crc32(new), crc, changed, frame, places, told)
 
     def _take(self, piece: _Piece, block: _Block) -> None:
@@ -184,10 +185,10 @@ class Encoder:
         if kind == NEW:
             yield pair.name, (pair.new, task.crc32)
         elif kind == XOR:
-            self._frames.append(np.array(task.frames, "<u4").tobytes())
+            self._frames.append(struct.pack(f"<{len(task.frames)}I", *task.frames))
             yield self._name(pair.name, "xor"), self._frames.taken("uint8")
         elif kind == SPARSE:
-            yield self._name(pair.name, "indices"), self._places.taken(PLACES[task.places.itemsize])
+            yield self._name(pair.name, "indices"), self._places.taken(PLACES[task.place])
             yield self._name(pair.name, "values"), self._values.taken(pair.new.dtype.name)
 
     def _name(self, name: str, suffix: str) -> str:

@@ -32,7 +32,7 @@ VLLM = "vllm"
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What `write_delta` wrote.
+    """What `delta` wrote.
 
     Attributes:
         saved: the file.
@@ -59,7 +59,7 @@ class _Job:
     progress: Progress
 
 
-def write_delta(
+def delta(
     base: File,
     new: File,
     path: str | os.PathLike[str],
@@ -72,7 +72,7 @@ def write_delta(
     progress: Progress | None = None,
     expect: Progress | None = None,
 ) -> Delta:
-    """Write what changed from one checkpoint to another, so that `apply_deltas` makes the newer of the older.
+    """Write what changed from one checkpoint to another, so that `apply` makes the newer of the older.
 
     It is lossless to the last bit: values of every type, names, order, ties, shapes, and everything else
     that `--full` keeps. Each tensor takes the smallest of: nothing, if it is the base's; the places and

@@ -29,7 +29,7 @@ def chain(here: Path) -> list[str]:
         state = {name: torch.where(torch.rand(len(t)) < 0.1, t * 1.5, t) for name, t in state.items()}
     before = "0.safetensors"
     for number in range(1, STEPS):
-        ckpttool.write_delta(before, f"{number}.safetensors", f"d{number}.safetensors")
+        ckpttool.delta(before, f"{number}.safetensors", f"d{number}.safetensors")
         before = f"d{number}.safetensors"  # so each is a delta of a delta
     return [f"d{number}.safetensors" for number in range(1, STEPS)]
 
@@ -107,22 +107,22 @@ def test_a_base_of_another_form_is_refused(chain: list[str], change: str) -> Non
     ]
     save_file(state, "base.safetensors")
     save_file({"w": state["w"], "b": torch.randn(40)}, "new.safetensors")  # needs nothing of the base's b
-    ckpttool.write_delta("0.safetensors", "new.safetensors", "d.safetensors")
+    ckpttool.delta("0.safetensors", "new.safetensors", "d.safetensors")
     with pytest.raises(Refused, match=r"base\.safetensors: is not the base of d\.safetensors"):
-        ckpttool.apply_deltas("base.safetensors", ["d.safetensors"])
+        ckpttool.apply("base.safetensors", ["d.safetensors"])
 
 
 def test_a_pt_with_other_values_is_refused_when_it_is_opened(here: Path) -> None:
     for number in range(3):
         torch.save({"w": torch.arange(300.0) + number * (torch.arange(300) % 9 == 0)}, f"{number}.pt")
-    ckpttool.write_delta("0.pt", "1.pt", "d.safetensors")
+    ckpttool.delta("0.pt", "1.pt", "d.safetensors")
     with pytest.raises(Refused, match="'w' has other values"):
         ckpttool.open("2.pt+d.safetensors")
 
 
 def test_a_delta_in_the_place_of_another_is_refused(chain: list[str]) -> None:
     save_file({name: t + 1 for name, t in load_file("1.safetensors").items()}, "other.safetensors")
-    ckpttool.write_delta("0.safetensors", "other.safetensors", "d1.safetensors", force=True)
+    ckpttool.delta("0.safetensors", "other.safetensors", "d1.safetensors", force=True)
     with pytest.raises(Refused, match=r"is not the base of \S*d2\.safetensors"):
         ckpttool.open("d2.safetensors")
 
@@ -160,7 +160,7 @@ def test_a_chain_has_an_end(chain: list[str], monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Unreadable, match="is a chain of more than 2 deltas"):
         ckpttool.open("d2.safetensors+d3.safetensors")
     with pytest.raises(UsageFault, match="3 deltas were given"):
-        ckpttool.apply_deltas("0.safetensors", chain)
+        ckpttool.apply("0.safetensors", chain)
 
 
 def test_what_is_no_delta_is_refused(chain: list[str], cli: Cli) -> None:

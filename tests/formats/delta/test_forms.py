@@ -66,7 +66,7 @@ def second_reader(delta: Path, base: Path) -> tuple[dict[str, np.ndarray], Any]:
 
 
 def test_a_second_reader_written_from_the_page_reads_it(step: Path) -> None:
-    ckpttool.write_delta("base.safetensors", "new.safetensors", "d.safetensors")
+    ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors")
     made, tree = second_reader(step / "d.safetensors", step / "base.safetensors")
     expected = load_file("new.safetensors")
     assert {name: raw.tobytes() for name, raw in made.items()} == {
@@ -76,7 +76,7 @@ def test_a_second_reader_written_from_the_page_reads_it(step: Path) -> None:
 
 
 def test_each_tensor_takes_the_smallest_form(step: Path) -> None:
-    made = ckpttool.write_delta("base.safetensors", "new.safetensors", "d.safetensors", verify=True)
+    made = ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors", verify=True)
     assert made.kinds == {"same": 1, "sparse": 1, "xor": 1, "new": 1}
     with safe_open("d.safetensors", "pt") as file:
         assert set(file.keys()) == {"sparse.indices", "sparse.values", "xor.xor", "new"}
@@ -95,7 +95,7 @@ def test_names_of_parts_that_are_taken_get_others(here: Path) -> None:
     new = {name: tensor + (torch.arange(len(tensor)) == 3) for name, tensor in base.items()}
     save_file(base, "base.safetensors")
     save_file(new, "new.safetensors")
-    ckpttool.write_delta("base.safetensors", "new.safetensors", "d.safetensors", verify=True)
+    ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors", verify=True)
 
 
 @pytest.mark.parametrize(("dtype", "times"), [(torch.bfloat16, 30), (torch.float32, 30)])
@@ -106,26 +106,26 @@ def test_one_value_in_a_hundred_changed_is_30_times_smaller(
     new = torch.where(torch.rand(2_000_000) < 0.01, base * 1.02, base)
     save_file({"w": base}, "base.safetensors")
     save_file({"w": new}, "new.safetensors")
-    made = ckpttool.write_delta("base.safetensors", "new.safetensors", "d.safetensors")
+    made = ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors")
     assert made.saved.nbytes * 30 <= made.of
 
 
 def test_what_has_nothing_in_common_is_no_larger_than_itself(here: Path) -> None:
     for name in ("base", "new"):
         save_file({"a": torch.randn(700_000), "b": torch.randn(700_000).half()}, f"{name}.safetensors")
-    made = ckpttool.write_delta("base.safetensors", "new.safetensors", "d.safetensors")
+    made = ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors")
     assert made.saved.nbytes <= 1.001 * made.of
 
 
 def test_without_zstd_a_delta_is_written_without_packed_parts(
     step: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ckpttool.write_delta("base.safetensors", "new.safetensors", "packed.safetensors")
+    ckpttool.delta("base.safetensors", "new.safetensors", "packed.safetensors")
     monkeypatch.setattr(compression, "_find", lambda module: False)
     ran = cli("delta", "base.safetensors", "new.safetensors", "d.safetensors", "--verify")
     assert ran.code == 0 and "zstd is missing, so no tensor is kept as a packed XOR" in ran.err
     with pytest.raises(Unsupported, match=r"packed\.safetensors: holds differences packed by zstd") as raised:
-        ckpttool.apply_deltas("base.safetensors", ["packed.safetensors"])
+        ckpttool.apply("base.safetensors", ["packed.safetensors"])
     assert "[delta]" in (raised.value.hint or "")
     ran = cli("convert", "base.safetensors+packed.safetensors", "out.safetensors")
     assert ran.code == 3 and not Path("out.safetensors").exists()
@@ -147,7 +147,7 @@ def test_a_patch_is_what_vllm_applies(step: Path) -> None:
     del new["new"]
     new["sparse"].fill_(2.0)  # it holds changed values alone, however many
     save_file(new, "new.safetensors")
-    made = ckpttool.write_delta("base.safetensors", "new.safetensors", "patch.safetensors", layout="vllm")
+    made = ckpttool.delta("base.safetensors", "new.safetensors", "patch.safetensors", layout="vllm")
     assert made.kinds == {"same": 1, "sparse": 2, "xor": 0, "new": 0}
     found = patched(load_file("base.safetensors"), "patch.safetensors")
     assert all(torch.equal(found[name].view(torch.uint8), new[name].view(torch.uint8)) for name in new)
@@ -157,9 +157,9 @@ def test_a_patch_is_what_vllm_applies(step: Path) -> None:
 
 def test_a_patch_can_t_add_take_away_or_change_form(step: Path) -> None:
     with pytest.raises(Refused, match=r"'new' is int64 \[5\], and missing in base\.safetensors"):
-        ckpttool.write_delta("base.safetensors", "new.safetensors", "p.safetensors", layout="vllm")
+        ckpttool.delta("base.safetensors", "new.safetensors", "p.safetensors", layout="vllm")
     with pytest.raises(Refused, match="'new' is missing"):
-        ckpttool.write_delta("new.safetensors", "base.safetensors", "p.safetensors", layout="vllm")
+        ckpttool.delta("new.safetensors", "base.safetensors", "p.safetensors", layout="vllm")
     assert not Path("p.safetensors").exists()
 
 

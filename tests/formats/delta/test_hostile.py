@@ -24,7 +24,7 @@ Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
 @pytest.fixture
 def delta(step: Path) -> Path:
-    ckpttool.write_delta("base.safetensors", "new.safetensors", "d.safetensors")
+    ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors")
     return step
 
 
@@ -170,7 +170,7 @@ def test_a_flipped_bit_in_any_part_is_found_by_every_command(delta: Path, part: 
     with pytest.raises(Damaged):
         tried()
     with pytest.raises(Damaged):
-        ckpttool.apply_deltas("base.safetensors", ["d.safetensors"])
+        ckpttool.apply("base.safetensors", ["d.safetensors"])
     assert not Path("out.safetensors").exists()
 
 
@@ -180,7 +180,7 @@ def test_a_result_that_is_not_what_it_should_be_is_not_written(delta: Path) -> N
 
     rewritten(change)
     with pytest.raises(Damaged, match="its digest differs"):
-        ckpttool.apply_deltas("base.safetensors", ["d.safetensors"])
+        ckpttool.apply("base.safetensors", ["d.safetensors"])
 
 
 def test_whatever_byte_is_changed_it_makes_the_checkpoint_or_is_refused(delta: Path) -> None:
@@ -193,7 +193,7 @@ def test_whatever_byte_is_changed_it_makes_the_checkpoint_or_is_refused(delta: P
         changed[place] ^= 1 << chosen.randrange(8)
         Path("d.safetensors").write_bytes(changed)
         try:
-            with ckpttool.apply_deltas("base.safetensors", ["d.safetensors"]) as checkpoint:
+            with ckpttool.apply("base.safetensors", ["d.safetensors"]) as checkpoint:
                 assert ckpttool.digest(checkpoint) == expected, place
         except CkptToolError as fault:
             assert fault.exit_code == 3

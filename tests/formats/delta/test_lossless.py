@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("here")
 
 def through_a_delta(base: str, new: str, out: str) -> Delta:
     """Write a delta, apply it, and compare digests; return what was written."""
-    made = ckpttool.write_delta(base, new, "d.safetensors", force=True)
-    with ckpttool.apply_deltas(base, ["d.safetensors"]) as checkpoint:
+    made = ckpttool.delta(base, new, "d.safetensors", force=True)
+    with ckpttool.apply(base, ["d.safetensors"]) as checkpoint:
         ckpttool.save(checkpoint, out, force=True)
     return made
 
@@ -81,8 +81,8 @@ def test_changes_of_any_size_at_any_place(tmp_path_factory: Any, dtypes: list[st
     for name, state in (("base", base), ("new", new)):
         save_file(state, folder / f"{name}.safetensors")
     files = [str(folder / f"{name}.safetensors") for name in ("base", "new", "d", "out")]
-    ckpttool.write_delta(files[0], files[1], files[2], force=True)
-    with ckpttool.apply_deltas(files[0], files[2:3]) as checkpoint:
+    ckpttool.delta(files[0], files[1], files[2], force=True)
+    with ckpttool.apply(files[0], files[2:3]) as checkpoint:
         ckpttool.save(checkpoint, files[3], force=True)
     assert Path(files[3]).read_bytes() == Path(files[1]).read_bytes()
 
@@ -174,8 +174,8 @@ def test_the_base_may_have_another_format_than_at_the_time(base: str) -> None:
     ckpttool.convert("base.pt", "base.safetensors")
     ckpttool.convert("base.pt", "full.safetensors", full=True)
     ckpttool.convert("base.pt", "base/", shard_size=10_000)
-    ckpttool.write_delta("base.pt", "new.safetensors", "d.safetensors")
-    with ckpttool.apply_deltas(base, ["d.safetensors"]) as checkpoint:
+    ckpttool.delta("base.pt", "new.safetensors", "d.safetensors")
+    with ckpttool.apply(base, ["d.safetensors"]) as checkpoint:
         ckpttool.save(checkpoint, "out.safetensors")
     assert Path("out.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
 
@@ -201,8 +201,8 @@ def test_between_folders_of_shards() -> None:
     for number, folder in enumerate(("base/", "new/")):
         torch.save({name: tensor + number * (tensor > 2) for name, tensor in state.items()}, "all.pt")
         ckpttool.convert("all.pt", folder, shard_size=20_000, force=True)
-    ckpttool.write_delta("base", "new", "d.safetensors")
-    with ckpttool.apply_deltas("base", ["d.safetensors"]) as checkpoint:
+    ckpttool.delta("base", "new", "d.safetensors")
+    with ckpttool.apply("base", ["d.safetensors"]) as checkpoint:
         ckpttool.save(checkpoint, "out/", shard_size=20_000)
     files = {path.name: path.read_bytes() for path in Path("new").iterdir()}
     assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == files
@@ -212,5 +212,5 @@ def test_code_that_a_file_holds_is_refused_by_name() -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), "new.pt")
     torch.save({"w": torch.ones(1)}, "base.pt")
     with pytest.raises(ckpttool.errors.Refused, match=r"new\.pt: holds what a delta can't"):
-        ckpttool.write_delta("base.pt", "new.pt", "d.safetensors")
+        ckpttool.delta("base.pt", "new.pt", "d.safetensors")
     assert not Path("d.safetensors").exists()
