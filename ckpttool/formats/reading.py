@@ -208,7 +208,7 @@ def _read_folder(name: str) -> Checkpoint:
         raise fault
     from .roots import nothing_known
 
-    raise nothing_known(name, names, open)
+    raise nothing_known(name, names, open_alone)  # a base that is a folder with its delta would have no end
 
 
 def _read_telling(name: str, telling: str) -> Checkpoint:
