@@ -71,12 +71,18 @@ def fill_values(tensor: TensorRef, start: int, out: memoryview) -> None:
 
 
 def planes(values: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return the first byte of each element, then the second of each, and so on."""
+    """Return the first byte of each element, then the second of each, and so on.
+
+    The next call of a thread writes over what this returned.
+    """
     import numpy as np
 
-    apart = np.empty((values.itemsize, len(values)), np.uint8)
+    width = values.itemsize
+    apart = _scratch("planes", "u1", width * len(values)).reshape(width, -1)
+    shifted = _scratch("shifted", values.dtype.str, len(values))
     for number, plane in enumerate(apart):
-        np.copyto(plane, values >> np.array(8 * number, values.dtype), casting="unsafe")
+        np.right_shift(values, np.array(8 * number, values.dtype), out=shifted)
+        np.copyto(plane, shifted, casting="unsafe")
     return apart
 
 
@@ -84,11 +90,22 @@ def xor_planes(values: NDArray[Any], apart: NDArray[np.uint8]) -> None:
     """XOR elements in place with others whose bytes lie in planes."""
     import numpy as np
 
-    other = apart[-1].astype(values.dtype)
+    other = _scratch("shifted", values.dtype.str, len(values))
+    np.copyto(other, apart[-1])
     for plane in apart[-2::-1]:
         other <<= np.array(8, values.dtype)
         other |= plane
     values ^= other
+
+
+def _scratch(name: str, kind: str, count: int) -> NDArray[Any]:
+    """Return memory of this thread, which is used again: new pages cost more than what is done in them."""
+    import numpy as np
+
+    kept: dict[tuple[str, str], NDArray[Any]] = _of_thread.__dict__.setdefault("scratch", {})
+    if (name, kind) not in kept:
+        kept[name, kind] = np.empty(BLOCK // np.dtype(kind).itemsize, kind)
+    return kept[name, kind][:count]
 
 
 @dataclass
