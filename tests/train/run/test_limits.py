@@ -11,7 +11,7 @@ import pytest
 from ckpttool.distributed import collectives
 from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.model.optimizer import total_steps
+from train.model.schedule import total_steps
 from train.run.run import Due, Limits
 from train.trainer.progress import Progress
 
