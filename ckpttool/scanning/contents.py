@@ -112,9 +112,7 @@ class Contents:
             raise Damaged(self.source.path, "is empty")
         most = max(SMALL, GROWTH * self.source.size)
         if part.place.source is not self.source and part.place.nbytes > most:
-            raise Refused(
-                self.source.path, f"unpacks to a pickle of {part.place.nbytes} bytes"
-            )
+            raise Refused(self.source.path, f"unpacks to a pickle of {part.place.nbytes} bytes")
         read = pickles.read_in_a_row(part.place, is_sure=part.is_sure, is_first_sure=is_named)
         self.pickles += read.count
         self._keep(part, read.names)
