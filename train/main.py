@@ -92,9 +92,11 @@ def prepare(config: TrainConfig) -> Job:
     own = (config.data, config.model, config.task, config.optimizer, config.scheduler)
     launch.keep_importable(*own, *(config.every or ())[1:])
     own_task = tasks.users(config)
-    data = data_set.load(config, seed=config.seed, collate=tasks.collate_of(own_task, config))
+    collate = tasks.collate_of(own_task, config)
+    data = data_set.load(config, seed=config.seed, collate=collate)
     if config.also_test:
-        data = replace(data, others=data_set.load_others(config, config.also_test, data))
+        others = data_set.load_others(config, config.also_test, data, collate=collate)
+        data = replace(data, others=others)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))

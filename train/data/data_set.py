@@ -103,10 +103,12 @@ def load(config: DataConfig, *, seed: int = 0, collate: tuple[Collate, str] | No
     return _data(config, parts, f" {count(parts.train)}/{count(parts.test)}", collate, seed)
 
 
-def load_others(config: DataConfig, specs: Sequence[str], data: Data) -> dict[str, Data]:
+def load_others(
+    config: DataConfig, specs: Sequence[str], data: Data, *, collate: tuple[Collate, str] | None = None
+) -> dict[str, Data]:
     """Return the test sets that `--also-test` names, each `NAME=SPEC`; their training samples are left out.
 
-    UsageFault if two have one name, or one has other classes than `data`.
+    `collate` is as for `load`. UsageFault if two have one name, or one has other classes than `data`.
     """
     others: dict[str, Data] = {}
     for given in specs:
@@ -119,7 +121,7 @@ def load_others(config: DataConfig, specs: Sequence[str], data: Data) -> dict[st
             raise UsageFault(
                 f"--also-test {given}: another test set is named {name}", hint="name it otherwise"
             )
-        other = load_test(replace(config, data=spec))
+        other = load_test(replace(config, data=spec), collate=collate)
         if other.classes != data.classes:
             what = f"--also-test {given}: its classes are not those of --data {data.name}"
             raise UsageFault(what, hint=f"those are {', '.join(data.classes[:9]) or 'none'}")
