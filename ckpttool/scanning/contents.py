@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..errors import CkptToolError, Damaged, FileError, Refused, Unsupported
+from ..errors import CkptToolError, Damaged, FileError, Unsupported
 from ..formats import numpy_files, safetensors
 from ..formats.cursor import Cursor
 from ..formats.pytorch import tar
@@ -21,8 +21,8 @@ HEAD = 512  # bytes by which something is recognised
 MAX_LEVELS = 16  # of containers in containers
 MAX_PROBLEMS = 100  # that are kept of one file
 
-# A pickle takes up to 70 times its bytes while it is read. An unpacked one may be GROWTH times the file,
-# or SMALL bytes if that is more.
+# A pickle takes up to 70 times its bytes while it is read. Of an unpacked one as many bytes are read as
+# GROWTH times the file, or SMALL if that is more.
 GROWTH, SMALL = 16, 1 << 20
 
 # Endings of names of what is only ever unpickled: no such file is harmless because it can't be read.
@@ -110,10 +110,9 @@ class Contents:
         is_named = is_named or called.lower().endswith(PICKLED)
         if is_named and not part.place.nbytes:
             raise Damaged(self.source.path, "is empty")
-        most = max(SMALL, GROWTH * self.source.size)
-        if part.place.source is not self.source and part.place.nbytes > most:
-            raise Refused(self.source.path, f"unpacks to a pickle of {part.place.nbytes} bytes")
-        read = pickles.read_in_a_row(part.place, is_sure=part.is_sure, is_first_sure=is_named)
+        is_unpacked = part.place.source is not self.source
+        most = max(SMALL, GROWTH * self.source.size) if is_unpacked else pickles.MAX_PICKLE
+        read = pickles.read_in_a_row(part.place, is_sure=part.is_sure, is_first_sure=is_named, most=most)
         self.pickles += read.count
         self._keep(part, read.names)
         if read.fault:
