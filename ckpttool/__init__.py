@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from .formats import open as open
     from .formats import open_ranks as open_ranks
     from .formats import save as save
+    from .formats.delta.applying import apply as apply
+    from .formats.delta.writing import delta as delta
     from .formats.splitting import split as split
     from .models.doctor import doctor as doctor
     from .models.reloading import reload as reload
@@ -86,6 +88,8 @@ else:
             "checkpoint.state": "State",
             "errors": "CkptToolError",
             "formats": "open open_ranks save",
+            "formats.delta.applying": "apply",
+            "formats.delta.writing": "delta",
             "formats.splitting": "split",
             "models.doctor": "doctor",
             "models.reloading": "reload",

@@ -98,7 +98,8 @@ def prepare(config: TrainConfig) -> Job:
     collate = tasks.collate_of(own_task, config)
     data = data_set.load(config, seed=config.seed, collate=collate)
     if config.also_test:
-        data = replace(data, others=data_set.load_others(config, config.also_test, data, collate=collate))
+        others = data_set.load_others(config, config.also_test, data, collate=collate)
+        data = replace(data, others=others)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ..checkpoint.checksums import Checksums, expect
-from ..checkpoint.special_tensors import SpecialTensor, require_plain
-from ..checkpoint.state import State
-from ..errors import Refused
+from ..checkpoint.digested import with_parts
 from ..files import digest as hashing
 from ..files.copying import Progress
 from ..formats.reading import File, opened
-from ..tensors.dtypes import DTYPES
-from ..tensors.ref import Computed, Storage, TensorRef
 
 
 def digest(
@@ -49,27 +43,6 @@ def digest(
         used = [(name, tensor.storage) for name, tensor in sorted(chosen.tensors.items())]
         expect(used)
         with Checksums(checkpoint, used if verify else []) as checksums:
-            value = hashing.digest(_with_parts(checkpoint.path, chosen), progress, known)
+            value = hashing.digest(with_parts(checkpoint.path, chosen), progress, known)
             checksums.finish()
         return value
-
-
-def _with_parts(path: str, state: State) -> dict[str, TensorRef]:
-    """Return the tensors of a state, and the parts of those that are not plain ones."""
-    unsure = {name: like for name, like in state.likes.items() if like.is_piece or not like.known}
-    require_plain(path, unsure, "have no digest: this file does not hold or show all their values")
-    tensors = dict(state.tensors)
-    for name, like in state.likes.items():
-        for part, tensor in _parts(path, like):
-            if f"{name}:{part}" in tensors:
-                raise Refused(path, f"'{name}:{part}' is both a tensor and a part of one")
-            tensors[f"{name}:{part}"] = tensor
-    return tensors
-
-
-def _parts(path: str, like: SpecialTensor) -> Iterator[tuple[str, TensorRef]]:
-    """Yield the parts of a tensor by name, and under an empty name its description as UTF-8."""
-    text = str(like).encode()
-    data = Computed(path, len(text), lambda start, nbytes: iter((memoryview(text)[start : start + nbytes],)))
-    yield "", TensorRef.contiguous(Storage(data, "ByteStorage"), DTYPES["uint8"], (len(text),))
-    yield from like.parts.items()

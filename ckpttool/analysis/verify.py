@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.checksums import Checksums, expect
+from ..checkpoint.checksums import Checksums, expect, reads_of
 from ..checkpoint.ranks import require_all
 from ..errors import RanksDiffer
 from ..files.copying import Progress, map_bytes
 from ..formats import numpy_files
 from ..formats.dcp import reading as dcp
+from ..formats.delta.reading import NAME as DELTA
 from ..formats.pytorch import exported
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.inflating import is_intact
@@ -176,6 +177,8 @@ class _Read:
         self._pieces: set[tuple[int, int]] = set()  # the records that whole tensors are put together from
         for storage in {id(storage): storage for _, storage in checkpoint.storages()}.values():
             self._count(storage)
+            if checkpoint.format == DELTA:  # whose files hold nothing but what tensors are made of
+                self._count_origins(storage)
         of_ranks = checkpoint.ranks is not None
         zips = checkpoint.format in ZIPS or (of_ranks and checkpoint.format != dcp.NAME)
         for source in (source for source in (checkpoint.source, *checkpoint.shards) if source.size):
@@ -198,6 +201,12 @@ class _Read:
         if data.nbytes and isinstance(data, ByteRange):
             self._known.add((id(data.source), data.offset))
             self._within[id(data.source)] += data.nbytes
+
+    def _count_origins(self, storage: Storage) -> None:
+        for data in reads_of(("", each) for each in storage.origins):
+            if (id(data.source), data.offset) not in self._known:
+                self._known.add((id(data.source), data.offset))
+                self._within[id(data.source)] += data.nbytes
 
     def _check_rest(self, source: Source, *, is_zip: bool, is_of_rank: bool) -> None:
         """Check everything else in a zip: the pickle, code, and storages that no tensor uses."""

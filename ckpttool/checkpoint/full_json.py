@@ -41,12 +41,12 @@ def encode_entry(path: str, tree: object, protocol: int) -> Flat:
         raise Refused(path, f"JSON can't hold {fault}", hint=hint) from None
 
 
-def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[object, int]:
+def decode_entry(path: str, state: Mapping[str, object], text: str, entry: str = ENTRY) -> tuple[object, int]:
     """Return the tree and the pickle protocol of a file's text; Damaged if `encode` did not write it."""
     try:
         return decode({name: value for name, value in state.items() if isinstance(value, TensorRef)}, text)
     except BadJson as fault:
-        raise Damaged(path, f"its entry '{ENTRY}' {fault}") from None
+        raise Damaged(path, f"its entry '{entry}' {fault}") from None
 
 
 class BadJson(Exception):

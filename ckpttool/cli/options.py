@@ -123,7 +123,7 @@ def _stay_offline(ctx: click.Context, option: click.Parameter, asked: bool) -> N
         os.environ.update(CKPTTOOL_OFFLINE="1", HF_HUB_OFFLINE="1")
 
 
-def _part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str, ...]) -> Any:
+def part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str, ...]) -> Any:
     """Take the last argument for OUTPUT. click would say of a single one that INPUT is missing."""
     if len(given) < 2 and not ctx.resilient_parsing:
         hint = "'OUTPUT'" if given else "'INPUT… OUTPUT'"
@@ -139,7 +139,7 @@ def argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
 
 
 input_argument = argument("input", "INPUT")
-inputs_and_output = argument("inputs", "INPUT… OUTPUT", nargs=-1, callback=_part_output)
+inputs_and_output = argument("inputs", "INPUT… OUTPUT", nargs=-1, callback=part_output)
 output_argument = argument("output", "OUTPUT", callback=_note_output)
 file_argument = argument("file", "FILE")
 files_argument = argument("files", "FILE…", nargs=-1, required=True)

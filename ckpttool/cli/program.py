@@ -20,6 +20,7 @@ from .commands import (
     conform,
     convert,
     convert_batchnorm,
+    delta,
     diff,
     inspect,
     keys,
@@ -66,6 +67,10 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
         lora.extract_lora: "What a model has learnt, as a LoRA adapter",
         training.average: "The mean of several checkpoints, or SLERP, TIES, DARE",
         training.optimizer: "Optimizer state by name or index, or for another order",
+    },
+    "Keep": {
+        delta.delta: "What changed between two checkpoints, losslessly",
+        delta.apply: "The newer checkpoint, from the older and deltas",
     },
     "Check": {
         diff.command: "What differs between two files, by name and value",

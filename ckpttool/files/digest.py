@@ -6,7 +6,7 @@ docs/digest.md defines it, so that anyone can recompute it. Values are hashed in
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..tensors.ref import TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded
@@ -23,12 +23,31 @@ def digest(
     tensors: Mapping[str, TensorRef], progress: Progress | None = None, known: Known | None = None
 ) -> str:
     """Return the digest of tensors by name, as 64 hexadecimal digits; `known` as for `tensor_digests`."""
+    return _digest((name, tensors[name], value) for name, value in tensor_digests(tensors, progress, known))
+
+
+def digests(groups: Sequence[Mapping[str, TensorRef]], progress: Progress | None = None) -> list[str]:
+    """Return the digest of each of several groups; what several have, under any names, is read once."""
+    once = {tensor.view: tensor for group in groups for tensor in group.values()}
+    numbered = {view: str(number) for number, view in enumerate(once)}
+    values = dict(tensor_digests({numbered[view]: tensor for view, tensor in once.items()}, progress))
+    return [
+        _digest((name, group[name], values[numbered[group[name].view]]) for name in sorted(group, key=_utf8))
+        for group in groups
+    ]
+
+
+def _digest(lines: Iterable[tuple[str, TensorRef, bytes]]) -> str:
     contents = hashlib.sha256(VERSION)
-    for name, value in tensor_digests(tensors, progress, known):
-        tensor, raw = tensors[name], name.encode("utf-8", "surrogatepass")
+    for name, tensor, value in lines:
+        raw = _utf8(name)
         kind = f" {tensor.dtype.name} [{','.join(map(str, tensor.shape))}] ".encode()
         contents.update(b"%d:%s%s%s\n" % (len(raw), raw, kind, value))
     return contents.hexdigest()
+
+
+def _utf8(name: str) -> bytes:
+    return name.encode("utf-8", "surrogatepass")
 
 
 def tensor_digests(
@@ -39,7 +58,7 @@ def tensor_digests(
     `known` holds digests of tensors in files whose hash a server tells, which are not read again, and gets
     those of others.
     """
-    names = sorted(tensors, key=lambda name: name.encode("utf-8", "surrogatepass"))
+    names = sorted(tensors, key=_utf8)
     known = {} if known is None else known
     told = {name: tensors[name].contents or name for name in names}
     unread = {key: name for name, key in reversed(told.items()) if key not in known}  # the first of each

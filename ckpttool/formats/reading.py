@@ -20,6 +20,8 @@ from ..remote.urls import canonical
 from ..tensors.ref import Source
 from . import gguf, numpy_files, onnx, safetensors, shards
 from .dcp import reading as dcp
+from .delta import reading as deltas
+from .delta.header import is_delta
 from .pytorch import exported
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
@@ -61,8 +63,9 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     Args:
         path: a file of torch, safetensors, GGUF, ONNX or NumPy, whatever its name; the index or the folder
             of a sharded checkpoint; a DCP folder; a folder with a file of each rank, or with one
-            model.safetensors or pytorch_model.bin; `-` is stdin. A URL (https, hf, s3, gs, az) does
-            wherever a path does.
+            model.safetensors or pytorch_model.bin; `-` is stdin; a delta whose base lies beside it; or
+            `BASE+DELTA…`, a base and the deltas to apply to it. A URL (https, hf, s3, gs, az) does wherever
+            a path does.
 
     Returns:
         The checkpoint, whose files stay open; use it as a context manager, or let it go.
@@ -77,6 +80,12 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         return _ready(_open(name))
 
 
+def open_alone(path: str) -> Checkpoint:
+    """Open one checkpoint, a delta as the file of tensors that it is."""
+    with places.visit():
+        return _ready(_open_alone(path))
+
+
 def _ready(checkpoint: Checkpoint) -> Checkpoint:
     """Let go of what was read to open a checkpoint: from now on values are read."""
     for source in (checkpoint.source, *checkpoint.shards):
@@ -85,9 +94,18 @@ def _ready(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _open(name: str) -> Checkpoint:
+    """Open a checkpoint; what deltas make of one if it is a delta, or the name is `BASE+DELTA…`."""
+    first, *others = deltas.split(name)
+    checkpoint = _open_alone(first)
+    if not others and not is_delta(checkpoint):
+        return checkpoint
+    return deltas.chained(name, checkpoint, others, _open_alone)
+
+
+def _open_alone(name: str) -> Checkpoint:
     if is_folder(name):
         only = _only_file(name)
-        return _open_in(name, name) if only is None else _open(only)
+        return _open_in(name, name) if only is None else _open_alone(only)
     if os.path.basename(name) == dcp.METADATA or name.endswith(INDEX):
         return _open_in(name, os.path.dirname(name) or ".")
     if old := set_aside(name):
@@ -190,7 +208,7 @@ def _read_folder(name: str) -> Checkpoint:
         raise fault
     from .roots import nothing_known
 
-    raise nothing_known(name, names, open)
+    raise nothing_known(name, names, open_alone)  # a base that is a folder with its delta would have no end
 
 
 def _read_telling(name: str, telling: str) -> Checkpoint:

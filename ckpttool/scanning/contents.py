@@ -21,6 +21,10 @@ HEAD = 512  # bytes by which something is recognised
 MAX_LEVELS = 16  # of containers in containers
 MAX_PROBLEMS = 100  # that are kept of one file
 
+# A pickle takes up to 70 times its bytes while it is read. Of an unpacked one as many bytes are read as
+# GROWTH times the file, or SMALL if that is more.
+GROWTH, SMALL = 16, 1 << 20
+
 # Endings of names of what is only ever unpickled: no such file is harmless because it can't be read.
 PICKLED = (".pkl", ".pickle", ".joblib", ".dill", ".pt", ".pth", ".ckpt")
 
@@ -106,7 +110,9 @@ class Contents:
         is_named = is_named or called.lower().endswith(PICKLED)
         if is_named and not part.place.nbytes:
             raise Damaged(self.source.path, "is empty")
-        read = pickles.read_in_a_row(part.place, is_sure=part.is_sure, is_first_sure=is_named)
+        is_unpacked = part.place.source is not self.source
+        most = max(SMALL, GROWTH * self.source.size) if is_unpacked else pickles.MAX_PICKLE
+        read = pickles.read_in_a_row(part.place, is_sure=part.is_sure, is_first_sure=is_named, most=most)
         self.pickles += read.count
         self._keep(part, read.names)
         if read.fault:

@@ -53,7 +53,9 @@ def is_pickle(head: bytes) -> bool:
     return head[:1] == PROTO and len(head) > 1 and head[1] <= NEWEST
 
 
-def read_in_a_row(place: ByteRange, *, is_sure: bool, is_first_sure: bool = False) -> Read:
+def read_in_a_row(
+    place: ByteRange, *, is_sure: bool, is_first_sure: bool = False, most: int = MAX_PICKLE
+) -> Read:
     """Read the pickles with which a place begins.
 
     What does not begin as a pickle may be one of protocol 0 or 1, or anything else. Its names count where the
@@ -63,36 +65,41 @@ def read_in_a_row(place: ByteRange, *, is_sure: bool, is_first_sure: bool = Fals
         place: the bytes.
         is_sure: what begins as a pickle is one. Else it may be so by chance.
         is_first_sure: something calls it a pickle, however it begins.
+        most: bytes of one pickle that are read; what a longer one names by then is found.
     """
-    found, at = Read(), 0
-    most = MAX_IN_A_ROW
-    while at < place.nbytes and found.count < most:
+    found, at, limit = Read(), 0, MAX_IN_A_ROW
+    while at < place.nbytes and found.count < limit:
         head = place.part(at, min(64, place.nbytes - at)).read()
         is_claimed = is_sure and (is_pickle(head) or (is_first_sure and not at))
         if not at and legacy.sniff(head):
-            most = OF_TORCH + 1
-        is_claimed = is_claimed and found.count < most - (most == OF_TORCH + 1)
-        end = _read_one(place, at, found, is_claimed)
+            limit = OF_TORCH + 1
+        is_claimed = is_claimed and found.count < limit - (limit == OF_TORCH + 1)
+        end = _read_one(place.part(at, min(place.nbytes - at, most)), place, found, is_claimed)
         if end is None:
             return found
         found.count, at = found.count + 1, end
-    if at < place.nbytes and most == MAX_IN_A_ROW:
+    if at < place.nbytes and limit == MAX_IN_A_ROW:
         found.fault = f"holds more than {MAX_IN_A_ROW} pickles one after another"
     return found
 
 
-def _read_one(place: ByteRange, at: int, found: Read, is_claimed: bool) -> int | None:
-    """Read one pickle, also as joblib does; return where it ends, None where what is there is none."""
-    rest = place.part(at, min(place.nbytes - at, MAX_PICKLE))
+def _read_one(rest: ByteRange, place: ByteRange, found: Read, is_claimed: bool) -> int | None:
+    """Read one pickle, also as joblib does; return where it ends, None where what is there is none.
+
+    Args:
+        rest: the bytes of `place` from there, as far as they are read.
+    """
     plain, arrays = _Loader(found, skips=False), _Loader(found, skips=True)
     try:
         pickle = legacy.read_unsized(rest, plain.read)
     except PickleFault as fault:
         if not plain.arrays:
             found.names |= _counted(fault, is_claimed)
-            if is_claimed:
-                is_long = isinstance(fault, CutShort) and rest.nbytes < place.nbytes - at
-                found.fault = f"its pickle is longer than {MAX_PICKLE} bytes" if is_long else str(fault)
+            is_cut = rest.offset + rest.nbytes < place.offset + place.nbytes
+            if is_cut and isinstance(fault, CutShort):
+                found.fault = f"its pickle is longer than {rest.nbytes} bytes"
+            elif is_claimed:
+                found.fault = str(fault)
             return None
         # pickle.load would take the array's bytes for opcodes, joblib.load does not.
         found.names |= {name for name in fault.names if is_dangerous(name)}

@@ -34,7 +34,6 @@ def run(folder: Path, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.long
 def test_a_small_inspection_of_shards_prints_every_way_and_what_the_server_counted(tmp_path: Path) -> None:
     text = run(tmp_path, "--only", "inspect-shards", "--size", "4MB")
     counted = {row[0]: int(row[5]) for row in cells(text, "") if row[0] in (LOCAL, OURS, DOWNLOAD, HEADERS)}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import ckpttool
 from ckpttool import cli as command_line
 from ckpttool.cli import console, group
 from ckpttool.cli.console import MAX_INDENTED, to_json
@@ -35,6 +36,8 @@ ARGUMENTS = {
     "convert-batchnorm": "old.pt OUT --to sync",
     "average": "last.pt last.pt OUT",
     "optimizer": "last.pt OUT --to names",
+    "delta": "old.pt plain.pt OUT",
+    "apply": "old.pt plain.delta.safetensors OUT",
     "diff": "last.pt last.pt",
     "verify": "last.pt",
     "scan": "last.pt",
@@ -66,6 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({k: v for k, v in net.state_dict().items() if "num_" not in k}, folder / "old.pt")
     torch.save(net.state_dict(), folder / "plain.pt")
     saved_predictions(folder, 1, 4)
+    ckpttool.delta(folder / "old.pt", folder / "plain.pt", folder / "plain.delta.safetensors")
     return folder
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpttool
 from ckpttool import __version__
 from ckpttool.cli import SECTIONS, group
 from ckpttool.cli.options import FORMATS
@@ -61,6 +62,10 @@ def prepare(folder: Path, example: str) -> None:
     )
     for name in ("base.pt", "epoch8.pt", "epoch9.pt"):
         torch.save({"model": state, "epoch": 8}, folder / name)
+    for step in (100, 200):
+        torch.save({key: tensor + step for key, tensor in state.items()}, folder / f"step-{step}.pt")
+    steps = (folder / f"step-{step}.pt" for step in (100, 200))
+    ckpttool.delta(*steps, folder / "step-200.delta.safetensors")
     layer = next(key.removesuffix(".weight") for key in state)
     rows, columns = state[f"{layer}.weight"].flatten(1).shape
     save_adapter(folder, pair(layer, torch.ones(1, columns), torch.ones(rows, 1)), r=1)

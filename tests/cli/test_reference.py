@@ -49,6 +49,8 @@ CONTRACT = {
     "optimizer": f"{READING} --dry-run --force --to --model",
     "convert-batchnorm": f"{READING} --dry-run --force --to --model --counts",
     "prove": f"{READING} --from --to --program --no-replay --run-code --dry-run",
+    "delta": f"{READING} --dry-run --force --as",
+    "apply": f"{WRITING} --to --full",
     "gather-metrics": f"{READING} --samples --out",
 }
 

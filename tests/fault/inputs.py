@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -74,6 +75,14 @@ def _adapter(path: Path) -> None:
     save_file({f"{layer}A.weight": first, f"{layer}B.weight": second}, path / "adapter_model.safetensors")
 
 
+def _delta(path: Path) -> None:
+    """Write what makes in.pt of other.pt."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(("in.pt", "other.pt")):
+            torch.save(training(number), f"{folder}/{name}")
+        ckpttool.delta(f"{folder}/other.pt", f"{folder}/in.pt", path)
+
+
 def _predictions(rank: int) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         import numpy as np
@@ -97,6 +106,7 @@ INPUTS: dict[str, Callable[[Path], object]] = {
     "dcp": as_dcp(training),
     "ranks": _ranks,
     "adapter": _adapter,
+    "delta.safetensors": _delta,
     "rank0.safetensors": _predictions(0),
     "rank1.safetensors": _predictions(1),
 }

@@ -115,6 +115,8 @@ def _use(path: Path, out: Path, outcome: Outcome) -> bool:
         return True
     if any(os.path.lexists(path / name) for name in (adapter.CONFIG, *adapter.OF_DIFFUSERS)):
         return _use_adapter(path, out)
+    if os.path.lexists(path / "delta.safetensors"):
+        return _use_delta(path, out, outcome)
     if os.path.lexists(path / "packed.safetensors"):
         return _use_packed(path, out)
     if os.path.lexists(path / "attempts.json"):
@@ -157,6 +159,19 @@ def _use_adapter(path: Path, out: Path) -> bool:
             merged, _ = ckpttool.merge_lora(base, opened)
             ckpttool.save(merged, out / "out.safetensors", force=True)
             ckpttool.save(merged, out / "out.pt", force=True)
+    return True
+
+
+def _use_delta(path: Path, out: Path, outcome: Outcome) -> bool:
+    """Read a delta over the base beside it, and apply it: both make the same."""
+    with ckpttool.open(path / "delta.safetensors") as read:
+        summarize(read)
+        ckpttool.save(read, out / "out.pt", force=True)
+        with ckpttool.apply(path / "base.safetensors", [path / "delta.safetensors"]) as applied:
+            ckpttool.save(applied, out / "out.safetensors", force=True, full=True)
+    with ckpttool.open(out / "out.pt") as one, ckpttool.open(out / "out.safetensors") as other:
+        if _contents(one) != _contents(other):
+            outcome.fail("apply makes another checkpoint than a reader", path)
     return True
 
 

@@ -100,6 +100,18 @@ def _kohyas(path: Path) -> None:
     save_file(held, path / "pytorch_lora_weights.safetensors")
 
 
+def _delta(path: Path) -> None:
+    """Write a base, and what it became: a tensor that is the same, some that changed, one that is new."""
+    path.mkdir()
+    base = {"same": torch.ones(3), "few": torch.zeros(200), "many": torch.rand(900).half()}
+    new = {**base, "few": torch.eye(20)[:10].reshape(-1), "new": torch.arange(4), "tied": base["same"]}
+    new["many"] = base["many"] + 0.01
+    save_file(base, path / "base.safetensors")
+    torch.save({"model": new, "epoch": 3}, path / "new.pt")
+    ckpttool.delta(path / "base.safetensors", path / "new.pt", path / "delta.safetensors")
+    (path / "new.pt").unlink()
+
+
 def packed(path: Path, scheme: str) -> None:
     """Write a layer of packed numbers, and the settings that say how they are packed."""
     words, codes = torch.arange(128).int().reshape(4, 32) * 77_777_777, torch.arange(96, dtype=torch.uint8)
@@ -225,6 +237,7 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "DCP": (as_dcp(training), converted(training, to="dcp", full=True)),
     "files of ranks": (_ranks, strided),
     "LoRA": (_adapter, _kohyas),
+    "delta": (_delta,),
     "packed numbers": tuple(functools.partial(packed, scheme=scheme) for scheme in PACKED),
     "folder of the hub": (_with_companions,),
     "predictions": (_predictions, _rows),

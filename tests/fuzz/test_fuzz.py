@@ -54,7 +54,7 @@ def test_an_honest_file_is_read_and_equal_in_other_libraries(kind: str, worker: 
 
 @pytest.mark.parametrize("kind", SEEDS)
 def test_a_changed_file_is_refused_or_read_as_others_read_it(kind: str, worker: Worker) -> None:
-    for number in range(2 if kind == "folder of a run" else 8):  # a picture takes a third of a second
+    for number in range(5 if kind == "folder of a run" else 15):  # a picture takes a third of a second
         outcome = judged(worker, files_of(kind, 0, number))
         assert not outcome.wrong, f"number {number}: {outcome.wrong}: {outcome.details}"
 

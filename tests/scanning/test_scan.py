@@ -236,6 +236,15 @@ def test_a_pickle_longer_than_is_read_is_said_and_what_comes_before_counts(
     assert of(program(MKDIR + long, 3), tmp_path / "a.pkl").names == ("os.mkdir",)
 
 
+def test_of_a_pickle_that_was_packed_small_the_beginning_is_read(tmp_path: Path) -> None:
+    padding = b"B" + struct.pack("<I", 1 << 21) + bytes(1 << 21) + b"0"
+    for pack in (gzip.compress, lambda data: zipped("x.pkl", data, zipfile.ZIP_DEFLATED)):
+        assert of(pack(program(MKDIR + b"0" + padding + b"N", 3)), tmp_path / "a.bin").names == ("os.mkdir",)
+        found = of(pack(program(padding + MKDIR, 3)), tmp_path / "a.bin")
+        assert found.verdict == UNREADABLE and "longer than" in found.problems[0].reason
+    assert of(gzip.compress(b"one two, " * (1 << 18)), tmp_path / "a.bin").verdict == SAFE
+
+
 # Storages of torch.
 
 

@@ -109,7 +109,7 @@ def load_others(
 ) -> dict[str, Data]:
     """Return the test sets that `--also-test` names, each `NAME=SPEC`; their training samples are left out.
 
-    UsageFault if two have one name, or one has other classes than `data`.
+    `collate` is as for `load`. UsageFault if two have one name, or one has other classes than `data`.
     """
     others: dict[str, Data] = {}
     for given in specs:

@@ -74,7 +74,7 @@ class Hook:
         heartbeat.phase(f"--every {self.spec}")
         step, model = self.trainer.progress.global_step, self.trainer.ddp.module
         with self.trainer.as_scored():
-            copied = copy.deepcopy(model).eval() if self.trainer.place.rank == 0 else None
+            copied = _copied(model) if self.trainer.place.rank == 0 else None
         failed = collectives.from_rank_zero(lambda: self._call(model, copied, step))
         if failed:
             self.failures += 1
@@ -82,9 +82,11 @@ class Hook:
             text = f"--every {self.spec}: in step {step}: {failed}; training goes on{later}"
             self.tell("hook failed", text if self.failures <= SHOWN else "", step, error=failed)
 
-    def _call(self, model: nn.Module, copied: nn.Module | None, step: int) -> str:
-        """Return why the function has failed; "" if it has not."""
+    def _call(self, model: nn.Module, copied: nn.Module | str | None, step: int) -> str:
+        """Return why the function has failed, or the model could not be copied for it; "" if neither has."""
         assert self.function is not None
+        if isinstance(copied, str):
+            return copied
         before = _marks(model)
         failed = ""
         with unchanged(), limited(self.idle, self.most, self.is_told):
@@ -98,6 +100,14 @@ class Hook:
             what = f"--every {self.spec}: changed {touched[0]} of the model in training"
             raise CheckFailed(what, hint="let it use the model that it is given, which is a copy")
         return failed
+
+
+def _copied(model: nn.Module) -> nn.Module | str:
+    """Return a copy in eval mode; why there is none, as of a model that keeps its last outputs."""
+    try:
+        return copy.deepcopy(model).eval()
+    except Exception as error:
+        return f"the model can't be copied: {factory.described(error)}"
 
 
 def _marks(model: nn.Module) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -87,10 +88,9 @@ class Trainer:
         peak = peak_of(place.device, self.config.amp, place.world_size)
         if self.config.shard:
             return Work(task.unit, peak=peak)
-        forward = partial(task.forward, model)
-        flops = flops_of(lambda: run_dummy_pass(model, self._dummy_batch, forward, together=False))
-        for parameter in model.parameters():
-            parameter.grad = None
+        copied = copy.deepcopy(model)  # one may count its passes
+        forward = partial(task.forward, copied)
+        flops = flops_of(lambda: run_dummy_pass(copied, self._dummy_batch, forward, together=False))
         return Work(task.unit, flops, peak)
 
     @property

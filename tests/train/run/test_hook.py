@@ -175,3 +175,21 @@ def test_its_failures_are_said_three_times_and_no_step_is_lost(tmp_path, monkeyp
 def test_a_spec_may_have_arguments(run_ranks, tmp_path, own):
     run_ranks(1, runs.run, runs.steady, str(tmp_path), {"every": ("6", f"{own}:with_argument(name='b')")})
     assert (tmp_path / "b").exists()
+
+
+class Remembering(torch.nn.Linear):
+    """A model that keeps its last outputs, which `deepcopy` refuses."""
+
+    def __init__(self) -> None:
+        super().__init__(192, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(inputs.flatten(1))
+        return self.last
+
+
+def test_a_model_that_can_not_be_copied_is_named_and_the_training_goes_on(run_ranks, tmp_path, own):
+    run_ranks(2, runs.run, Remembering, str(tmp_path / "a"), {"every": ("1", f"{own}:quiet")})
+    failed = [entry["error"] for entry in entries_of(tmp_path / "a") if entry.get("event") == "hook failed"]
+    assert failed and all("the model can't be copied: " in text for text in failed)
+    assert (tmp_path / "a" / "last.pt").exists()

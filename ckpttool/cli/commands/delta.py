@@ -1,0 +1,118 @@
+"""The commands of deltas: `delta` writes what changed, `apply` makes the newer checkpoint of it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from ...errors import UsageFault, install
+from .. import options
+from ..console import counted, printable, show_bytes
+from ..options import Job
+from ..reading import fields_of, note_state, open_file
+from ..rewriting import Change, Outcome, Target, report_written, rewrite
+
+if TYPE_CHECKING:
+    from ...checkpoint.checkpoint import Checkpoint
+
+
+@click.command("delta")
+@options.argument("input", "BASE")
+@options.argument("new", "NEW")
+@options.output_argument
+@options.option(
+    "--as LAYOUT",
+    "Write no delta, but a sparse patch as vLLM takes it: for each tensor NAME.indices and NAME.values.",
+    "layout",
+    type=click.Choice(["vllm"]),
+)
+@options.state_option
+@options.folder_options
+def delta(job: Job, new: str, layout: str | None) -> None:
+    """Write what changed from BASE to NEW, so that apply makes NEW of BASE again, to the last bit.
+
+    OUTPUT is a file of safetensors, whatever its name. Of each tensor it holds the smallest of: nothing, if
+    BASE has the same; the places and values that differ; the XOR with BASE's, packed by zstd; the tensor.
+    Names, order, ties and everything else in NEW are in its header, and so are the digests of both. Wherever
+    a checkpoint stands, BASE+OUTPUT may, or OUTPUT alone if BASE lies beside it. With --verify it is applied
+    once, and the result compared.
+
+    \b
+    Examples:
+      ckpttool delta step-100.pt step-200.pt step-200.delta.safetensors
+      ckpttool diff step-100.pt step-200.delta.safetensors
+      ckpttool delta base.safetensors tuned.safetensors patch.safetensors --as vllm
+    """
+    from ...formats.delta import writing
+
+    console, started = job.console, time.perf_counter()
+    if job.state is not None and layout is None:
+        hint = "leave it out; for that state alone: ckpttool slim first, or --as vllm"
+        raise UsageFault("a delta keeps everything in NEW, so --state would have no effect", hint=hint)
+    with open_file(console, job.input) as older, open_file(console, new) as newer:
+        if layout is not None:
+            note_state(console, newer, job.state)
+        with console.bar("comparing") as bar:
+            made = writing.delta(
+                older,
+                newer,
+                job.output,
+                layout=layout,
+                state=job.state,
+                verify=job.verify,
+                force=job.force,
+                dry_run=job.dry_run,
+                **bar.calls,
+            )
+    if made.without_zstd:
+        console.note(f"zstd is missing, so no tensor is kept as a packed XOR; {install('delta')}")
+    forms = {"same": "unchanged", "sparse": "sparse", "xor": "packed", "new": "whole"}
+    said = ", ".join(f"{count} {forms[kind]}" for kind, count in made.kinds.items() if count)
+    done = f"compared {counted(sum(made.kinds.values()), 'tensor')} ({said})" if said else "compared"
+    size = f"{show_bytes(made.saved.nbytes)} of {show_bytes(made.of)}"
+    data = {"base": job.input, "new": new, **fields_of(made, without=("saved",)), **fields_of(made.saved)}
+    seconds = time.perf_counter() - started
+    report_written(console, done, made.saved.path, size, seconds, data, dry=job.dry_run)
+
+
+@click.command("apply")
+@click.argument(
+    "inputs",
+    metavar="BASE DELTA… OUTPUT",
+    nargs=-1,
+    type=click.Path(allow_dash=True),
+    callback=options.part_output,
+)
+@options.to_option
+@options.full_option
+@options.writing_options
+def apply(job: Job, to: str | None, full: bool) -> None:
+    """Make of BASE what it became by each DELTA, one after another, to the last bit.
+
+    BASE may have any format, if its values are those that the first DELTA was made from: its digest is
+    compared before anything is written, and so is that of what comes of it. OUTPUT's format follows its name;
+    a .pt holds everything that the last checkpoint did, and a .safetensors the model, or with --full
+    everything.
+
+    \b
+    Example:
+      ckpttool apply step-100.pt step-200.delta.safetensors step-200.pt
+    """
+    from ...formats.delta import applying
+
+    base, *deltas = job.inputs
+    if not deltas:
+        hint = f"ckpttool apply {printable(base)} DELTA OUTPUT; for its contents: ckpttool inspect"
+        raise UsageFault("apply needs a BASE, a DELTA and an OUTPUT", hint=hint)
+
+    def opening() -> Checkpoint:
+        with job.console.bar("checking") as bar:
+            return applying.apply(base, deltas, **bar.calls)
+
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        return checkpoint, Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False)
+
+    verify = bool(job.verify)  # its values were compared with the digest already
+    rewrite(job, transform, opening=opening, to=to, full=full or None, verify=verify)

@@ -1,0 +1,90 @@
+"""Blocks of bytes as zstd frames: the standard library's since Python 3.14, else the package `zstandard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from ...errors import Unsupported, install
+
+# The fastest level packs XORs of weights best: what a longer search finds costs more to say than it saves.
+LEVEL = 1
+
+Compress = Callable[[Any], bytes]
+Decompress = Callable[[memoryview, int], bytes]
+
+
+class BadFrame(ValueError):
+    """A frame that does not hold what it should; its text follows the frame's name."""
+
+
+def is_there() -> bool:
+    """Return whether anything here knows zstd."""
+    return _find("compression.zstd") or _find("zstandard")
+
+
+def require(path: str) -> None:
+    """Raise Unsupported if nothing here knows zstd."""
+    if not is_there():
+        hint = f"{install('delta')}; Python 3.14 has it already"
+        raise Unsupported(path, "holds differences packed by zstd, which is not installed", hint=hint)
+
+
+@cache
+def _find(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor its package
+        return False
+
+
+def compressor() -> Compress:
+    """Return what packs a block as one frame that states its size and has a checksum, for one thread."""
+    if _find("compression.zstd"):
+        from compression import zstd  # type: ignore[import-not-found,unused-ignore]
+
+        parameter = zstd.CompressionParameter
+        options = {parameter.compression_level: LEVEL, parameter.checksum_flag: 1}
+        return lambda block: zstd.compress(block, options=options)  # type: ignore[no-any-return,unused-ignore]
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress
+
+
+def decompressor() -> Decompress:
+    """Return what unpacks a frame of exactly a stated number of bytes, for one thread.
+
+    It raises BadFrame for any other frame, and takes no more memory than was stated.
+    """
+    if _find("compression.zstd"):
+        return _with_standard_library
+    import zstandard
+
+    unpack = zstandard.ZstdDecompressor().decompress
+
+    def decompress(frame: memoryview, nbytes: int) -> bytes:
+        try:
+            if zstandard.frame_content_size(frame) != nbytes:  # it sizes the output, whatever is allowed
+                raise BadFrame("is of another size")
+            return unpack(frame, max_output_size=nbytes, allow_extra_data=False)
+        except zstandard.ZstdError:
+            raise BadFrame("is damaged") from None
+
+    return decompress
+
+
+def _with_standard_library(frame: memoryview, nbytes: int) -> bytes:
+    from compression import zstd
+
+    try:
+        if zstd.get_frame_info(frame).decompressed_size != nbytes:
+            raise BadFrame("is of another size")
+        unpacker = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 23})
+        block: bytes = unpacker.decompress(frame, nbytes + 1)
+    except zstd.ZstdError:
+        raise BadFrame("is damaged") from None
+    if len(block) != nbytes or not unpacker.eof or unpacker.unused_data:
+        raise BadFrame("is of another size")
+    return block

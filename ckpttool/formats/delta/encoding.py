@@ -1,0 +1,229 @@
+"""Each tensor of a newer checkpoint in the smallest form that a delta has for it. Imports numpy.
+
+Blocks of a tensor are compared on several cores. Their packed XORs, and the places and values that changed,
+grow in temporary files at the same time; at the end of the tensor one of the two stays.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...files.copying import MOST_THREADS, Buffers, Progress
+from ...files.crc32 import combined, crc32
+from ...files.spool import Spool
+from ...files.threads import cores, cut, map_pieces
+from ...tensors.dtypes import DTYPES
+from ...tensors.ref import ByteRange, Storage, TensorRef
+from ...tensors.values import require_bounded
+from . import compression
+from .blocks import UNSIGNED, fill_values, planes
+from .header import BLOCK, NEW, SAME, SPARSE, XOR, Entry
+
+INT32 = 1 << 31  # elements that places of four bytes can name
+PLACES = {4: "int32", 8: "int64"}
+
+_of_thread = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A tensor, and the one of the base that it is compared with, of the same type and size."""
+
+    name: str
+    new: TensorRef
+    base: TensorRef | None = None
+    base_name: str = ""
+
+
+@dataclass(slots=True)
+class Encoded:
+    """The tensors of a delta, whose bytes lie in temporary files or in the newer checkpoint."""
+
+    tensors: dict[str, TensorRef] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Task:
+    """A pair at work. Blocks that several threads compare may still make what is no longer wanted."""
+
+    pair: Pair
+    wants_xor: bool
+    wants_sparse: bool
+    place: int  # bytes of a place
+    changed: int = 0
+    crc32: int = 0
+    base_crc32: int = 0
+    frames: list[int] = field(default_factory=list)
+
+
+class _Piece(NamedTuple):
+    task: _Task
+    start: int
+    nbytes: int
+    is_last: bool
+
+
+class _Block(NamedTuple):
+    """What was found in a block; without a base only its checksum."""
+
+    crc32: int
+    base_crc32: int = 0
+    changed: int = 0
+    frame: bytes = b""
+    places: bytes = b""
+    values: bytes = b""
+
+
+class Encoder:
+    """Encodes pairs one after another."""
+
+    def __init__(self, path: str, *, ways: frozenset[str]) -> None:
+        """Prepare for some of SAME, SPARSE, XOR and NEW; errors about temporary files name `path`."""
+        self.ways = ways
+        self.made = Encoded()
+        self._taken: set[str] = set()
+        self._frames, self._places, self._values = (_Growing(path) for _ in range(3))
+        self._buffers = Buffers()
+
+    def encode(self, pairs: Mapping[str, Pair], progress: Progress) -> Encoded:
+        """Return all of them in their smallest forms, in the given order."""
+        self._taken.update(pairs)
+        for piece, block in map_pieces(self._compare, self._pieces(pairs), cores(MOST_THREADS)):
+            self._take(piece, block)
+            progress(piece.nbytes)
+            if piece.is_last:
+                self._choose(piece.task)
+        return self.made
+
+    def _pieces(self, pairs: Mapping[str, Pair]) -> Iterator[_Piece]:
+        for pair in pairs.values():
+            require_bounded(pair.name, pair.new)
+            has_base, width = pair.base is not None, 4 if pair.new.numel <= INT32 else 8
+            task = _Task(pair, has_base and XOR in self.ways, has_base and SPARSE in self.ways, width)
+            if not pair.new.nbytes:
+                yield _Piece(task, 0, 0, True)
+            for start, size in cut(pair.new.nbytes, BLOCK):
+                yield _Piece(task, start, size, start + size == pair.new.nbytes)
+
+    def _compare(self, piece: _Piece) -> _Block:
+        """Compare a block with the base's."""
+        pair = piece.task.pair
+        with self._buffers.one() as first, self._buffers.one() as second:
+            new, base = first[: piece.nbytes], second[: piece.nbytes]
+            fill_values(pair.new, piece.start, new)
+            if pair.base is None or not piece.nbytes:
+                return _Block(crc32(new))
+            fill_values(pair.base, piece.start, base)
+            return self._differing(piece, new, base)
+
+    def _differing(self, piece: _Piece, new: memoryview, base: memoryview) -> _Block:
+        import numpy as np
+
+        task, crc = piece.task, crc32(base)
+        values, before = (np.frombuffer(each, UNSIGNED[task.pair.new.dtype.itemsize]) for each in (new, base))
+        before ^= values
+        changed = int(np.count_nonzero(before))
+        if not changed:
+            return _Block(crc, crc)
+        frame = places = told = b""
+        if task.wants_xor:
+            if not hasattr(_of_thread, "compress"):
+                _of_thread.compress = compression.compressor()
+            frame = _of_thread.compress(planes(before))
+        packed = changed * (task.place + values.itemsize)
+        if task.wants_sparse and (packed <= len(new) or NEW not in self.ways):
+            where = np.flatnonzero(before != 0)  # fast for booleans alone
+            told = values[where].tobytes()
+            places = (where + piece.start // values.itemsize).astype(f"<i{task.place}").tobytes()
+        return _Block(crc32(new), crc, changed, frame, places, told)
+
+    def _take(self, piece: _Piece, block: _Block) -> None:
+        """Let what a block gives grow at the ends of the files, while it may still be the smallest."""
+        task, nbytes = piece.task, piece.task.pair.new.nbytes
+        task.crc32 = combined(task.crc32, block.crc32, piece.nbytes)
+        task.base_crc32 = combined(task.base_crc32, block.base_crc32, piece.nbytes)
+        task.changed += block.changed
+        if block.changed and not block.places:
+            task.wants_sparse = False
+        if task.wants_xor:
+            task.frames.append(len(block.frame))
+            self._frames.append(block.frame)
+            task.wants_xor = self._frames.grown < nbytes
+        if task.wants_sparse:
+            self._places.append(block.places)
+            self._values.append(block.values)
+            grown = self._places.grown + self._values.grown
+            task.wants_sparse = grown < nbytes or NEW not in self.ways
+
+    def _choose(self, task: _Task) -> None:
+        """Keep a tensor in the smallest form."""
+        pair, sizes = task.pair, {NEW: task.pair.new.nbytes} if NEW in self.ways else {}
+        if pair.base is not None and not task.changed:
+            sizes = {SAME: 0}
+        else:
+            if task.wants_xor:
+                sizes[XOR] = self._frames.grown + 4 * len(task.frames)
+            if task.wants_sparse:
+                sizes[SPARSE] = self._places.grown + self._values.grown
+        kind = min(sizes, key=sizes.__getitem__)
+        parts = dict(self._parts(task, kind))
+        self.made.tensors |= {name: tensor for name, (tensor, _) in parts.items()}
+        base, crc = (None, 0) if kind == NEW else (pair.base_name, task.base_crc32)
+        sums = {name: crc32 for name, (_, crc32) in parts.items()}
+        self.made.entries[pair.name] = Entry(kind, pair.new.dtype, pair.new.shape, sums, base, crc)
+        for growing in (self._frames, self._places, self._values):
+            growing.begin()
+
+    def _parts(self, task: _Task, kind: str) -> Iterator[tuple[str, tuple[TensorRef, int]]]:
+        """Yield the tensors of the delta that hold one of the newer checkpoint, each with its CRC-32."""
+        pair = task.pair
+        if kind == NEW:
+            yield pair.name, (pair.new, task.crc32)
+        elif kind == XOR:
+            self._frames.append(struct.pack(f"<{len(task.frames)}I", *task.frames))
+            yield self._name(pair.name, "xor"), self._frames.taken("uint8")
+        elif kind == SPARSE:
+            yield self._name(pair.name, "indices"), self._places.taken(PLACES[task.place])
+            yield self._name(pair.name, "values"), self._values.taken(pair.new.dtype.name)
+
+    def _name(self, name: str, suffix: str) -> str:
+        """Return a name that no tensor of the newer checkpoint has, nor a part of another."""
+        number, free = 1, f"{name}.{suffix}"
+        while free in self._taken:
+            number += 1
+            free = f"{name}.{suffix}~{number}"
+        self._taken.add(free)
+        return free
+
+
+class _Growing:
+    """A temporary file in which a tensor grows at the end; what is not taken is written over."""
+
+    def __init__(self, path: str) -> None:
+        self.spool = Spool(path)
+        self.start = self.crc32 = 0
+
+    @property
+    def grown(self) -> int:
+        return self.spool.source.size - self.start
+
+    def append(self, raw: bytes) -> None:
+        if raw:
+            self.spool.append(raw)
+            self.crc32 = crc32(raw, self.crc32)
+
+    def taken(self, dtype: str) -> tuple[TensorRef, int]:
+        """Keep what grew; return it as a flat tensor, with its CRC-32."""
+        kind, data = DTYPES[dtype], ByteRange(self.spool.source, self.start, self.grown)
+        self.start = self.spool.source.size
+        storage = Storage(data, kind.storage or "UntypedStorage")
+        return TensorRef.contiguous(storage, kind, (data.nbytes // kind.itemsize,)), self.crc32
+
+    def begin(self) -> None:
+        """Forget what grew since the last tensor that was taken."""
+        self.spool.source.size, self.crc32 = self.start, 0

@@ -1,0 +1,228 @@
+"""What a delta says of itself in the header of its file (docs/deltas.md defines it)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...errors import Damaged, Unsupported
+from ...tensors.dtypes import DTYPES, DType
+from ...tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, contiguous_stride, extent, is_count
+from ..safetensors import parse_object
+
+VERSION = 1
+ENTRY = "ckpttool.delta"  # in the header's metadata: what this file reads
+TREE = "ckpttool.delta.tree"  # beside it: the newer checkpoint's tree, as docs/full-format.md has it
+
+BLOCK = 1 << 20  # bytes of a tensor that are packed together, and that a reader makes at once
+
+# How a tensor is kept: as the base's, as places and values, as the packed XOR with the base's, or whole.
+SAME, SPARSE, XOR, NEW = "same", "sparse", "xor", "new"
+PARTS = {SAME: 0, SPARSE: 2, XOR: 1, NEW: 1}  # how many tensors of the file each of them takes
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """What identifies a checkpoint's values.
+
+    Attributes:
+        state: the digest of the model's state, as `ckpttool digest` prints it; None where there is none, or
+            it can't be said which.
+        whole: the same of all storages by name, as `--full` names them; None where the state is enough.
+    """
+
+    state: str | None
+    whole: str | None
+
+    @property
+    def shown(self) -> str:
+        """The one to show, shortened."""
+        return f"{(self.state or self.whole or '')[:16]}…"
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The older checkpoint.
+
+    Attributes:
+        name: its file or folder, which may lie beside the delta; "" for standard input.
+        prefix: what stands before the names of its state's tensors, `model.`.
+        digests: of its values.
+    """
+
+    name: str
+    prefix: str
+    digests: Digests
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How one tensor is kept.
+
+    Attributes:
+        kind: SAME, SPARSE, XOR or NEW.
+        dtype, shape: its own.
+        parts: the tensors of the file that hold it -> the CRC-32 of their bytes.
+        base: the name of the base's tensor; None for NEW.
+        base_crc32: of that tensor's values.
+    """
+
+    kind: str
+    dtype: DType
+    shape: tuple[int, ...]
+    parts: Mapping[str, int]
+    base: str | None = None
+    base_crc32: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return 0 if 0 in self.shape else extent(self.shape)
+
+    def over(self, storage: Storage) -> TensorRef:
+        """Return the tensor, its values those of a storage."""
+        return TensorRef(storage, self.dtype, self.shape, contiguous_stride(self.shape))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that stands in the header."""
+        said = {"as": self.kind, "dtype": self.dtype.name, "shape": self.shape, "in": self.parts}
+        return said if self.base is None else {**said, "base": self.base, "base_crc32": self.base_crc32}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a delta says.
+
+    Attributes:
+        base: the older checkpoint.
+        new: digests of the newer one.
+        tree: the SHA-256 of the text of the newer one's tree.
+        full: the newer one is a file of tensors that held a whole checkpoint.
+        metadata: the newer one's text in a header of safetensors.
+        tensors: how each tensor of the newer one is kept, by the name that `--full` gives it.
+    """
+
+    base: Base
+    new: Digests
+    tree: str
+    full: bool
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Entry] = field(repr=False)
+
+    def to_text(self) -> str:
+        """Return the text of the entry."""
+        said = {
+            "version": VERSION,
+            "block": BLOCK,
+            "base": {"name": self.base.name, "prefix": self.base.prefix, **_said(self.base.digests)},
+            "new": {"full": self.full, "metadata": self.metadata, "tree": self.tree, **_said(self.new)},
+            "tensors": {name: entry.to_json() for name, entry in self.tensors.items()},
+        }
+        return json.dumps(said, ensure_ascii=False, separators=(",", ":"))
+
+
+def _said(digests: Digests) -> dict[str, str | None]:
+    return {"digest": digests.state, "whole": digests.whole}
+
+
+def is_delta(checkpoint: Checkpoint) -> bool:
+    """Return whether a file of tensors is a delta."""
+    return ENTRY in checkpoint.metadata
+
+
+class BadHeader(ValueError):
+    """Something in a header that no delta has; its text follows the entry's name."""
+
+
+def read_header(file: Checkpoint) -> Header:
+    """Return what a delta says of itself.
+
+    Raises:
+        Damaged: it breaks the rules of docs/deltas.md.
+        Unsupported: it is of a later version.
+    """
+    said = parse_object(file.path, file.metadata[ENTRY].encode(), f"its entry '{ENTRY}'")
+    if said.get("version") != VERSION or said.get("block") != BLOCK:
+        version = f"{said.get('version')!r}"[:20]
+        raise Unsupported(file.path, f"is a delta of version {version}, and this reads {VERSION}")
+    try:
+        tensors = {name: _entry(name, entry) for name, entry in _object(said.get("tensors")).items()}
+        base, new = _object(said.get("base")), _object(said.get("new"))
+        found = Base(_file_name(base.get("name")), _text(base.get("prefix")), _digests(base))
+        metadata = {name: _text(text) for name, text in _object(new.get("metadata")).items()}
+        return Header(found, _digests(new), _tree(file, new), new.get("full") is True, metadata, tensors)
+    except BadHeader as fault:
+        raise Damaged(file.path, f"its entry '{ENTRY}' {fault}") from None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadHeader("lacks something, or has it in another form")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadHeader("has a name that is no text")
+    return value
+
+
+def _tree(file: Checkpoint, new: Mapping[str, Any]) -> str:
+    """Return the digest of the tree's text, which must be that of the text in the file."""
+    if new.get("tree") != (found := digest_of_tree(file.metadata.get(TREE, ""))):
+        raise BadHeader(f"has the digest of another tree than that in '{TREE}'")
+    return found
+
+
+def digest_of_tree(text: str) -> str:
+    """Return the SHA-256 of the text of a tree."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file_name(value: Any) -> str:
+    name = _text(value)
+    if name and (name != os.path.basename(name) or name in (".", "..") or "\0" in name):
+        raise BadHeader(f"names the base {name[:80]!r}, which is no name of a file beside it")
+    return name
+
+
+def _digests(said: Mapping[str, Any]) -> Digests:
+    state, whole = said.get("digest"), said.get("whole")
+    if not all(each is None or (isinstance(each, str) and DIGEST.fullmatch(each)) for each in (state, whole)):
+        raise BadHeader("has a digest that is none")
+    if state is None and whole is None:
+        raise BadHeader("has no digest where one is needed")
+    return Digests(state, whole)
+
+
+def _entry(name: str, value: Any) -> Entry:
+    said = _object(value)
+    kind, parts, shape = _text(said.get("as")), _object(said.get("in")), said.get("shape")
+    dtype = DTYPES.get(_text(said.get("dtype")))
+    if dtype is None or dtype.safetensors is None:
+        raise BadHeader(f"has a type of '{name[:80]}' that safetensors lacks")
+    if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(map(is_count, shape)):
+        raise BadHeader(f"has a malformed shape of '{name[:80]}'")
+    if extent(shape) * dtype.itemsize > MAX_BYTES:
+        raise BadHeader(f"has a shape of '{name[:80]}' larger than any file")
+    base, sums = said.get("base"), [*parts.values(), *([said.get("base_crc32")] if "base" in said else [])]
+    if PARTS.get(kind) != len(parts) or not all(map(_is_crc, sums)) or (kind == NEW) != (base is None):
+        raise BadHeader(f"has a malformed entry for '{name[:80]}'")
+    return Entry(kind, dtype, tuple(shape), parts, *(() if base is None else (_text(base), sums[-1])))
+
+
+def _is_crc(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 32

@@ -1,0 +1,213 @@
+"""A delta written: what changed between two checkpoints, as a file of tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...checkpoint import full_json
+from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...checkpoint.special_tensors import require_plain
+from ...errors import Refused
+from ...files.copying import Progress
+from ...inert_pickle.values import OrderedDict_
+from ...remote.urls import is_url
+from ...tensors.ref import Source, TensorRef
+from ..reading import File, open_alone, opened
+from ..safetensors import NAME as SAFETENSORS
+from ..saving.destination import Saved
+from ..saving.saving import save
+from . import compression
+from .digests import digests_of
+from .encoding import INT32, Encoded, Encoder, Pair
+from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Digests, Entry, Header, digest_of_tree
+from .reading import NAME, Link, base_tensors, joined
+
+VLLM = "vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What `delta` wrote.
+
+    Attributes:
+        saved: the file.
+        kinds: how many tensors are kept in each way: `same`, `sparse`, `xor`, `new`.
+        of: the size of the newer checkpoint's files.
+        base_digest, new_digest: digests of the two states, as `ckpttool digest` prints them; None where a
+            file holds no state, or it can't be said which.
+        without_zstd: no XOR was tried, as nothing here knows zstd.
+    """
+
+    saved: Saved
+    kinds: Mapping[str, int]
+    of: int
+    base_digest: str | None
+    new_digest: str | None
+    without_zstd: bool = False
+
+
+@dataclass(slots=True)
+class _Job:
+    base: Checkpoint
+    new: Checkpoint
+    path: str
+    progress: Progress
+
+
+def delta(
+    base: File,
+    new: File,
+    path: str | os.PathLike[str],
+    *,
+    layout: str | None = None,
+    state: str | None = None,
+    verify: bool | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    expect: Progress | None = None,
+) -> Delta:
+    """Write what changed from one checkpoint to another, so that `apply` makes the newer of the older.
+
+    It is lossless to the last bit: values of every type, names, order, ties, shapes, and everything else
+    that `--full` keeps. Each tensor takes the smallest of: nothing, if it is the base's; the places and
+    values that differ; the XOR with the base's in byte planes, packed by zstd; itself. docs/deltas.md defines
+    the file.
+
+    Args:
+        base: the older checkpoint: a path, or an open one.
+        new: the newer one.
+        path: the delta, a file of safetensors whatever its name; `-` is standard output.
+        layout: None, or `vllm` for the layout of vLLM's sparse patches alone, from which nothing but changed
+            values of the same tensors can be had.
+        state: for `vllm`, the dotted path of the model's state in both; found when None.
+        verify: True: apply what was written to the base, and compare the digest.
+        force: replace an existing file.
+        dry_run: write nothing; the same result.
+        progress: called with the number of bytes after each piece: of the newer one to compare it, and of
+            both for their digests.
+        expect: called first, with about the number of bytes that progress will come to.
+
+    Returns:
+        What was written, and how many tensors in which form.
+
+    Raises:
+        UsageFault: there is a file already (OutputExists), or the place can't be written.
+        Refused: the newer one holds what its tree does not, such as code; a file was changed while it was
+            read; or `vllm` can't hold a change.
+        Unreadable, Damaged, Unsupported: as for reading the two; NoState: for `vllm`, one holds none.
+    """
+    name = os.fspath(path)
+    with opened(base) as older, opened(new) as newer:
+        before = _versions(older, newer)
+        if expect is not None:
+            expect(older.nbytes + 2 * newer.nbytes)
+        job = _Job(older, newer, name, progress or (lambda count: None))
+        file, entries, digests = _patch(job, state) if layout == VLLM else _delta(job)
+        _require_unchanged(before, _versions(older, newer))
+        saved = save(file, name, to=SAFETENSORS, verify=verify, force=force, dry_run=dry_run)
+        if verify and layout is None and not dry_run and name != "-":
+            _require_same(job, name, digests[1])
+        kinds = Counter(entry.kind for entry in entries.values())
+        counted = {kind: kinds[kind] for kind in (SAME, SPARSE, XOR, NEW)}
+        lacks = layout is None and not compression.is_there()
+        return Delta(saved, counted, newer.nbytes, digests[0].state, digests[1].state, lacks)
+
+
+Made = tuple[Checkpoint, Mapping[str, Entry], tuple[Digests, Digests]]
+
+
+def _delta(job: _Job) -> Made:
+    """Make a delta that holds all that is new."""
+    base, new = job.base, job.new
+    for checkpoint in (base, new):
+        checkpoint.require_whole()
+    if new.unread or new.opened:
+        what = (new.unread or new.opened)[0]
+        hint = f"keep what a delta can: ckpttool convert {shlex.quote(new.path)} NEW.pt"
+        raise Refused(new.path, f"holds what a delta can't: {what[:200]}", hint=hint)
+    flat = full_json.encode_entry(new.path, new.tree, new.protocol)
+    of_base, prefix = base_tensors(base)
+    state = new.found_state()
+    own = "".join(f"{step}." for step in state.path) if state else ""
+    ways = {SAME, SPARSE, NEW} | ({XOR} if compression.is_there() else set())
+    pairs = {name: _pair(name, tensor, of_base, own, prefix) for name, tensor in flat.tensors.items()}
+    made = Encoder(job.path, ways=frozenset(ways)).encode(pairs, job.progress)
+    used = {entry.base for entry in made.entries.values() if entry.base is not None}
+    outside = any(not name.startswith(prefix) for name in used) or base.found_state() is None
+    of_base_too = digests_of(base, whole=outside, progress=job.progress)
+    of_new = digests_of(new, whole=True, storages=flat.tensors, progress=job.progress)
+    beside = "" if base.path == "-" else _name_of(base)
+    older, tree = Base(beside, prefix, of_base_too), digest_of_tree(flat.text)
+    header = Header(older, of_new, tree, new.full, dict(new.metadata), made.entries)
+    texts = {ENTRY: header.to_text(), TREE: flat.text}
+    return _file(new.source, made, texts), made.entries, (of_base_too, of_new)
+
+
+def _name_of(base: Checkpoint) -> str:
+    """Return the name that a base has in its folder: of a chain that of the last delta."""
+    place = base.shards[-1].place if base.format == NAME else base.path
+    return os.path.basename(place.rstrip("/") if is_url(place) else os.path.abspath(place))
+
+
+def _pair(name: str, new: TensorRef, of_base: Mapping[str, TensorRef], own: str, prefix: str) -> Pair:
+    """Return a tensor with that of the base which has its name in the model's state, or in the file."""
+    names = [prefix + name.removeprefix(own)] if name.startswith(own) else []
+    for other in (*names, name):
+        base = of_base.get(other)
+        if base is not None and (base.dtype, base.nbytes) == (new.dtype, new.nbytes):
+            return Pair(name, new, base, other)
+    return Pair(name, new)
+
+
+def _patch(job: _Job, where: str | None) -> Made:
+    """Make a patch for vLLM: for each tensor that changed, flat places as int32 and the values there."""
+    states = [checkpoint.state(where) for checkpoint in (job.base, job.new)]
+    for checkpoint, state in zip((job.base, job.new), states, strict=True):
+        require_plain(checkpoint.path, state.likes, "can't be patched")
+    old, new = (state.tensors for state in states)
+    for name in (*new, *old):
+        forms = [(each[name].dtype.name, each[name].shape) if name in each else None for each in (old, new)]
+        if forms[0] != forms[1]:
+            said = [f"{form[0]} {list(form[1])}" if form else "missing" for form in forms]
+            what = (
+                f"'{name[:80]}' is {said[1]}, and {said[0]} in {job.base.path}: a patch changes values alone"
+            )
+            raise Refused(job.new.path, what, hint="leave out --as vllm")
+        if new[name].numel > INT32:
+            raise Refused(job.new.path, f"'{name[:80]}' has places that int32 can't name")
+    pairs = {name: Pair(name, new[name], old[name], name) for name in new}
+    made = Encoder(job.path, ways=frozenset((SAME, SPARSE))).encode(pairs, job.progress)
+    shapes = {name: entry.shape for name, entry in made.entries.items() if entry.kind == SPARSE}
+    texts = {"shapes": json.dumps(shapes, ensure_ascii=False, separators=(",", ":"))}
+    none = Digests(None, None)
+    return _file(job.new.source, made, OF_TORCH | texts), made.entries, (none, none)
+
+
+def _file(source: Source, made: Encoded, texts: Mapping[str, str]) -> Checkpoint:
+    return Checkpoint(source, SAFETENSORS, OrderedDict_(made.tensors), metadata=texts)
+
+
+def _versions(*checkpoints: Checkpoint) -> dict[str, tuple[object, ...]]:
+    sources = (source for each in checkpoints for source in (each.source, *each.shards))
+    return {source.path: source.version for source in sources}
+
+
+def _require_unchanged(before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    for path, version in before.items():
+        if after[path] != version:
+            raise Refused(path, "was changed while it was read", hint="wait until its writer is done")
+
+
+def _require_same(job: _Job, path: str, wanted: Digests) -> None:
+    """Apply what was written, and compare what comes of it with what was meant."""
+    with open_alone(path) as file:
+        link = joined(Link(job.base), file)
+        found = digests_of(link.checkpoint, whole=True, progress=job.progress)
+        if found != wanted:
+            raise Refused(path, "does not make the newer checkpoint: report this, with both files")

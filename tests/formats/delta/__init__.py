@@ -1,0 +1,1 @@
+"""Deltas: what changed between two checkpoints, written and read."""

@@ -1,0 +1,216 @@
+"""A delta makes of its base what the newer checkpoint was, to the last bit, whatever is in the two."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool.formats.delta.writing import Delta
+from tests.support.comparing import assert_same
+from tests.support.every_format import training, with_objects
+from tests.support.tensor_kinds import KINDS, PLAIN_DTYPES, save_kind
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def through_a_delta(base: str, new: str, out: str) -> Delta:
+    """Write a delta, apply it, and compare digests; return what was written."""
+    made = ckpttool.delta(base, new, "d.safetensors", force=True)
+    with ckpttool.apply(base, ["d.safetensors"]) as checkpoint:
+        ckpttool.save(checkpoint, out, force=True)
+    return made
+
+
+def reloaded(path: str) -> Any:
+    return torch.load(path, weights_only=False)
+
+
+def assert_lossless(base: object, new: object) -> Delta:
+    """Save two trees, and compare what torch loads of the second with what a delta makes of the first."""
+    torch.save(base, "base.pt")
+    torch.save(new, "new.pt")
+    made = through_a_delta("base.pt", "new.pt", "out.pt")
+    assert_same(reloaded("new.pt"), reloaded("out.pt"))
+    return made
+
+
+def of_dtype(name: str, seed: int, count: int = 4000) -> torch.Tensor:
+    """Return any bits at all as a tensor: NaNs with payloads, infinities, −0.0."""
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    raw = raw % 2 if name == "bool" else raw
+    size = torch.empty(0, dtype=getattr(torch, name)).element_size()
+    return raw[: count - count % size].view(getattr(torch, name))
+
+
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental:UserWarning")
+@pytest.mark.parametrize("name", [name for name in PLAIN_DTYPES if hasattr(torch, name)])
+def test_any_bits_of_any_dtype(name: str) -> None:
+    base = {key: of_dtype(name, seed) for seed, key in enumerate(("same", "few", "many", "other"))}
+    new = {key: tensor.clone() for key, tensor in base.items()}
+    new["few"].view(torch.uint8)[48:52] = 1
+    new["many"].view(torch.uint8)[::16] ^= 1
+    new["other"] = of_dtype(name, 9)
+    assert_lossless(base, new)
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.sampled_from(["float32", "bfloat16", "int64", "uint8"]), min_size=1, max_size=4),
+    st.integers(0, 2**32 - 1),
+)
+def test_changes_of_any_size_at_any_place(tmp_path_factory: Any, dtypes: list[str], seed: int) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    random = torch.Generator().manual_seed(seed)
+    base, new = {}, {}
+    for number, name in enumerate(dtypes):
+        count = int(torch.randint(0, 5000, (), generator=random))
+        base[f"{number}"] = of_dtype(name, seed + number, count)
+        raw = base[f"{number}"].clone().view(torch.uint8)
+        changed = torch.rand(len(raw), generator=random) < 10 ** -float(torch.rand((), generator=random) * 4)
+        new[f"{number}"] = torch.where(changed, raw ^ 5, raw).view(base[f"{number}"].dtype)
+    for name, state in (("base", base), ("new", new)):
+        save_file(state, folder / f"{name}.safetensors")
+    files = [str(folder / f"{name}.safetensors") for name in ("base", "new", "d", "out")]
+    ckpttool.delta(files[0], files[1], files[2], force=True)
+    with ckpttool.apply(files[0], files[2:3]) as checkpoint:
+        ckpttool.save(checkpoint, files[3], force=True)
+    assert Path(files[3]).read_bytes() == Path(files[1]).read_bytes()
+
+
+def test_a_tensor_of_many_blocks_that_ends_within_one() -> None:
+    base = {"w": torch.randn(3_000_001).bfloat16()}
+    new = {"w": base["w"].clone()}
+    new["w"][::100] += 1
+    new["w"][700_000:1_300_000] = base["w"][700_000:1_300_000]  # a whole block that is the base's
+    assert assert_lossless(base, new).kinds["xor"] == 1
+
+
+def changed(tree: Any) -> Any:
+    """Return a copy of a training checkpoint after a step."""
+    new = copy.deepcopy(tree)
+    for tensor in new["model"].values():
+        if tensor.is_floating_point():
+            tensor.data += 1e-3
+    return {**new, "epoch": 4, "more": {"x": torch.ones(3)}}
+
+
+@pytest.mark.parametrize("make", [training, with_objects])
+def test_a_training_checkpoint_with_ties_views_and_objects(make: Callable[[], Any]) -> None:
+    assert_lossless(make(), changed(make()))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "masked"])
+def test_tensors_that_are_not_plain(kind: str) -> None:
+    save_kind(kind, Path("new.pt"))
+    torch.save({"plain": torch.zeros(3, 4)}, "base.pt")
+    through_a_delta("base.pt", "new.pt", "out.pt")
+    assert ckpttool.verify("out.pt", against="new.pt").ok
+
+
+def test_names_and_order_that_change() -> None:
+    base = {"a": torch.ones(3), "b": torch.ones(4), "c.x": torch.ones(2)}
+    new = {"c": {"x": torch.ones(2)}, "b": torch.ones(4), 3: torch.ones(1), "d": [torch.ones(3)]}
+    assert_lossless(base, new)
+    assert_lossless(new, base)
+
+
+def test_ties_that_appear_and_disappear() -> None:
+    w = torch.randn(10, 10)
+    tied, apart = {"a": w, "b": w, "v": w[2]}, {"a": w.clone(), "b": w.clone(), "v": w[2].clone()}
+    assert_lossless(tied, apart)
+    assert_lossless(apart, tied)
+
+
+def test_equal_values_in_other_layouts_types_and_shapes() -> None:
+    w = torch.randn(8, 6, 3, 3)
+    base = {"a": w, "b": w, "c": w.clone(), "d": torch.ones(4), "e": w.clone()}
+    new = {
+        "a": w.to(memory_format=torch.channels_last),
+        "b": w.permute(1, 0, 2, 3),
+        "c": w.reshape(48, 9),
+        "d": torch.ones(4, dtype=torch.float64),
+        "e": w.expand(2, 8, 6, 3, 3),
+    }
+    assert_lossless(base, new)
+    assert_lossless(new, base)
+
+
+def test_lazy_signs() -> None:
+    z = torch.randn(64, dtype=torch.complex64)
+    assert_lossless({"a": z, "b": torch.ones(64)}, {"a": z.conj(), "b": z.conj().imag.clone()})
+    assert_lossless({"a": z.imag.clone()}, {"a": torch._neg_view(z.imag.clone())})
+
+
+def test_empty_and_scalar_tensors() -> None:
+    base = {"e": torch.zeros(0, 3), "f": torch.zeros(0), "s": torch.tensor(1.5), "t": torch.tensor(1)}
+    new = {"e": torch.zeros(3, 0), "f": torch.zeros(0), "s": torch.tensor(-0.0), "t": torch.tensor(1)}
+    assert_lossless(base, new)
+    assert_lossless({}, new)
+    assert_lossless(base, {})
+    assert assert_lossless(base, base).kinds == {"same": 4, "sparse": 0, "xor": 0, "new": 0}
+
+
+def test_zero_and_minus_zero_differ() -> None:
+    made = assert_lossless({"w": torch.zeros(1000)}, {"w": torch.full((1000,), -0.0)})
+    assert made.kinds["same"] == 0
+
+
+@pytest.mark.parametrize("base", ["base.pt", "base.safetensors", "base/", "full.safetensors"])
+def test_the_base_may_have_another_format_than_at_the_time(base: str) -> None:
+    state = {f"layer.{i}.weight": torch.randn(40, 40) for i in range(4)}
+    torch.save({"model": state, "epoch": 1, "optimizer": {"state": {0: torch.ones(7)}}}, "base.pt")
+    new = {name: tensor + (torch.rand(40, 40) < 0.01) for name, tensor in state.items()}
+    save_file(new, "new.safetensors")
+    ckpttool.convert("base.pt", "base.safetensors")
+    ckpttool.convert("base.pt", "full.safetensors", full=True)
+    ckpttool.convert("base.pt", "base/", shard_size=10_000)
+    ckpttool.delta("base.pt", "new.safetensors", "d.safetensors")
+    with ckpttool.apply(base, ["d.safetensors"]) as checkpoint:
+        ckpttool.save(checkpoint, "out.safetensors")
+    assert Path("out.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+
+
+def test_what_full_keeps_is_kept_in_a_file_of_tensors() -> None:
+    torch.save({"model": {"w": torch.ones(3)}, "lr": 0.1}, "base.pt")
+    torch.save({"model": {"w": torch.ones(3)}, "lr": 0.2, "args": argparse.Namespace(a=1)}, "new.pt")
+    for name in ("base", "new"):
+        ckpttool.convert(f"{name}.pt", f"{name}.safetensors", full=True)
+    through_a_delta("base.safetensors", "new.safetensors", "out.safetensors")
+    assert Path("out.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+
+
+def test_metadata_of_safetensors() -> None:
+    save_file({"w": torch.ones(3)}, "base.safetensors")
+    save_file({"w": torch.ones(3)}, "new.safetensors", metadata={"step": "3 ü\n"})
+    through_a_delta("base.safetensors", "new.safetensors", "out.safetensors")
+    assert Path("out.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+
+
+def test_between_folders_of_shards() -> None:
+    state = {f"w{i}": torch.randn(50, 50) for i in range(6)}
+    for number, folder in enumerate(("base/", "new/")):
+        torch.save({name: tensor + number * (tensor > 2) for name, tensor in state.items()}, "all.pt")
+        ckpttool.convert("all.pt", folder, shard_size=20_000, force=True)
+    ckpttool.delta("base", "new", "d.safetensors")
+    with ckpttool.apply("base", ["d.safetensors"]) as checkpoint:
+        ckpttool.save(checkpoint, "out/", shard_size=20_000)
+    files = {path.name: path.read_bytes() for path in Path("new").iterdir()}
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == files
+
+
+def test_code_that_a_file_holds_is_refused_by_name() -> None:
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), "new.pt")
+    torch.save({"w": torch.ones(1)}, "base.pt")
+    with pytest.raises(ckpttool.errors.Refused, match=r"new\.pt: holds what a delta can't"):
+        ckpttool.delta("base.pt", "new.pt", "d.safetensors")
+    assert not Path("d.safetensors").exists()
