@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from train.config.shared import Every
 from train.config.training import TrainConfig
 from train.data.collate import Collation
 from train.data.data_set import Data
+from train.data.packing import Packed
+from train.data.stream import Stream
 from train.main import train
 from train.run.run import Job
 from train.tasks import builtin as tasks
@@ -93,6 +96,52 @@ def texts() -> Data:
 
 def images() -> Data:
     return trainings.tensors(SHAPE, SAMPLES)
+
+
+def images_twice() -> Data:
+    """Return images with a second test set."""
+    return replace(images(), others={"few": trainings.tensors(SHAPE, SAMPLES, tests=3)})
+
+
+class Source:
+    """Samples in their order, from a position on."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self.samples, self.at = samples, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self.samples):
+            self.at += 1
+            yield self.samples[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def streamed() -> Data:
+    """Return the images as a stream of three shards in two lanes, shuffled within a window."""
+    data = images()
+    samples = [data.train[index] for index in range(SAMPLES)]
+    shards = [Source(samples[:9]), Source(samples[9:20]), Source(samples[20:])]
+    stream = Stream(shards, "images", seed=0, lanes=2, shuffled=True, window=4)
+    return replace(data, name="stream", train=stream, fingerprint=stream.fingerprint)
+
+
+def of_tokens() -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 10))
+
+
+def documents() -> Data:
+    """Return a stream of documents of 0 to 10 tokens, packed into blocks."""
+    packed = Packed(Source([[n % 10 for n in range(k, k + k % 11)] for k in range(60)]), 7)
+    stream = Stream([packed], "documents", seed=0)
+    return Data(
+        "documents", stream, None, tuple("0123456789"), (7,), stream.fingerprint, task="language-model"
+    )
 
 
 def run(

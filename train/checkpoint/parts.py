@@ -8,7 +8,6 @@ checkpoint of torch.distributed.checkpoint by itself: `model`, `optimizer.state`
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -198,12 +197,18 @@ def _part(name: str, value: Any, own: torch.Tensor | None) -> Any:
 
 
 def remove_unnamed(folder: str) -> None:
-    """Remove each folder of parts that no checkpoint in the run's folder names."""
+    """Remove each folder of parts that no checkpoint in the run's folder names.
+
+    Nothing is removed while one of them can't be read: it may name any.
+    """
     with naming(folder, "listed"):
         names = os.listdir(folder)
     unnamed = [name for name in names if FOLDER.fullmatch(name)]
     if unnamed:
-        told = b"".join(_pickles(os.path.join(folder, name) for name in names if name.endswith(".pt")))
+        try:
+            told = b"".join(_pickles(os.path.join(folder, name) for name in names if name.endswith(".pt")))
+        except (OSError, zipfile.BadZipFile):
+            return
         for name in unnamed:
             if name.encode() not in told:
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
@@ -211,5 +216,5 @@ def remove_unnamed(folder: str) -> None:
 
 def _pickles(paths: Iterator[str]) -> Iterator[bytes]:
     for path in paths:
-        with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as file:
+        with zipfile.ZipFile(path) as file:
             yield from (file.read(name) for name in file.namelist() if name.endswith("/data.pkl"))

@@ -54,10 +54,10 @@ class Data:
     task: str = CLASSIFICATION
     collations: Mapping[str, Collation] = field(default_factory=dict)
 
+    others: Mapping[str, Data] = field(default_factory=dict)
+
     def collation(self, part: str) -> Collation:
         return self.collations.get(part) or Collation(part=part)
-
-    others: Mapping[str, Data] = field(default_factory=dict)
 
     def parts(self) -> list[Part]:
         """Return the parts, to be read and compared."""

@@ -7,14 +7,13 @@ is the target of exactly one: the mean over tokens does not depend on the length
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ckpttool.errors import UsageFault
-from train.data.lane import Shard, has_position
+from train.data.lane import Shard
 
 IGNORED = -100  # the target where there is none
 NAMES = ("input_ids", "tokens", "ids")  # of the tokens in a document that is a mapping
@@ -30,21 +29,26 @@ class Packed:
     """
 
     def __init__(self, documents: Any, block: int) -> None:
-        self.documents, self.block = documents, block
-        for name in ("set_epoch", "classes", "name"):
+        self.documents, self.block, self.epoch = Shard(documents), block, 0
+        for name in ("classes", "name"):
             if hasattr(documents, name):
                 setattr(self, name, getattr(documents, name))
 
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if hasattr(self.documents.source, "set_epoch"):
+            self.documents.source.set_epoch(epoch)
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return Blocks(self.documents, self.block)
+        return Blocks(self.documents, self.block, self.epoch)
 
 
 class Blocks:
     """One pass over the blocks. It knows its position if the documents do."""
 
-    def __init__(self, documents: Any, block: int) -> None:
-        self.source, self.block = documents, block
-        self.documents: Any = iter(documents)
+    def __init__(self, documents: Shard, block: int, epoch: int) -> None:
+        self.shard, self.block, self.epoch = documents, block, epoch
+        self.documents: Any = documents.open(epoch, None)
         self.inputs: list[int] = []
         self.targets: list[int] = []
 
@@ -69,20 +73,17 @@ class Blocks:
 
     def __getattr__(self, name: str) -> Any:
         # Where the documents have no position, these have none either.
-        if name in ("state_dict", "load_state_dict") and self._stateful() is not None:
+        if name in ("state_dict", "load_state_dict") and self.shard.state(self.documents) is not None:
             return {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}[name]
         raise AttributeError(name)
 
-    def _stateful(self) -> Any:
-        return next((part for part in (self.source, self.documents) if has_position(part)), None)
-
     def _state_dict(self) -> dict[str, Any]:
         rest = {"inputs": list(self.inputs), "targets": list(self.targets)}
-        return {"documents": copy.deepcopy(self._stateful().state_dict()), **rest}
+        return {"documents": self.shard.state(self.documents), **rest}
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.inputs, self.targets = list(state["inputs"]), list(state["targets"])
-        self.documents = Shard(self.source).open(0, state["documents"])
+        self.documents = self.shard.open(self.epoch, state["documents"])
 
 
 def _tokens(document: Any) -> list[int]:

@@ -202,3 +202,11 @@ def test_torch_loads_the_folder_into_a_model_of_its_own(run):
     state = {"model": {f"module.{name}": torch.empty_like(v) for name, v in model.state_dict().items()}}
     dcp.load(state, checkpoint_id=folder_of(run / "last.pt"))
     model.load_state_dict({name.removeprefix("module."): value for name, value in state["model"].items()})
+
+
+def test_folders_stay_while_a_checkpoint_that_may_name_them_cannot_be_read(tmp_path):
+    (tmp_path / "step-000001-abcd.dcp").mkdir()
+    torch.save({"parts": {"folder": "step-000001-abcd.dcp"}}, tmp_path / "last.pt")
+    (tmp_path / "last.pt").write_bytes((tmp_path / "last.pt").read_bytes()[:-40])
+    parts.remove_unnamed(str(tmp_path))
+    assert folders(tmp_path) == ["step-000001-abcd.dcp"]

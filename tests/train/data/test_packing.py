@@ -61,6 +61,15 @@ def test_a_position_is_restored_with_what_is_left_of_a_document(done):
     assert [pair[0].tolist() for pair in rest] == whole[done:]
 
 
+def test_documents_that_go_on_where_they_were_left_begin_anew():
+    packed = Packed(Known(), 3)
+    whole = [pair[0].tolist() for pair in packed]
+    shard = Shard(Packed(Known(), 3))
+    for _ in range(2):
+        next(shard.open(0, None))
+    assert [pair[0].tolist() for pair in shard.open(0, None)] == whole
+
+
 def test_documents_without_a_position_have_none_when_packed():
     packed = Packed(DOCUMENTS, 3)
     assert not Shard(packed).knows_position(iter(packed))

@@ -64,6 +64,8 @@ ADAMW: dict[str, Any] = {"optimizer": "adamw", "momentum": 0.0, "betas": (0.8, 0
 ADAMW["scheduler"] = "onecycle"
 OWN: dict[str, Any] = {"optimizer": "tests.ranks.own_code:Smooth", "momentum": None, "weight_decay": None}
 OWN["scheduler"] = "tests.ranks.own_code:halved"
+LANGUAGE: dict[str, Any] = {"task": "language-model"}
+BEST: dict[str, Any] = {"best": "few/loss", "keep_best": 2}
 SHARD = {"shard": True, "shard_blocks": ("Block",)}
 
 ROWS = [
@@ -80,6 +82,9 @@ ROWS = [
     Row("`--optimizer muon`", {**ADAMW, "optimizer": "muon", "momentum": 0.9}, runs.deep, bound=BF16),
     Row("an optimizer and a schedule of one's own", OWN),
     Row("padded texts, by `collate`", {}, runs.of_texts, data=runs.texts),
+    Row("a stream in two lanes, shuffled", {}, data=runs.streamed),
+    Row("packed documents, by `--block-size`", LANGUAGE, runs.of_tokens, data=runs.documents),
+    Row("`--also-test`, `--best`, `--keep-best`", BEST, data=runs.images_twice),
     Row("`--rank-share 1,1`", {"rank_share": (1, 1)}, sizes=(2,)),
     Row("`--rank-share 1,3`", {"rank_share": (1, 3)}, sizes=(2,)),
     Row("`--rank-batch 2,10`", {"rank_batch": (2, 10)}, sizes=(2,)),
@@ -97,6 +102,12 @@ ROWS = [
     Row("`--shard --shard-dtype bf16`", {**SHARD, "shard_dtype": "bf16"}, bound=BF16),
     Row("`--shard --rank-share 1,3`", {**SHARD, "rank_share": (1, 3)}, sizes=(2,)),
     Row("`--shard --mesh 2x2`", {**SHARD, "mesh": "2x2"}, sizes=(4,)),
+    Row("`--shard`, a stream in two lanes", SHARD, data=runs.streamed),
+    Row("`--shard`, packed documents", {"shard": True, **LANGUAGE}, runs.of_tokens, data=runs.documents),
+    Row("`--shard --lr-scale --layer-decay`", {**SHARD, **GROUPS}),
+    Row("`--shard`, an optimizer and a schedule of one's own", {**SHARD, **OWN}),
+    Row("`--shard --also-test --best`", {**SHARD, **BEST}, data=runs.images_twice),
+    Row("`--shard`, padded texts", {"shard": True}, runs.of_texts, data=runs.texts),
     Row("BatchNorm, `--shard --batchnorm sync`", {**SHARD, "batchnorm": "sync"}, runs.with_batchnorm),
     Row("BatchNorm, each rank's own, `--shard`", SHARD, runs.with_batchnorm, bound=None),
     Row("dropout, `--shard`", SHARD, runs.restless, bound=None),
