@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .collectives import report_once as report_once
     from .collectives import total as total
     from .collectives import world_size as world_size
+    from .divided import whole as whole
     from .dummy_pass import leaving_no_trace as leaving_no_trace
     from .dummy_pass import run_dummy_pass as run_dummy_pass
     from .dummy_pass import settle_buckets as settle_buckets
@@ -57,6 +58,7 @@ else:
             "": "gather_rows randomness",
             "collectives": "RankFailed RankLost agree broadcast broadcast_into compare digest digest_all "
             "fail_together from_rank_zero gather rank report_once total world_size",
+            "divided": "whole",
             "group": "Place find_place process_group",
             "heartbeat": "watch",
             "plan": "Plan",

@@ -109,6 +109,41 @@ def unevenly(rank: int, size: int) -> Any:
     return model.state_dict()
 
 
+class Texts(Dataset[Any]):
+    """45 texts of 1 to 5 tokens; every third has one whose target does not count."""
+
+    def __len__(self) -> int:
+        return 45
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, target = samples(100 + index)[: 1 + index % 5]
+        if index % 3 == 0:
+            target[0] = -100
+        return inputs, target
+
+
+def padded(texts: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, target = zip(*texts, strict=True)
+    pad = nn.utils.rnn.pad_sequence
+    return pad(list(inputs), batch_first=True), pad(list(target), batch_first=True, padding_value=-100)
+
+
+def on_texts(rank: int, size: int) -> Any:
+    model = without_norm()
+    example("train_on_texts")(model, Texts(), padded)
+    return model.state_dict()
+
+
+def on_stream(rank: int, size: int, start: int) -> Any:
+    model = without_norm()
+    example("train_on_stream")(model, samples(), start)
+    return model.state_dict()
+
+
+def divided(rank: int, size: int) -> Any:
+    return example("train_divided")(without_norm(), batches_of(rank, (4, 7, 3)))
+
+
 def pooled(rank: int, size: int) -> Any:
     model = network()
     example("train_pooled")(model, batches_of(rank, (4, 7, 3)))
@@ -193,6 +228,27 @@ def test_the_mean_over_tokens_gives_the_weights_of_one_process(run_ranks: Any) -
     alone = trained_alone(without_norm(), [(inputs.flatten(0, 1), target.flatten())])
     for found in run_ranks(2, on_tokens):
         assert_same(found, alone)
+
+
+def test_texts_of_any_length_give_the_weights_of_one_process(run_ranks: Any) -> None:
+    batches = [padded([Texts()[index] for index in batch]) for batch in Plan(45, 15).batches(0)]
+    alone = trained_alone(without_norm(), [(inputs.flatten(0, 1), to.flatten()) for inputs, to in batches])
+    for found in run_ranks(2, on_texts):
+        assert_same(found, alone)
+
+
+@pytest.mark.parametrize(("size", "start"), [(2, 0), (3, 16), (4, 0)])  # the last batch has 13 samples
+def test_a_stream_gives_the_weights_of_one_process(run_ranks: Any, size: int, start: int) -> None:
+    batches = [samples()[at : at + 16] for at in range(start, 45, 16)]
+    alone = trained_alone(without_norm(), batches)
+    for found in run_ranks(size, on_stream, start):
+        assert_same(found, alone)
+
+
+def test_a_model_divided_among_ranks_gets_the_weights_of_one_process(run_ranks: Any) -> None:
+    ranks = [batches_of(rank, (4, 7, 3)) for rank in range(2)]
+    whole = [tuple(torch.cat(part) for part in zip(*step, strict=True)) for step in zip(*ranks, strict=True)]
+    assert_same(run_ranks(2, divided)[0], trained_alone(without_norm(), whole))
 
 
 def test_ranks_that_run_out_give_the_weights_of_one_process(run_ranks: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpttool.errors import Unreadable, UsageFault
+from ckpttool.errors import Unreadable, UsageFault, install
 from train.config.shared import DataConfig
 from train.data.packing import Packed
 from train.data.samples import Parts, Scale, scale_of
@@ -83,7 +83,7 @@ def load(config: DataConfig, name: str, seed: int) -> Parts:
     try:
         import datasets
     except ImportError:
-        raise UsageFault(f"--data hf:{name}: needs datasets", hint="pip install 'ckpttool[hf]'") from None
+        raise UsageFault(f"--data hf:{name}: needs datasets", hint=install("hf")) from None
     where, _, split = name.partition(":")
     path, _, configuration = where.partition(",")
     split = split or "train"

@@ -203,7 +203,8 @@ random numbers. bfloat16 has three digits, so another order of sums shows sooner
 With `--shard` gradients are summed in another order than by DDP, which shows from three ranks on. The norm
 of `--clip-norm` is summed over the ranks' parts, and `--accumulate` adds passes after they were summed over
 ranks. `--save-parts` changes no bit. Refused with `--shard` are `--zero`, `--virtual-ranks`, `--find-unused`,
-`--rank-share auto` and optimizers that need whole matrices (muon, adafactor, rprop); with `--save-parts`
+`--rank-share auto`, `--every` and optimizers that need whole matrices (muon, adafactor, rprop); with
+`--save-parts`
 `--prove-every`; and with `--shard-dtype bf16` BatchNorm.
 
 ## Continued on another number of ranks
