@@ -204,8 +204,7 @@ With `--shard` gradients are summed in another order than by DDP, which shows fr
 of `--clip-norm` is summed over the ranks' parts, and `--accumulate` adds passes after they were summed over
 ranks. `--save-parts` changes no bit. Refused with `--shard` are `--zero`, `--virtual-ranks`, `--find-unused`,
 `--rank-share auto`, `--every` and optimizers that need whole matrices (muon, adafactor, rprop); with
-`--save-parts`
-`--prove-every`; and with `--shard-dtype bf16` BatchNorm.
+`--save-parts` `--prove-every`; and with `--shard-dtype bf16` BatchNorm.
 
 ## Continued on another number of ranks
 
