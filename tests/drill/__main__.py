@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.drill import agents
-from tests.drill.trial import KINDS, Drill, Result, Trial, draw
+from tests.drill.trial import KINDS, VARIANTS, Drill, Result, Trial, draw
 
 
 def main() -> int:
@@ -34,17 +34,17 @@ def main() -> int:
     parser.add_argument("--load", type=int, default=2, help="processes that keep cores busy (2)")
     parser.add_argument("--only", action="append", help="only kinds whose name has this; may be repeated")
     parser.add_argument("--fresh", action="store_true", help="start every process anew, by torchrun")
-    parser.add_argument("--shard", action="store_true", help="of runs with --shard")
+    parser.add_argument("--of", choices=VARIANTS, help="of runs with --shard, or on a stream")
     given = parser.parse_args()
     kinds = [kind for kind in KINDS if any(name in kind.name for name in given.only or [""])]
-    if given.shard:  # which refuses the virtual ranks of those
+    if given.of == "shard":  # which refuses the virtual ranks of those
         kinds = [kind for kind in kinds if kind.back != "fewer"]
     if not kinds:
         parser.error(f"--only: no such kind; one of: {'; '.join(kind.name for kind in KINDS)}")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the server too: the trainer looks at what its launcher was given
     chance = random.Random(given.seed)
     trials = [draw(kinds[number % len(kinds)], chance) for number in range(given.kills)]
-    trials = [replace(trial, flags=("--shard",) if given.shard else ()) for trial in trials]
+    trials = [replace(trial, flags=VARIANTS.get(given.of, ())) for trial in trials]
     folder, began = Path(tempfile.mkdtemp(prefix="drill-")), time.monotonic()
     load = [agents.spin() for _ in range(given.load)]
     drill, results = Drill(folder, fresh=given.fresh), []

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.ranks.runs import Source
 from train.trainer.trainer import Trainer
 
 STARTED = time.time()
@@ -102,6 +103,16 @@ def model(num_classes: int) -> nn.Module:
     _tell_of_files(saboteur)
     _tell(Trainer, "__init__", after=lambda trainer: setattr(saboteur, "trainer", trainer))
     return Net(num_classes, saboteur)
+
+
+def stream() -> Any:
+    """Return fifty images as a stream that knows its position, and ten to test with."""
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(60, 3, 32, 32, generator=generator), torch.arange(60) % 10
+    samples = list(zip(images, labels.tolist(), strict=True))
+    source = Source(samples[:50])
+    source.classes = [str(number) for number in range(10)]  # type: ignore[attr-defined]
+    return source, samples[50:]
 
 
 def _tell(owner: Any, name: str, *, after: Callable[..., None]) -> None:

@@ -19,6 +19,7 @@ from tests.drill.agents import ROOT, Agent
 from tests.ranks.runs import different
 from train.checkpoint import format as checkpoints
 from train.checkpoint.files import BEST, LAST
+from train.config import settings_file
 from train.run import folder as run_folder
 
 STEPS = 10
@@ -127,8 +128,12 @@ PATIENCE = 240.0
 OF_RANKS = re.compile(r"pt/(rng|log|plan|progress/sums)")
 """What a checkpoint holds for each rank."""
 
+SABOTEUR = f"{ROOT}/tests/drill/saboteur.py"
+VARIANTS = {"shard": ("--shard",), "stream": ("--data", f"{SABOTEUR}:stream", "--scheduler", "none")}
+"""What runs can also be of: more flags of the trainer."""
+
 UNDISTURBED = Kind("undisturbed", ())
-FILES = {LAST, BEST, run_folder.LOG}
+FILES = {LAST, BEST, run_folder.LOG, settings_file.NAME}
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ class Run:
 def arguments(trial: Trial, folder: Path) -> list[str]:
     """Return the arguments of the trainer: ten steps, each of which is saved."""
     virtual = ["--virtual-ranks", str(VIRTUAL)] if trial.kind.back == "fewer" else []
-    model = f"{ROOT}/tests/drill/saboteur.py:model"
+    model = f"{SABOTEUR}:model"
     return [
         *("--data", "fake:50", "--batch-size", "12", "--epochs", "2", "--model", model, *virtual),
         *("--out", str(folder / "run"), "--resume", "auto", "--save-every", "1steps", "--log-every", "1"),
@@ -293,10 +298,11 @@ def compared(found: Path, whole: Path, trial: Trial) -> list[str]:
 
 
 def _log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log without their times, and without those on saves and signals."""
+    """Return the lines of a log without times and memory, and without those on saves and signals."""
     lines = [json.loads(line) for line in (folder / run_folder.LOG).read_text().splitlines()]
     lines = [line for line in lines if "event" not in line]
-    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
+    of_machine = re.compile("second|memory")
+    return [{key: value for key, value in line.items() if not of_machine.search(key)} for line in lines]
 
 
 def _of_samples(line: dict[str, Any]) -> dict[str, Any]:
