@@ -130,23 +130,11 @@ def _conformed(
 ) -> tuple[Checkpoint, Conformed]:
     path, values = checkpoint.path, reference if check_values else {}
     theirs = {name: place for name, place in theirs.items() if place.shape is not None}
-    if _shapes(mine) == _shapes(theirs) and not values:
-        hint = f"ckpttool convert {path} OUT writes it as it is"
-        raise NothingToDo(f"{path}: its names and shapes are the reference's already", hint=hint)
-    found = search(path, mine, theirs, with_values=bool(values))
-    if values:
-        _tie_by_values(found, target.tensors, values)
-    require_complete(path, found, pad_vocab=pad_vocab)
-    if values:
-        Values(target.tensors, values).decide(found)
-    require_certain(path, found, by_values=bool(values))
+    found = _matched(path, mine, theirs, target.tensors, values, pad_vocab)
     table = rows(found, mine)
     rules = as_rules(found, table)
-    if (
-        found.resized
-        and optimizers
-        and any(isinstance(v, dict) and is_optimizer(v) for v in walk(checkpoint.tree))
-    ):
+    parts = (part for part in walk(checkpoint.tree) if isinstance(part, dict))
+    if found.resized and optimizers and any(map(is_optimizer, parts)):
         hint = "write the state alone first: ckpttool slim"
         raise Refused(path, "its optimizer's state can't follow a vocabulary that is padded", hint=hint)
     changed, mapped = apply(checkpoint, rules, state=state, optimizers=optimizers)
@@ -158,18 +146,11 @@ def _conformed(
     more = {**counters, **taken}
     for where in (state, *mapped.also):
         changed = _completed(changed, where, padded, more, theirs)
-    made = changed.state(state)
-    compared: dict[str, TensorRef] = {}
-    if values:
-        compared = {n: tensor for n, tensor in values.items() if n in made.tensors and n not in taken}
-        if (name := differing(made.tensors, compared)) is not None:
-            hint = "--check-values is for a reference that holds the same model"
-            raise CheckFailed(f"{path}: as '{name[:80]}' it has other values than the reference", hint=hint)
-    types = Counter(
-        (tensor.dtype.name, theirs[name].dtype)
-        for name, tensor in made.tensors.items()
-        if name in theirs and tensor.dtype.name != theirs[name].dtype
-    )
+    made = changed.state(state).tensors
+    compared = {name: tensor for name, tensor in values.items() if name in made and name not in taken}
+    if (name := differing(made, compared)) is not None:
+        hint = "--check-values is for a reference that holds the same model"
+        raise CheckFailed(f"{path}: as '{name[:80]}' it has other values than the reference", hint=hint)
     return changed, Conformed(
         tuple(table),
         rules,
@@ -181,10 +162,38 @@ def _conformed(
         tuple(taken),
         tuple(name for name in found.lacking if name not in more),
         tuple(padded),
-        tuple((*pair, count) for pair, count in types.items()),
+        _other_types(made, theirs),
         len(compared),
         mapped.also,
     )
+
+
+def _matched(
+    path: str,
+    mine: Places,
+    theirs: Places,
+    tensors: Mapping[str, TensorRef],
+    values: Mapping[str, TensorRef],
+    pad_vocab: bool,
+) -> Found:
+    """Return which name becomes which; by values too, where there are any."""
+    if _shapes(mine) == _shapes(theirs) and not values:
+        hint = f"ckpttool convert {path} OUT writes it as it is"
+        raise NothingToDo(f"{path}: its names and shapes are the reference's already", hint=hint)
+    found = search(path, mine, theirs, with_values=bool(values))
+    if values:
+        _tie_by_values(found, tensors, values)
+    require_complete(path, found, pad_vocab=pad_vocab)
+    if values:
+        Values(tensors, values).decide(found)
+    require_certain(path, found, by_values=bool(values))
+    return found
+
+
+def _other_types(made: Mapping[str, TensorRef], theirs: Places) -> tuple[tuple[str, str, int], ...]:
+    """Return which types became which, and how many tensors did."""
+    pairs = ((t.dtype.name, theirs[name].dtype) for name, t in made.items() if name in theirs)
+    return tuple((*pair, count) for pair, count in Counter(p for p in pairs if p[0] != p[1]).items())
 
 
 def _completed(

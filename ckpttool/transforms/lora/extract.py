@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
+from ...checkpoint.state import State
 from ...errors import UsageFault
 from ...files.copying import Progress
 from ...files.spool import Spool
@@ -125,15 +126,7 @@ def extract_lora(
     states = checkpoint.state(state), tuned.state(state)
     for each, chosen in zip((checkpoint, tuned), states, strict=True):
         require_plain(each.path, chosen.likes, "can't be compared")
-    with ExitStack() as stack:
-        sums = [
-            stack.enter_context(Checksums(each, ((n, t.storage) for n, t in chosen.items())))
-            for each, chosen in zip((checkpoint, tuned), states, strict=True)
-            if verify is not False
-        ]
-        found = Differences(checkpoint, states[0], tuned, states[1])
-        for each_sum in sums:
-            each_sum.finish()
+    found = _compared((checkpoint, tuned), states, verify)
     found.require(others)
     spool = Spool("the factors")
     layers, tensors = [], {}
@@ -163,6 +156,22 @@ def extract_lora(
     )
     adapter = Checkpoint(tuned.source, "safetensors", tensors, metadata={"format": "pt"})
     return adapter, report
+
+
+def _compared(
+    checkpoints: tuple[Checkpoint, Checkpoint], states: tuple[State, State], verify: bool | None
+) -> Differences:
+    """Return where the second model differs, of files that have their checksums."""
+    with ExitStack() as stack:
+        sums = [
+            stack.enter_context(Checksums(each, ((n, t.storage) for n, t in chosen.items())))
+            for each, chosen in zip(checkpoints, states, strict=True)
+            if verify is not False
+        ]
+        found = Differences(checkpoints[0], states[0], checkpoints[1], states[1])
+        for each_sum in sums:
+            each_sum.finish()
+    return found
 
 
 def _pair(
