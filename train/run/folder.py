@@ -23,7 +23,7 @@ from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.files import chain
 from ckpttool.files.failures import naming, reason
 from ckpttool.files.temporaries import remove_abandoned
-from train.checkpoint.files import BEST, LAST, LINK, NUMBERED, is_taken
+from train.checkpoint.files import BEST, DELTA, LAST, LINK, NUMBERED, is_taken
 from train.checkpoint.format import require_file
 from train.checkpoint.parts import remove_unnamed
 from train.config import settings_file
@@ -115,7 +115,8 @@ def _check_files(folder: str, config: TrainConfig) -> None:
         if os.path.basename(path) in (LAST, BEST) and (is_folder or has_none):
             what = "a folder" if is_folder else "a link into a folder that does not exist"
             raise UsageFault(f"{path}: is {what}: no checkpoint can be written there", hint="move it away")
-        if os.path.islink(path) and not path.endswith(".pt"):  # a checkpoint is replaced, not written into
+        is_replaced = path.endswith((".pt", DELTA))  # as checkpoints are, which are not written into
+        if os.path.islink(path) and not is_replaced:
             hint = "remove it"
             raise UsageFault(f"{path}: is a link, and what it leads to would be written into", hint=hint)
 
