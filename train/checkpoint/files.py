@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import stat
 import zipfile
 from collections.abc import Callable, Collection, Iterator
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 
 from ckpttool.errors import FileError, UsageFault
-from ckpttool.files.commit import replacing, sync_folder
+from ckpttool.files.commit import give_name, replacing
 from ckpttool.files.failures import naming, system_error
 from ckpttool.formats.delta.chains import needed_by
 
 Placing = Callable[[], contextlib.AbstractContextManager[object]]
 
 LAST, BEST = "last.pt", "best.pt"
-LINK = ".link"
 DELTA = ".delta.safetensors"
 # The names that `numbered` gives, and no others: `step-7.pt` is a user's.
 NUMBER = r"(\d{6}|[1-9]\d{6,})"
@@ -59,7 +57,7 @@ def write(
         except UsageFault as error:  # at the start it could be: the folder has changed since
             raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
         for path in paths[-2::-1]:
-            _give_name(paths[-1], path)
+            give_name(paths[-1], path)
             placed.append(os.path.basename(path))
     if foreign:
         reason = "is not a checkpoint of this run, and stays as it is"
@@ -84,26 +82,6 @@ def _write_first(state: dict[str, Any], path: str, placing: Placing, placed: lis
     placed.append(os.path.basename(path))
     if failure:
         raise failure
-
-
-def _give_name(path: str, other: str) -> None:
-    """Give a file just written a second name, atomically: a hard link, as no file is ever changed in place,
-    or a copy if the file system has no links."""
-    temporary = f"{other}{LINK}"
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        os.link(path, temporary)
-    except OSError:
-        with open(path, "rb") as source, replacing(other) as target:
-            shutil.copyfileobj(source, target)
-        return
-    try:
-        os.replace(temporary, other)
-    except OSError:
-        os.unlink(temporary)
-        raise
-    sync_folder(os.path.dirname(other))
 
 
 def numbered(global_step: int, kind: str = "step", ending: str = ".pt") -> str:
@@ -192,8 +170,8 @@ def is_taken(path: str, training: str = "") -> bool:
 
 
 def _is_foreign(path: str, training: str) -> bool:
-    """Return whether there is something that is no checkpoint of this training: a link, a folder, or no file
-    whose pickle or header holds digests, progress and the training's name. OSError if the disk does not tell."""
+    """Return whether there is something that is no checkpoint of this training: a link, a folder, or a file
+    whose pickle or header lacks digests, progress or the training. OSError if the disk does not tell."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return True

@@ -56,7 +56,7 @@ class Saver:
     def save(self, *, last: bool, best: bool, kept: bool = False, in_haste: bool = False) -> None:
         """Write last.pt (with `--keep` under its number too) and best.pt, or begin to. A collective.
 
-        `kept` is of `--keep-best`. `in_haste` keeps the state whole with `--keep-deltas` too, which is faster.
+        `kept` is of `--keep-best`. `in_haste` makes no delta with `--keep-deltas`, which takes time.
 
         It waits for the save before, which is still being written if the disk is slow.
 

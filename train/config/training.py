@@ -16,7 +16,7 @@ from train.config.shared import Every, count, every, flag, real
 
 EACH_EPOCH = Every(1, "epochs")
 
-# A whole checkpoint, and the deltas that can be built on it one after another (formats.delta.reading.LONGEST).
+# A whole checkpoint, and the deltas in a row that are read (LONGEST of ckpttool/formats/delta/reading.py).
 LONGEST_CHAIN = 65
 
 # Settings that a resumed run may change if --change names them. The others are another training.
@@ -167,7 +167,7 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerCon
     keep: int = count(0, "saving K: also keep the last K of them, as step-<number>.pt (0)", least=0)
     keep_deltas: int = count(
         0,
-        "saving K: keep all of them: each K-th whole, as step-<number>.pt, and the others as what they change, "
+        "saving K: keep all of them: each K-th whole, as step-<number>.pt, the others as what they change, "
         "as step-<number>.delta.safetensors (0)",
         least=0,
     )
@@ -217,7 +217,7 @@ def check(config: TrainConfig) -> None:
         what = "--keep-deltas and --save-parts: the tensors are in folders, of which there are no deltas"
         raise UsageFault(what, hint="leave out one of them")
     if config.keep_deltas > LONGEST_CHAIN:
-        what = f"--keep-deltas {config.keep_deltas}: no more deltas than {LONGEST_CHAIN - 1} are read in a row"
+        what = f"--keep-deltas {config.keep_deltas}: not more than {LONGEST_CHAIN - 1} in a row are read"
         raise UsageFault(what, hint=f"give {LONGEST_CHAIN} or less")
     watching.check(config)
     if config.accumulate > config.batch_size:
