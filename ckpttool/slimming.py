@@ -10,17 +10,18 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.states import is_optimizer
 from .errors import CkptToolError, Damaged, FileError, NothingToDo, UsageFault
-from .files.commit import LINK, give_name
+from .files.commit import give_name
 from .files.copying import Progress
 from .files.failures import naming
 from .files.folder_lock import locked
+from .files.links import LinkedFile, files_in, remove_half_given
 from .files.temporaries import remove_abandoned
 from .formats import safetensors
 from .formats.delta.chains import needed_by
@@ -94,21 +95,6 @@ class SlimmedRun:
         return sum(file.before - file.after for file in self.slimmed)
 
 
-@dataclass(slots=True)
-class _File:
-    """A regular file, under all its names in the folder."""
-
-    names: list[str]
-    facts: os.stat_result
-    symlinks: list[str] = field(default_factory=list)
-
-    @property
-    def age(self) -> tuple[bool, int, int, str]:
-        """What sorts the newest last. What a run goes on from is its newest, whatever its time."""
-        is_last = any(name.startswith("last.") for name in self.names)
-        return is_last, self.facts.st_mtime_ns, step_in(self.names[0]) or 0, self.names[0]
-
-
 class _Stays(Exception):
     """Why a file stays as it is."""
 
@@ -148,7 +134,7 @@ def slim_in_place(
         Damaged: the bytes of a checkpoint do not match their checksums. It stays; all others are done.
         FileError: the disk refuses. What was replaced by then stays so.
     """
-    folder, names = os.fspath(run), tuple(leave_out)
+    folder, names, choices = os.fspath(run), tuple(leave_out), {"verify": verify, "progress": progress}
     if keep_newest < 1:
         raise UsageFault(f"--keep-newest {keep_newest}: the newest always stays", hint="give 1 or more")
     if is_url(folder) or not os.path.isdir(folder):
@@ -156,7 +142,8 @@ def slim_in_place(
     with nullcontext() if dry_run else locked(folder, folder):
         if not dry_run:
             remove_abandoned(folder)
-        files = _files(folder, dry_run)
+            remove_half_given(folder)
+        files = sorted(files_in(folder), key=_age, reverse=True)
         stay = _reasons(folder, files, keep_newest, has_names=bool(names))
         results = [_planned(folder, file, stay.get(file.names[0], ""), names) for file in files]
         slimmed = tuple(result for result in results if not result.why)
@@ -168,35 +155,21 @@ def slim_in_place(
         if not dry_run:
             by_name = {file.names[0]: file for file in files}
             in_order = sorted(slimmed, key=lambda result: result.after)  # the disk may be full
-            _replace_all(folder, [by_name[result.name] for result in in_order], names, verify, progress)
+            each = (_replace(folder, by_name[result.name], names, **choices) for result in in_order)
+            for fault in [fault for fault in each if fault]:
+                raise fault
     return SlimmedRun(folder, slimmed, kept)
 
 
-def _files(folder: str, dry_run: bool) -> list[_File]:
-    """Return the regular files of a folder, the newest first; remove second names that a kill left there."""
-    found: dict[tuple[int, int], _File] = {}
-    with naming(folder, "listed"):
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        for entry in entries:
-            if entry.is_file(follow_symlinks=False) and not entry.name.startswith("."):
-                facts = entry.stat(follow_symlinks=False)
-                found.setdefault((facts.st_dev, facts.st_ino), _File([], facts)).names.append(entry.name)
-        for entry in entries:
-            if entry.is_symlink() and entry.is_file():
-                facts = entry.stat()
-                if file := found.get((facts.st_dev, facts.st_ino)):
-                    file.symlinks.append(entry.name)
-    for file in found.values():
-        left = [name for name in file.names if name.endswith(LINK) and file.names[1:]]
-        for name in left if not dry_run else ():
-            with naming(os.path.join(folder, name), "removed"):
-                os.unlink(os.path.join(folder, name))
-            file.names.remove(name)
-            file.facts = os.stat(os.path.join(folder, file.names[0]))
-    return sorted(found.values(), key=lambda file: file.age, reverse=True)
+def _age(file: LinkedFile) -> tuple[bool, int, int, str]:
+    """Return what sorts the newest last: what a run goes on from is its newest, whatever its time."""
+    is_last = any(name.startswith("last.") for name in file.names)
+    return is_last, file.facts.st_mtime_ns, step_in(file.names[0]) or 0, file.names[0]
 
 
-def _reasons(folder: str, files: Sequence[_File], keep_newest: int, *, has_names: bool) -> dict[str, str]:
+def _reasons(
+    folder: str, files: Sequence[LinkedFile], keep_newest: int, *, has_names: bool
+) -> dict[str, str]:
     """Return why files stay as they are whatever is in them, by the first of their names."""
     why: dict[str, str] = {}
     deltas: list[str] = []
@@ -236,7 +209,7 @@ def _kind(path: str) -> str:
         return f"{NONE}: {_reason(error)}"
 
 
-def _planned(folder: str, file: _File, why: str, names: Sequence[str]) -> Slimmed:
+def _planned(folder: str, file: LinkedFile, why: str, names: Sequence[str]) -> Slimmed:
     """Return what would become of a file."""
     size, links = file.facts.st_size, (*file.names[1:], *file.symlinks)
     stays = partial(Slimmed, file.names[0], links, size, size)
@@ -284,38 +257,22 @@ def _holds(checkpoint: Checkpoint, name: str) -> bool:
     return True
 
 
-def _save(new: Checkpoint, old: Checkpoint, file: _File, **choices: Any) -> Saved:
+def _save(new: Checkpoint, old: Checkpoint, file: LinkedFile, **choices: Any) -> Saved:
     """Write a file in its own place, with its own time; `choices` are further ones of `save`."""
     return save(new, old.path, to=WRITTEN[old.format], force=True, time=file.facts.st_mtime_ns, **choices)
 
 
-def _replace_all(
-    folder: str,
-    files: Iterable[_File],
-    names: Sequence[str],
-    verify: bool | None,
-    progress: Progress | None,
-) -> None:
-    """Replace files one after another; at the end raise the first Damaged."""
-    damaged = []
-    for file in files:
-        try:
-            _replace(folder, file, names, verify, progress)
-        except Damaged as fault:
-            damaged.append(fault)
-    for fault in damaged:
-        raise fault
-
-
-def _replace(
-    folder: str, file: _File, names: Sequence[str], verify: bool | None, progress: Progress | None
-) -> None:
-    """Replace a file, and give the new one its other names."""
+def _replace(folder: str, file: LinkedFile, names: Sequence[str], **choices: Any) -> Damaged | None:
+    """Replace a file, and give the new one its other names; return why the file stays, if it does."""
     first, *others = (os.path.join(folder, name) for name in file.names)
-    with naming(first), open_alone(first) as checkpoint:
-        _save(_slimmed(checkpoint, names)[0], checkpoint, file, verify=verify, progress=progress)
-        for other in others:
-            give_name(first, other)
+    try:
+        with naming(first), open_alone(first) as checkpoint:
+            _save(_slimmed(checkpoint, names)[0], checkpoint, file, **choices)
+            for other in others:
+                give_name(first, other)
+    except Damaged as fault:
+        return fault
+    return None
 
 
 def _nothing(folder: str, kept: Sequence[Slimmed]) -> NothingToDo:

@@ -21,8 +21,11 @@ from ckpttool.files.copying import Output
 from ckpttool.files.failures import naming
 from ckpttool.formats import safetensors
 from ckpttool.formats.delta.chains import base_of, chain
+from ckpttool.formats.delta.header import read_header
+from ckpttool.formats.delta.reading import agree, wrong_base
 from ckpttool.formats.delta.writing import delta
 from ckpttool.formats.pytorch import zip as torch_zip
+from ckpttool.formats.reading import open_alone
 from train.checkpoint.files import DELTA, NUMBERED, is_taken, number_of, numbered
 
 HEAD = 9  # bytes that tell a file of tensors from others
@@ -45,33 +48,42 @@ def keep_delta(folder: str, step: int, every: int, training: str) -> str:
     try:
         with naming(path):
             before = _before(folder, step, training)
-            named = before.delta if before.delta and _is_readable(before.delta) else before.whole
-            if named is None or len(chain(named)) >= every:
+            links = _links(before.delta) or [path for path in (before.whole,) if path]
+            if not 0 < len(links) < every:
                 return ""
             if is_taken(path, training):
                 return f"{path} is not a checkpoint of this run, and stays as it is"
-            _write(before.whole or named, named, os.path.join(folder, numbered(step)), path)
+            _write(before.whole or links[0], links[0], os.path.join(folder, numbered(step)), path)
             return ""
     except CkptToolError as error:
         return error.message
 
 
 def _write(base: str, named: str, whole: str, path: str) -> None:
-    """Write a delta of a base that will have another name, and see that it can be read under that."""
+    """Write a delta of a base that will have another name, under which it makes the same."""
     try:
         delta(base, whole, path, base_name=os.path.basename(named), force=True)
-        formats.open(path).close()
+        if named != base:
+            _require_same(named, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
 
 
+def _require_same(base: str, path: str) -> None:
+    """Raise Refused unless a delta was made from what another one makes."""
+    with open_alone(path) as new, open_alone(base) as old:
+        wanted, found = read_header(new).base, read_header(old).new
+    if not agree(wanted.digests, found):
+        raise wrong_base(base, path, wanted, found.shown)
+
+
 def drop_wholes(folder: str, newest: int, training: str) -> None:
     """Remove the whole files of numbered checkpoints whose deltas can be read, but that of the newest."""
     for step in _steps(folder, ".pt") & _steps(folder, DELTA) - {newest}:
         whole, path = _files(folder, step, training)
-        if whole and path and _is_readable(path):
+        if whole and _links(path):
             with naming(whole, "removed"):
                 os.unlink(whole)
 
@@ -113,12 +125,12 @@ def _files(folder: str, step: int, training: str) -> _Step:
     return _Step(*(path if is_own else None for path, is_own in zip(paths, own, strict=True)))
 
 
-def _is_readable(path: str) -> bool:
-    """Return whether all that a delta is built on is there."""
+def _links(path: str | None) -> list[str]:
+    """Return a delta and all that it is built on; nothing if that is not there."""
     try:
-        return bool(chain(path))
+        return chain(path) if path else []
     except CkptToolError:
-        return False
+        return []
 
 
 @contextlib.contextmanager

@@ -7,27 +7,33 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ...errors import CkptToolError, Unreadable
-from ..reading import open_alone
-from .header import is_delta, read_header
+from ...files.failures import naming
+from .. import safetensors
+from .header import ENTRY, base_name
 
 
 def base_of(path: str) -> str | None:
     """Return where the base of a delta lies if it lies beside it; None of a file that is no delta.
 
     Raises:
-        Unreadable, Damaged, Unsupported: as `ckpttool.open`, and for a delta that breaks the rules.
+        FileError: it can't be read.
+        Damaged: it is a delta that states no base, or has no header where one should be.
     """
-    with open_alone(path) as file:
-        if not is_delta(file):
+    with naming(path, "read"), open(path, "rb") as file:
+        head = file.read(9)
+        if not safetensors.sniff(head):
             return None
-        return os.path.join(os.path.dirname(path), read_header(file).base.name)
+        raw = head[8:] + file.read(int.from_bytes(head[:8], "little") - 1)
+    metadata = safetensors.parse_object(path, raw, "its header").get(safetensors.METADATA)
+    text = metadata.get(ENTRY) if isinstance(metadata, dict) else None
+    return os.path.join(os.path.dirname(path), base_name(path, text)) if isinstance(text, str) else None
 
 
 def chain(path: str) -> list[str]:
     """Return a file and what it is built on, down to one that is no delta.
 
     Raises:
-        Unreadable, Damaged, Unsupported: as `base_of`, for any of them.
+        FileError, Damaged: as `base_of`, for any of them. Unreadable: it is its own base, by way of others.
     """
     found = [path]
     while (base := base_of(found[-1])) is not None:

@@ -1,4 +1,4 @@
-"""`slim --in-place`: room in a run's folder, without the newest, what is no checkpoint, or what others need."""
+"""`slim --in-place`: room in a run's folder; never the newest, what is no checkpoint, or what others need."""
 
 from __future__ import annotations
 
