@@ -192,7 +192,7 @@ def _reasons(
         for path in needed_by([delta]) - {delta}:
             base = first.get(os.path.basename(path))
             if base is not None:
-                why.setdefault(base, f"{os.path.basename(delta)} is built on it")
+                why.setdefault(base, f"is what {os.path.basename(delta)} is built on")
     return why
 
 

@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 
 from ckpttool import formats
 from ckpttool.checkpoint.checksums import Checksums
-from ckpttool.errors import CkptToolError
+from ckpttool.errors import CkptToolError, Damaged, Unreadable
 from ckpttool.files.copying import Output
 from ckpttool.files.failures import naming
 from ckpttool.formats import safetensors
@@ -80,10 +80,13 @@ def _require_same(base: str, path: str) -> None:
 
 
 def drop_wholes(folder: str, newest: int, training: str) -> None:
-    """Remove the whole files of numbered checkpoints whose deltas can be read, but that of the newest."""
+    """Remove the whole files of numbered checkpoints whose deltas can be read, but that of the newest.
+
+    One that a delta is built on stays: its own delta could not be read then.
+    """
     for step in _steps(folder, ".pt") & _steps(folder, DELTA) - {newest}:
         whole, path = _files(folder, step, training)
-        if whole and _links(path):
+        if whole and _links(path) and all(base != whole for _, base in _later(folder, step)):
             with naming(whole, "removed"):
                 os.unlink(whole)
 
@@ -92,11 +95,11 @@ def drop_built_on(folder: str, step: int, training: str) -> list[str]:
     """Remove the delta of a step that is saved anew, and those built on that step; return their names."""
     names = {numbered(step, ending=ending) for ending in (".pt", DELTA)}
     doomed = {path for name in names if os.path.lexists(path := os.path.join(folder, name))}
-    later = sorted(number for number in _steps(folder, DELTA) if number > step) if doomed else []
-    for path in (os.path.join(folder, numbered(number, ending=DELTA)) for number in later):
-        with contextlib.suppress(CkptToolError):  # what can't be read is built on nothing
-            if base_of(path) in doomed:
-                doomed.add(path)
+    if not doomed:
+        return []
+    for path, base in _later(folder, step):
+        if base in doomed:
+            doomed.add(path)
     of_run = [path for path in doomed if path.endswith(DELTA) and not is_taken(path, training)]
     for path in sorted(of_run, key=number_of, reverse=True):
         with naming(path, "removed"):
@@ -125,11 +128,19 @@ def _files(folder: str, step: int, training: str) -> _Step:
     return _Step(*(path if is_own else None for path, is_own in zip(paths, own, strict=True)))
 
 
+def _later(folder: str, step: int) -> Iterator[tuple[str, str | None]]:
+    """Yield the deltas of later steps, in order, each with its base; without those that can't be read."""
+    for number in sorted(number for number in _steps(folder, DELTA) if number > step):
+        path = os.path.join(folder, numbered(number, ending=DELTA))
+        with contextlib.suppress(Damaged, Unreadable):
+            yield path, base_of(path)
+
+
 def _links(path: str | None) -> list[str]:
-    """Return a delta and all that it is built on; nothing if that is not there."""
+    """Return a delta and all that it is built on; nothing if that is not there, or damaged."""
     try:
         return chain(path) if path else []
-    except CkptToolError:
+    except (Damaged, Unreadable):
         return []
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
-from ...errors import CkptToolError, Unreadable
+from ...errors import CkptToolError, FileError, Unreadable
 from ...files.failures import naming
 from .. import safetensors
 from .header import ENTRY, base_name
@@ -16,14 +16,20 @@ def base_of(path: str) -> str | None:
     """Return where the base of a delta lies if it lies beside it; None of a file that is no delta.
 
     Raises:
-        FileError: it can't be read.
+        Unreadable: it is not there.
+        FileError: the disk refuses to read it.
         Damaged: it is a delta that states no base, or has no header where one should be.
     """
-    with naming(path, "read"), open(path, "rb") as file:
-        head = file.read(9)
-        if not safetensors.sniff(head):
-            return None
-        raw = head[8:] + file.read(int.from_bytes(head[:8], "little") - 1)
+    try:
+        with naming(path, "read"), open(path, "rb") as file:
+            head = file.read(9)
+            if not safetensors.sniff(head):
+                return None
+            raw = head[8:] + file.read(int.from_bytes(head[:8], "little") - 1)
+    except FileError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise Unreadable(path, "is not there") from error
+        raise
     metadata = safetensors.parse_object(path, raw, "its header").get(safetensors.METADATA)
     text = metadata.get(ENTRY) if isinstance(metadata, dict) else None
     return os.path.join(os.path.dirname(path), base_name(path, text)) if isinstance(text, str) else None
@@ -33,7 +39,7 @@ def chain(path: str) -> list[str]:
     """Return a file and what it is built on, down to one that is no delta.
 
     Raises:
-        FileError, Damaged: as `base_of`, for any of them. Unreadable: it is its own base, by way of others.
+        Unreadable, FileError, Damaged: as `base_of`, for any of them; Unreadable also for a circle.
     """
     found = [path]
     while (base := base_of(found[-1])) is not None:

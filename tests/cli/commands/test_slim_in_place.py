@@ -166,7 +166,7 @@ def test_what_deltas_are_built_on_stays_and_they_can_still_be_read(run):
             ckpttool.delta(older, run / f"step-{new}.pt", run / f"step-{new}.delta.safetensors")
     found = slimming.slim_in_place(RUN, keep_newest=1)
     why = reasons(found)
-    assert why["step-1.pt"] == "step-2.delta.safetensors is built on it"
+    assert why["step-1.pt"] == "is what step-2.delta.safetensors is built on"
     assert why["step-2.delta.safetensors"] == "is a delta"
     assert {file.name for file in found.slimmed} == {"best.pt", "step-3.pt"}
     with ckpttool.open(run / "step-3.delta.safetensors") as made:
