@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 # Of `make fault` and `make fuzz`.
 SECONDS ?= 600
 
-.PHONY: help demo test long coverage drill gpu lint bench fault fuzz docs map clean
+.PHONY: help demo test long coverage drill gpu lint bench counted fault fuzz docs map clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /    make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -50,8 +50,11 @@ map: $(INSTALLED)  ## what each file of the package is for
 	@$(BIN)/python -m tests.test_architecture --map
 
 bench: $(INSTALLED)  ## the benchmarks, next to the usual alternatives
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --record
 	$(BIN)/python -m benchmarks.running_statistics
+
+counted: $(INSTALLED)  ## system calls, bytes and memory of some commands; fails on a step back
+	$(BIN)/python -m benchmarks.counted
 
 fault: $(INSTALLED)  ## each system call, and each answer of a server, fails once; writes docs/security.md (SECONDS=600)
 	$(BIN)/python -m tests.fault $(SECONDS) --write

@@ -46,6 +46,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         action="store_true",
         help="touch memory before each run, so that no run waits for memory a virtual machine returned",
     )
+    add("--record", action="store_true", help="add the figures of the targets to benchmarks/history.jsonl")
     add(
         "--markdown",
         type=Path,

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import machine
+from . import history, machine
 from .case import Benchmark, Case, Results
 from .disk_space import choose_folder, in_memory, shortage
 from .markdown import put_between_marks
@@ -47,14 +47,23 @@ def _run(chosen: Sequence[Benchmark], options: argparse.Namespace) -> None:
     about = _about(folder, options.ready_memory)
     _say_80(f"{about}; {machine.load()}", remark)
     measured: list[str] = []
+    before, figures = history.last(), list[history.Figure]()
+    of = machine.size(folder), machine.date(), history.commit()
     for benchmark, size in [(b, size) for b in chosen for size in (sorted(options.size) if b.sized else [0])]:
         lack = shortage(benchmark.need(size), folder)
         if lack:
             _say_80(f"{benchmark.name}, {show_size(size)}: left out, {lack}")
             continue
         case, results = _measure(benchmark, size, folder, options)
-        print(f"\n{as_text(case, results)}", flush=True)
+        found = [history.figure_of(case, target, results, of) for target in case.targets]
+        was = [before.get((figure.machine, figure.row)) for figure in found]
+        print(f"\n{as_text(case, results, was)}", flush=True)
         measured.append(for_page(case, results))
+        figures += [figure for figure in found if figure.limit is not None]  # of a floor, nothing is ours
+    for text in history.worse(figures, before):
+        print(f"\nWORSE than before, beyond its noise: {text}", flush=True)
+    if options.record:
+        history.record(figures)
     if measured and options.markdown:
         tables = "\n\n".join(f"```text\n{table}\n```" for table in measured)
         put_between_marks(options.markdown / TABLES, f"{tables}\n\nMeasured {about}.")

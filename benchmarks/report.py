@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from statistics import median
 
 from .case import Case, Results, Run, Target
+from .history import Figure
 from .process import smallest_peak
 from .targets import beyond, peak, ratio
 
 Row = tuple[str, ...]
 
 
-def as_text(case: Case, results: Results) -> str:
-    tables = ["\n".join(_ruled(_columns(rows))) for rows in _tables(case, results)]
+def as_text(case: Case, results: Results, before: Sequence[Figure | None] = ()) -> str:
+    """Return the tables; `before` is what each target measured before, where that is known."""
+    tables = ["\n".join(_ruled(_columns(rows))) for rows in _tables(case, results, before)]
     return "\n".join([_title(case, results), "\n\n".join(tables)])
 
 
@@ -30,11 +32,16 @@ def for_page(case: Case, results: Results) -> str:
     return "\n".join([_title(case, results), *table, *(f"MISSED: {each}" for each in missed)])
 
 
-def _tables(case: Case, results: Results) -> list[list[Row]]:
+def _tables(case: Case, results: Results, before: Sequence[Figure | None]) -> list[list[Row]]:
     """The ways, and the targets if there are any."""
     tables = [[_header(case), *_rows(case, results)]]
     if case.targets:
-        tables.append([("target", "limit", "measured", ""), *_verdicts(case, results)])
+        was = before or [None] * len(case.targets)
+        shown = [target.show(old.value) if old else "" for target, old in zip(case.targets, was, strict=True)]
+        rows = [(*row[:2], old, *row[2:]) for row, old in zip(_verdicts(case, results), shown, strict=True)]
+        header = ("target", "limit", "before", "measured", "")
+        has_before = any(shown)
+        tables.append([row if has_before else (*row[:2], *row[3:]) for row in (header, *rows)])
     return tables
 
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .models.skeleton import skeletons as skeletons
     from .proving.proof import prove as prove
     from .scanning.scan import scan as scan
+    from .slimming import slim_in_place as slim_in_place
     from .tensors.ref import TensorRef as TensorRef
     from .transforms.average import average as average
     from .transforms.conforming.conform import conform as conform
@@ -95,6 +96,7 @@ else:
             "models.reloading": "reload",
             "models.skeleton": "skeletons",
             "scanning.scan": "scan",
+            "slimming": "slim_in_place",
             "tensors.ref": "TensorRef",
             "transforms.average": "average",
             "transforms.conforming.conform": "conform",

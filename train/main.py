@@ -168,7 +168,7 @@ def after_step(run: Run) -> str:
         run.hook.call()
     end = signal or due.end or run.limits.early(progress)
     # After the log: a resume drops what it logs again.
-    run.saver.save(last=due.save or bool(end), best=best, kept=kept)
+    run.saver.save(last=due.save or bool(end), best=best, kept=kept, in_haste=bool(signal))
     if not end:
         run.begin_step()
     return end

@@ -144,7 +144,8 @@ def verify(
         problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
         problems += [Problem("torch", name, f"has {fault}") for name, fault in checkpoint.index_faults()]
         problems += [Problem("ranks", name, fault.reason) for name, fault in differing.items()]
-        problems += [Problem("checksum", name, MISMATCH) for name, _ in damaged]
+        where = " (in {})" if checkpoint.format == DELTA else ""  # of several files one is damaged
+        problems += [Problem("checksum", n, MISMATCH + where.format(s.data.path)) for n, s in damaged]
         problems += read.problems
         if finite:
             infinite = "of its values are NaN or infinite"

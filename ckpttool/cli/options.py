@@ -74,9 +74,11 @@ def flag(name: str, help: str, *names: str) -> Callable[[F], F]:
     return click.option(name, *names, is_flag=True, help=help)
 
 
-def _note_output(ctx: click.Context, argument: click.Parameter, output: str) -> str:
+def _note_output(ctx: click.Context, argument: click.Parameter, output: str | None) -> str | None:
     """Record for the report of an error that stdout is the output file."""
     ctx.ensure_object(Call).to_stderr = output == "-"
+    if output is None:
+        return None
     if "://" in output:
         from ..formats.strangers import output_at
 
@@ -141,6 +143,7 @@ def argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
 input_argument = argument("input", "INPUT")
 inputs_and_output = argument("inputs", "INPUT… OUTPUT", nargs=-1, callback=part_output)
 output_argument = argument("output", "OUTPUT", callback=_note_output)
+optional_output = argument("output", "[OUTPUT]", callback=_note_output, required=False)
 file_argument = argument("file", "FILE")
 files_argument = argument("files", "FILE…", nargs=-1, required=True)
 

@@ -29,6 +29,7 @@ from .commands import (
     maps,
     ranks,
     scan,
+    slim,
     training,
 )
 from .failure import Call, fail, left_by
@@ -58,7 +59,7 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
         maps.command: "The architectures that convert --map changes between",
         ranks.merge: "Write what many ranks wrote as one checkpoint",
         ranks.split: "Write one checkpoint as files for many ranks",
-        convert.slim: "Write only the model's state, without unused bytes",
+        slim.command: "Only the model's state; or a run's old checkpoints in place",
         convert.disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm.command: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },

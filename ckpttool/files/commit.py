@@ -26,6 +26,8 @@ from .temporaries import PART, new_file, remove_abandoned
 if TYPE_CHECKING:
     from .resuming import Attempt
 
+LINK = ".link"  # behind a name that a file is about to get
+
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], attempt: Attempt | None = None) -> Iterator[BinaryIO]:
@@ -90,6 +92,26 @@ def _replacing(path: str, attempt: Attempt | None) -> Iterator[BinaryIO]:
                 os.unlink(temporary)
         raise
     sync_folder(folder)
+
+
+def give_name(path: str, other: str) -> None:
+    """Give a file just written a second name, atomically: a hard link, as no file is ever changed in place,
+    or a copy if the file system has no links. A kill may leave the link under the name and LINK."""
+    temporary = f"{other}{LINK}"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        os.link(path, temporary)
+    except OSError:
+        with open(path, "rb") as source, replacing(other) as target:
+            shutil.copyfileobj(source, target)
+        return
+    try:
+        os.replace(temporary, other)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    sync_folder(os.path.dirname(other))
 
 
 def require_folder(path: str) -> None:

@@ -24,7 +24,8 @@ from ..tensors.values import stream
 from .replay import Replay, RunRecord, differing, planned
 
 # The names that the trainer gives, and no others: `step-7.pt` is a user's.
-CHECKPOINT = re.compile(r"(last|best|step-(\d{6}|[1-9]\d{6,}))\.pt")
+NUMBER = r"step-(\d{6}|[1-9]\d{6,})"
+CHECKPOINT = re.compile(rf"(last|best|{NUMBER})\.pt|{NUMBER}\.delta\.safetensors")
 
 # What each kind of entry has at least, for the checks here
 BEGIN = {"step": int, "ranks": int, "every": int, "virtual_ranks": int | None, "weights": str, "code": dict}
@@ -201,7 +202,7 @@ def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Findin
     told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
     begins = [link.entry for link in links if link.entry.get("kind") == "begin" and link.entry["source"]]
     told += [{"step": entry["step"], "digests": entry["source"]["digests"]} for entry in begins]
-    named = re.fullmatch(r"step-(\d+)\.pt", name)
+    named = re.match(r"step-(\d+)\.", name)
     is_told = named is None or int(named[1]) in [entry["step"] for entry in told]
     try:
         problems = verify(path).problems

@@ -147,6 +147,24 @@ def save_of_trainer() -> object:
     launch.leave(launch.run_program(_training, work))
 
 
+def save_of_trainer_with_deltas() -> object:
+    """Write a checkpoint as the trainer does with `--keep-deltas`, and what it changes of the one before."""
+    from ckpttool.errors import FileError
+    from train.checkpoint import deltas
+    from train.checkpoint import files as checkpoint_files
+    from train.launch import program as launch
+
+    def work(kept: object) -> None:
+        checkpoint_files.write(kept, "out", ["last.pt", "step-000004.pt"])
+        if failure := deltas.keep_delta("out", 4, 9, ""):  # of which a run says so, and goes on
+            raise FileError("out", failure)
+        deltas.drop_wholes("out", 4, "")
+
+    launch.leave(launch.run_program(_training, work))
+
+
+WHOLES = ("out/last.pt", "out/step-000001.pt", "out/step-000002.pt")
+DELTAS = ("out/step-000004.delta.safetensors", "out/step-000002.delta.safetensors")
 TRAINED = ("out/last.pt", "out/best.pt", "out/step-000002.pt", "out/step-000004.pt")
 
 # Everything that is tried
@@ -232,6 +250,29 @@ SCENARIOS = [
     _over("optimizer in.pt out/model.pt --to names", ".pt over .pt"),
     _new("gather-metrics rank0.safetensors rank1.safetensors --out out/model.json", "two ranks to JSON"),
     _new("convert in.pt - --to safetensors", ".pt to stdout"),
+    _new(
+        "slim --in-place out --keep-newest 1 --drop optimizer",
+        "three .pt of a run",
+        before="; ".join(f"convert other.pt {name}" for name in WHOLES),
+        again="slim --in-place out --keep-newest 1 --drop epoch",
+        command="slim --in-place",
+        targets=WHOLES,
+    ),
+    Scenario(
+        "the trainer's save",
+        "last and numbered, with deltas",
+        inputs=(),
+        targets=(*WHOLES, *DELTAS, "out/step-000004.pt"),
+        before="; ".join(
+            [
+                *(f"convert other.pt {name}" for name in WHOLES),
+                f"delta {WHOLES[1]} {WHOLES[2]} {DELTAS[1]}",
+            ]
+        ),
+        program=save_of_trainer_with_deltas,
+        imports_torch=True,
+        ends_at_term=True,
+    ),
     Scenario(
         "the trainer's save",
         "last, best and numbered",

@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: last.pt, best.pt, step-<number>.pt. Imports torch."""
+"""The checkpoints in a run's folder: last.pt, best.pt, step-<number>.pt or a delta. Imports torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import stat
 import zipfile
 from collections.abc import Callable, Collection, Iterator
@@ -15,15 +14,17 @@ from typing import Any
 import torch
 
 from ckpttool.errors import FileError, UsageFault
-from ckpttool.files.commit import replacing, sync_folder
+from ckpttool.files.commit import give_name, replacing
 from ckpttool.files.failures import naming, system_error
+from ckpttool.formats.delta.chains import needed_by
 
 Placing = Callable[[], contextlib.AbstractContextManager[object]]
 
 LAST, BEST = "last.pt", "best.pt"
-LINK = ".link"
+DELTA = ".delta.safetensors"
 # The names that `numbered` gives, and no others: `step-7.pt` is a user's.
-NUMBERED = re.compile(r"(step|best)-(\d{6}|[1-9]\d{6,})\.pt")
+NUMBER = r"(\d{6}|[1-9]\d{6,})"
+NUMBERED = re.compile(rf"(step|best)-{NUMBER}\.pt|step-{NUMBER}\.delta\.safetensors")
 # Bytes that are read of a checkpoint's pickle, to tell whose it is: a hundred thousand tensors take less.
 LONGEST_PICKLE = 1 << 28
 
@@ -56,7 +57,7 @@ def write(
         except UsageFault as error:  # at the start it could be: the folder has changed since
             raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
         for path in paths[-2::-1]:
-            _give_name(paths[-1], path)
+            give_name(paths[-1], path)
             placed.append(os.path.basename(path))
     if foreign:
         reason = "is not a checkpoint of this run, and stays as it is"
@@ -83,29 +84,20 @@ def _write_first(state: dict[str, Any], path: str, placing: Placing, placed: lis
         raise failure
 
 
-def _give_name(path: str, other: str) -> None:
-    """Give a file just written a second name, atomically: a hard link, as no file is ever changed in place,
-    or a copy if the file system has no links."""
-    temporary = f"{other}{LINK}"
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        os.link(path, temporary)
-    except OSError:
-        with open(path, "rb") as source, replacing(other) as target:
-            shutil.copyfileobj(source, target)
-        return
-    try:
-        os.replace(temporary, other)
-    except OSError:
-        os.unlink(temporary)
-        raise
-    sync_folder(os.path.dirname(other))
+def numbered(global_step: int, kind: str = "step", ending: str = ".pt") -> str:
+    """Return the file name of a numbered checkpoint.
+
+    Args:
+        kind: "best" for one of `--keep-best`.
+        ending: DELTA for one that `--keep-deltas` keeps as what it changes.
+    """
+    return f"{kind}-{global_step:06d}{ending}"
 
 
-def numbered(global_step: int, kind: str = "step") -> str:
-    """Return the file name of a numbered checkpoint; `kind` is "best" for one of `--keep-best`."""
-    return f"{kind}-{global_step:06d}.pt"
+def number_of(path: str) -> int:
+    """Return the step in the name of a numbered checkpoint."""
+    _, _, rest = os.path.basename(path).partition("-")
+    return int(rest.partition(".")[0])
 
 
 def newest_first(folder: str) -> list[list[str]]:
@@ -135,12 +127,18 @@ def _facts(path: str) -> os.stat_result:
 
 
 def drop_old(folder: str, keep: int, training: str = "") -> None:
-    """Remove all numbered checkpoints but the last `keep` written.
+    """Remove all numbered checkpoints but the last `keep` written, and what their deltas are built on.
 
     By time, not by number: a run that went back to an earlier step writes small numbers last. Links, folders
     and other files of such a name, which no run of this training has written, stay and do not count.
     """
-    for path in list(_own(folder, "step-", training))[keep:]:
+    of_steps: dict[int, list[str]] = {}
+    for path in _own(folder, "step-", training):
+        of_steps.setdefault(number_of(path), []).append(path)
+    last = [path for paths in list(of_steps.values())[:keep] for path in paths]
+    needed = needed_by(path for path in last if path.endswith(DELTA))
+    others = [path for paths in list(of_steps.values())[keep:] for path in paths if path not in needed]
+    for path in sorted(others, key=number_of, reverse=True):  # what is built on others goes before them
         with naming(path, "removed"):
             os.unlink(path)
 
@@ -172,20 +170,29 @@ def is_taken(path: str, training: str = "") -> bool:
 
 
 def _is_foreign(path: str, training: str) -> bool:
-    """Return whether there is something that is no checkpoint of this training: a link, a folder, or no zip
-    whose pickle holds digests, progress and the name of the training. OSError if the disk does not tell."""
+    """Return whether there is something that is no checkpoint of this training: a link, a folder, or a file
+    whose pickle or header lacks digests, progress or the training. OSError if the disk does not tell."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return True
     except FileNotFoundError:
         return False
     try:
-        with zipfile.ZipFile(path) as file:
-            name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
-            begin = file.open(name).read(LONGEST_PICKLE)
+        begin = _header(path) if path.endswith(DELTA) else _pickle(path)
     except Exception as error:  # of any kind: another program's file may be anything
         behind = system_error(error)
         if behind is None or behind.errno in (errno.EINVAL, errno.EACCES, errno.EPERM):
             return True  # EINVAL: a zip that speaks of a place before its start
         raise behind from None
     return any(mark not in begin for mark in (b"digests", b"global_step", training.encode()))
+
+
+def _pickle(path: str) -> bytes:
+    with zipfile.ZipFile(path) as file:
+        name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
+        return file.open(name).read(LONGEST_PICKLE)
+
+
+def _header(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(min(int.from_bytes(file.read(8), "little"), LONGEST_PICKLE))

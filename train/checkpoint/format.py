@@ -21,6 +21,7 @@ import torch
 from ckpttool.distributed import collectives, divided, randomness
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
+from train.checkpoint.deltas import as_torch_reads
 from train.config.settings_file import SOURCES
 from train.config.training import CHANGEABLE
 from train.launch import same_settings
@@ -30,7 +31,7 @@ from train.trainer.trainer import Trainer
 FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
     *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
-    *("out", "save_every", "save", "save_parts", "keep", "resume", "force", "change"),
+    *("out", "save_every", "save", "save_parts", "keep", "keep_deltas", "resume", "force", "change"),
     *("data_root", "download"),
     "mixed_torch",
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
@@ -45,7 +46,7 @@ FREE = {
 COMPARED_BY_CONTENT = {"data", "test_data", "init", "init_allow_missing"}
 
 # Settings that no checkpoint records: its bytes are the same however it was written.
-HOW_TO_SAVE = {"save", "save_parts", "grace", *SOURCES}
+HOW_TO_SAVE = {"save", "save_parts", "keep_deltas", "grace", *SOURCES}
 
 
 class Each(NamedTuple):
@@ -220,7 +221,10 @@ def read(path: str) -> dict[str, Any]:
     """
     require_file(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with as_torch_reads(path) as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except CkptToolError:  # of a delta
+        raise
     except OSError as error:
         if error.errno == errno.EINVAL:  # torch looked before the beginning of a file that is cut short
             raise Damaged(path, f"can't be read: it is cut short or damaged ({reason(error)})") from error

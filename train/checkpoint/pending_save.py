@@ -15,6 +15,7 @@ import torch
 
 from ckpttool.distributed import collectives, nested
 from ckpttool.errors import CheckFailed
+from train.checkpoint import deltas
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint.format import digest_of_run, same_on_ranks
 from train.checkpoint.parts import Parts, remove_unnamed
@@ -45,11 +46,14 @@ class Save:
         finite: dict[str, Any],
         trainer: Trainer,
         parts: Parts | None = None,
+        in_haste: bool = False,
     ) -> None:
         self.state, self.folder, self.names, self.finite = state, folder, names, finite
         self.config, self.recorded = trainer.config, trainer.recorder.checkpoint
         self.parts = parts  # the tensors, if they go into a folder
+        self.in_haste = in_haste  # make no delta
         self.placed: list[str] = []
+        self.remarks: list[tuple[str, str]] = []  # events, and what is to be told of them
         parameters = trainer.ddp.named_parameters(remove_duplicate=False) if self.config.shard else ()
         self.divided = {name for name, _ in parameters}
         self.step, self.best = state["progress"]["global_step"], state["progress"]["best"]
@@ -102,6 +106,8 @@ class Save:
             self.allowed.result()
             self.state["parts"] = self.parts.finish()
         checkpoint_files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
+        if self.config.keep_deltas and self._numbered in self.placed:
+            self._keep_delta()
         if self.config.keep:
             checkpoint_files.drop_old(self.folder, self.config.keep, self.state["training"])
         if self.config.keep_best:
@@ -109,9 +115,25 @@ class Save:
             checkpoint_files.drop_worse(self.folder, best, self.state["training"])
         remove_unnamed(self.folder)
 
+    def _keep_delta(self) -> None:
+        training, every = self.state["training"], self.config.keep_deltas
+        if not self.in_haste and (failure := deltas.keep_delta(self.folder, self.step, every, training)):
+            text = f"step {self.step} is kept whole, as its delta could not be made: {failure}"
+            self.remarks.append(("delta failed", text))
+        deltas.drop_wholes(self.folder, self.step, training)
+
+    @property
+    def _numbered(self) -> str:
+        return checkpoint_files.numbered(self.step)
+
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
         self.allowed.result()
+        if self._numbered in self.names:
+            gone = deltas.drop_built_on(self.folder, self.step, self.state["training"])
+            if gone:
+                text = f"removed what was built on another step {self.step}: {', '.join(gone)}"
+                self.remarks.append(("deltas removed", text))
         with self.recorded(self.state):
             yield
 

@@ -53,10 +53,10 @@ class Saver:
         self._failed: dict[str, FileError] = {}
         self._best_on_disk = trainer.progress.best
 
-    def save(self, *, last: bool, best: bool, kept: bool = False) -> None:
+    def save(self, *, last: bool, best: bool, kept: bool = False, in_haste: bool = False) -> None:
         """Write last.pt (with `--keep` under its number too) and best.pt, or begin to. A collective.
 
-        `kept` is of `--keep-best`.
+        `kept` is of `--keep-best`. `in_haste` makes no delta with `--keep-deltas`, which takes time.
 
         It waits for the save before, which is still being written if the disk is slow.
 
@@ -71,7 +71,8 @@ class Saver:
         trainer, config = self.trainer, self.trainer.config
         self._wait_for_last()
         names, step = [LAST] * last + [BEST] * best, trainer.progress.global_step
-        names += [numbered(step)] * bool(last and config.keep) + [numbered(step, "best")] * kept
+        names += [numbered(step)] * bool(last and (config.keep or config.keep_deltas))
+        names += [numbered(step, "best")] * kept
         model = trainer.ddp.module
         # Copies, as the buffers become rank 0's. Others may be infinite on purpose: masks are.
         norms = ((path, layer) for path, layer in model.named_modules() if isinstance(layer, _NormBase))
@@ -90,7 +91,7 @@ class Saver:
             state, statistics = self._staging.copy((state, statistics))
         own = parts.local() if parts else state["model"]
         finite = {name: own.get(f"module.{name}") for name, _ in model.named_parameters()}
-        self._pending = save = Save(state, self.folder, names, finite | statistics, trainer, parts)
+        self._pending = save = Save(state, self.folder, names, finite | statistics, trainer, parts, in_haste)
         if config.save == "async":
             save.begin()
         else:
@@ -132,11 +133,15 @@ class Saver:
         self._agree(save)
         if self.trainer.config.save == "sync":
             save.write()
-        failure, placed = collectives.from_rank_zero(lambda: (_failure(save), save.placed))
+        failure, placed, remarks = collectives.from_rank_zero(
+            lambda: (_failure(save), save.placed, save.remarks)
+        )
         self._pending = None
         for name in placed:
             self._failed.pop(name, None)
         self._best_on_disk = save.best if BEST in placed else self._best_on_disk
+        for event, text in remarks:
+            self._say(event, text)
         if failure is not None:
             self._note_failure(save, failure, placed)
 

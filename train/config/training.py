@@ -16,6 +16,9 @@ from train.config.shared import Every, count, every, flag, real
 
 EACH_EPOCH = Every(1, "epochs")
 
+# A whole checkpoint, and the deltas in a row that are read (LONGEST of ckpttool/formats/delta/reading.py).
+LONGEST_CHAIN = 65
+
 # Settings that a resumed run may change if --change names them. The others are another training.
 CHANGEABLE = {
     *optimizing.CHANGEABLE,
@@ -162,6 +165,12 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerCon
         above=0,
     )
     keep: int = count(0, "saving K: also keep the last K of them, as step-<number>.pt (0)", least=0)
+    keep_deltas: int = count(
+        0,
+        "saving K: keep all of them: each K-th whole, as step-<number>.pt, the others as what they change, "
+        "as step-<number>.delta.safetensors (0)",
+        least=0,
+    )
     resume: str | None = flag(
         None,
         "saving auto|PATH: continue from this checkpoint; auto: from the newest in --out that is whole, if "
@@ -204,6 +213,12 @@ def check(config: TrainConfig) -> None:
         raise UsageFault("--init-allow-missing: needs --init", hint="give --init FILE, or leave it out")
     if config.json and not config.preview:
         raise UsageFault("--json: needs --preview", hint="leave it out; log.jsonl holds a run's numbers")
+    if config.keep_deltas and config.save_parts:
+        what = "--keep-deltas and --save-parts: the tensors are in folders, of which there are no deltas"
+        raise UsageFault(what, hint="leave out one of them")
+    if config.keep_deltas > LONGEST_CHAIN:
+        what = f"--keep-deltas {config.keep_deltas}: not more than {LONGEST_CHAIN - 1} in a row are read"
+        raise UsageFault(what, hint=f"give {LONGEST_CHAIN} or less")
     watching.check(config)
     if config.accumulate > config.batch_size:
         passes = f"--accumulate {config.accumulate}"

@@ -9,8 +9,6 @@ failure of one step in a row it refuses to go on, as another start would end in 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import glob
 import hashlib
 import json
@@ -21,9 +19,11 @@ from collections.abc import Callable, Iterator
 
 from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.files import chain
+from ckpttool.files.commit import LINK
 from ckpttool.files.failures import naming, reason
+from ckpttool.files.folder_lock import locked
 from ckpttool.files.temporaries import remove_abandoned
-from train.checkpoint.files import BEST, LAST, LINK, NUMBERED, is_taken
+from train.checkpoint.files import BEST, DELTA, LAST, NUMBERED, is_taken
 from train.checkpoint.format import require_file
 from train.checkpoint.parts import remove_unnamed
 from train.config import settings_file
@@ -38,21 +38,6 @@ WIDTH = 12
 LONGEST = 1 << 16
 TENSORBOARD = os.path.join("tensorboard", "events.out.tfevents.*")
 
-# Descriptors of the folders that this process has locked.
-_locks: set[int] = set()
-
-
-def _release_in_child() -> None:
-    """Close the descriptors that a fork has copied.
-
-    A lock lasts as long as any process has one, and a process that loads data may outlive its rank.
-    """
-    while _locks:
-        os.close(_locks.pop())
-
-
-os.register_at_fork(after_in_child=_release_in_child)
-
 
 @contextlib.contextmanager
 def claimed(config: TrainConfig, now: str) -> Iterator[str]:
@@ -66,7 +51,7 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         try:
             os.makedirs(folder, exist_ok=True)
-            stack.enter_context(_locked(folder))
+            stack.enter_context(locked(folder, f"--out {folder}"))
             _check_files(folder, config)
             check_writable(folder)
             remove_abandoned(folder)
@@ -76,26 +61,6 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
         except OSError as error:
             raise UsageFault(f"--out {folder}: {reason(error)}") from error
         yield folder
-
-
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """Lock a folder, itself and not a file in it, until the block or the process ends."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    _locks.add(fd)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            hint = "name another folder, or wait for it to end"
-            raise UsageFault(f"--out {folder}: another run writes there now", hint=hint) from None
-        except OSError as error:
-            if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise  # those are of file systems that lock no folders, as NFS
-        yield
-    finally:
-        _locks.discard(fd)
-        os.close(fd)
 
 
 def _check_files(folder: str, config: TrainConfig) -> None:
@@ -115,7 +80,8 @@ def _check_files(folder: str, config: TrainConfig) -> None:
         if os.path.basename(path) in (LAST, BEST) and (is_folder or has_none):
             what = "a folder" if is_folder else "a link into a folder that does not exist"
             raise UsageFault(f"{path}: is {what}: no checkpoint can be written there", hint="move it away")
-        if os.path.islink(path) and not path.endswith(".pt"):  # a checkpoint is replaced, not written into
+        is_replaced = path.endswith((".pt", DELTA))  # as checkpoints are, which are not written into
+        if os.path.islink(path) and not is_replaced:
             hint = "remove it"
             raise UsageFault(f"{path}: is a link, and what it leads to would be written into", hint=hint)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import nn
 
 from ckpttool.distributed.group import Place
-from ckpttool.errors import UsageFault
+from ckpttool.errors import UsageFault, install
+from ckpttool.formats.delta import compression
 from ckpttool.models import factory
 from train.config.command_line import make_plan
 from train.config.training import TrainConfig
@@ -44,6 +45,9 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         _check_unscored(config)
     selection(config.best, task, tuple(data.others))
     _check_hook(config)
+    if config.keep_deltas and not compression.is_there():
+        what = f"--keep-deltas {config.keep_deltas}: deltas are packed by zstd, which is not installed"
+        raise UsageFault(what, hint=f"{install('delta')}, or use Python 3.14")
     updater.check_precision(config.amp, place.device, model)
     virtual_ranks.check(config, model)
     optimizer.check(config, model)

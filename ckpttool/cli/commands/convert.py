@@ -1,4 +1,4 @@
-"""The commands that write a checkpoint in another form: `convert`, `slim` and `disarm`."""
+"""The commands that write a checkpoint in another form: `convert` and `disarm`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import click
 
 from ...errors import UsageFault
 from .. import options
-from ..console import Console, counted, printable, show_bytes
+from ..console import Console, counted, printable
 from ..options import Job, entry, pair, sizes_for
 from ..quantizing import Quantizing
 from ..rewriting import Change, Outcome, Target, rewrite
-from .training import parameters_of
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -167,39 +166,6 @@ def _described(checkpoint: Checkpoint, metadata: dict[str, str], target: Target)
         what = f"--metadata: {target.place.format} has no place for it"
         raise UsageFault(what, hint="write safetensors, or leave it out")
     return with_metadata(checkpoint, metadata, state=target.state) if metadata else checkpoint
-
-
-@click.command("slim")
-@options.writing
-@options.option(
-    "--model SPEC", "Name the tensors of an average that lists them in the order of this model's parameters."
-)
-def slim(job: Job, model: str | None) -> None:
-    """Write only the model's state, without bytes that none of its tensors uses.
-
-    Optimizer, counters and arguments stay behind, and so does the rest of a storage that a view was cut from.
-    An average without names, such as --state ema.shadow_params, gets those of --model.
-
-    \b
-    Example:
-      ckpttool slim last.pt weights.pt
-    """
-    from ...transforms.ema_names import with_names
-    from ...transforms.selection import slim
-
-    parameters = parameters_of(model) if model else None
-
-    def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        named = with_names(checkpoint, target.state, parameters) if parameters else None
-        if named is not None:
-            count = counted(len(named.checkpoint.state("").tensors), "tensor")
-            done = f"named {count} by {model}"
-            return slim(named.checkpoint), Outcome(done, left_out=named.left_out, where="")
-        left_out = checkpoint.outside(checkpoint.state(target.state))
-        done = f"slimmed {show_bytes(checkpoint.nbytes)}"
-        return slim(checkpoint, state=target.state), Outcome(done, left_out=left_out, where="")
-
-    rewrite(job, transform)
 
 
 @click.command("disarm")

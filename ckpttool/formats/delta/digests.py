@@ -34,8 +34,9 @@ def digests_of(
     if state is not None:
         groups.append(state)
     if whole or state is None:
-        found = full_json.encode_entry(checkpoint.path, checkpoint.tree, checkpoint.protocol).tensors
-        groups.append(found if storages is None else storages)
+        if storages is None:
+            storages = full_json.encode_entry(checkpoint.path, checkpoint.tree, checkpoint.protocol).tensors
+        groups.append(storages)
     values = digests(groups, progress)
     of_state = values[0] if state is not None else None
     return Digests(of_state, values[-1] if whole or state is None else None)

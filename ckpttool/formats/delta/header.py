@@ -168,6 +168,15 @@ def read_header(file: Checkpoint) -> Header:
         raise Damaged(file.path, f"its entry '{ENTRY}' {fault}") from None
 
 
+def base_name(path: str, text: str) -> str:
+    """Return the name that an entry states for the base; "" for none. Raises Damaged."""
+    said = parse_object(path, text.encode(), f"its entry '{ENTRY}'")
+    try:
+        return _file_name(_object(said.get("base")).get("name"))
+    except BadHeader as fault:
+        raise Damaged(path, f"its entry '{ENTRY}' {fault}") from None
+
+
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadHeader("lacks something, or has it in another form")

@@ -57,6 +57,7 @@ class _Job:
     new: Checkpoint
     path: str
     progress: Progress
+    base_name: str | None
 
 
 def delta(
@@ -66,6 +67,7 @@ def delta(
     *,
     layout: str | None = None,
     state: str | None = None,
+    base_name: str | None = None,
     verify: bool | None = None,
     force: bool = False,
     dry_run: bool = False,
@@ -86,6 +88,7 @@ def delta(
         layout: None, or `vllm` for the layout of vLLM's sparse patches alone, from which nothing but changed
             values of the same tensors can be had.
         state: for `vllm`, the dotted path of the model's state in both; found when None.
+        base_name: the name under which the base will lie beside the delta; its own when None.
         verify: True: apply what was written to the base, and compare the digest.
         force: replace an existing file.
         dry_run: write nothing; the same result.
@@ -107,7 +110,7 @@ def delta(
         before = _versions(older, newer)
         if expect is not None:
             expect(older.nbytes + 2 * newer.nbytes)
-        job = _Job(older, newer, name, progress or (lambda count: None))
+        job = _Job(older, newer, name, progress or (lambda count: None), base_name)
         file, entries, digests = _patch(job, state) if layout == VLLM else _delta(job)
         _require_unchanged(before, _versions(older, newer))
         saved = save(file, name, to=SAFETENSORS, verify=verify, force=force, dry_run=dry_run)
@@ -142,7 +145,8 @@ def _delta(job: _Job) -> Made:
     outside = any(not name.startswith(prefix) for name in used) or base.found_state() is None
     of_base_too = digests_of(base, whole=outside, progress=job.progress)
     of_new = digests_of(new, whole=True, storages=flat.tensors, progress=job.progress)
-    beside = "" if base.path == "-" else _name_of(base)
+    own_name = "" if base.path == "-" else _name_of(base)
+    beside = own_name if job.base_name is None else job.base_name
     older, tree = Base(beside, prefix, of_base_too), digest_of_tree(flat.text)
     header = Header(older, of_new, tree, new.full, dict(new.metadata), made.entries)
     texts = {ENTRY: header.to_text(), TREE: flat.text}

@@ -52,8 +52,9 @@ class SavePlan:
         keep_copies: bool,
         shard_size: int | None,
         kept: Collection[str],
+        time: int | None = None,
     ) -> None:
-        self.checkpoint, self.where, self.kept = checkpoint, where, kept
+        self.checkpoint, self.where, self.kept, self.time = checkpoint, where, kept, time
         self.shard_size = shard_size or shards.DEFAULT_SIZE
         self.target, self.path, self.format, self.full = target, target.path, target.format, target.full
         checkpoint.require_whole()
@@ -164,6 +165,8 @@ class SavePlan:
             with opened(file) as out:
                 self._write(out)
             check(read(Source(self.path, os.dup(file.fileno()))))
+            if self.time is not None:
+                os.utime(file.fileno(), ns=(self.time, self.time))
         return self._saved(out.position)
 
     def _write_folder(self, opened: shards.Opened, check: Check, attempt: Attempt | None) -> Saved:
@@ -311,6 +314,7 @@ def save(
     expect: Progress | None = None,
     resume: bool = False,
     recipe: str = "",
+    time: int | None = None,
 ) -> Saved:
     """Write a checkpoint.
 
@@ -341,6 +345,7 @@ def save(
             the same versions of the same objects, and the same call.
         recipe: what tells computed values (a cast, a mean) from those of another call. Without it, and where
             files state checksums, only bytes that are copied are not fetched again.
+        time: when the output was changed, in nanoseconds, where it is a file; None for now.
 
     Returns:
         What was written, and by name what was not.
@@ -363,7 +368,7 @@ def save(
             checkpoint = replace(checkpoint, device=device)
         require_place(checkpoint, target, force, kept)
         require_folder(name)
-        plan = SavePlan(checkpoint, target, state, keep_copies, shard_size, kept)
+        plan = SavePlan(checkpoint, target, state, keep_copies, shard_size, kept, time)
         if expect is not None:
             expect(0 if dry_run else plan.work(bool(verify)))
         going_on = resume if name == named else None  # what is uploaded is kept nowhere

@@ -257,7 +257,7 @@ def test_a_second_name_that_can_not_be_given_leaves_no_third(tmp_path, monkeypat
     replace, refuse = os.replace, failing(errno.EDQUOT)
 
     def give(path: str, to: str) -> None:
-        (refuse if path.endswith(checkpoint_files.LINK) else replace)(path, to)
+        (refuse if path.endswith(commit.LINK) else replace)(path, to)
 
     monkeypatch.setattr(os, "replace", give)
     with pytest.raises(FileError, match="quota"):

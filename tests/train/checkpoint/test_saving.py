@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import errno
 import os
 import re
@@ -21,6 +20,7 @@ from ckpttool.errors import CheckFailed, CkptToolError
 from ckpttool.files import chain
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
+from tests.support.odd_state import odd_state
 from tests.support.run_log import entries_of, epochs_of
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
@@ -43,23 +43,6 @@ def telling(trainer: Trainer, folder: str) -> tuple[saving.Saver, list[str]]:
 
 
 # ---- copies of a state ---------------------------------------------------------------------------------
-
-
-def odd_state() -> dict[str, Any]:
-    """Return a state with what a copy can get wrong."""
-    whole = torch.arange(24, dtype=torch.float32)
-    picture = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    named: Any = collections.OrderedDict(a=whole[4:10].view(2, 3), tied=whole[4:10].view(2, 3))
-    named._metadata = {"": {"version": 1}}
-    same = torch.ones(3)
-    return {
-        "model": named,
-        "views": [whole.view(4, 6).t(), whole[1::2], picture, torch.tensor(3.0), torch.empty(0, 3)],
-        "dtypes": (same.bfloat16(), same.bool(), same.to(torch.complex64), same.long()),
-        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
-        "twice": [same, same],
-        "plain": {"lr": 0.1, "names": ["momentum_buffer", "momentum_buffer"], "none": None, 3: b"bytes"},
-    }
 
 
 def test_a_copy_is_written_with_the_bytes_of_the_original(tmp_path):

@@ -1,0 +1,49 @@
+"""The lock of a run's folder: one process at a time writes checkpoints there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+
+from ..errors import UsageFault
+
+# Descriptors of the folders that this process has locked.
+_locks: set[int] = set()
+
+
+def _release_in_child() -> None:
+    """Close the descriptors that a fork has copied.
+
+    A lock lasts as long as any process has one, and a process that loads data may outlive its rank.
+    """
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+@contextlib.contextmanager
+def locked(folder: str, shown: str) -> Iterator[None]:
+    """Lock a folder, itself and not a file in it, until the block or the process ends.
+
+    Raises UsageFault, which begins with `shown`, if another process has locked it.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _locks.add(fd)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "name another folder, or wait for it to end"
+            raise UsageFault(f"{shown}: another run writes there now", hint=hint) from None
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise  # those are of file systems that lock no folders, as NFS
+        yield
+    finally:
+        _locks.discard(fd)
+        os.close(fd)
