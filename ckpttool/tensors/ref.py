@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 2**63 - 1
 DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
 MAX_AXES = 64  # some operations of torch stop there
+NEAR, TOGETHER = 1 << 12, 1 << 20  # bytes between two ranges that are read along, and of one read
 
 
 class Source:
@@ -103,6 +104,27 @@ class Source:
                 raise Damaged(self.path, "the file became shorter while it was read")
             data += piece
         return data
+
+    def read_near(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Return the bytes of ranges (offset, size) that are sorted by offset; neighbours are read together.
+
+        Raises Damaged where the file ends before them.
+        """
+        found: list[memoryview] = []
+        while len(found) < len(ranges):
+            first = last = len(found)
+            begin, end = ranges[first][0], sum(ranges[first])
+            while last < len(ranges) and ranges[last][0] <= end + NEAR and sum(ranges[last]) <= begin + TOGETHER:
+                end = max(end, sum(ranges[last]))
+                last += 1
+            last = max(last, first + 1)
+            if begin < 0 or end > self.size:
+                raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
+            data = memoryview(self._read(begin, end - begin))
+            found += (data[offset - begin : offset - begin + size] for offset, size in ranges[first:last])
+        for (offset, _), data in zip(ranges, found, strict=True) if self.observers else ():
+            self.seen(offset, data)
+        return found
 
     def fill(self, offset: int, view: memoryview) -> None:
         """Fill memory with the bytes from `offset`. Raises Damaged where the file ends before them."""

@@ -79,13 +79,13 @@ TENSOR = re.compile(
 )
 GROUPS = TENSOR.groupindex
 FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "shape", "stride", "end")]
-KEY, LENGTH = GROUPS["key"], GROUPS["key"] - 1
+KEY = GROUPS["key"]
 PUTS = [group for group in range(KEY + 1, TENSOR.groups + 1) if group not in GROUPS.values()]
 
 # The opcodes of text, four bytes of length and the text, and of a place in the memo.
 TEXT, LONG_BINPUT = b"X", b"r"
 
-LONGEST_KEY = 20  # digits of a storage's key
+LENGTHS = {length.to_bytes(4, "little"): length for length in range(1, 21)}  # of a storage's key, in digits
 WIDEST = 16  # bytes of the widest element
 
 
@@ -120,10 +120,9 @@ class Template:
         if not data.startswith(self.head, position):
             return None
         begin = position + len(self.head) + 4
-        length = int.from_bytes(data[begin - 4 : begin], "little")
-        key = data[begin : begin + min(length, LONGEST_KEY)]
-        is_one = len(key) == length and key.isdigit() and data.startswith(self.tail(index), begin + length)
-        return key if is_one else None
+        end = begin + LENGTHS.get(data[begin - 4 : begin], 0)
+        key = data[begin:end]
+        return key if key.isdigit() and data.startswith(self.tail(index), end) else None
 
     def size(self, key: bytes) -> int:
         """Return how many bytes the opcodes of a tensor take."""
