@@ -25,7 +25,11 @@ def each_once(storages: Iterable[Named]) -> Iterator[Named]:
     """Yield storages and those that they come from once, each with the name of a tensor that uses it."""
     seen: set[int] = set()
     for name, used in storages:
-        below = [used]
+        if id(used) in seen:
+            continue
+        seen.add(id(used))
+        yield name, used
+        below = [*used.origins]
         while below:
             storage = below.pop()
             if id(storage) not in seen:

@@ -101,7 +101,6 @@ class Shortcut(Protocol):
         """Put all values that were left out into the memo."""
 
 
-
 class PickleFault(ValueError):
     """The pickle is malformed, or does what no checkpoint may. Format readers add the file's name.
 

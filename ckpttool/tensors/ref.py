@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from ..errors import Damaged, Refused, Unreadable, Unsupported
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 2**63 - 1
 DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
+FEW_AXES = 8  # sizes whose product is soon known, whatever they are
 MAX_AXES = 64  # some operations of torch stop there
 NEAR, TOGETHER = 1 << 12, 1 << 20  # bytes between two ranges that are read along, and of one read
 
@@ -114,10 +117,11 @@ class Source:
         while len(found) < len(ranges):
             first = last = len(found)
             begin, end = ranges[first][0], sum(ranges[first])
-            while last < len(ranges) and ranges[last][0] <= end + NEAR and sum(ranges[last]) <= begin + TOGETHER:
-                end = max(end, sum(ranges[last]))
+            for offset, size in islice(ranges, first, None):
+                if last > first and (offset > end + NEAR or offset + size > begin + TOGETHER):
+                    break
+                end = max(end, offset + size)
                 last += 1
-            last = max(last, first + 1)
             if begin < 0 or end > self.size:
                 raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
             data = memoryview(self._read(begin, end - begin))
@@ -278,9 +282,11 @@ class Storage:
         return next(filter(None, (origin.place for origin in self.origins)), None)
 
 
-def extent(shape: Iterable[int]) -> int:
+def extent(shape: Sequence[int]) -> int:
     """Return the product of the sizes that are not 0, MAX_BYTES + 1 at most."""
     # A file may state thousands of sizes of 2^62: their true product would take minutes and have no use.
+    if len(shape) <= FEW_AXES and min(shape, default=1) > 0:
+        return min(prod(shape), MAX_BYTES + 1)
     total = 1
     for size in shape:
         total *= size or 1

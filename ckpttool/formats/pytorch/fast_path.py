@@ -146,7 +146,10 @@ class _Form(NamedTuple):
     def values(self, name: str | None, key: str, tensor: TensorRef) -> list[object]:
         """Return what the opcodes of a tensor, and of the name before it, put into the memo."""
         _, shape, stride, offset, requires_grad = self.tensor
-        hooks, identity = OrderedDict_(), ("storage", self.kind, key, self.storage.location, self.storage.numel)
+        hooks, identity = (
+            OrderedDict_(),
+            ("storage", self.kind, key, self.storage.location, self.storage.numel),
+        )
         arguments = tensor.storage, offset, shape, stride, requires_grad, hooks
         sizes = filter(None, (shape, stride))  # an empty tuple is not stored
         return [*([] if name is None else [name]), key, identity, *sizes, hooks, arguments, tensor]
@@ -279,7 +282,7 @@ def _numbers(opcodes: bytes) -> tuple[int, ...]:
 
 
 class WrittenTensors:
-    """The same shortcut for what writes a pickle: what was written of one tensor is the template of others."""
+    """The same shortcut for what writes a pickle: what was written of one is the template of others."""
 
     def __init__(self, key_of: Callable[[Storage], str], location_of: Callable[[Storage], str]) -> None:
         self.key_of, self.location_of = key_of, location_of
