@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from ..errors import Damaged
@@ -24,11 +25,12 @@ PIECE = 4 << 20
 def each_once(storages: Iterable[Named]) -> Iterator[Named]:
     """Yield storages and those that they come from once, each with the name of a tensor that uses it."""
     seen: set[int] = set()
-    for name, used in storages:
+    for named in storages:
+        name, used = named
         if id(used) in seen:
             continue
         seen.add(id(used))
-        yield name, used
+        yield named  # itself: 100,000 tuples take 7 MB
         below = [*used.origins]
         while below:
             storage = below.pop()
@@ -66,19 +68,20 @@ class Checksums:
         # storages without a checksum are read too, or those that they are put together from.
         self._checkpoint = checkpoint
         self._named = [
-            (name, storage)
-            for name, storage in each_once(storages)
-            if storage.crc32 is not None or (every and not storage.origins)
+            named
+            for named in each_once(storages)
+            if named[1].crc32 is not None or (every and not named[1].origins)
         ]
         self._sums = _Sums([storage.crc32 for _, storage in self._named])
         of_source = defaultdict[Source, list[tuple[int, int, int]]](list)
         for number, (_, storage) in enumerate(self._named):
             if isinstance(data := storage.data, ByteRange):
                 of_source[data.source].append((data.offset, data.offset + data.nbytes, number))
-        self._observers = {
-            source: partial(_see, *zip(*sorted(places), strict=True), self._sums)
-            for source, places in of_source.items()
-        }
+        self._observers: dict[Source, Callable[[int, memoryview | bytes], object]] = {}
+        while of_source:
+            source, places = of_source.popitem()
+            columns = (array("Q", column) for column in zip(*sorted(places), strict=True))
+            self._observers[source] = partial(_see, *columns, self._sums)
 
     @property
     def compares(self) -> bool:

@@ -163,9 +163,10 @@ class TensorPattern:
         self.find_storage = find_storage
         self.rewrites = 0
         self._begin_again()
-        # Of each tensor whose values are not yet in the memo: where they belong, and what they are made of.
+        # Of each tensor whose values are not yet in the memo: where they belong, and what they are made of,
+        # in one list, as 100,000 tuples take 10 MB: its form, name and key, and itself.
         self.places = array("Q")
-        self.made: list[tuple[_Form, str | None, str, TensorRef]] = []
+        self.made: list[Any] = []
 
     def _begin_again(self) -> None:
         self.forms: dict[tuple[bytes, ...], _Form | None] = {}
@@ -196,7 +197,7 @@ class TensorPattern:
             tensor = TensorRef(storage, *form.tensor)
             stack.append(tensor)
             self.places.append(len(memo))
-            self.made.append((form, name, key, tensor))
+            self.made += form, name, key, tensor
             memo += (None,) * (form.template.count + bool(end))
             position = at + form.template.size(raw_key)
             if data[position : position + 1] != TEXT:
@@ -212,7 +213,7 @@ class TensorPattern:
         """Put the values of the tensor that has a place in the memo there."""
         number = bisect_right(self.places, index) - 1
         if number >= 0:
-            first, (form, *made) = self.places[number], self.made[number]
+            first, (form, *made) = self.places[number], self.made[4 * number : 4 * number + 4]
             values = form.values(*made)
             if index < first + len(values):
                 machine.memo[first : first + len(values)] = values
