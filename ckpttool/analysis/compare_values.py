@@ -34,6 +34,8 @@ PIECE = 16 << 20
 
 WORKERS = 4
 
+SAME = Distance(0)
+
 
 class Pair(NamedTuple):
     """A tensor of each file, of one shape; types may differ only when there is a tolerance."""
@@ -55,15 +57,16 @@ def distances(
     """Yield the pairs whose bits differ, with their distance, in the order given; it may be tolerated."""
     # Without a tolerance elements are the same if their bits are: -0.0 differs from 0.0, and two NaNs may
     # differ, at a distance of nothing.
-    so_far = Distance(0)
+    so_far = SAME
     for piece, found in map_pieces(_compare, _pieces(pairs, tolerance), cores(WORKERS)):
-        so_far += found
+        if found is not SAME:
+            so_far += found
         if progress and piece.nbytes:
             progress(piece.nbytes)
-        if piece.is_last:
+        if piece.is_last and so_far is not SAME:
             if so_far.differ or so_far.tolerated:
                 yield piece.pair, replace(so_far, of=piece.pair.a.numel)
-            so_far = Distance(0)
+            so_far = SAME
 
 
 class _Piece(NamedTuple):
@@ -88,7 +91,10 @@ def _pieces(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[_Pie
         if a.dtype is not b.dtype or not (isinstance(mine, ByteRange) and isinstance(theirs, ByteRange)):
             yield _Piece(pair, measure, None, 0, a.nbytes, True)
             continue
-        for start, size in cut(a.nbytes, PIECE) if a.nbytes else [(0, 0)]:
+        if a.nbytes <= PIECE:
+            yield _Piece(pair, measure, (mine, theirs), 0, a.nbytes, True)
+            continue
+        for start, size in cut(a.nbytes, PIECE):
             both, first = (mine.part(start, size), theirs.part(start, size)), start // a.dtype.itemsize
             yield _Piece(pair, measure, both, first, size, start + size == a.nbytes)
 
@@ -97,8 +103,10 @@ def _compare(piece: _Piece) -> Distance:
     """Compare a piece."""
     if piece.plain is None:
         return _in_step(piece.pair, piece.measure)
-    found, first = Distance(0), piece.first
-    size = min(READ, piece.nbytes)
+    if piece.nbytes <= READ:
+        one, other = piece.plain[0].read(), piece.plain[1].read()
+        return SAME if one == other else piece.measure(memoryview(one), memoryview(other), piece.first)
+    found, first, size = SAME, piece.first, READ
     mine, theirs = bytearray(size), bytearray(size)
     chunks = (data.chunks(memoryview(to)) for data, to in zip(piece.plain, (mine, theirs), strict=True))
     for a, b in zip(*chunks, strict=True):

@@ -38,7 +38,7 @@ def entries(value: object) -> Iterator[Entry]:
     """Yield the entries directly inside a container under the names a person would use."""
     # A name is None if the entry adds no step to the path, as the attributes of an object do not.
     if isinstance(value, dict):
-        yield from ((in_brief(key), item) for key, item in value.items())
+        yield from ((key if type(key) is str else in_brief(key), item) for key, item in value.items())
         if isinstance(value, OrderedDict_) and value.attributes is not None:
             yield None, value.attributes
     elif isinstance(value, list | tuple | set | frozenset):
@@ -83,7 +83,7 @@ def named_values(
             seen.add(id(value))
             if len(path) < MAX_DEPTH:
                 here = [(path if name is None else (*path, name), item) for name, item in inner]
-                limit -= len(here) * sum(map(len, path)) + sum(len(at[-1]) for at, _ in here if at)
+                limit -= len(here) * sum(map(len, path)) + sum([len(at[-1]) for at, _ in here if at])
                 if limit < 0:
                     raise TooManyNames
                 here.reverse()

@@ -20,6 +20,7 @@ from ..tensors.ref import ByteRange, Computed, TensorRef
 from ..tensors.values import stream
 from .crc32 import combined, crc32
 from .failures import NO_ROOM
+from .gathering import TINY, Gathered
 from .threads import cores, cut, in_order, map_pieces
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class Output:
         self.position = 0
         self._progress: Progress = progress or (lambda _: None)
         self._planned: list[_Copy] = []
+        self._gathered = Gathered()
 
     def __enter__(self) -> Output:
         return self
@@ -183,6 +185,13 @@ class Output:
 
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes to a place of the file; `position` stays."""
+        if len(data) >= TINY:
+            self._write_now(position, data)
+        else:
+            self._gathered.add(position, bytes(data))
+            self._write_gathered(unless_few=True)
+
+    def _write_now(self, position: int, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         end = position + len(view)
         while view:
@@ -204,7 +213,11 @@ class Output:
         `near` tells where computed bytes come from.
         """
         near = data if isinstance(data, ByteRange) else near
-        if data.nbytes <= SMALL and not self._planned and (near is None or near.source.is_local):
+        if data.nbytes < TINY and isinstance(data, ByteRange) and data.source.is_local:
+            self._gathered.copy(self.position, data, then)
+            self.position += data.nbytes
+            self._write_gathered(unless_few=True)
+        elif data.nbytes <= SMALL and not self._planned and (near is None or near.source.is_local):
             crc, _ = self._put_here(self.position, [data.read()], sums=bool(then))
             self.position += data.nbytes
             if then:
@@ -215,6 +228,17 @@ class Output:
     def settle(self) -> None:
         """Write all that was appended. Raises whatever goes wrong on the way."""
         settle_together([self])
+
+    def _write_gathered(self, *, unless_few: bool = False) -> None:
+        if unless_few and not self._gathered.is_full:
+            return
+        stretches, copied = self._gathered.taken()
+        for position, data in stretches:
+            self._write_now(position, data)
+        for position, nbytes in copied if self._written else ():
+            self._written.add(position, nbytes)
+        if copied:
+            self._progress(sum(nbytes for _, nbytes in copied))
 
     def _plan(self, data: Data, nbytes: int, then: Then | None, near: ByteRange | None) -> None:
         self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))
@@ -321,7 +345,7 @@ class Output:
         """Write chunks one after another; return their CRC-32, 0 unless it `sums` them, and their end."""
         crc = 0
         for chunk in chunks:
-            self.write_at(position, chunk)
+            self._write_now(position, chunk)
             position += len(chunk)
             crc = crc32(chunk, crc) if sums else 0
             progress(len(chunk))
@@ -344,6 +368,8 @@ def _part(data: Data, start: int, nbytes: int) -> ByteRange | None:
 
 def settle_together(outputs: Sequence[Output]) -> None:
     """Write what was appended to several outputs, by turns: the kernel lets one thread write to a file."""
+    for output in outputs:  # first: a file that has its length can share its last block
+        output._write_gathered()
     buffers = Buffers()
     is_from_here = all(output._is_from_here for output in outputs)
     planned = [[(output, stretch) for stretch in output._stretches()] for output in outputs]
@@ -361,6 +387,8 @@ def settle_together(outputs: Sequence[Output]) -> None:
     jobs: Iterator[Callable[[], _Block]] = filter(None, by_turns)
     for block in in_order(jobs, cores(min(THREADS * len(outputs), MOST_THREADS))):
         block[0]._done(*block[1:])
+    for output in outputs:
+        output._write_gathered()  # headers, whose checksums are known only now
 
 
 def _start_flushing(fd: int, start: int) -> None:

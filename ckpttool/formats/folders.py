@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checksums import reads_of
 from ..errors import CkptToolError, Damaged, OutputExists, UsageFault
 from ..files.commit import replacing
 from ..files.commit_folder import Replaced, others_in, unmoved
@@ -24,7 +25,7 @@ from ..remote.places import (
     uploading,
 )
 from ..remote.urls import is_url
-from ..tensors.ref import ByteRange, Source
+from ..tensors.ref import Source
 from . import shards
 from .dcp import reading as dcp
 from .dcp.tree import not_read
@@ -190,15 +191,8 @@ def folder_of(checkpoint: Checkpoint) -> str | None:
 
 def _files_referred(checkpoint: Checkpoint) -> set[File | None]:
     """Return the files in which the bytes of a checkpoint lie, other than the one it was read from."""
-    storages = {id(storage): storage for _, storage in checkpoint.storages()}
-    waiting = [*storages.values()]
-    while waiting:
-        origins = {id(origin): origin for origin in waiting.pop().origins if id(origin) not in storages}
-        storages |= origins
-        waiting += origins.values()
-    places = (storage.data for storage in storages.values() if isinstance(storage.data, ByteRange))
-    sources = {id(place.source): place.source for place in places if place.source is not checkpoint.source}
-    return {source.identity for source in sources.values()}
+    sources = {place.source for place in reads_of(checkpoint.storages())} - {checkpoint.source}
+    return {source.identity for source in sources}
 
 
 def _files_read(checkpoint: Checkpoint) -> set[File | None]:

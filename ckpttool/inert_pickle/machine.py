@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from .values import FrozenSet_, Global, OrderedDict_, Record, container_name, is_state
 
@@ -84,8 +84,21 @@ Call = Callable[["Machine", tuple[Any, ...]], object]
 # Gets the object that BUILD set the state of and the position behind it; returns where the next opcode is.
 AfterBuild = Callable[[object, int], int]
 
-# Runs the opcodes that follow a name in one step and returns the position after them, or the one it got.
-Shortcut = Callable[["Machine", int], int]
+
+class Shortcut(Protocol):
+    """Runs opcodes that begin with a reference to a name in one step.
+
+    It may leave None in the memo for values that nobody may ever ask for, and puts them there when one does.
+    """
+
+    def __call__(self, machine: Machine, position: int) -> int:
+        """Return the position after the opcodes, or the one it got where they are others."""
+
+    def recall(self, machine: Machine, index: int) -> None:
+        """Put the value that belongs to a place in the memo there, if it was left out."""
+
+    def settle(self, machine: Machine) -> None:
+        """Put all values that were left out into the memo."""
 
 
 class PickleFault(ValueError):
@@ -182,6 +195,8 @@ class Machine:
     def put(self, index: int, value: object) -> None:
         """Store a value in the memo."""
         if index < len(self.memo):
+            for shortcut in self.shortcuts.values():
+                shortcut.settle(self)  # later it could not tell that this place was taken
             self.memo[index] = value
             self.rewrites += 1
         elif index == len(self.memo):
@@ -194,10 +209,17 @@ class Machine:
         """Store the topmost value under the next index."""
         self.put(len(self.memo) + len(self.far), self.stack[-1])
 
+    def value_at(self, index: int) -> Any:
+        """Return the value at a place that the memo has."""
+        if self.memo[index] is None:
+            for shortcut in self.shortcuts.values():
+                shortcut.recall(self, index)
+        return self.memo[index]
+
     def get(self, index: int) -> None:
         """Push a value of the memo."""
         if index < len(self.memo):
-            self.stack.append(self.memo[index])
+            self.stack.append(self.value_at(index))
         elif index in self.far:
             self.stack.append(self.far[index])
         else:

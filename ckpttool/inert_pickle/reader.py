@@ -167,12 +167,13 @@ def _run(machine: Machine, position: int) -> NoReturn:
                 position += 5
             elif code in (BINGET, LONG_BINGET):
                 index = data[position + 1] if code == BINGET else uint4(data, position + 1)[0]
-                position += 2 if code == BINGET else 5
                 value = memo[index] if index < len(memo) else None
+                if id(value) in shortcuts and (end := shortcuts[id(value)](machine, position)) > position:
+                    position = end
+                    continue
+                position += 2 if code == BINGET else 5
                 if value is None:
                     machine.get(index)
-                elif id(value) in shortcuts and (end := shortcuts[id(value)](machine, position)) > position:
-                    position = end
                 else:
                     stack.append(value)
             elif code == BININT1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Protocol
 
 from ..tensors.ref import Storage, TensorRef
 from . import values as inert
@@ -22,23 +22,46 @@ PersistentId = Callable[[Storage], tuple[object, ...]]
 ReduceTensor = Callable[[TensorRef], tuple[Global, tuple[object, ...]]]
 
 
+class Shortcut(Protocol):
+    """Writes tensors that are like one before in one step."""
+
+    def written(self, tensor: TensorRef, index: int) -> tuple[bytes, int] | None:
+        """Return opcodes that put so many values into the memo, from `index` on; None for a new form."""
+
+    def learn(self, tensor: TensorRef, opcodes: bytes, index: int) -> None:
+        """Take note of a tensor's opcodes, whose first value got this place in the memo."""
+
+
 def write_pickle(
-    value: object, *, protocol: int = 2, persistent_id: PersistentId, reduce_tensor: ReduceTensor
+    value: object,
+    *,
+    protocol: int = 2,
+    persistent_id: PersistentId,
+    reduce_tensor: ReduceTensor,
+    shortcut: Shortcut | None = None,
 ) -> bytes:
     """Return the pickle of a value; raise TooDeep, or ValueError for what no pickle of ours can hold."""
-    writer = _Writer(max(protocol, 2), persistent_id, reduce_tensor)
+    writer = _Writer(max(protocol, 2), persistent_id, reduce_tensor, shortcut)
     writer.save(value)
     writer.out += b"."
     return bytes(writer.out)
 
 
 class _Writer:
-    def __init__(self, protocol: int, persistent_id: PersistentId, reduce_tensor: ReduceTensor) -> None:
+    def __init__(
+        self,
+        protocol: int,
+        persistent_id: PersistentId,
+        reduce_tensor: ReduceTensor,
+        shortcut: Shortcut | None,
+    ) -> None:
         self.out = bytearray(b"\x80" + bytes([protocol]))
         self.builtins = "__builtin__" if protocol < 3 else "builtins"
         self.protocol = protocol
         self.persistent_id = persistent_id
         self.reduce_tensor = reduce_tensor
+        self.shortcut = shortcut
+        self.count = 0  # values in the reader's memo
         self.memo: dict[object, int] = {}  # by id; text and names by value
         self.kept: list[object] = []  # keeps the values alive, so that no other gets an id in `memo`
         self.level = 0
@@ -66,7 +89,7 @@ class _Writer:
         self.out += b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
 
     def remember(self, value: object) -> None:
-        index = len(self.memo)
+        index, self.count = self.count, self.count + 1
         self.memo[value if isinstance(value, str | Global) else id(value)] = index
         self.kept.append(value)
         self.out += b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
@@ -187,13 +210,24 @@ class _Writer:
         return value.args
 
     def save_tensor(self, value: TensorRef) -> None:
+        written = self.shortcut.written(value, self.count) if self.shortcut else None
+        if written is not None:
+            opcodes, count = written
+            self.out += opcodes
+            self.count += count
+            self.memo[id(value)] = self.count - 1  # the last value is the tensor itself
+            self.kept.append(value)
+            return
+        begin, index = len(self.out), self.count
         self.call(*self.reduce_tensor(value))
         self.remember(value)
+        if self.shortcut:
+            self.shortcut.learn(value, bytes(self.out[begin:]), index)
 
     def save_storage(self, value: Storage) -> None:
+        """Write a storage's id each time, as torch does: readers find the same storage by its key."""
         self.save(self.persistent_id(value))
         self.out += b"Q"
-        self.remember(value)
 
 
 def _text(value: str) -> bytes:

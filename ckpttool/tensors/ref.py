@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from ..errors import Damaged, Refused, Unreadable, Unsupported
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 2**63 - 1
 DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
+FEW_AXES = 8  # sizes whose product is soon known, whatever they are
 MAX_AXES = 64  # some operations of torch stop there
+NEAR, TOGETHER = 1 << 12, 1 << 20  # bytes between two ranges that are read along, and of one read
 
 
 class Source:
@@ -103,6 +107,28 @@ class Source:
                 raise Damaged(self.path, "the file became shorter while it was read")
             data += piece
         return data
+
+    def read_near(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Return the bytes of ranges (offset, size) that are sorted by offset; neighbours are read together.
+
+        Raises Damaged where the file ends before them.
+        """
+        found: list[memoryview] = []
+        while len(found) < len(ranges):
+            first = last = len(found)
+            begin, end = ranges[first][0], sum(ranges[first])
+            for offset, size in islice(ranges, first, None):
+                if last > first and (offset > end + NEAR or offset + size > begin + TOGETHER):
+                    break
+                end = max(end, offset + size)
+                last += 1
+            if begin < 0 or end > self.size:
+                raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
+            data = memoryview(self._read(begin, end - begin))
+            found += (data[offset - begin : offset - begin + size] for offset, size in ranges[first:last])
+        for (offset, _), data in zip(ranges, found, strict=True) if self.observers else ():
+            self.seen(offset, data)
+        return found
 
     def fill(self, offset: int, view: memoryview) -> None:
         """Fill memory with the bytes from `offset`. Raises Damaged where the file ends before them."""
@@ -256,9 +282,11 @@ class Storage:
         return next(filter(None, (origin.place for origin in self.origins)), None)
 
 
-def extent(shape: Iterable[int]) -> int:
+def extent(shape: Sequence[int]) -> int:
     """Return the product of the sizes that are not 0, MAX_BYTES + 1 at most."""
     # A file may state thousands of sizes of 2^62: their true product would take minutes and have no use.
+    if len(shape) <= FEW_AXES and min(shape, default=1) > 0:
+        return min(prod(shape), MAX_BYTES + 1)
     total = 1
     for size in shape:
         total *= size or 1

@@ -10,6 +10,8 @@ import hmac
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from typing import Any
 from urllib.parse import unquote_plus
 
 import pytest
+import torch
 
 from ckpttool.cli.failure import left_by
 from ckpttool.errors import CkptToolError, Damaged, OutputExists, Unreadable, UsageFault
@@ -701,6 +704,44 @@ def test_an_interrupted_upload_ends_at_once_and_says_what_it_left(
     )
     assert not world.exists("left")
     world.abort_unfinished()
+
+
+def _ctrl_c_while_parts_are_sent(world: World, path: Path) -> tuple[int, str, float]:
+    """Upload a file by a command of its own; return how Ctrl-C ended it, what it said, and its seconds."""
+    torch.save({"w": torch.zeros(3 * bucket_uploads.PART // 4)}, path)
+    command = [sys.executable, "-m", "ckpttool", "convert", "-q", str(path), "s3://runs/left.safetensors"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        end = time.monotonic() + 30
+        while not any("partNumber" in request for request in world.proxy.requests):
+            assert running.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        begin = time.monotonic()
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=30)
+    return running.returncode, said, time.monotonic() - begin
+
+
+def test_the_line_of_an_interrupted_upload_says_what_is_left(world: World, tmp_path: Path) -> None:
+    world.proxy.set(*[servers.stalled(world.proxy)] * 99, method="PUT", path="partNumber")
+    code, said, seconds = _ctrl_c_while_parts_are_sent(world, tmp_path / "in.pt")
+    assert (code, said) == (
+        -signal.SIGINT,
+        "interrupted; parts of s3://runs/left.safetensors may be left, unseen: "
+        "aws s3api list-multipart-uploads --bucket runs, then abort-multipart-upload\n",
+    )
+    assert seconds < bucket_uploads.ENDING + 3 and not world.exists("left.safetensors")
+    world.abort_unfinished()
+
+
+def test_the_line_of_an_interrupted_upload_says_that_nothing_stays(world: World, tmp_path: Path) -> None:
+    def slow(request: servers.Request) -> servers.Answer:
+        time.sleep(0.3)
+        return request.passed_on(request.body)
+
+    world.proxy.set(*[slow] * 99, method="PUT", path="partNumber")
+    code, said, _ = _ctrl_c_while_parts_are_sent(world, tmp_path / "in.pt")
+    assert (code, said) == (-signal.SIGINT, "interrupted; nothing of the upload stays\n")
+    assert world.unfinished() == [] and not world.exists("left.safetensors")
 
 
 def test_an_answer_to_an_upload_that_drips_ends_in_bounded_time(

@@ -90,8 +90,8 @@ class Archive:
         if record is None or record.compression != STORED:
             record = self.record(f"data/{key}")
         self._require_size(key, form, record.size)  # before anything is inflated
-        data = self.inflating.data(record)
-        if not DEVICE.fullmatch(form.location):
+        data = record.data if record.compression == STORED else self.inflating.data(record)
+        if form.location != "cpu" and not DEVICE.fullmatch(form.location):
             said = f"is tagged with '{form.location[:40]}', which is no device: torch refuses the file"
             self.remarks.append(Remark(f"storage '{key[:80]}'", said))
         self.storages[key] = Storage(data, form.kind, form.location, record.crc32, self.byteorder)

@@ -8,7 +8,8 @@ them, and a checkpoint may hold 100,000 tensors. Anything unusual is left to the
 from __future__ import annotations
 
 import re
-import struct
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,106 +70,187 @@ PUT = rb"r(....)"
 NUMBER = rb"(?:K.|M..|J....)"
 SIZES = rb"\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)r" % ((NUMBER,) * 4)
 PUT_UNLESS_EMPTY = rb"(?:(?<=r)(....)|(?<=\)))"
-TENSOR = (
-    rb"(?P<storage>\(\((?P<word>%b)(?P<kind>%b)X(?P<length>.)\0\0\0)(?P<key>[0-9]+)%b" % (GET, GET, PUT)
-    + rb"(?P<identity>(?P<location>%b)(?P<numel>%b)t)%bQ(?P<offset>%b)" % (GET, NUMBER, PUT, NUMBER)
+TENSOR = re.compile(
+    rb"(?P<rebuild>%b)(?P<storage>\(\((?P<word>%b)(?P<kind>%b)X)(.\0\0\0)(?P<key>[0-9]+)" % (GET, GET, GET)
+    + rb"%b(?P<identity>(?P<location>%b)(?P<numel>%b)t)%bQ(?P<offset>%b)" % (PUT, GET, NUMBER, PUT, NUMBER)
     + rb"(?P<shape>%b)%b(?P<stride>%b)%b" % (SIZES, PUT_UNLESS_EMPTY, SIZES, PUT_UNLESS_EMPTY)
-    + rb"(?P<end>(?P<grad>[\x88\x89])(?P<hooks>%b)\)R)%bt%bR%b" % (GET, PUT, PUT, PUT)
+    + rb"(?P<end>(?P<grad>[\x88\x89])(?P<hooks>%b)\)R)%bt%bR%b" % (GET, PUT, PUT, PUT),
+    re.DOTALL,
 )
-# What follows the name `_rebuild_tensor_v2`. Its two empty groups number the rest as in AFTER_NAME.
-AFTER_REBUILD = re.compile(rb"()(?P<rebuild>)" + TENSOR, re.DOTALL)
-
-# What follows the text of a tensor's name, from its memo index on.
-AFTER_NAME = re.compile(PUT + rb"(?P<rebuild>%b)" % GET + TENSOR, re.DOTALL)
-
-GROUPS = AFTER_NAME.groupindex
+GROUPS = TENSOR.groupindex
 FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "shape", "stride", "end")]
 KEY = GROUPS["key"]
-PUTS = [group for group in range(1, AFTER_NAME.groups + 1) if group not in GROUPS.values()]
+PUTS = [group for group in range(KEY + 1, TENSOR.groups + 1) if group not in GROUPS.values()]
 
-# The opcode of text: four bytes of length, and the text.
-TEXT = b"X"
+# The opcodes of text, four bytes of length and the text, and of a place in the memo.
+TEXT, LONG_BINPUT = b"X", b"r"
 
-# Bytes of the widest element.
-WIDEST = 16
+LENGTHS = {length.to_bytes(4, "little"): length for length in range(1, 21)}  # of a storage's key, in digits
+WIDEST = 16  # bytes of the widest element
+
+
+class Template:
+    """The opcodes of all tensors of one form: they differ in the storage's key and the places in the memo."""
+
+    __slots__ = ("_base", "_size", "_step", "count", "head")
+
+    def __init__(self, match: re.Match[bytes]) -> None:
+        """Take the form of a tensor that matched."""
+        self.head = match["rebuild"] + match["storage"]
+        holes = [match.start(group) - match.end(KEY) for group in PUTS if match[group] is not None]
+        self.count = len(holes)  # values that one of them puts into the memo
+        # What follows the key is a number in base 256: each place in the memo is a few of its digits, and
+        # all places go up by the same.
+        tail = bytearray(match[0][match.end(KEY) - match.start() :])
+        for number, hole in enumerate(holes):
+            tail[hole : hole + 4] = number.to_bytes(4, "little")
+        self._base, self._size = int.from_bytes(tail, "little"), len(tail)
+        self._step = sum(1 << 8 * hole for hole in holes)
+
+    def tail(self, index: int) -> bytes:
+        """Return the opcodes behind the key of a tensor whose first value gets this place in the memo."""
+        return (self._base + index * self._step).to_bytes(self._size, "little")
+
+    def written(self, key: bytes, index: int) -> bytes:
+        """Return the opcodes of a tensor."""
+        return b"%b%b%b%b" % (self.head, len(key).to_bytes(4, "little"), key, self.tail(index))
+
+    def key_at(self, data: bytes, position: int, index: int) -> bytes | None:
+        """Return the key of the tensor at a position; None if the opcodes there are others."""
+        if not data.startswith(self.head, position):
+            return None
+        begin = position + len(self.head) + 4
+        end = begin + LENGTHS.get(data[begin - 4 : begin], 0)
+        key = data[begin:end]
+        return key if key.isdigit() and data.startswith(self.tail(index), end) else None
+
+    def size(self, key: bytes) -> int:
+        """Return how many bytes the opcodes of a tensor take."""
+        return len(self.head) + 4 + len(key) + self._size
+
+
+MOST_FORMS = 4096  # that are remembered: honest files have a few dozen
 
 
 class _Form(NamedTuple):
     """What tensors of one form have in common."""
 
+    template: Template
     kind: Global  # the class under which torch pickles their storages
     storage: StorageForm  # what their persistent ids say besides the key
-    key_length: int  # of the storage's key, in bytes
     # bytes from the beginning of the storage to the end of the tensor; 0 for a tensor without elements.
     end: int
     # dtype, shape, stride, offset and requires_grad.
     tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool]
-    memo_indices: struct.Struct  # unpacks the memo indices from the matched bytes
+
+    def values(self, name: str | None, key: str, tensor: TensorRef) -> list[object]:
+        """Return what the opcodes of a tensor, and of the name before it, put into the memo."""
+        _, shape, stride, offset, requires_grad = self.tensor
+        hooks, identity = (
+            OrderedDict_(),
+            ("storage", self.kind, key, self.storage.location, self.storage.numel),
+        )
+        arguments = tensor.storage, offset, shape, stride, requires_grad, hooks
+        sizes = filter(None, (shape, stride))  # an empty tuple is not stored
+        return [*([] if name is None else [name]), key, identity, *sizes, hooks, arguments, tensor]
 
 
 class TensorPattern:
-    """A shortcut of the machine, taken after the name `_rebuild_tensor_v2`."""
+    """A shortcut of the machine, taken before the name `_rebuild_tensor_v2`."""
 
     def __init__(self, rebuild: Global, find_storage: FindStorage) -> None:
         self.rebuild = rebuild
         self.find_storage = find_storage
-        self.forms: dict[tuple[bytes, ...], _Form | None] = {}
         self.rewrites = 0
+        self._begin_again()
+        # Of each tensor whose values are not yet in the memo: where they belong, and what they are made of,
+        # in one list, as 100,000 tuples take 10 MB: its form, name and key, and itself.
+        self.places = array("Q")
+        self.made: list[Any] = []
+
+    def _begin_again(self) -> None:
+        self.forms: dict[tuple[bytes, ...], _Form | None] = {}
+        self.last: _Form | None = None
+        self.following: dict[int, _Form] = {}  # which form came behind another, by its id, the last time
 
     def __call__(self, machine: Machine, position: int) -> int:
         """Push the tensor at `position`, and all that follow it under a name each, as in a state dict."""
-        if machine.rewrites != self.rewrites:  # what the forms refer to may be replaced
-            self.rewrites = machine.rewrites
-            self.forms.clear()
+        if machine.rewrites != self.rewrites or len(self.forms) > MOST_FORMS:
+            self.rewrites = machine.rewrites  # what the forms refer to may have been replaced
+            self._begin_again()
         if machine.far:
             return position
-        data = machine.data
-        match, name = AFTER_REBUILD.match(data, position), None
-        while match and self._push(machine, match, name):
-            position = match.end()
+        data, memo, stack = machine.data, machine.memo, machine.stack
+        at, begin, end, name = position, 0, 0, None
+        while found := self._at(machine, at, len(memo) + bool(end)):
+            form, raw_key = found
+            key = raw_key.decode()
+            storage = self.find_storage(key, form.storage)
+            if form.end > storage.data.nbytes:
+                break
+            if end:
+                try:
+                    name = data[begin:end].decode()
+                except UnicodeDecodeError:
+                    break
+                stack.append(name)
+            tensor = TensorRef(storage, *form.tensor)
+            stack.append(tensor)
+            self.places.append(len(memo))
+            self.made += form, name, key, tensor
+            memo += (None,) * (form.template.count + bool(end))
+            position = at + form.template.size(raw_key)
             if data[position : position + 1] != TEXT:
                 break
             begin = position + 5
             end = begin + uint4(data, position + 1)[0]
-            match = AFTER_NAME.match(data, end)
-            try:
-                name = data[begin:end].decode() if match else None
-            except UnicodeDecodeError:
+            if data[end : end + 5] != LONG_BINPUT + len(memo).to_bytes(4, "little"):
                 break
+            at = end + 5
         return position
 
-    def _push(self, machine: Machine, match: re.Match[bytes], name: str | None) -> bool:
-        """Push a matched tensor and its name; return False, having changed nothing, where it is unusual."""
-        memo, stack = machine.memo, machine.stack
-        like = match.group(*FORM)
-        form = self.forms.get(like)
-        if form is None:
-            form = self.forms[like] = self._form(machine, match)
-            if form is None:
-                return False
-        key = match[KEY].decode()
-        indices = form.memo_indices.unpack_from(machine.data, match.start())
-        if len(key) != form.key_length or indices != (*range(len(memo), len(memo) + len(indices)),):
-            return False
-        storage = self.find_storage(key, form.storage)
-        if form.end > storage.data.nbytes:
-            return False
-        tensor = TensorRef(storage, *form.tensor)
-        if name is not None:
-            memo.append(name)
-            stack.append(name)
-        stack.append(tensor)
-        _, shape, stride, offset, requires_grad = form.tensor
-        hooks = OrderedDict_()
-        memo += key, ("storage", form.kind, key, form.storage.location, form.storage.numel)
-        memo += filter(None, (shape, stride))  # an empty tuple is not stored
-        memo += hooks, (storage, offset, shape, stride, requires_grad, hooks), tensor
-        return True
+    def recall(self, machine: Machine, index: int) -> None:
+        """Put the values of the tensor that has a place in the memo there."""
+        number = bisect_right(self.places, index) - 1
+        if number >= 0:
+            first, (form, *made) = self.places[number], self.made[4 * number : 4 * number + 4]
+            values = form.values(*made)
+            if index < first + len(values):
+                machine.memo[first : first + len(values)] = values
+
+    def settle(self, machine: Machine) -> None:
+        """Put the values of all tensors into the memo."""
+        for place in self.places:
+            if machine.memo[place] is None:
+                self.recall(machine, place)
+        self.places, self.made = array("Q"), []
+
+    def _at(self, machine: Machine, position: int, index: int) -> tuple[_Form, bytes] | None:
+        """Return the form and the key of the tensor at a position; None unless it is one that fits a file."""
+        last = self.last
+        form = self.following.get(id(last))
+        key = form.template.key_at(machine.data, position, index) if form else None
+        if form is None or key is None:
+            match = TENSOR.match(machine.data, position)
+            form = self._form(machine, match) if match else None
+            key = form.template.key_at(machine.data, position, index) if form else None
+            if form is None or key is None:
+                return None
+            self.following[id(last)] = form
+        self.last = form
+        return form, key
 
     def _form(self, machine: Machine, match: re.Match[bytes]) -> _Form | None:
-        """What the references and numbers of a match mean; None unless it is a tensor that fits a file."""
+        """Return the form of a match, which may have been there before."""
+        like = match.group(*FORM)
+        if like not in self.forms:
+            self.forms[like] = self._new_form(machine, match)
+        return self.forms[like]
+
+    def _new_form(self, machine: Machine, match: re.Match[bytes]) -> _Form | None:
+        """Return what the references and numbers of a match mean; None unless it is a tensor of torch's."""
         gets = match.group("rebuild", "word", "kind", "location", "hooks")
-        rebuild, word, kind, location, hooks = (self._referred(machine, get) for get in gets)
+        rebuild, word, kind, location, hooks = (_referred(machine, get) for get in gets)
         dtype = STORAGE_DTYPES.get(kind.name) if type(kind) is Global else None
         if dtype is None or kind.module not in STORAGE_MODULES or type(location) is not str:
             return None
@@ -181,32 +263,48 @@ class TensorPattern:
             return None
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         return _Form(
+            Template(match),
             kind,
             StorageForm(kind.name, location, numel, numel * dtype.itemsize),
-            key_length=match["length"][0],
             end=0 if 0 in shape else (last + 1) * dtype.itemsize,
             tensor=(dtype, shape, stride, offset, match["grad"] == b"\x88"),
-            memo_indices=_memo_indices(match),
         )
 
-    def _referred(self, machine: Machine, get: bytes) -> Any:
-        """What a reference to the memo means; an empty one stands for the name that was just read."""
-        if not get:
-            return self.rebuild
-        index = int.from_bytes(get[1:], "little")
-        return machine.memo[index] if index < len(machine.memo) else None
 
-
-def _memo_indices(match: re.Match[bytes]) -> struct.Struct:
-    """Unpacks every memo index of a match from its bytes."""
-    layout, position = "<", match.start()
-    for begin, end in map(match.span, PUTS):
-        if end > begin:
-            layout += f"{begin - position}xI"
-            position = end
-    return struct.Struct(layout)
+def _referred(machine: Machine, get: bytes) -> Any:
+    """Return what a reference to the memo means."""
+    index = int.from_bytes(get[1:], "little")
+    return machine.value_at(index) if index < len(machine.memo) else None
 
 
 def _numbers(opcodes: bytes) -> tuple[int, ...]:
     numbers = re.findall(NUMBER, opcodes, re.DOTALL)
     return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)
+
+
+class WrittenTensors:
+    """The same shortcut for what writes a pickle: what was written of one is the template of others."""
+
+    def __init__(self, key_of: Callable[[Storage], str], location_of: Callable[[Storage], str]) -> None:
+        self.key_of, self.location_of = key_of, location_of
+        self.templates: dict[tuple[object, ...], Template] = {}
+
+    def written(self, tensor: TensorRef, index: int) -> tuple[bytes, int] | None:
+        """Return a tensor's opcodes, and how many values they put into the memo; None for a new form."""
+        template = self.templates.get(self._like(tensor))
+        if template is None:
+            return None
+        return template.written(self.key_of(tensor.storage).encode(), index), template.count
+
+    def learn(self, tensor: TensorRef, opcodes: bytes, index: int) -> None:
+        """Take what was written of a tensor for others of its form, unless it holds more than a template."""
+        match = TENSOR.fullmatch(opcodes)
+        if match and len(self.templates) < MOST_FORMS:
+            template = Template(match)
+            if template.written(match["key"], index) == opcodes:
+                self.templates[self._like(tensor)] = template
+
+    def _like(self, tensor: TensorRef) -> tuple[object, ...]:
+        storage = tensor.storage
+        stored = storage.kind, self.location_of(storage), storage.data.nbytes
+        return *stored, tensor.dtype.name, *tensor.view[2:], tensor.requires_grad

@@ -21,7 +21,16 @@ from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, OrderedDict_, R
 from ...inert_pickle.writer import write_pickle
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ...tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, is_count
-from .fast_path import UNTYPED, FindStorage, StorageForm, TensorPattern, element_type, itemsize, storage_id
+from .fast_path import (
+    UNTYPED,
+    FindStorage,
+    StorageForm,
+    TensorPattern,
+    WrittenTensors,
+    element_type,
+    itemsize,
+    storage_id,
+)
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
 REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
@@ -211,16 +220,25 @@ def written_device(storage: Storage, device: str | None) -> str:
 def write_torch_pickle(value: object, protocol: int, device: str | None) -> tuple[bytes, list[Storage]]:
     """Return the pickle of a value, and its storages in the order of their keys."""
     storages: list[Storage] = []
-    ids: dict[int, tuple[object, ...]] = {}
+    keys: dict[int, str] = {}
+
+    def key_of(storage: Storage) -> str:
+        """Number storages in the order in which they are first referred to, as torch does."""
+        if id(storage) not in keys:
+            keys[id(storage)] = str(len(storages))
+            storages.append(storage)
+        return keys[id(storage)]
 
     def persistent_id(storage: Storage) -> tuple[object, ...]:
-        """Number storages in the order in which they are first referred to, as torch does."""
-        if id(storage) not in ids:
-            kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
-            numel = storage.nbytes // itemsize(storage.kind)
-            ids[id(storage)] = ("storage", kind, str(len(storages)), written_device(storage, device), numel)
-            storages.append(storage)
-        return ids[id(storage)]
+        kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
+        numel = storage.nbytes // itemsize(storage.kind)
+        return "storage", kind, key_of(storage), written_device(storage, device), numel
 
-    data = write_pickle(value, protocol=protocol, persistent_id=persistent_id, reduce_tensor=_reduce_tensor)
+    data = write_pickle(
+        value,
+        protocol=protocol,
+        persistent_id=persistent_id,
+        reduce_tensor=_reduce_tensor,
+        shortcut=WrittenTensors(key_of, partial(written_device, device=device)),
+    )
     return data, storages

@@ -281,6 +281,8 @@ def _keeps_numbers(optimizer: Any, kind: type) -> bool:
 
 def copied(state: State) -> tuple[str, ...]:
     """Return the names whose bytes another name has too; a format without sharing gives each a copy."""
+    if len({id(tensor.storage) for tensor in state.tensors.values()}) == len(state.tensors):
+        return ()
     reached: dict[int, int] = {}  # in each storage, how far the names before this one go
     names = set()
     for name, tensor in sorted(state.tensors.items(), key=lambda item: item[1].span[0]):

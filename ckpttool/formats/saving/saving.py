@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
-from ...checkpoint.checksums import Checksums, reads_of, require_made
+from ...checkpoint.checksums import Checksums, each_once, reads_of, require_made
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Damaged, FileError, Refused, UsageFault
 from ...files.commit import replacing, require_folder
@@ -78,16 +78,27 @@ class SavePlan:
         """Return the tensors that the output will have, by their names in it."""
         return dict(self.checkpoint.tensors()) if self.state is None else self.state.tensors
 
-    def storages(self) -> Iterable[tuple[str, Storage]]:
-        """Return the storages that are written, by the names of what uses them; some repeatedly."""
+    @cached_property
+    def storages(self) -> list[tuple[str, Storage]]:
+        """The storages that are written, by the names of what uses them; some repeatedly."""
         if self.state is None:
-            return self.checkpoint.storages()
-        return ((name, tensor.storage) for name, tensor in self.state.tensors.items())
+            return [*self.checkpoint.storages()]
+        return [(name, tensor.storage) for name, tensor in self.state.tensors.items()]
+
+    @cached_property
+    def used(self) -> list[tuple[str, Storage]]:
+        """The storages that are written, and those that they come from, once each."""
+        return [*each_once(self.storages)]
+
+    @cached_property
+    def sources(self) -> set[Source]:
+        """The files that are read."""
+        return {place.source for place in reads_of(self.used)}
 
     def work(self, verify: bool) -> int:
         """Return about the number of bytes that progress will come to."""
         if self.state is None or self.format in PICKLES:
-            moved = sum({id(storage): storage.nbytes for _, storage in self.storages()}.values())
+            moved = sum({id(storage): storage.nbytes for _, storage in self.storages}.values())
         else:
             moved = sum(tensor.nbytes for tensor in self._flat[0].values())
         return moved + (2 * sum(tensor.nbytes for tensor in self.tensors().values()) if verify else 0)
@@ -96,14 +107,12 @@ class SavePlan:
         self, verify: bool | None, dry_run: bool, progress: Progress | None, resume: bool | None, recipe: str
     ) -> Saved:
         """Write, and compare what was read and written before it takes its place."""
-        require_made(self.storages())
+        require_made(self.used)
         is_compared = not dry_run if verify is None else verify
-        if not dry_run and self.format not in (
-            shards.SAFETENSORS,
-            shards.TORCH,
-        ):  # announced as they are written
-            ahead.expect((storage for _, storage in self.storages()), as_they_lie=True)
-        with Checksums(self.checkpoint, self.storages() if is_compared else ()) as checksums:
+        is_announced = self.format in (shards.SAFETENSORS, shards.TORCH)  # as they are written
+        if not (dry_run or is_announced or all(source.is_local for source in self.sources)):
+            ahead.expect((storage for _, storage in self.storages), as_they_lie=True)
+        with Checksums(self.checkpoint, self.used if is_compared else ()) as checksums:
             if dry_run:
                 checksums.finish()
                 return self.dry_run()
@@ -121,7 +130,7 @@ class SavePlan:
 
     def _attempt(self, resume: bool | None, recipe: str, *, computed: bool) -> Attempt | None:
         """Return what keeps an interrupted output of remote files; None for any other."""
-        sources = {place.source for place in reads_of(self.storages())}
+        sources = self.sources
         if resume is None or self.path == "-" or self.format == dcp.NAME:
             return None
         if all(source.is_local for source in sources) or not all(source.version[1] for source in sources):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import random
 import tempfile
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.formats.pytorch import tensor_pickle
+import ckpttool
+from ckpttool.formats.pytorch import fast_path, tensor_pickle
 from ckpttool.formats.pytorch.fast_path import StorageForm, TensorPattern
 from ckpttool.inert_pickle.machine import PickleFault
 from ckpttool.inert_pickle.reader import read_pickle
@@ -133,6 +136,85 @@ def _answer(data: bytes, folder: Path, pattern: bool) -> object:
         return described(read(data, folder / "x", pattern=pattern)[0])
     except PickleFault as fault:
         return str(fault)
+
+
+# The memo.
+
+
+def test_a_value_put_over_one_that_was_left_out_stays(tmp_path: Path) -> None:
+    """A pickle may replace what a tensor stored, by None too, which stands for what was left out."""
+    data = saved(80).removesuffix(b".")
+    for index in range(300, 312):
+        put = b"Nr" + index.to_bytes(4, "little") + b"0"
+        changed = data + put + refer(index) + refer(index + 1) + b"\x87."
+        (quick, taken), (slow, _) = (read(changed, tmp_path / "x", pattern=on) for on in (True, False))
+        assert taken > 20
+        assert described(quick) == described(slow)
+        assert quick[1] is None
+
+
+def test_what_tensors_put_into_the_memo_is_not_made_until_it_is_referred_to() -> None:
+    data = saved(400)
+    made = list[str | None]()
+
+    def counted(self: Any, name: str | None, *args: Any) -> list[object]:
+        made.append(name)
+        return values(self, name, *args)
+
+    values = fast_path._Form.values
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_path._Form, "values", counted)
+        read(data, Path(folder) / "x", pattern=True)
+        assert made == []
+        read(data.removesuffix(b".") + refer(1000) * 2 + b"\x87.", Path(folder) / "x", pattern=True)
+        assert len(made) == 1
+
+
+# Writing.
+
+
+def test_a_written_state_is_read_by_the_fast_path_and_by_torch(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.full(SHAPES[i % len(SHAPES)], float(i)) for i in range(400)}
+    state |= {"tied": state["w7"], "view": state["w7"][1:3], "same key text": torch.ones(2)}
+    torch.save({"12": 0, "model": state, "also": [state["w7"], state["w8"]]}, tmp_path / "in.pt")
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        ckpttool.save(checkpoint, tmp_path / "out.pt")
+    written = zipfile.ZipFile(tmp_path / "out.pt").read("out/data.pkl")
+    _, taken = read(written, tmp_path / "x", pattern=True)
+    assert taken > 350
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in state.items())
+    assert loaded["also"][0] is loaded["model"]["w7"] is loaded["model"]["tied"]
+    assert loaded["model"]["view"].data_ptr() == loaded["model"]["w7"].data_ptr() + 4
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=80))
+def test_tensors_of_a_template_are_written_as_one_by_one(kinds: list[int]) -> None:
+    """Ties, views, gradients and scalars between each other: both ways mean the same to Python's machine."""
+    whole = [torch.ones(4), torch.zeros(2, 3).t(), torch.tensor(1), torch.ones(3, requires_grad=True)]
+    tree = [whole[k] if k < 4 else whole[0][k % 4 :] if k < 8 else torch.ones(k % 5, 2) for k in kinds]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "in.pt"
+        torch.save({"pad": [f"text {i}" for i in range(260)], "tree": tree}, path)
+        with ckpttool.open(path) as checkpoint, pytest.MonkeyPatch.context() as patch:
+            quick, storages = tensor_pickle.write_torch_pickle(checkpoint.tree, 2, None)
+            patch.setattr(fast_path.WrittenTensors, "written", lambda self, tensor, index: None)
+            slow, _ = tensor_pickle.write_torch_pickle(checkpoint.tree, 2, None)
+    assert _loaded(quick, storages) == _loaded(slow, storages)
+
+
+def _loaded(data: bytes, storages: list[Storage]) -> object:
+    """What Python's own machine makes of a pickle: calls as tuples, storages by their keys."""
+
+    class Plain(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return OrderedDict if name == "OrderedDict" else (lambda *args: (name, *args[:5]))
+
+        def persistent_load(self, identity: Any) -> Any:
+            return identity[2], identity[3:], storages[int(identity[2])].nbytes
+
+    return Plain(io.BytesIO(data)).load()
 
 
 # Memory.
