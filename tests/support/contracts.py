@@ -69,7 +69,5 @@ def requiring(say: Callable[[str], None]) -> Callable[[str], None]:
 def _compare(validator: jsonschema_rs.Draft202012Validator, text: str) -> None:
     found = json.loads(text)
     if not validator.is_valid(found):
-        faults = [
-            f"{list(fault.instance_path)}: {fault.message[:300]}" for fault in validator.iter_errors(found)
-        ]
+        faults = [f"{[*one.instance_path]}: {one.message[:300]}" for one in validator.iter_errors(found)]
         raise AssertionError("not what its schema says:\n" + "\n".join(faults[:10]))

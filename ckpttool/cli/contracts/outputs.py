@@ -130,10 +130,11 @@ def merge_lora() -> Fields:
 
 
 def extract_lora() -> Fields:
+    from ...transforms.lora.adapter_folder import SavedAdapter
     from ...transforms.lora.extract import Extracted, Layer
 
     worst = (Layer, "the layer with the largest error")
-    return {**fields_like(Extracted), "worst": worst, **_saved(), **WRITTEN}
+    return {**fields_like(Extracted), "worst": worst, **fields_like(SavedAdapter), **WRITTEN}
 
 
 def delta() -> Fields:

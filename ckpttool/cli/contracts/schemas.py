@@ -162,10 +162,10 @@ def document(title: str, about: str, printed: Sequence[Any], *, several: bool) -
     )
     definitions = {"number": NUMBER, "error": _object(ERROR)}
     if several:
-        path: Fields = {"path": (str, "the file as it was named")}
-        of_file = _either([{**path, **each} for each in printed])
-        definitions["file"] = _or_error(_object({**path, **FAILED}), of_file)
-        files: Fields = {**version, "files": (["file"], "the answer for each file"), **REMOTE}
+        common: Fields = {**version, "path": (str, "the file as it was named")}
+        of_file = _either([{**common, **each} for each in printed])
+        definitions["file"] = _or_error(_object({**common, **FAILED}), of_file)
+        files: Fields = {**version, "files": (["file"], "of each file what is printed of it alone"), **REMOTE}
         whole = {"if": {"required": ["files"]}, "then": _object(files), "else": whole}
     failed = _object({**version, **FAILED})
     return {
