@@ -43,7 +43,7 @@ EVERYWHERE = {"--json", "--quiet", "--verbose", "--revision", "--offline"}
 
 def page(sections: Mapping[str, Mapping[click.Command, str]]) -> str:
     """Return the page for commands by section, each with its line of help."""
-    return "\n".join([HEAD, *_commands(sections)]) + "\n"
+    return "\n".join([HEAD, *_commands(sections)])
 
 
 def _commands(sections: Mapping[str, Mapping[click.Command, str]]) -> Iterator[str]:

@@ -6,7 +6,7 @@ A schema allows fields that it does not name, as new ones may come. Here it does
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -69,5 +69,14 @@ def requiring(say: Callable[[str], None]) -> Callable[[str], None]:
 def _compare(validator: jsonschema_rs.Draft202012Validator, text: str) -> None:
     found = json.loads(text)
     if not validator.is_valid(found):
-        faults = [f"{[*one.instance_path]}: {one.message[:300]}" for one in validator.iter_errors(found)]
+        faults = [
+            f"{[*one.instance_path]}: {one.message[-300:]}" for one in _faults(validator.iter_errors(found))
+        ]
         raise AssertionError("not what its schema says:\n" + "\n".join(faults[:10]))
+
+
+def _faults(errors: Iterable[jsonschema_rs.ValidationError]) -> Iterator[jsonschema_rs.ValidationError]:
+    """Yield errors; in the place of one that says that no alternative fits, those of each alternative."""
+    for error in errors:
+        inner = [each for way in getattr(error.kind, "context", ()) for each in way]
+        yield from _faults(inner) if inner else [error]
