@@ -6,15 +6,16 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 INSTALLED := .venv/.installed
+RELEASING := .venv/.releasing
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 # Of `make fault` and `make fuzz`.
 SECONDS ?= 600
 
-.PHONY: help demo test long coverage drill gpu lint bench counted fault fuzz docs map clean
+.PHONY: help demo test long coverage drill gpu lint bench counted fault fuzz docs map release-check zipapp clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /    make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## /    make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: $(INSTALLED)  ## train on two ranks, strip the prefix, evaluate in one process
 	$(BIN)/python examples/demo.py
@@ -41,6 +42,7 @@ lint: $(INSTALLED)  ## ruff and mypy --strict
 
 docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stale
 	$(BIN)/python -m tests.cli.test_reference
+	$(BIN)/python -m tests.cli.test_skill
 	$(BIN)/python -m tests.train.test_trainer_page
 	$(BIN)/python -m tests.train.trainer.test_exactness
 	$(BIN)/python -m tests.formats.test_format_table
@@ -63,6 +65,12 @@ fault: $(INSTALLED)  ## each system call, and each answer of a server, fails onc
 fuzz: $(INSTALLED)  ## changed files of every format, compared with other libraries; writes docs/security.md
 	$(BIN)/python -m tests.fuzz $(SECONDS) --write
 
+release-check: $(RELEASING)  ## what goes out, built, installed afresh and run; left in dist/
+	$(BIN)/python -m release.check
+
+zipapp: $(RELEASING)  ## dist/ckpttool.pyz: one file, for machines with Python and without pip
+	$(BIN)/python -m release.artifacts
+
 clean:  ## remove .venv, runs and builds
 	rm -rf .venv runs dist build .coverage*
 
@@ -72,4 +80,8 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch torchvision
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
+	touch $@
+
+$(RELEASING): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[release]'
 	touch $@

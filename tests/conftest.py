@@ -18,6 +18,7 @@ from ckpttool import cli as command_line
 from ckpttool.proving import replay
 from tests.ranks.forked import Program, WarmPython
 from tests.ranks.pool import Pool
+from tests.support import contracts
 from tests.support.running import ROOT, SHARED, Ran
 
 RunRanks = Callable[..., list[Any]]
@@ -51,12 +52,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Return a function that runs a command in this process and handles errors as `main` does."""
+    """Return a function that runs a command in this process and handles errors as `main` does.
+
+    JSON is compared with the command's schema.
+    """
 
     def run(*arguments: object) -> Ran:
         capsys.readouterr()
-        code = command_line.run([str(argument) for argument in arguments])
+        words = [str(argument) for argument in arguments]
+        code = command_line.run(words)
         said = capsys.readouterr()
+        contracts.require(words, said.out, said.err)
         return Ran(code, said.out, said.err)
 
     return run
@@ -69,12 +75,15 @@ def process() -> Callable[..., subprocess.CompletedProcess[bytes]]:
     def run(*arguments: object, env: dict[str, str] | None = None, **given: Any) -> Any:
         given.setdefault("stdin", subprocess.DEVNULL) if "input" not in given else None
         given.setdefault("capture_output", "stdout" not in given)
-        return subprocess.run(
-            [sys.executable, "-m", "ckpttool", *map(str, arguments)],
+        words = [*map(str, arguments)]
+        ran = subprocess.run(
+            [sys.executable, "-m", "ckpttool", *words],
             env={**os.environ, **(env or {})},
             timeout=60,
             **given,
         )
+        contracts.require(words, *(os.fsdecode(said or b"") for said in (ran.stdout, ran.stderr)))
+        return ran
 
     return run
 

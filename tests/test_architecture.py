@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ckpttool"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TRAINER = ROOT / "train"
 TRAINER_FILES = sorted(TRAINER.rglob("*.py"))
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE = ROOT / "docs" / "architecture.md"
 MARKS = "<!-- tables -->\n", "<!-- /tables -->"
 

@@ -17,7 +17,7 @@ from ckpttool.cli import group
 from tests.support.running import ROOT
 from train.config.command_line import train_parser
 
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = {
     page.relative_to(ROOT).as_posix(): BLOCK.findall(page.read_text(encoding="utf-8"))

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.contract import versioned
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.failures import reason
@@ -248,7 +249,7 @@ def write(job: Job, score: Score, predicted: Predictions | None) -> None:
 def as_json(job: Job, score: Score) -> dict[str, Any]:
     """Return the result as `--json` prints it."""
     basis = {"threads": score.evaluation.threads, "batch_size": score.evaluation.batch_size}
-    return {"checkpoint": job.config.checkpoint, **score.score(), **basis}
+    return versioned({"checkpoint": job.config.checkpoint, **score.score(), **basis})
 
 
 def as_line(job: Job, score: Score) -> str:

@@ -62,27 +62,46 @@ PARAMETERS = ("params", "param_names")  # Entries of a group that name its param
 
 @dataclass(frozen=True, slots=True)
 class OtherRow:
-    """A value that is not a tensor."""
+    """A value that is not a tensor.
 
-    name: str  # its dotted path
-    type: str  # its type, as a person would call it
-    value: object = None  # the value, when it is plain and short
-    has_value: bool = False  # whether `value` is set; it may be None itself
-    size: int | None = None  # the number of entries of a container
+    Attributes:
+        name: its dotted path.
+        type: its type, as a person would call it.
+        value: the value, when it is plain and short.
+        has_value: whether `value` is set; it may be None itself.
+        size: the number of entries of a container.
+    """
+
+    name: str
+    type: str
+    value: object = None
+    has_value: bool = False
+    size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """An optimizer's state in short."""
+    """An optimizer's state in short.
 
-    name: str  # its dotted path
-    kind: str | None  # the optimizer it probably is; None when unknown
-    parameters: int  # the number of parameters that its groups list
-    with_state: int  # how many of them have a state
-    per_parameter: tuple[str, ...]  # the names of a parameter's entries, in their order
-    nbytes: int  # the size of all its tensors
-    settings: tuple[dict[str, object], ...]  # for each group, the plain entries other than its parameters
-    groups: tuple[int, ...] = ()  # the number of parameters in each group
+    Attributes:
+        name: its dotted path.
+        kind: the optimizer it probably is; None when unknown.
+        parameters: the number of parameters that its groups list.
+        with_state: how many of them have a state.
+        per_parameter: the names of a parameter's entries, in their order.
+        nbytes: the size of all its tensors.
+        settings: for each group, the plain entries other than its parameters.
+        groups: the number of parameters in each group.
+    """
+
+    name: str
+    kind: str | None
+    parameters: int
+    with_state: int
+    per_parameter: tuple[str, ...]
+    nbytes: int
+    settings: tuple[dict[str, object], ...]
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,58 +41,86 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class OtherTensors:
-    """The tensors below one name outside the state and the optimizers."""
+    """The tensors below one name outside the state and the optimizers.
 
-    name: str  # dotted path of the container, or of a tensor that lies in none
-    tensors: int  # how many
-    nbytes: int  # their bytes, ties counted once
+    Attributes:
+        name: dotted path of the container, or of a tensor that lies in none.
+        tensors: how many.
+        nbytes: their bytes, ties counted once.
+    """
+
+    name: str
+    tensors: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A file at a glance."""
+    """A file at a glance.
 
-    # path, format, nbytes: of the file
+    Attributes:
+        path: the file as it was named.
+        format: its format, as `torch-zip`.
+        nbytes: its size.
+        state: dotted path of the model's state, `""` for the file itself, None when there is none.
+        model: the class of the pickled model that holds the state; None when a dict does.
+        other_states: further dicts of tensors that a user may have meant.
+        keys: the number of tensors in the state.
+        likes: those that are not plain ones (sharded, sparse, quantised, …), by name.
+        parameters: the number of elements in the state's tensors, without BatchNorm's statistics.
+        prefixes: wrappers' prefixes on the state's keys.
+        modules: the state's modules as a tree.
+        ties: names in the state that are one tensor.
+        here, outside: the tensors of the state, and all the others.
+        unused: bytes of storages that no tensor uses.
+        optimizers, schedulers: those found, in short.
+        other_tensors: the tensors of `outside` that are in no optimizer, by the name they lie below.
+        other: everything that is not a tensor.
+        unknown: names in the file's pickle that are not understood here, those that could run something
+            first; never imported.
+        running: those of them that could run something when they are unpickled without `weights_only`.
+        calls: calls of known dangers in the tree, as `posix.system('ls')`; one that the pickle drops is not
+            there.
+        remarks: where torch refuses the file, or no writer of torch's makes such a thing.
+        metadata: the texts of a safetensors header, or of another format.
+        ranks: what is known of the ranks that each wrote a part; None when one process wrote the file.
+        packed: tensors by the packed type they are stored in.
+        unread: what the file holds that is neither a tensor nor shown here, in words.
+        quantised: how the state's tensors are packed, if they are.
+        unclear: why some of those can't be made plain.
+        commit: of the repository on the hub that was read.
+    """
+
     path: str
     format: str
     nbytes: int
-    state: str | None  # dotted path of the model's state, `""` for the file itself, None when there is none
-    model: str | None  # the class of the pickled model that holds the state; None when a dict does
-    other_states: tuple[str, ...]  # further dicts of tensors that a user may have meant
-    keys: int  # the number of tensors in the state
-    # those that are not plain ones (sharded, sparse, quantised, …), by name
+    state: str | None
+    model: str | None
+    other_states: tuple[str, ...]
+    keys: int
     likes: Mapping[str, SpecialTensor]
-    parameters: int  # the number of elements in the state's tensors, without BatchNorm's statistics
-    prefixes: tuple[FoundPrefix, ...]  # wrappers' prefixes on the state's keys
-    modules: Branch  # the state's modules as a tree
-    ties: tuple[tuple[str, ...], ...]  # names in the state that are one tensor
-    # here, outside: the tensors of the state, and all the others
+    parameters: int
+    prefixes: tuple[FoundPrefix, ...]
+    modules: Branch
+    ties: tuple[tuple[str, ...], ...]
     here: Kinds
     outside: Kinds
-    unused: int  # bytes of storages that no tensor uses
-    # optimizers, schedulers: those found, in short
+    unused: int
     optimizers: tuple[OptimizerRow, ...]
     schedulers: tuple[SchedulerRow, ...]
-    # the tensors of `outside` that are in no optimizer, by the name they lie below
     other_tensors: tuple[OtherTensors, ...]
-    other: tuple[OtherRow, ...]  # everything that is not a tensor
-    # names in the file's pickle that are not understood here, those that could run something first; never
-    # imported
+    other: tuple[OtherRow, ...]
     unknown: tuple[str, ...]
-    # those of them that could run something when they are unpickled without `weights_only`
     running: tuple[str, ...]
-    # calls of known dangers in the tree, as `posix.system('ls')`; one that the pickle drops is not there
     calls: tuple[str, ...]
-    remarks: tuple[Remark, ...]  # where torch refuses the file, or no writer of torch's makes such a thing
-    metadata: dict[str, str]  # the texts of a safetensors header, or of another format
-    # what is known of the ranks that each wrote a part; None when one process wrote the file
+    remarks: tuple[Remark, ...]
+    metadata: dict[str, str]
     ranks: Ranks | None = None
-    packed: Mapping[str, int] = field(default_factory=dict)  # tensors by the packed type they are stored in
-    unread: tuple[str, ...] = ()  # what the file holds that is neither a tensor nor shown here, in words
-    # how the state's tensors are packed, if they are, and why some can't be made plain
+    packed: Mapping[str, int] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
     quantised: tuple[Scheme, ...] = ()
     unclear: tuple[str, ...] = ()
-    commit: str | None = None  # of the repository on the hub that was read
+    commit: str | None = None
 
 
 def inspect(file: File, *, state: str | None = None) -> Summary:

@@ -31,17 +31,23 @@ BLOCK = 1 << 18  # Elements per step: as float64 they stay in the processor's ca
 
 
 class TensorRow(NamedTuple):
-    """A tensor by its dotted path in the file."""
+    """A tensor by its dotted path in the file.
 
-    name: str  # the dotted path
-    # dtype, shape: of the whole tensor; None when the file does not say
+    Attributes:
+        name: the dotted path.
+        dtype, shape: of the whole tensor; None when the file does not say.
+        nbytes: bytes in this file.
+        shared_with: the first name that uses the same bytes; None when no other does.
+        kind: what it is when it is not a plain tensor: `DTensor`, `sparse COO`, …; None for a plain one.
+        local_shape: the shape of the piece in this file; None when the file has all of it.
+    """
+
+    name: str
     dtype: str | None
     shape: tuple[int, ...] | None
-    nbytes: int  # bytes in this file
-    shared_with: str | None  # the first name that uses the same bytes; None when no other does
-    # what it is when it is not a plain tensor: `DTensor`, `sparse COO`, …; None for a plain one
+    nbytes: int
+    shared_with: str | None
     kind: str | None = None
-    # the shape of the piece in this file; None when the file has all of it
     local_shape: tuple[int, ...] | None = None
 
     @property
@@ -77,15 +83,19 @@ def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Statistics of a tensor's values."""
+    """Statistics of a tensor's values.
 
-    # minimum, maximum: of the finite values, in the tensor's own type; None when there are none
+    Attributes:
+        minimum, maximum: of the finite values, in the tensor's own type; None when there are none.
+        mean, deviation: of the finite values, computed in float64; the deviation is a population's (÷ n).
+        non_finite: the number of values that are NaN or infinite.
+    """
+
     minimum: float | int | None = None
     maximum: float | int | None = None
-    # mean, deviation: of the finite values, computed in float64; the deviation is a population's (÷ n)
     mean: float | None = None
     deviation: float | None = None
-    non_finite: int = 0  # the number of values that are NaN or infinite
+    non_finite: int = 0
 
 
 def measure(name: str, tensor: TensorRef) -> Stats | None:
@@ -152,13 +162,21 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """One checkpoint of a run."""
+    """One checkpoint of a run.
+
+    Attributes:
+        path: of the file or folder.
+        step: of the training; None where it does not say.
+        format: None where it can't be read.
+        nbytes: its size.
+        problem: why it is not whole; empty where it is.
+    """
 
     path: str
     step: int | None
-    format: str | None  # None where it can't be read
+    format: str | None
     nbytes: int
-    problem: str  # why it is not whole; empty where it is
+    problem: str
 
 
 def checkpoint_rows(folder: str) -> list[CheckpointRow]:

@@ -137,7 +137,15 @@ Target = Literal["sync", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a conversion did."""
+    """What a conversion did.
+
+    Attributes:
+        layers: names of the BatchNorm layers.
+        added: counters that were added, as 0.
+        versioned: layers that got the version of those with a counter.
+        recorded: layer -> its kind, where that was written down: `BatchNorm2d`.
+        restored: layer -> its kind, where that was written down before, and is removed.
+    """
 
     layers: tuple[str, ...]
     added: tuple[str, ...] = ()

@@ -31,12 +31,19 @@ MAX_NAMED = 8  # keys that a hint lists, each with its flag
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """What was pooled."""
+    """What was pooled.
+
+    Attributes:
+        layers: names of the BatchNorm layers.
+        pooled: keys with a new value.
+        from_first: keys that differ between the files and were taken from the first, as asked.
+        exact: counts were given; otherwise equal ones were assumed and the unbiased factors kept.
+    """
 
     layers: tuple[str, ...]
-    pooled: tuple[str, ...]  # keys with a new value
-    from_first: tuple[str, ...]  # keys that differ between the files and were taken from the first, as asked
-    exact: bool  # counts were given; otherwise equal ones were assumed and the unbiased factors kept
+    pooled: tuple[str, ...]
+    from_first: tuple[str, ...]
+    exact: bool
 
 
 def pool_states(

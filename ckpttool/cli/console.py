@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from ..contract import versioned
 from ..files.copying import Progress
 
 if TYPE_CHECKING:
@@ -47,14 +48,15 @@ class Console:
                 self.note(remark)
             if self.verbose:
                 self.note(f"{counted(requests, 'request')}, {show_bytes(nbytes)} read")
-        said = to_json(data) if self.json else in_quiet if self.quiet else text
+        said = to_json(versioned(data)) if self.json else in_quiet if self.quiet else text
         if said is not None:
             click.echo(said, err=self.to_stderr)
 
     def listed(self, text: str, items: Sequence[Mapping[str, object]]) -> None:
         """Print an outcome that is a list in JSON."""
         if not self.quiet or self.json:
-            click.echo(json.dumps(items, indent=2) if self.json else text, err=self.to_stderr)
+            said = json.dumps([*map(versioned, items)], indent=2) if self.json else text
+            click.echo(said, err=self.to_stderr)
 
     def note(self, text: str, *, pasted: bool = False) -> None:
         """Print something worth knowing about the result, on stderr."""

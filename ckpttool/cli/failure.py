@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .. import errors
+from ..contract import versioned
 from ..errors import CkptToolError, FileError, Mismatch, NothingToDo, RanksDiffer, UsageFault, install
 from ..files.failures import reason
 from .console import coloured, printable, to_json
@@ -63,7 +64,7 @@ def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> in
     _, message, hint, code = describe(error, call)
     if as_json:
         try:
-            click.echo(to_json(error_fields(error, call)), err=call.to_stderr)
+            click.echo(to_json(versioned(error_fields(error, call))), err=call.to_stderr)
         except BrokenPipeError:
             raise
         except OSError:

@@ -21,6 +21,7 @@ from .commands import (
     convert,
     convert_batchnorm,
     delta,
+    describe,
     diff,
     inspect,
     keys,
@@ -84,6 +85,10 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
         load.doctor: "Why it does not load, and the commands that fix it",
         load.reload: "Load strictly into a plain model, in one process",
     },
+    "For programs": {
+        describe.schema: "The JSON Schema of a command's --json",
+        describe.skill: "A page for coding assistants, made from the help",
+    },
 }
 
 
@@ -110,6 +115,8 @@ def _broken_pipe_raised() -> Iterator[None]:
 
 class Commands(click.Group):
     """The group of all commands, shown in our order, with suggestions for misspelt names."""
+
+    sections = SECTIONS
 
     def make_context(self, *args: Any, **given: Any) -> click.Context:
         with _broken_pipe_raised():  # --help and --version print while the arguments are parsed
@@ -148,7 +155,7 @@ class Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one table for each section, with the same columns in all."""
         widest = max(map(len, self.commands))
-        for title, commands in SECTIONS.items():
+        for title, commands in self.sections.items():
             with formatter.section(title):
                 formatter.write_dl([(f"{command.name:{widest}}", line) for command, line in commands.items()])
 

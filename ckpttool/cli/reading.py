@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..contract import versioned
 from .console import Console, coloured, printable
 from .failure import Call, describe, error_fields, fail
 
@@ -136,7 +137,7 @@ def answer_each(
             if not console.json:
                 console.result(between * bool(number) + found.text, {}, in_quiet=found.in_quiet)
         highest = max(highest, found.code)
-        objects.append({"path": path, **found.data})
+        objects.append(versioned({"path": path, **found.data}))  # each as if it were alone
     if console.json:
         console.result("", {"files": objects})
     return highest

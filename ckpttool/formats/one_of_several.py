@@ -38,13 +38,21 @@ OF_MEGATRON = (
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A file that is one of several of one model."""
+    """A file that is one of several of one model.
+
+    Attributes:
+        path: the file.
+        what: which it is: `shard 1 of 5`.
+        others: paths of the other files, as far as they are there.
+        missing: how many are not there, as far as names tell.
+        way: the command for the whole, or what can't be done.
+    """
 
     path: str = field(metadata={"json": False})
-    what: str  # "shard 1 of 5"
-    others: tuple[str, ...]  # paths of the other files, as far as they are there
-    missing: int  # how many are not there, as far as names tell
-    way: str  # the command for the whole, or what can't be done
+    what: str
+    others: tuple[str, ...]
+    missing: int
+    way: str
 
     def warning(self, shown: Callable[[Sequence[str]], str]) -> str:
         """Say that the others are not read; `shown` joins as many names as are to be shown."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
+from ..contract import SCHEMA
 from ..distributed.exactly_once import MOST_SHOWN, faults, index_digest, listed
 from ..errors import CheckFailed, UsageFault
 from . import Accuracy, ClassScore, Loss, PerClass
@@ -47,6 +48,7 @@ class _Certified:
     def statement(self) -> dict[str, Any]:
         """Return the whole certificate as JSON values, as in eval.json."""
         return {
+            "schema": SCHEMA,
             **self.score(),
             "rank_samples": list(self.rank_samples),
             "every_sample_once": True,

@@ -44,14 +44,23 @@ _LINK = re.compile(_WRAPPER)
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """A prefix at the front of keys."""
+    """A prefix at the front of keys.
 
-    prefix: str  # with its dot; nested wrappers as a chain (`module._orig_mod.`)
-    keys: int  # that carry it
+    Attributes:
+        prefix: with its dot; nested wrappers as a chain (`module._orig_mod.`).
+        keys: how many carry it.
+        of: how many there are.
+        wrapper: what puts it there.
+        certain: an uncertain prefix is offered, and never stripped unasked.
+        reason: why it is uncertain.
+    """
+
+    prefix: str
+    keys: int
     of: int
     wrapper: str
-    certain: bool = True  # an uncertain prefix is offered, and never stripped unasked
-    reason: str = ""  # why it is uncertain
+    certain: bool = True
+    reason: str = ""
 
 
 def found_prefixes(

@@ -94,7 +94,8 @@ def test_with_json_an_error_is_an_object_and_a_line(command: str, cli: Any, here
     ran = cli(command.replace("IN", f"{here}/missing.pt") + " --json")
     assert ran.code == 3
     message, hint = f"{here}/missing.pt: no such file", f"the folder {here} has in.pt"
-    assert ran.json == {"error": {"kind": "unreadable", "message": message, "hint": hint}}
+    error = {"kind": "unreadable", "message": message, "hint": hint}
+    assert ran.json == {"schema": 1, "error": error}
     assert ran.err == f"error: {message}\nhint: {hint}\n"
 
 

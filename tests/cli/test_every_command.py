@@ -44,6 +44,8 @@ ARGUMENTS = {
     "gather-metrics": "rank0.safetensors",
     "doctor": "last.pt --model net.py:make",
     "reload": "last.pt --model net.py:make",
+    "schema": "inspect",
+    "skill": "",
 }
 MODEL = """
 import torch

@@ -110,7 +110,7 @@ def examples() -> list[str]:
 
 @pytest.mark.parametrize("name", group.commands)
 def test_the_help_of_every_command_ends_in_an_example(name: str, cli: Any) -> None:
-    assert help_of(name).splitlines()[-1].startswith(f"  ckpttool {name} ")
+    assert help_of(name).splitlines()[-1].startswith(f"  ckpttool {name}")
     ran = cli(name, "--help")
     assert (ran.code, ran.err) == (0, "")
     assert f"Usage: ckpttool {name}" in ran.out

@@ -52,6 +52,8 @@ CONTRACT = {
     "delta": f"{READING} --dry-run --force --as",
     "apply": f"{WRITING} --to --full",
     "gather-metrics": f"{READING} --samples --out",
+    "schema": READING,
+    "skill": READING,
 }
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import contracts
+from train import console
+
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
@@ -15,6 +18,12 @@ def frozen() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the programs print as JSON is compared with its schema."""
+    monkeypatch.setattr(console, "say", contracts.requiring(console.say))
 
 
 @pytest.fixture

@@ -140,7 +140,17 @@ def test_every_form_of_a_checkpoint_gives_the_numbers_of_plain_pytorch(saved, ca
         assert answer.pop("checkpoint") == str(saved / name)
         found.append(answer)
     assert found == [found[0]] * 4
-    numbers = {"correct", "samples", "accuracy", "loss", "per_class", "ranks", "threads", "batch_size"}
+    numbers = {
+        "schema",
+        "correct",
+        "samples",
+        "accuracy",
+        "loss",
+        "per_class",
+        "ranks",
+        "threads",
+        "batch_size",
+    }
     assert set(found[0]) == numbers and found[0]["samples"] == 20
     samples = data_set.load(parse(["x", "--model", "resnet20", "--data", "fake:100"])).test
     inputs, labels = map(torch.stack, zip(*[(x, torch.tensor(y)) for x, y in samples], strict=True))

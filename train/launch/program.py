@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from ckpttool.contract import versioned
 from ckpttool.distributed.group import given_rank
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from ckpttool.distributed.processes import SPAWNED, end_with_torchrun, environment_of, usable_cores
@@ -175,7 +176,7 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
     if as_json:
         body = {"kind": error.kind, "message": error.message, "hint": error.hint}
         with contextlib.suppress(CheckFailed):  # it goes to stderr too
-            console.say(json.dumps({"error": body}, indent=2))
+            console.say(json.dumps(versioned({"error": body}), indent=2))
     if error.kind in ("rank-lost", "reader-gone"):  # the watch has written it; there is nobody to tell
         return error.exit_code
     message, hint = error.message.replace("\n", " "), error.hint or ""

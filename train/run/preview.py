@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 
+from ckpttool.contract import versioned
 from ckpttool.distributed.group import given_rank, given_world_size
 from ckpttool.distributed.plan import Plan, Step
 from ckpttool.errors import UsageFault
@@ -54,7 +55,7 @@ def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None
 def entries(plan: Plan, world_size: int, epochs: int) -> list[dict[str, object]]:
     """Return each rank's sample indices in each step, epoch by epoch, as `set_epoch` counts them."""
     return [
-        {"epoch": epoch, "rank": rank, "steps": [_share(step) for step in steps]}
+        versioned({"epoch": epoch, "rank": rank, "steps": [_share(step) for step in steps]})
         for epoch in range(epochs)
         for rank, steps in enumerate(plan.of_ranks(epoch, range(world_size), world_size))
     ]

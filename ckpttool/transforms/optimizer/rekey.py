@@ -33,13 +33,21 @@ FORMS = {"names": "by names", "indices": "by numbers", "flat": "flat, by names"}
 
 @dataclass(frozen=True, slots=True)
 class Rekeyed:
-    """The change made to the optimizers of a file."""
+    """The change made to the optimizers of a file.
 
-    optimizers: tuple[str, ...]  # dotted names; "" for a file that is an optimizer's state itself
+    Attributes:
+        optimizers: dotted names; "" for a file that is an optimizer's state itself.
+        parameters: how many they hold.
+        moved: how many of them are in another place than before.
+        absent: parameters of the live model that no optimizer keeps.
+        ordered: optimizers whose parameters were taken in an order, on the caller's word.
+    """
+
+    optimizers: tuple[str, ...]
     parameters: int
-    moved: int  # parameters in another place than before
-    absent: tuple[str, ...] = ()  # parameters of the live model that no optimizer keeps
-    ordered: tuple[str, ...] = ()  # optimizers whose parameters were taken in an order, on the caller's word
+    moved: int
+    absent: tuple[str, ...] = ()
+    ordered: tuple[str, ...] = ()
 
 
 def rekeyed(

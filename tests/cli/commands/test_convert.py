@@ -52,7 +52,13 @@ def test_json_has_the_fields_that_scripts_rely_on(cli: Any) -> None:
     counts = dict.fromkeys(("renamed", "seconds", "overflows"), 0)
     counts |= {"keys": 2, "bytes": os.path.getsize("out.safetensors")}
     nothing: dict[str, Any] = {key: [] for key in ("kept", "tied", "copied", "mentions", "devices")}
-    written = {"output": "out.safetensors", "format": "safetensors", "also_renamed": {}, "left_out": left_out}
+    written = {
+        "schema": 1,
+        "output": "out.safetensors",
+        "format": "safetensors",
+        "also_renamed": {},
+        "left_out": left_out,
+    }
     assert ran.json | {"seconds": 0} == written | counts | nothing
 
 

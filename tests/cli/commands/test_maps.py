@@ -41,7 +41,7 @@ def test_the_maps_are_listed_with_both_ends(cli: Cli) -> None:
     assert (ran.code, ran.err) == (0, "")
     assert re.search(r"^nanogpt-gpt2 +nanoGPT <-> Hugging Face GPT-2$", ran.out, re.M)
     listed = cli("maps --json").json
-    assert {*listed[0]} == {"name", "from", "to", "reversible"}
+    assert {*listed[0]} == {"schema", "name", "from", "to", "reversible"}
     assert {each["name"]: each["reversible"] for each in listed}["meta-llama"] is True
     assert len(listed) == len(ran.out.splitlines()) == len([*(ROOT / "ckpttool").rglob("maps/*.toml")])
 

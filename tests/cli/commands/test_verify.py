@@ -41,7 +41,7 @@ def test_json_has_the_fields_that_scripts_rely_on(cli: Any) -> None:
     assert (ran.code, ran.err) == (0, "")
     assert ran.json["checked_bytes"] > 56
     assert set(ran.json["unvouched"]) == {"header fields"}
-    wanted = {"path": "in.pt", "ok": True, "problems": [], "non_finite": {}, "unsummed": 0}
+    wanted = {"schema": 1, "path": "in.pt", "ok": True, "problems": [], "non_finite": {}, "unsummed": 0}
     wanted |= {"compared": None, "hint": None, "checked_bytes": 0, "unvouched": {}}
     assert ran.json | {"checked_bytes": 0, "unvouched": {}} == wanted
 
@@ -139,7 +139,7 @@ def test_the_line_has_the_form_of_sha256sum_and_quiet_prints_the_digest_alone(cl
 @pytest.mark.parametrize("path", ["in.pt", "same.safetensors"])
 def test_json_has_the_field_that_scripts_rely_on_the_same_in_every_format(path: str, cli: Any) -> None:
     state = "model" if path == "in.pt" else ""
-    wanted = {"digest": expected("in.pt"), "state": state, "keys": 2, "path": path}
+    wanted = {"schema": 1, "digest": expected("in.pt"), "state": state, "keys": 2, "path": path}
     assert cli(f"digest {path} --json").json == wanted
 
 
@@ -169,7 +169,8 @@ COMMANDS = ["inspect", "digest", "verify"]
 def test_several_files_are_answered_one_after_the_other(command: str, cli: Any) -> None:
     ran = cli(command, "a.pt", "b.pt", "--json")
     assert ran.code == 0
-    assert ran.json == {"files": [cli(command, name, "--json").json for name in ("a.pt", "b.pt")]}
+    alone = [cli(command, name, "--json").json for name in ("a.pt", "b.pt")]
+    assert ran.json == {"schema": 1, "files": alone}
     assert [found["path"] for found in ran.json["files"]] == ["a.pt", "b.pt"]
     between = "\n" if command == "inspect" else ""
     assert cli(command, "a.pt", "b.pt").out == between.join(

@@ -1,0 +1,1 @@
+"""What scripts may rely on in the JSON of each command: its fields, as a JSON Schema."""
