@@ -52,7 +52,7 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_running:
-            # What the caller has frozen stays so; to count that takes as long as to search it, so not for few.
+            # What the caller has frozen stays so. To count that takes as long as to search it: not for few.
             if gc.get_count()[0] > MANY and not gc.get_freeze_count():
                 gc.freeze()  # and back: all objects become old ones, which the next collection passes over
                 gc.unfreeze()
