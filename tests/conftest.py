@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Collect without the garbage collector: it would search what grows to half a million objects that stay."""
+    """Collect without the garbage collector: it would search half a million objects that all stay."""
     gc.disable()
 
 
