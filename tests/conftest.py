@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -48,6 +49,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (mark := item.get_closest_marker("covered")) and mark.args[0](**item.callspec.params):  # type: ignore[attr-defined]
             item.add_marker("long")
     items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Collect without the garbage collector: it would search half a million objects that all stay."""
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """No collection need visit torch and thousands of tests again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

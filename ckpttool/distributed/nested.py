@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+PLAIN = {bool, int, float, str, type(None)}
+"""Types that hold no tensors; the state of a random generator is 625 integers."""
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value, in order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
+        items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name))
+        items = (getattr(value, field.name) for field in dataclasses.fields(value))
+    for item in items:
+        if type(item) not in PLAIN:
+            yield from tensors(item)
 
 
 def mapped(

@@ -6,6 +6,8 @@ import inspect
 import re
 import shlex
 import shutil
+from collections.abc import Callable
+from fnmatch import fnmatch
 from glob import glob
 from importlib import metadata
 from pathlib import Path
@@ -30,22 +32,33 @@ from train import main
 
 
 def prepare(folder: Path, example: str) -> None:
-    """The files that examples speak of."""
+    """The files that an example speaks of, and what is small."""
     net: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     if "torchvision:resnet18" in example:
         net = pytest.importorskip("torchvision").models.resnet18()
-    optimizer = torch.optim.SGD(net.named_parameters(), 0.1).state_dict()
     state = net.state_dict()
-    torch.save({"model": prefixed(state, "module."), "optimizer": optimizer, "epoch": 1}, folder / "last.pt")
-    numbered = torch.optim.SGD(net.parameters(), 0.1).state_dict()
-    torch.save({"model": state, "optimizer": numbered}, folder / "run.pt")
-    torch.save(prefixed(state, "backbone."), folder / "model.pt")
-    torch.save(state, folder / "model.bin")
-    save_file(state, folder / "model.safetensors")
-    save_file(prefixed(state, "net."), folder / "other-side.safetensors")
-    torch.save(prefixed(state, "net."), folder / "ref.pt")
+    words = shlex.split(example)
+
+    def put(name: str, make: Callable[[], Any], save: Callable[[Any, Path], object] = torch.save) -> None:
+        if any(fnmatch(name, word) or name in word for word in words):
+            save(make(), folder / name)
+
+    def trained(prefix: str, parameters: Any) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(parameters, 0.1).state_dict()
+        return {"model": prefixed(state, prefix), "optimizer": optimizer, "epoch": 1}
+
+    def tuned() -> dict[str, torch.Tensor]:
+        return {key: t + torch.rand(t.shape) if t.dim() > 1 else t for key, t in state.items()}
+
+    put("last.pt", lambda: trained("module.", net.named_parameters()))
+    put("run.pt", lambda: trained("", net.parameters()))
+    put("model.pt", lambda: prefixed(state, "backbone."))
+    put("model.bin", lambda: state)
+    put("model.safetensors", lambda: state, save_file)
+    put("other-side.safetensors", lambda: prefixed(state, "net."), save_file)
+    put("ref.pt", lambda: prefixed(state, "net."))
     lightning = {"state_dict": prefixed(state, "model."), "hyper_parameters": {"lr": 0.1}}
-    torch.save(lightning, folder / "lightning.ckpt")
+    put("lightning.ckpt", lambda: lightning)
     norm = torch.nn.BatchNorm1d(2).state_dict()
     for rank in range(2):
         norm["running_mean"] += rank
@@ -53,19 +66,14 @@ def prepare(folder: Path, example: str) -> None:
     del norm["num_batches_tracked"]
     torch.save(norm, folder / "old.pt")
     save_file(state, folder / "base.safetensors")
-    save_file(
-        {
-            key: tensor + torch.rand(tensor.shape) if tensor.dim() > 1 else tensor
-            for key, tensor in state.items()
-        },
-        folder / "tuned.safetensors",
-    )
+    put("tuned.safetensors", tuned, save_file)
     for name in ("base.pt", "epoch8.pt", "epoch9.pt"):
-        torch.save({"model": state, "epoch": 8}, folder / name)
-    for step in (100, 200):
-        torch.save({key: tensor + step for key, tensor in state.items()}, folder / f"step-{step}.pt")
-    steps = (folder / f"step-{step}.pt" for step in (100, 200))
-    ckpttool.delta(*steps, folder / "step-200.delta.safetensors")
+        put(name, lambda: {"model": state, "epoch": 8})
+    if "step-" in example:
+        for step in (100, 200):
+            torch.save({key: tensor + step for key, tensor in state.items()}, folder / f"step-{step}.pt")
+        steps = (folder / f"step-{step}.pt" for step in (100, 200))
+        ckpttool.delta(*steps, folder / "step-200.delta.safetensors")
     layer = next(key.removesuffix(".weight") for key in state)
     rows, columns = state[f"{layer}.weight"].flatten(1).shape
     save_adapter(folder, pair(layer, torch.ones(1, columns), torch.ones(rows, 1)), r=1)

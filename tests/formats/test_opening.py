@@ -232,6 +232,7 @@ def test_a_folder_of_such_a_name_and_a_given_format_are_no_mistake(cli: Cli) -> 
 @pytest.mark.parametrize("running", [True, False])
 def test_the_garbage_collector_is_left_as_it_was_and_need_not_search(running: bool, tmp_path: Path) -> None:
     torch_zip(tmp_path / "many.pt", list_of(*[b"]"] * 5000), {})
+    gc.unfreeze()  # conftest.py has frozen what was collected
     try:
         if not running:
             gc.disable()
@@ -239,7 +240,11 @@ def test_the_garbage_collector_is_left_as_it_was_and_need_not_search(running: bo
         assert gc.isenabled() is running
         assert gc.get_freeze_count() == 0
         assert not running or len(gc.get_objects(generation=0)) < 1000
+        gc.freeze()
+        ckpttool.open(tmp_path / "many.pt").close()
+        assert gc.get_freeze_count(), "what a caller has frozen stays so"
     finally:
+        gc.freeze()
         gc.enable()
     kept.close()
 

@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import reduction, resource_tracker
@@ -245,6 +246,10 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     import torch
 
     gc.freeze()  # a collection need not pass over all that was imported before
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = (
+            False  # torch takes its operators out of its tables, and a fork copies what it changes
+        )
     signal.set_wakeup_fd(-1)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"]
 PRELOADED += ["torch.distributed.run", "torch.utils.data", "numpy", "safetensors.torch", "ckpttool.cli"]
-PRELOADED += ["tests.ranks.runs", "train.evaluate", "train.trainer.preflight", "sklearn.datasets"]
+PRELOADED += ["tests.ranks.runs", "train.evaluate", "train.trainer.preflight"]
 PRELOADED += ["isal.isal_zlib", "numpy.ma", "torch.utils.serialization", "pytest", "hypothesis"]
 """What the server imports: torch, what the first DDP or DTensor would import in the time of a case, what the
 command line does, the programs of train/, what they import in each run, and what the modules of cases do."""

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import hashlib
 import hmac
+import importlib.util
 import json
 import os
 import signal
@@ -36,7 +37,8 @@ from tests.support import bucket_servers as servers
 
 pytest.importorskip("obstore")
 boto3 = pytest.importorskip("boto3")
-pytest.importorskip("moto")
+if importlib.util.find_spec("moto") is None:  # a process of its own imports it, which takes most of a second
+    pytest.skip("needs moto", allow_module_level=True)
 
 HASTE = Patience(stall=0.5, attempts=3, first_wait=0.02, longest_wait=0.1)
 ATTEMPTS = HASTE.attempts

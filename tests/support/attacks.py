@@ -38,6 +38,10 @@ def in_zip(body: bytes) -> Callable[[Path], object]:
     return lambda path: torch_zip(path, dict_of({"model": dict_of({"module.a": TENSOR}), "x": body}), BYTES)
 
 
+def write(make: Callable[[], bytes], path: Path) -> None:
+    path.write_bytes(make())
+
+
 def alone(body: bytes, storages: dict[str, bytes] | None = None, **given: Any) -> Callable[[Path], object]:
     return lambda path: torch_zip(path, body, storages or {}, **given)
 
@@ -191,5 +195,5 @@ def attacks_of(times: int = 100_000) -> dict[str, Callable[[Path], object]]:
         "safetensors: a number of 100,000 digits": lambda path: safetensors_file(
             path, b'{"a":{"dtype":"U8","shape":[' + b"9" * times + b'],"data_offsets":[0,0]}}'
         ),
-        **{name: partial(Path.write_bytes, data=raw) for name, raw in HOSTILE.items()},
+        **{name: partial(write, make) for name, make in HOSTILE.items()},
     }

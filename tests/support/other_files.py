@@ -8,7 +8,7 @@ import io
 import json
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,52 +192,60 @@ HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': %s}"
 LONG = 2 << 20  # bytes
 EVIL = {"location": "../../../../etc/passwd", "length": "4"}
 
-# Files made to cost much, or to mislead, by name.
-HOSTILE: dict[str, bytes] = {
-    "GGUF: a billion tensors": gguf_file([], counts=(10**9, 0)),
-    "GGUF: a text without an end": gguf_file([], [("k", gguf_files.Typed(8, struct.pack("<Q", 2**63)))]),
-    "GGUF: 2^62 texts": gguf_file([], [("k", array(8, [], 2**62))]),
-    "GGUF: 100,000 arrays in arrays": gguf_file(
+# Files made to cost much, or to mislead, by name; each is made when it is asked for.
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "GGUF: a billion tensors": lambda: gguf_file([], counts=(10**9, 0)),
+    "GGUF: a text without an end": lambda: gguf_file(
+        [], [("k", gguf_files.Typed(8, struct.pack("<Q", 2**63)))]
+    ),
+    "GGUF: 2^62 texts": lambda: gguf_file([], [("k", array(8, [], 2**62))]),
+    "GGUF: 100,000 arrays in arrays": lambda: gguf_file(
         [], [("k", gguf_files.Typed(9, struct.pack("<IQ", 9, 1) * 100_000 + struct.pack("<IQ", 4, 0)))]
     ),
-    "GGUF: 100,000 empty arrays in an array": gguf_file(
+    "GGUF: 100,000 empty arrays in an array": lambda: gguf_file(
         [], [("k", array(9, [struct.pack("<IQ", 4, 0)] * 100_000))]
     ),
-    "GGUF: 3,000 tensors of no values": gguf_file(
+    "GGUF: 3,000 tensors of no values": lambda: gguf_file(
         [(f"{n}", Tensor(F32, (0, 2**30), b"")) for n in range(3000)]
     ),
-    "GGUF: values of 2^60 elements": gguf_file([("a", Tensor(Q8_0, (2**30, 2**30), bytes(34)))]),
-    "GGUF: an alignment of 2^31": gguf_file(
+    "GGUF: values of 2^60 elements": lambda: gguf_file([("a", Tensor(Q8_0, (2**30, 2**30), bytes(34)))]),
+    "GGUF: an alignment of 2^31": lambda: gguf_file(
         [("a", Tensor(F32, (1,), bytes(4)))], [("general.alignment", 2**31)]
     ),
-    "GGUF: a key of 2 MiB": gguf_file([], [("k" * LONG, 1)]),
-    "GGUF: a text of 2 MiB": gguf_file([], [("k", "t" * LONG)]),
-    "GGUF: a name of 2 MiB": gguf_file([("n" * LONG, Tensor(F32, (1,), bytes(4)))]),
-    "ONNX: a name of 2 MiB": onnx_file([tensor("n" * LONG, FLOAT, (1,), bytes(4))]),
-    "ONNX: a text of 2 MiB": onnx_file([], texts={"k": "t" * LONG}),
-    "ONNX: 2^20 sizes in one field": onnx_file([message(1, b"\1" * (1 << 20)) + tensor("a", FLOAT, ())]),
-    "ONNX: values outside the folder": onnx_file([tensor("a", FLOAT, (1,), elsewhere=EVIL)]),
-    "ONNX: a number without an end": onnx_file([tensor("a", INT64, (1,), numbers=(7, b"\xff" * 100_000))]),
-    "ONNX: 100,000 sizes": onnx_file([tensor("a", FLOAT, (2**62,) * 100_000)]),
-    "ONNX: 100,000 graphs": onnx_file([]) + message(7, b"") * 100_000,
-    "ONNX: messages in messages": onnx_file([message(5, b"")] * 50_000),
-    "ONNX: 100,000 nodes": onnx_file([], nodes=100_000),
-    "NumPy: brackets": npy("{'descr': " + "(" * 9000),
-    "NumPy: a size of 2^80": npy(HEADER % f"({2**40}, {2**40})"),
-    "NumPy: sizes that multiply": npy(HEADER % f"({2**40}, 0, {2**40})"),
-    "NumPy: spaces": npy("{" + " " * 9000 + "'" * 900),
-    "NumPy: zeros that were packed": npz(
+    "GGUF: a key of 2 MiB": lambda: gguf_file([], [("k" * LONG, 1)]),
+    "GGUF: a text of 2 MiB": lambda: gguf_file([], [("k", "t" * LONG)]),
+    "GGUF: a name of 2 MiB": lambda: gguf_file([("n" * LONG, Tensor(F32, (1,), bytes(4)))]),
+    "ONNX: a name of 2 MiB": lambda: onnx_file([tensor("n" * LONG, FLOAT, (1,), bytes(4))]),
+    "ONNX: a text of 2 MiB": lambda: onnx_file([], texts={"k": "t" * LONG}),
+    "ONNX: 2^20 sizes in one field": lambda: onnx_file(
+        [message(1, b"\1" * (1 << 20)) + tensor("a", FLOAT, ())]
+    ),
+    "ONNX: values outside the folder": lambda: onnx_file([tensor("a", FLOAT, (1,), elsewhere=EVIL)]),
+    "ONNX: a number without an end": lambda: onnx_file(
+        [tensor("a", INT64, (1,), numbers=(7, b"\xff" * 100_000))]
+    ),
+    "ONNX: 100,000 sizes": lambda: onnx_file([tensor("a", FLOAT, (2**62,) * 100_000)]),
+    "ONNX: 100,000 graphs": lambda: onnx_file([]) + message(7, b"") * 100_000,
+    "ONNX: messages in messages": lambda: onnx_file([message(5, b"")] * 50_000),
+    "ONNX: 100,000 nodes": lambda: onnx_file([], nodes=100_000),
+    "NumPy: brackets": lambda: npy("{'descr': " + "(" * 9000),
+    "NumPy: a size of 2^80": lambda: npy(HEADER % f"({2**40}, {2**40})"),
+    "NumPy: sizes that multiply": lambda: npy(HEADER % f"({2**40}, 0, {2**40})"),
+    "NumPy: spaces": lambda: npy("{" + " " * 9000 + "'" * 900),
+    "NumPy: zeros that were packed": lambda: npz(
         {"a.npy": npy(HEADER % f"({2**23},)", bytes(2**25))}, zipfile.ZIP_DEFLATED
     ),
-    "NumPy: a pickle of 17 MiB": npz(
+    "NumPy: a pickle of 17 MiB": lambda: npz(
         {"a.npy": npy(HEADER.replace("<f4", "|O") % "()", b"]" * (17 << 20))}, zipfile.ZIP_DEFLATED
     ),
-    "NumPy: a record of the name of an array": npz({"a.npy": npy(HEADER % "()", bytes(4)), "a": b"x"}),
-    "NumPy: 500 arrays": npz({f"{n}.npy": npy(HEADER % "()", bytes(4)) for n in range(500)}),
-    "exported: nested": npz(
+    "NumPy: a record of the name of an array": lambda: npz(
+        {"a.npy": npy(HEADER % "()", bytes(4)), "a": b"x"}
+    ),
+    "NumPy: 500 arrays": lambda: npz({f"{n}.npy": npy(HEADER % "()", bytes(4)) for n in range(500)}),
+    "exported: nested": lambda: npz(
         {"m/data/weights/model_weights_config.json": b"[" * 100_000, "m/archive_format": b"pt2"}
     ),
-    "exported: a shape of 2^80": npz(
+    "exported: a shape of 2^80": lambda: npz(
         {
             "m/data/weights/weight_0": b"",
             "m/data/weights/model_weights_config.json": json.dumps(

@@ -1,23 +1,13 @@
-"""Fixtures for tests of the trainer: a user's own code, and quick collections."""
+"""Fixtures for tests of the trainer: a user's own code."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import contracts
 from train import console
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
-    """The collection at the end of each training need not visit torch and thousands of tests."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

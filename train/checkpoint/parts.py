@@ -145,6 +145,11 @@ def check(path: str, state: Mapping[str, Any]) -> None:
             raise Damaged(path, f"its part {file} is not the saved one")
 
 
+def lie_in(folder: str) -> bool:
+    """Return whether some checkpoint's parts lie in the folder of a run; no checkpoint is read."""
+    return any(FOLDER.fullmatch(name) for name in os.listdir(folder))
+
+
 def named_in(path: str) -> str:
     """Return the folder that a checkpoint's file names; the file itself if it holds its tensors."""
     with formats.open(path) as checkpoint:

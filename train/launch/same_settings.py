@@ -83,13 +83,14 @@ def code(config: Any) -> dict[str, str]:
 
 
 def _code(config: Any) -> Iterator[tuple[str, str]]:
+    paths = [getattr(config, spec, "").partition(":")[0] for spec in SPECS]
+    paths = [path for path in paths if path.endswith(".py")]
+    if not paths:  # there is nothing to look for among thousands of modules
+        return
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     loaded = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
     files = {os.path.abspath(file) for file in loaded if isinstance(file, str)}
-    for spec in SPECS:
-        path = getattr(config, spec, "").partition(":")[0]
-        if not path.endswith(".py"):
-            continue
+    for path in paths:
         folder = os.path.dirname(os.path.abspath(path)).rstrip(os.sep) + os.sep
         for file in sorted(file for file in files if file.startswith(folder)):
             below = file.removeprefix(folder)

@@ -241,7 +241,8 @@ class Report:
             console.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = os.path.join(self.folder, "model.safetensors")
-            strip = ["ckpttool", "strip-prefix", parts.named_in(saved[0]), model]
+            tensors = parts.named_in(saved[0]) if parts.lie_in(self.folder) else saved[0]
+            strip = ["ckpttool", "strip-prefix", tensors, model]
             strip += ["--state", "ema.averages"] * bool(self.trainer.updater.ema)
             console.say(command_line.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
             same, threads = command_line.flags_of(self.trainer.config), torch.get_num_threads()

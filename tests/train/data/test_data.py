@@ -18,6 +18,7 @@ from ckpttool.errors import CkptToolError, UsageFault
 from tests.ranks import trainings
 from tests.ranks.programs import start
 from train.config.shared import DataConfig
+from train.data import builtin
 from train.data import data_set as data
 
 
@@ -48,8 +49,22 @@ def test_the_digits_are_divided_in_the_same_way_each_time_and_by_class():
     assert torch.equal(in_test, (in_train + in_test) // 5)
 
 
-def test_the_digits_need_no_torchvision():
-    code = "import sys; sys.modules['torchvision'] = None; "
+def test_the_digits_are_scikit_learns_with_and_without_its_file(monkeypatch):
+    from sklearn.datasets import load_digits
+
+    ours, theirs = load("digits").train, load_digits()
+    monkeypatch.setattr(builtin.os.path, "exists", lambda _: False)
+    for index in (0, 700, -1):
+        for samples in (ours, load("digits").train):
+            picture, label = samples[index]
+            place = samples.indices[index]
+            assert torch.equal(picture[0], torch.tensor(theirs.images[place] / 16, dtype=torch.float32))
+            assert label == theirs.target[place]
+
+
+def test_the_digits_need_no_torchvision_and_import_no_scikit_learn():
+    """It takes a second."""
+    code = "import sys; sys.modules['torchvision'] = sys.modules['sklearn.datasets'] = None; "
     code += "from train.data import data_set as data; data.load(data.DataConfig())"
     done = start([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
