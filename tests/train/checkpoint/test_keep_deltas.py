@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from ckpttool.errors import Damaged, UsageFault
 from ckpttool.formats.delta import compression
 from tests.ranks import runs, trainings
+from tests.ranks.programs import start
 from tests.support.odd_state import odd_state
 from tests.support.run_log import entries_of
 from train.checkpoint import deltas, parts
@@ -212,6 +214,17 @@ def test_prove_counts_deltas_among_the_checkpoints_and_names_a_damaged_one(run, 
     wrong = {problem["where"] for problem in ran.json["problems"]}
     assert (ran.code, wrong) == (1, delta(5, 6))
     assert all(numbered(5, ending=DELTA) in problem["message"] for problem in ran.json["problems"])
+
+
+@pytest.mark.long
+def test_a_part_is_trained_again_from_a_delta(tmp_path, cli):
+    flags = ["--data", "fake:40", "--batch-size", 8, "--max-steps", 6, "--prove-every", 1]
+    flags += ["--save-every", "2steps", "--keep-deltas", 3, "--out", tmp_path / "run"]
+    done = start([sys.executable, "train/main.py", *map(str, flags)])
+    assert done.returncode == 0, done.stderr
+    ran = cli("prove", tmp_path / "run", "--from", 4, "--json")
+    assert (ran.code, ran.json["replayed"]) == (0, [4, 6]), ran.out
+    assert "step-000004.delta.safetensors" in " ".join(ran.json["command"])
 
 
 # ---- saves, one by one ---------------------------------------------------------------------------------
