@@ -63,13 +63,13 @@ class Gathered:
             return [], []
         self._ready.sort(key=itemgetter(0))
         stretches, parts, begin, end = list[tuple[int, bytes]](), list[Bytes](), 0, 0
-        for position, data in self._ready:
+        for position, piece in self._ready:
             if position != end and parts:
                 stretches.append((begin, b"".join(parts)))
                 parts = []
             begin = begin if parts else position
-            parts.append(data)
-            end = position + len(data)
+            parts.append(piece)
+            end = position + len(piece)
         stretches.append((begin, b"".join(parts)))
         self._begin_again()
         return stretches, copied
