@@ -80,8 +80,8 @@ class Checksums:
         self._observers: dict[Source, Callable[[int, memoryview | bytes], object]] = {}
         while of_source:
             source, places = of_source.popitem()
-            columns = (array("Q", column) for column in zip(*sorted(places), strict=True))
-            self._observers[source] = partial(_see, *columns, self._sums)
+            starts, ends, numbers = (array("Q", column) for column in zip(*sorted(places), strict=True))
+            self._observers[source] = partial(_see, starts, ends, numbers, self._sums)
 
     @property
     def compares(self) -> bool:

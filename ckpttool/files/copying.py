@@ -235,8 +235,9 @@ class Output:
         stretches, copied = self._gathered.taken()
         for position, data in stretches:
             self._write_now(position, data)
-        for position, nbytes in copied if self._written else ():
-            self._written.add(position, nbytes)
+        if self._written:
+            for position, nbytes in copied:
+                self._written.add(position, nbytes)
         if copied:
             self._progress(sum(nbytes for _, nbytes in copied))
 

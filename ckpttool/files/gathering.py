@@ -29,10 +29,12 @@ class Gathered:
         self._ready: list[tuple[int, Bytes]] = []
         self._unread: dict[Source, list[tuple[int, int, int, Then | None]]] = defaultdict(list)
         self._nbytes = self._count = 0
+        self._is_taken = False
 
     @property
     def is_full(self) -> bool:
-        return self._nbytes >= MOST_BYTES or self._count >= MOST_PIECES
+        """Whether it is time to write; not while that is done, when headers may still be added."""
+        return not self._is_taken and (self._nbytes >= MOST_BYTES or self._count >= MOST_PIECES)
 
     def add(self, position: int, data: bytes) -> None:
         """Take bytes that are there already."""
@@ -50,7 +52,7 @@ class Gathered:
 
     def taken(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, int]]]:
         """Return stretches as long as they are in one piece, and places and sizes of what was copied."""
-        copied = []
+        self._is_taken, copied = True, []
         for source, wanted in self._unread.items():
             wanted.sort(key=itemgetter(0, 1))
             found = source.read_near([place[:2] for place in wanted])
@@ -63,13 +65,13 @@ class Gathered:
             return [], []
         self._ready.sort(key=itemgetter(0))
         stretches, parts, begin, end = list[tuple[int, bytes]](), list[Bytes](), 0, 0
-        for position, data in self._ready:
+        for position, piece in self._ready:
             if position != end and parts:
                 stretches.append((begin, b"".join(parts)))
                 parts = []
             begin = begin if parts else position
-            parts.append(data)
-            end = position + len(data)
+            parts.append(piece)
+            end = position + len(piece)
         stretches.append((begin, b"".join(parts)))
         self._begin_again()
         return stretches, copied

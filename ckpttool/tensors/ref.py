@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
@@ -282,11 +282,9 @@ class Storage:
         return next(filter(None, (origin.place for origin in self.origins)), None)
 
 
-def extent(shape: Sequence[int]) -> int:
+def extent(shape: Iterable[int]) -> int:
     """Return the product of the sizes that are not 0, MAX_BYTES + 1 at most."""
     # A file may state thousands of sizes of 2^62: their true product would take minutes and have no use.
-    if len(shape) <= FEW_AXES and min(shape, default=1) > 0:
-        return min(prod(shape), MAX_BYTES + 1)
     total = 1
     for size in shape:
         total *= size or 1
@@ -335,6 +333,8 @@ class TensorRef:
     @property
     def numel(self) -> int:
         """Number of elements."""
+        if len(self.shape) <= FEW_AXES and (count := prod(self.shape)) <= MAX_BYTES:
+            return count
         return 0 if 0 in self.shape else extent(self.shape)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,20 @@ def test_a_thousand_neighbours_take_a_few_system_calls(
     assert (tmp_path / "out").read_bytes()[-64:] == CONTENT[199_800:199_864]
 
 
-def test_a_header_that_waits_for_a_checksum_is_written(source: Source, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, gathering.MOST_PIECES - 1, gathering.MOST_PIECES, 4500])
+def test_a_header_that_waits_for_a_checksum_is_written(count: int, source: Source, tmp_path: Path) -> None:
+    """As many of them as are gathered at a time, and more, as of a file without checksums made a zip."""
+
+    def header(position: int, crc: int) -> None:
+        out.write_at(position, crc.to_bytes(4, "little"))
+
     with open(tmp_path / "out", "w+b") as file, Output(file) as out:
-        out.position = 4
-        out.copy(ByteRange(source, 0, 64), lambda crc: out.write_at(0, crc.to_bytes(4, "little")))
-    assert (tmp_path / "out").read_bytes() == zlib.crc32(CONTENT[:64]).to_bytes(4, "little") + CONTENT[:64]
+        for start in range(count):
+            place, out.position = out.position, out.position + 4
+            out.copy(ByteRange(source, start, 16), partial(header, place))
+    parts = [CONTENT[start : start + 16] for start in range(count)]
+    whole = b"".join(zlib.crc32(part).to_bytes(4, "little") + part for part in parts)
+    assert (tmp_path / "out").read_bytes() == whole
 
 
 def test_pieces_far_apart_are_not_read_along_with_what_lies_between(source: Source) -> None:
