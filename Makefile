@@ -6,13 +6,12 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 INSTALLED := .venv/.installed
-RELEASING := .venv/.releasing
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 # Of `make fault` and `make fuzz`.
 SECONDS ?= 600
 
-.PHONY: help demo test long coverage drill gpu lint bench counted fault fuzz docs map release-check zipapp clean
+.PHONY: help demo test long coverage drill gpu lint bench counted fault fuzz docs map release-check zipapp clean site
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -65,11 +64,14 @@ fault: $(INSTALLED)  ## each system call, and each answer of a server, fails onc
 fuzz: $(INSTALLED)  ## changed files of every format, compared with other libraries; writes docs/security.md
 	$(BIN)/python -m tests.fuzz $(SECONDS) --write
 
-release-check: $(RELEASING)  ## what goes out, built, installed afresh and run; left in dist/
+release-check: .venv/.with-release  ## what goes out, built, installed afresh and run; left in dist/
 	$(BIN)/python -m release.check
 
-zipapp: $(RELEASING)  ## dist/ckpttool.pyz: one file, for machines with Python and without pip
+zipapp: .venv/.with-release  ## dist/ckpttool.pyz: one file, for machines with Python and without pip
 	$(BIN)/python -m release.artifacts
+
+site: .venv/.with-site  ## dist/site: the pages of docs/, searched, with the library's reference; strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:  ## remove .venv, runs and builds
 	rm -rf .venv runs dist build .coverage*
@@ -82,6 +84,7 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
 	touch $@
 
-$(RELEASING): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[release]'
+# What an extra of pyproject.toml brings, for the targets that need it
+.venv/.with-%: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	touch $@

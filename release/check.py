@@ -33,7 +33,8 @@ def main() -> None:
             ways["uvx --from WHEEL"] = [uvx, "--quiet", "--from", wheel, "ckpttool"]
         else:
             print("--  uvx --from WHEEL is not tried: there is no uv", flush=True)
-        ways["a zipapp"] = [sys.executable, zipapp(wheel)]
+        venv.create(folder / "bare")  # without pip, and without what is in the environment of this program
+        ways["a zipapp"] = [folder / "bare" / "bin" / "python", zipapp(wheel)]
         for number, (way, words) in enumerate(ways.items()):
             (folder / f"walk-{number}").mkdir()
             walk([*map(str, words)], folder / f"walk-{number}")

@@ -107,6 +107,11 @@ def written(folder: Path) -> Path:
     return folder
 
 
+def test_what_describes_the_tool_needs_no_torch(without_torch: dict[str, str], tmp_path: Path) -> None:
+    commands = [*(f"schema {name}" for name in group.commands), "skill"]
+    assert failures(without_torch, [(tmp_path, command) for command in commands]) == ""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return written(tmp_path)
