@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from ..checkpoint.checkpoint import Checkpoint, Remark
 from ..checkpoint.dotted_names import Entry, Path, contents, dotted
+from ..checkpoint.module_tree import Branch, outline
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
@@ -19,7 +20,6 @@ from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
 from ..tensors.ref import TensorRef
 from ..transforms.quantization.recognise import Found, Scheme, recognise
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
-from .module_tree import Branch, outline
 from .other_contents import OptimizerRow, OtherRow, SchedulerRow, other_rows, training_rows
 
 MAX_CALLS, LONG = 100, 200  # calls of known dangers that are shown, and characters of an argument

@@ -100,7 +100,7 @@ SAID_APART = ("changed", "aside_a", "aside_b", "matched_without_prefix", "same_f
 
 
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
-    from ..diff_page import relative
+    from ...analysis.diff_rows import relative
 
     changed = comparison.changed
     if sort == "size":

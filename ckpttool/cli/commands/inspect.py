@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ...errors import SeveralCheckpoints
+from ...words import number
 from .. import options
 from ..console import Console, columns, counted, cut, printable, show_bytes, table, terminal_width
-from ..diff_page import number
 from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def stats_table(
     rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
 ) -> Iterator[str]:
     """Yield a table of statistics with one line per tensor."""
-    from ...analysis.module_tree import shape_in_words
+    from ...checkpoint.module_tree import shape_in_words
 
     cells: list[Sequence[str]] = [STATS]
     for row in rows:
