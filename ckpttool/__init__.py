@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .models.reloading import reload as reload
     from .models.skeleton import skeletons as skeletons
     from .proving.proof import prove as prove
+    from .reporting.report import report as report
     from .scanning.scan import scan as scan
     from .tensors.ref import TensorRef as TensorRef
     from .transforms.average import average as average
@@ -94,6 +95,7 @@ else:
             "models.doctor": "doctor",
             "models.reloading": "reload",
             "models.skeleton": "skeletons",
+            "reporting.report": "report",
             "scanning.scan": "scan",
             "tensors.ref": "TensorRef",
             "transforms.average": "average",

@@ -61,17 +61,7 @@ BOLD: dict[str, Any] = {"linewidth": 2, "markersize": 6.5, "markeredgecolor": "w
 # The mean of each epoch of the training, among the points of its steps.
 HOLLOW: dict[str, Any] = {"linewidth": 1.1, "markersize": 4, "markerfacecolor": "white", "zorder": 2.5}
 
-TITLES = {
-    "loss": "Loss",
-    "accuracy": "Accuracy",
-    "lr": "Learning rate",
-    "samples_per_second": "Throughput, samples per second",
-    "mse": "Mean squared error",
-    "mae": "Mean absolute error",
-    "r2": "R²",
-}
 MIN_SPAN = 0.05  # the least part of an axis of accuracy: a tenth of a per cent shall not look like much
-MAX_SCORES = 6  # panels of scores, beyond which a picture could not be read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,7 +127,7 @@ def picture(runs: Sequence[run_log.Run]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    quantities = panels(runs)
+    quantities = run_log.panels(runs)
     rows = -(-len(quantities) // 2)
     head = 0.3 + 0.22 * -(-len(runs) // legend_columns(runs))
     height = 3.0 * rows + head
@@ -151,14 +141,6 @@ def picture(runs: Sequence[run_log.Run]) -> Figure:
             unused.set_visible(False)
         _draw_legend(figure, runs, height)
     return figure
-
-
-def panels(runs: Sequence[run_log.Run]) -> list[str]:
-    """Return the quantities that get a panel: the loss, the scores, the learning rate, the throughput."""
-    scores = dict.fromkeys(name for run in runs for name in (*run.test, *run.train))
-    others = [name for name in scores if name not in ("loss", "lr", "samples_per_second")]
-    wanted = ("loss", *others[:MAX_SCORES], "lr", "samples_per_second")
-    return [name for name in wanted if any(name in run.train or name in run.test for run in runs)]
 
 
 def look_of(number: int) -> dict[str, Any]:
@@ -185,7 +167,7 @@ def _draw_panel(axes: Axes, quantity: str, runs: Sequence[run_log.Run]) -> None:
             axes.plot(*zip(*tested, strict=True), **(look | BOLD | marked))
         if by_epoch:
             axes.plot(*zip(*by_epoch, strict=True), **(look | HOLLOW))
-    axes.set_title(TITLES.get(quantity, quantity.replace("_", " ").capitalize()), parse_math=False)
+    axes.set_title(run_log.title(quantity), parse_math=False)
     _set_scales(axes, quantity, runs)
     if any(quantity in run.test for run in runs) and any(quantity in run.train for run in runs):
         _draw_key(axes, by_epoch=any(quantity in run.epochs for run in runs))

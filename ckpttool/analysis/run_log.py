@@ -66,6 +66,16 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 # (epochs, value), in the order of the training; a value is NaN where the log has null.
 Points = list[tuple[float, float]]
 
+TITLES = {
+    "loss": "Loss",
+    "accuracy": "Accuracy",
+    "lr": "Learning rate",
+    "samples_per_second": "Throughput, samples per second",
+    "mse": "Mean squared error",
+    "mae": "Mean absolute error",
+    "r2": "R²",
+}
+MAX_SCORES = 6  # panels of scores, beyond which a picture could not be read
 LARGEST = 1e150  # beyond it, the span of an axis is no finite number
 MAX_NAME = 44  # characters of a run's name, beyond which its middle is left out
 
@@ -78,6 +88,8 @@ class Run:
     train: dict[str, Points] = field(default_factory=dict)
     test: dict[str, Points] = field(default_factory=dict)
     epochs: dict[str, Points] = field(default_factory=dict)  # of the training, where `train` is of its steps
+    # mean seconds of a step, as `step`, and of each of its phases; by rank 0's log of all ranks
+    seconds: dict[str, Points] = field(default_factory=dict)
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
@@ -108,8 +120,17 @@ def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
             too_short = 2 * _value(entry.get("steps", usual)) < usual
             for quantity in ("lr",) if too_short else ("loss", "lr", "samples_per_second"):
                 _add(run.train, quantity, at, entry.get(quantity))
+            if not too_short:
+                _add_seconds(run.seconds, at, entry)
     losses = {"loss": by_epoch.train["loss"]} if {"loss"} <= run.train.keys() & by_epoch.train.keys() else {}
-    return Run(name, {**by_epoch.train, **run.train}, by_epoch.test, losses)
+    return Run(name, {**by_epoch.train, **run.train}, by_epoch.test, losses, run.seconds)
+
+
+def _add_seconds(seconds: dict[str, Points], at: float, entry: Mapping[str, Any]) -> None:
+    steps = _value(entry.get("steps"))
+    for key in (key for key in entry if key == "seconds" or key.endswith("_seconds")):
+        if steps > 0:
+            _add(seconds, key.removesuffix("seconds").rstrip("_") or "step", at, _value(entry[key]) / steps)
 
 
 def _add_epoch(run: Run, entry: Mapping[str, Any]) -> None:
@@ -174,3 +195,16 @@ def shortened(name: str) -> str:
         return name
     head = (MAX_NAME - 1) // 2
     return f"{name[:head]}…{name[-(MAX_NAME - 1 - head) :]}"
+
+
+def panels(runs: Sequence[Run]) -> list[str]:
+    """Return the quantities that get a panel: the loss, the scores, the learning rate, the throughput."""
+    scores = dict.fromkeys(name for run in runs for name in (*run.test, *run.train))
+    others = [name for name in scores if name not in ("loss", "lr", "samples_per_second")]
+    wanted = ("loss", *others[:MAX_SCORES], "lr", "samples_per_second")
+    return [name for name in wanted if any(name in run.train or name in run.test for run in runs)]
+
+
+def title(quantity: str) -> str:
+    """Return what a quantity is called above its panel."""
+    return TITLES.get(quantity, quantity.replace("_", " ").capitalize())
