@@ -33,8 +33,10 @@ def difference(a: Checkpoint, b: Checkpoint, comparison: Comparison, state: str 
 def _change(change: Change) -> dict[str, Any]:
     distance, norms = change.distance, change.norms
     fields: dict[str, Any] = {"name": printable(change.name), "why": change.why, "text": detailed(change)}
+    kinds = dict.fromkeys((change.a, change.b))
     if norms is not None:
         fields |= {"relative": norms.relative, "cosine": norms.cosine}
+        fields |= {"kind": printable(" -> ".join(kinds))}
     if distance is not None:
         fields |= {"most": distance.max_abs, "differ": distance.differ, "of": distance.of}
         fields |= {"nans": distance.nans} if distance.nans else {}

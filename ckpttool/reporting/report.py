@@ -97,7 +97,7 @@ def report(
             data |= {"evaluations": [evaluation(at) for run in runs for at in evaluations_in(run)]}
         data["rows"] = [checkpoint_row(row) for each in subjects for row in each.rows]
         names = tuple(each.path for each in checkpoints)
-        written = write(output, names or tuple(runs), data, dry_run=dry_run)
+        written = write(output, tuple(runs) or names, data, dry_run=dry_run)
     return Reported(output, written, names, tuple(runs), None if comparison is None else comparison.same)
 
 

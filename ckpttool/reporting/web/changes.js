@@ -12,7 +12,7 @@ function changesOf(difference) {
     : `${counted(tensors, "tensor")} compared: ${difference.changed.length} changed, ${difference.only_a.length} gone, ${difference.only_b.length} new.`;
   return section(
     "difference", "Difference",
-    el("p", { class: "verdict" }, verdict),
+    el("p", { class: difference.same ? "verdict" : "differs" }, verdict),
     facts([["before", a], ["after", b]]),
     ...familiesOf(decoded(difference.names), difference, changed).map((family) => heatmap(family)),
     difference.changed.length ? changeTable(difference.changed) : null,
@@ -87,7 +87,7 @@ function changeTable(changed) {
     { title: "cosine", numeric: true, key: (change) => -(change.cosine ?? -2), text: (change) => (change.cosine === undefined || change.cosine === null ? "" : change.cosine.toFixed(6)) },
     { title: "largest", numeric: true, key: (change) => change.most, text: (change) => inShort(change.most) },
     { title: "differ", numeric: true, key: (change) => change.differ / change.of, text: (change) => (change.of ? shareOf(change.differ, change.of) : "") },
-    { title: "what", text: (change) => change.text },
+    { title: "what", text: (change) => (change.relative === undefined ? change.text : change.kind) },
   ];
   return tableOf(`What changed, and how far (${changed.length.toLocaleString("en")})`, columns, changed, columns[1]);
 }

@@ -7,10 +7,10 @@ function build(data) {
   const { checkpoint, difference, training, evaluations = [], rows = [] } = data;
   document.getElementById("head").append(...headOfPage(data));
   const parts = [
-    checkpoint && overviewOf(checkpoint),
-    difference && changesOf(difference),
     training?.runs.length && trainingOf(training),
     ...evaluations.map(evaluationOf),
+    checkpoint && overviewOf(checkpoint),
+    difference && changesOf(difference),
     checkpoint && modulesOf(checkpoint, difference),
     checkpoint?.others.length && othersOf(checkpoint.others),
     rows.length && checkpointsOf(rows),
@@ -69,7 +69,7 @@ function modulesOf(checkpoint, difference) {
   const key = difference ? heatKey() : el("p", { class: "key" }, "by type: ", dtypes.slice(0, 12).map((dtype, i) => el("span", {}, el("i", { class: `c${i % 8}`, "aria-hidden": "true" }), dtype)));
   return section(
     "modules", "Modules and tensors",
-    el("div", { class: "modules" },
+    el("div", { class: difference ? "modules moving" : "modules" },
       el("div", { class: "side" }, map.element, key),
       el("div", { class: "side" }, searchOf(grid, tensors, dtypes, said), grid.element)),
     detail,
@@ -121,7 +121,7 @@ function searchOf(grid, tensors, dtypes, said) {
 function columnsOf(tensors, difference) {
   const measured = tensors.some((tensor) => tensor.bins);
   const mark = (node) => (node.kids.length ? el("span", { class: "fold", "aria-hidden": "true" }, node.open ? "▾" : "▸") : null);
-  const badge = (node) => (node.bad ? el("span", { class: "badge" }, "not finite") : null);
+  const badge = (node) => (node.bad ? el("span", { class: "badge", title: "NaN or infinity" }, "NaN") : null);
   const columns = [
     { name: "name", title: "name", key: (node) => node.name, cell: (node) => [mark(node), el("span", { class: "text", title: node.path }, node.name || "(empty)"), badge(node)] },
     { name: "dtype", title: "type", cell: (node, tensor) => tensor?.dtype ?? "" },

@@ -35,7 +35,7 @@ function tableOf(caption, columns, rows, sorted = null) {
   if (sorted) sortBy(sorted, true);
   else show(shown);
   const table = el("table", {}, el("caption", {}, caption), el("thead", {}, el("tr", {}, heads)), body);
-  return el("div", { class: "table" }, scrolling(table, caption), more);
+  return el("div", { class: columns.length > 2 ? "table wide" : "table" }, scrolling(table, caption), more);
 }
 
 /* Whoever has no mouse scrolls what has the focus. */

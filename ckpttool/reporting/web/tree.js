@@ -31,7 +31,8 @@ function treeGrid({ root, nodes }, tensors, columns, said, choose) {
       if (!node.open) continue;
       const kids = kept ? node.kids.filter((kid) => kept.has(kid)) : node.kids;
       for (let i = kids.length - 1; i >= 0; i--) {
-        Object.assign(kids[i], { place: i + 1, size: kids.length });
+        kids[i].place = i + 1;
+        kids[i].size = kids.length;
         stack.push(kids[i]);
       }
     }
@@ -184,6 +185,10 @@ function unfold(root) {
 function histogram(bins, width, height, label) {
   const step = width / bins.length;
   const drawn = svg("svg", { class: "histogram", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
+  if (bins.length === 1) {
+    drawn.append(svg("rect", { x: width / 2 - 2, y: 0, width: 4, height })); // all values are equal
+    return drawn;
+  }
   [...bins].forEach((level, i) => {
     const size = (LEVELS.indexOf(level) / (LEVELS.length - 1)) * height;
     if (size) drawn.append(svg("rect", { x: i * step, y: height - size, width: Math.max(step - 0.5, 0.5), height: size }));

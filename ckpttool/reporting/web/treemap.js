@@ -1,6 +1,6 @@
 /* The modules as rectangles, whose areas are their bytes: squarified (Bruls, Huizing and van Wijk, 2000). */
 
-const DEEPEST = 3;
+const DEEPEST = 6;
 const LEAST = 14; // pixels of a side, below which modules are drawn together
 const MARGIN = 2;
 const HEAD = 20; // pixels for the name of a module that is drawn with what is in it
@@ -87,7 +87,7 @@ function treemapOf(root, colourOf, choose) {
     const made = el("button", { type: "button", class: `box ${colour}`, title: said, "aria-label": said, click: () => open(node, rest) });
     Object.assign(made.style, { left: `${x}px`, top: `${y}px`, width: `${Math.max(w - 1, 1)}px`, height: `${Math.max(h - 1, 1)}px` });
     if (w > 34 && h > 17) made.append(el("span", {}, label), h > 36 && !outer ? el("small", {}, inBytes(bytes)) : "");
-    if (!rest && node.bad) made.classList.add("bad");
+    if (!rest && !outer && node.bad) made.classList.add("bad");
     return made;
   }
 
