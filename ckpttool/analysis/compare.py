@@ -82,6 +82,16 @@ class Comparison:
         """Whether nothing that was compared differs by more than the tolerance."""
         return not (self.only_a or self.only_b or self.changed)
 
+    def __repr__(self) -> str:
+        from .notebook import comparison_line
+
+        return f"<Comparison {comparison_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        from .notebook import comparison_html
+
+        return comparison_html(self)
+
     @property
     def identical(self) -> bool:
         """Whether nothing that was compared differs at all."""

@@ -20,6 +20,7 @@ from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
 from ..tensors.ref import TensorRef
 from ..transforms.quantization.recognise import Found, Scheme, recognise
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
+from ..words import counted, show_bytes
 from .other_contents import OptimizerRow, OtherRow, SchedulerRow, other_rows, training_rows
 
 MAX_CALLS, LONG = 100, 200  # calls of known dangers that are shown, and characters of an argument
@@ -93,6 +94,15 @@ class Summary:
     quantised: tuple[Scheme, ...] = ()
     unclear: tuple[str, ...] = ()
     commit: str | None = None  # of the repository on the hub that was read
+
+    def __repr__(self) -> str:
+        what = f"{self.format}, {show_bytes(self.nbytes)}, {counted(self.keys, 'tensor')}"
+        return f"<Summary {self.path}: {what}, {self.parameters:,} parameters>"
+
+    def _repr_html_(self) -> str:
+        from .notebook import summary_html
+
+        return summary_html(self)
 
 
 def inspect(file: File, *, state: str | None = None) -> Summary:

@@ -80,6 +80,11 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"
 
+    def _repr_html_(self) -> str:
+        from .notebook import checkpoint_html
+
+        return checkpoint_html(self)
+
     @property
     def path(self) -> str:
         """The file's name as the caller gave it."""

@@ -61,6 +61,12 @@ class State:
     def __repr__(self) -> str:
         return f"<State '{self.where}': {len(self.tensors)} tensors>"
 
+    def _repr_html_(self) -> str:
+        from ..markup import html
+        from .notebook import state_element
+
+        return html(state_element(self))
+
     def __getitem__(self, name: str) -> TensorRef:
         """Return a tensor by its name; `.numpy()` has its values, without torch."""
         return self.tensors[name]

@@ -141,7 +141,7 @@ function columnsOf(tensors, difference) {
 }
 
 function changeIn(node, tensor) {
-  if (tensor) return tensor.change ? sayChange(tensor.change) : tensor.gone ? "gone" : tensor.compared ? "same" : "";
+  if (tensor) return tensor.change ? sayChange(tensor.change).replace(" relative", "") : tensor.gone ? "gone" : tensor.compared ? "same" : "";
   return node.changed ? `${node.changed} of ${node.count}` : "";
 }
 
