@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 def printable(text: str) -> str:
     """Return `text` with control characters and lone surrogates escaped, fit to be shown."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

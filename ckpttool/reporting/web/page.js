@@ -49,7 +49,7 @@ function checkpointsOf(rows) {
     { title: "step", numeric: true, text: (row) => (row[1] === null ? "" : String(row[1])), key: (row) => row[1] },
     { title: "format", text: (row) => row[2] ?? "" },
     { title: "bytes", numeric: true, text: (row) => inBytes(row[3]), key: (row) => row[3] },
-    { title: "", text: (row) => (row[4] ? `no: ${row[4]}` : "whole") },
+    { title: "state", text: (row) => (row[4] ? `no: ${row[4]}` : "whole") },
   ];
   return section("checkpoints", "Checkpoints", tableOf(counted(rows.length, "checkpoint"), columns, rows));
 }
