@@ -132,6 +132,11 @@ def diff(
         NoState: there is no model's state at `state`, or with `model_only` none at all.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
             or if `verify` and a checksum is wrong.
+
+    Example:
+        >>> found = ckpttool.diff("model.safetensors", "tuned.safetensors")
+        >>> [(change.name, change.why) for change in found.changed]
+        [('0.weight', 'values')]
     """
     if not all(limit is None or limit >= 0 for limit in (rtol, atol)):
         raise UsageFault(f"a tolerance is a number from 0 on, not rtol={rtol}, atol={atol}")

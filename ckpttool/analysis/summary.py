@@ -118,6 +118,11 @@ def inspect(file: File, *, state: str | None = None) -> Summary:
     Raises:
         NoState: there is no state at `state`.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+
+    Example:
+        >>> summary = ckpttool.inspect("last.pt")
+        >>> summary.state, summary.keys, [row.kind for row in summary.optimizers]
+        ('model', 7, ['Adam'])
     """
     with opened(file) as checkpoint:
         return summarize(checkpoint, state)

@@ -60,6 +60,11 @@ class Checkpoint:
         ranks: what is known of the ranks that each wrote a part of it; None when one process wrote it.
         packed: how many tensors the file holds in each of its own types, if it packs some, as `Q4_K`: their
             values are computed, and `dtype` is that of the values.
+
+    Example:
+        >>> with ckpttool.open("last.pt") as checkpoint:
+        ...     checkpoint.format, checkpoint.tree["epoch"], checkpoint.state().where
+        ('torch-zip', 3, 'model')
     """
 
     source: Source

@@ -75,6 +75,11 @@ def report(
         NoState: there is no model's state at `state`.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` and `ckpttool.diff` raise them; also for a run's
             log or evaluation.
+
+    Example:
+        >>> found = ckpttool.report("model.safetensors", "changes.html", "tuned.safetensors")
+        >>> found.same, found.checkpoints
+        (False, ('model.safetensors', 'tuned.safetensors'))
     """
     output = os.fspath(path)
     require_writable(output, (file, other), force)

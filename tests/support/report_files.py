@@ -44,7 +44,8 @@ def model(seed: int = 0) -> dict[str, torch.Tensor]:
     for layer in range(LAYERS):
         for name, shape in (("attn.q", (16, 16)), ("attn.k", (4, 16)), ("mlp.up", (40, 16))):
             weight = torch.randn(*shape, generator=make) * 0.02
-            state[f"layers.{layer}.{name}.weight"] = weight.to(torch.bfloat16)
+            dtype = torch.float32 if name == "attn.q" else torch.bfloat16
+            state[f"layers.{layer}.{name}.weight"] = weight.to(dtype)
         state[f"layers.{layer}.norm.weight"] = torch.ones(16)
     state["layers.2.mlp.up.weight"][1, 2] = float("nan")
     state["head.weight"] = state["embed.weight"]
