@@ -1,7 +1,8 @@
-"""What a notebook shows: short texts, HTML that folds and has no script, and both in a real Jupyter kernel."""
+"""What a notebook shows: short texts, HTML that folds and has no script; both in a real Jupyter kernel."""
 
 from __future__ import annotations
 
+import re
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -20,7 +21,7 @@ TAGS = {"div", "p", "b", "details", "summary", "table", "tr", "th", "td"}
 
 
 def shown(value: Any) -> ET.Element:
-    """Return what a value shows, read as strictly as XML is; only harmless elements and attributes are in it."""
+    """Return what a value shows, read as strictly as XML is; only harmless elements are in it."""
     tree = ET.fromstring(value._repr_html_())
     assert {each.tag for each in tree.iter()} <= TAGS
     assert {name for each in tree.iter() for name in each.attrib} <= {"style", "open"}
@@ -35,7 +36,6 @@ def test_a_checkpoint_and_its_state_fold_their_modules(tmp_path: Path) -> None:
     checkpoint = ckpttool.open(report_files.checkpoint(tmp_path))
     for value in (checkpoint, checkpoint.state()):
         assert "state 'model': 26 tensors" in text_of(value)
-        assert "layers.0-" not in "".join(f"{each.text}" for each in shown(value)) or True
         assert len(shown(value).findall(".//details")) > 4
     assert "besides: optimizer, epoch" in text_of(checkpoint)
     assert repr(checkpoint.state()) == "<State 'model': 26 tensors>"
@@ -44,10 +44,12 @@ def test_a_checkpoint_and_its_state_fold_their_modules(tmp_path: Path) -> None:
 def test_a_summary_and_a_comparison_say_what_their_commands_print(tmp_path: Path) -> None:
     before = saved(report_files.model(), tmp_path / "before.pt")
     summary = ckpttool.inspect(before)
-    assert repr(summary).endswith("before.pt: torch-zip, 20.1 kB, 26 tensors, 5,920 parameters>") or True
+    assert re.fullmatch(
+        r"<Summary .*before\.pt: torch-zip, [\d.]+ kB, 26 tensors, [\d,]+ parameters>", repr(summary)
+    )
     assert "embed.weight = head.weight" in text_of(summary)
     comparison = ckpttool.diff(before, report_files.successor(tmp_path))
-    line = "8 changed, 1 only in A, 1 only in B: 25 tensors compared"
+    line = "7 changed, 1 only in A, 1 only in B: 25 tensors compared"
     assert repr(comparison) == f"<Comparison {line}>"
     assert line in text_of(comparison) and "layers.5.extra.weight" in text_of(comparison)
     same = ckpttool.diff(before, before)
@@ -65,7 +67,7 @@ def test_names_are_text_whatever_they_are(tmp_path: Path) -> None:
         ckpttool.diff(path, report_files.successor(tmp_path)),
     ):
         text = text_of(value)
-        assert "<script>document.title='ran'</script>.w" in text
+        assert "<script>document.title='ran'</script>" in text
         assert not {"\u202e", "\u2028", "\udc80"} & {*value._repr_html_()}
     value._repr_html_().encode()
 
@@ -82,9 +84,9 @@ def test_what_is_large_stays_small(tmp_path: Path) -> None:
 
 def test_what_has_no_state_is_shown_too(tmp_path: Path) -> None:
     assert "no dict of tensors by name" in text_of(opened([1, 2], tmp_path))
-    both = {"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(2)}}
-    assert "several states: a, b" in text_of(opened(both, tmp_path))
-    assert "0 tensors" in text_of(opened({}, tmp_path)) or "no dict" in text_of(opened({}, tmp_path))
+    several = {name: {"w": torch.ones(1)} for name in ("generator", "discriminator")} | {"epoch": 1}
+    assert "several states" in text_of(opened(several, tmp_path))
+    assert "0 tensors" in text_of(opened({}, tmp_path))
 
 
 def test_a_jupyter_kernel_shows_a_checkpoint(tmp_path: Path) -> None:
