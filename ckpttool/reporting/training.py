@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..analysis.run_log import LOG, Points, panels, read_runs, title
-from ..errors import CheckFailed, CkptToolError, Damaged
+from ..errors import CheckFailed, CkptToolError, Damaged, Unreadable
+from ..files.failures import reason
 from ..words import printable
 
 if TYPE_CHECKING:
     from ..metrics.predictions import RankFile
 
+LONGEST = 64 << 20  # bytes of a statement that are read
 STATEMENT = "eval.json"  # of train/evaluate.py --out
 MAX_POINTS = 1200  # of a curve: more than a screen has columns
 MAX_CLASSES = 64  # of which a matrix can be read; of more, the most frequent confusions are told
@@ -31,7 +33,8 @@ def evaluations_in(folder: str) -> list[str]:
     """Return the folders of evaluations: the folder itself, and those directly in it."""
     inside = glob.escape(folder)
     found = [os.path.join(inside, STATEMENT), os.path.join(inside, "*", STATEMENT)]
-    return [os.path.dirname(path) for pattern in found for path in sorted(glob.glob(pattern))]
+    paths = (path for pattern in found for path in sorted(glob.glob(pattern)))
+    return [os.path.dirname(path) for path in paths if os.path.isfile(path)]
 
 
 def training(folders: Sequence[str]) -> dict[str, Any]:
@@ -78,12 +81,14 @@ def evaluation(folder: str) -> dict[str, Any]:
     """Return an evaluation: what it states, whether its prediction files say the same, and what was confused.
 
     Raises:
-        Damaged: the statement is no JSON object.
+        Damaged, Unreadable: the statement is no JSON object, or can't be read.
     """
     path = os.path.join(folder, STATEMENT)
     try:
         with open(path, "rb") as file:
-            stated = json.load(file)
+            stated = json.loads(file.read(LONGEST))
+    except OSError as error:
+        raise Unreadable(path, reason(error)) from error
     except (ValueError, RecursionError):
         stated = None
     if not isinstance(stated, dict):
