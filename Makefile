@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 # Of `make fault` and `make fuzz`.
 SECONDS ?= 600
 
-.PHONY: help demo test long coverage drill gpu lint bench counted fault fuzz docs map release-check zipapp clean site
+.PHONY: help demo test long coverage drill gpu lint bench counted fault fuzz docs map release-check zipapp site report clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -49,6 +49,9 @@ docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stal
 
 map: $(INSTALLED)  ## what each file of the package is for
 	@$(BIN)/python -m tests.test_architecture --map
+
+report: $(INSTALLED)  ## a page of `ckpttool report` to look at, and its pictures: build/report.html
+	$(BIN)/python -m tests.reporting build
 
 bench: $(INSTALLED)  ## the benchmarks, next to the usual alternatives
 	$(BIN)/python -m benchmarks --record

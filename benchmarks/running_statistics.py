@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.log import log_file
+from ckpttool.analysis import run_log
 
 from . import machine
 from .commands import CHILDREN, PYTHON, tool
@@ -64,7 +64,7 @@ def measure(
     _run(PYTHON, CHILDREN / "evaluate_each.py", f"{EXAMPLE}:network", "digits", *own, offline)
     scores = [_accuracy((path.with_suffix("") / "eval.json").read_text()) for path in (*own, offline)]
     plain, pooled = (
-        [entry["accuracy"] for entry in log_file.read(folder / kind) if "epoch" in entry]
+        [entry["accuracy"] for entry in run_log.read(folder / kind) if "epoch" in entry]
         for kind in ("plain", "pooled")
     )
     return Measured(plain, pooled, scores[:-1], scores[-1], _same_weights(folder))

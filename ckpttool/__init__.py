@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .models.reloading import reload as reload
     from .models.skeleton import skeletons as skeletons
     from .proving.proof import prove as prove
+    from .reporting.report import report as report
     from .scanning.scan import scan as scan
     from .slimming import slim_in_place as slim_in_place
     from .tensors.ref import TensorRef as TensorRef
@@ -95,6 +96,7 @@ else:
             "models.doctor": "doctor",
             "models.reloading": "reload",
             "models.skeleton": "skeletons",
+            "reporting.report": "report",
             "scanning.scan": "scan",
             "slimming": "slim_in_place",
             "tensors.ref": "TensorRef",

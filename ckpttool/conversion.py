@@ -60,6 +60,11 @@ def convert(
         NoState: there is no model's state, or none at `state`.
         Refused: the format can't hold something.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+
+    Example:
+        >>> saved = ckpttool.convert("last.pt", "half.safetensors", dtype="bf16")
+        >>> saved.keys, saved.left_out
+        (7, ('optimizer', 'epoch'))
     """
     only, exclude, leave_out = tuple(only), tuple(exclude), tuple(leave_out)
     with opened(file) as checkpoint:
@@ -115,6 +120,10 @@ def merge(
         UsageFault: one process wrote the files, the name says no format, or `dtype` is none.
         NoState: there is no model's state, or none at `state`.
         Unreadable, Damaged, Unsupported: as `ckpttool.open_ranks` raises them.
+
+    Example:
+        >>> ckpttool.merge("ranks", "whole.safetensors").keys
+        7
     """
     with open_ranks(files, take_rank=take_rank) as merged:
         checkpoint: Checkpoint = merged

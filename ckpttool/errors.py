@@ -21,6 +21,13 @@ class CkptToolError(Exception):
         hint: the next thing to do, as a sentence or a command; None when there is none.
         kind: a stable word for scripts, e.g. `damaged`.
         exit_code: 1 a check failed or there was nothing to do, 2 usage, 3 unreadable or refused input.
+
+    Example:
+        >>> try:
+        ...     ckpttool.open("nowhere.pt")
+        ... except ckpttool.CkptToolError as error:
+        ...     print(error.kind, error.message)
+        unreadable nowhere.pt: no such file
     """
 
     kind = "error"

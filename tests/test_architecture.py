@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 MARKS = "<!-- tables -->\n", "<!-- /tables -->"
 
 FOLDERS = ["tensors", "distributed", "files", "remote", "inert_pickle", "checkpoint", "formats", "transforms"]
-FOLDERS += ["analysis", "scanning", "proving", "batchnorm", "metrics", "models", "cli"]
+FOLDERS += ["analysis", "scanning", "proving", "batchnorm", "metrics", "reporting", "models", "cli"]
 """The folders of the package, from the ground up: each imports only from those before it."""
 
 ROOMS = ["config", "data", "tasks", "model", "log", "launch", "trainer", "checkpoint", "run"]

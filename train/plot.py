@@ -21,13 +21,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.analysis import run_log
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault, install
 from ckpttool.files.commit import replacing
 from ckpttool.files.failures import naming
 from train import console
 from train.config.flags import Parser
 from train.launch import program
-from train.log import log_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,17 +61,7 @@ BOLD: dict[str, Any] = {"linewidth": 2, "markersize": 6.5, "markeredgecolor": "w
 # The mean of each epoch of the training, among the points of its steps.
 HOLLOW: dict[str, Any] = {"linewidth": 1.1, "markersize": 4, "markerfacecolor": "white", "zorder": 2.5}
 
-TITLES = {
-    "loss": "Loss",
-    "accuracy": "Accuracy",
-    "lr": "Learning rate",
-    "samples_per_second": "Throughput, samples per second",
-    "mse": "Mean squared error",
-    "mae": "Mean absolute error",
-    "r2": "R²",
-}
 MIN_SPAN = 0.05  # the least part of an axis of accuracy: a tenth of a per cent shall not look like much
-MAX_SCORES = 6  # panels of scores, beyond which a picture could not be read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +86,7 @@ def draw(arguments: Sequence[str]) -> None:
     check_output(given.out, force=given.force)
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageFault("train/plot.py needs matplotlib, which is not installed", hint=install("plots"))
-    runs = log_file.read_runs(given.runs)
+    runs = run_log.read_runs(given.runs)
     write(picture(runs), given.out)
     console.say(f"drew {len(runs)} run{'s' * (len(runs) != 1)} -> {given.out}")
 
@@ -132,12 +122,12 @@ def _style() -> Iterator[None]:
 # ---- the picture ---------------------------------------------------------------------------------------
 
 
-def picture(runs: Sequence[log_file.Run]) -> Figure:
+def picture(runs: Sequence[run_log.Run]) -> Figure:
     """Return a figure with a panel for each quantity that any of the runs has."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    quantities = panels(runs)
+    quantities = run_log.panels(runs)
     rows = -(-len(quantities) // 2)
     head = 0.3 + 0.22 * -(-len(runs) // legend_columns(runs))
     height = 3.0 * rows + head
@@ -153,14 +143,6 @@ def picture(runs: Sequence[log_file.Run]) -> Figure:
     return figure
 
 
-def panels(runs: Sequence[log_file.Run]) -> list[str]:
-    """Return the quantities that get a panel: the loss, the scores, the learning rate, the throughput."""
-    scores = dict.fromkeys(name for run in runs for name in (*run.test, *run.train))
-    others = [name for name in scores if name not in ("loss", "lr", "samples_per_second")]
-    wanted = ("loss", *others[:MAX_SCORES], "lr", "samples_per_second")
-    return [name for name in wanted if any(name in run.train or name in run.test for run in runs)]
-
-
 def look_of(number: int) -> dict[str, Any]:
     """Return the colour, mark and line of a run."""
     return {
@@ -170,7 +152,7 @@ def look_of(number: int) -> dict[str, Any]:
     }
 
 
-def _draw_panel(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None:
+def _draw_panel(axes: Axes, quantity: str, runs: Sequence[run_log.Run]) -> None:
     for number, run in enumerate(runs):
         tested, trained = run.test.get(quantity, []), run.train.get(quantity, [])
         by_epoch, look = run.epochs.get(quantity, []), look_of(number)
@@ -185,13 +167,13 @@ def _draw_panel(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None
             axes.plot(*zip(*tested, strict=True), **(look | BOLD | marked))
         if by_epoch:
             axes.plot(*zip(*by_epoch, strict=True), **(look | HOLLOW))
-    axes.set_title(TITLES.get(quantity, quantity.replace("_", " ").capitalize()), parse_math=False)
+    axes.set_title(run_log.title(quantity), parse_math=False)
     _set_scales(axes, quantity, runs)
     if any(quantity in run.test for run in runs) and any(quantity in run.train for run in runs):
         _draw_key(axes, by_epoch=any(quantity in run.epochs for run in runs))
 
 
-def _set_scales(axes: Axes, quantity: str, runs: Sequence[log_file.Run]) -> None:
+def _set_scales(axes: Axes, quantity: str, runs: Sequence[run_log.Run]) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
     longest = max((at for run in runs for c in (run.train, run.test) for p in c.values() for at, _ in p))
@@ -229,13 +211,13 @@ def _draw_key(axes: Axes, *, by_epoch: bool) -> None:
     axes.legend(lines, names, loc="best", handlelength=2.2)
 
 
-def legend_columns(runs: Sequence[log_file.Run]) -> int:
+def legend_columns(runs: Sequence[run_log.Run]) -> int:
     """Return how many names of runs stand in one row above the panels."""
     longest = max(len(run.name) for run in runs)
     return max(1, min(len(runs), 4, 110 // (longest + 6)))
 
 
-def _draw_legend(figure: Figure, runs: Sequence[log_file.Run], height: float) -> None:
+def _draw_legend(figure: Figure, runs: Sequence[run_log.Run], height: float) -> None:
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], **look_of(number), **BOLD) for number in range(len(runs))]

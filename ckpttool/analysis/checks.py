@@ -37,6 +37,11 @@ def digest(
             is more than 64 GiB larger than what the file holds of it.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if the file ends early,
             or if `verify` and a checksum is wrong.
+
+    Example:
+        >>> saved = ckpttool.convert("model.safetensors", "copy.pt")
+        >>> ckpttool.digest("copy.pt") == ckpttool.digest("model.safetensors")
+        True
     """
     with opened(file) as checkpoint:
         chosen = checkpoint.state(state)

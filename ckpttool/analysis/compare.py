@@ -82,6 +82,16 @@ class Comparison:
         """Whether nothing that was compared differs by more than the tolerance."""
         return not (self.only_a or self.only_b or self.changed)
 
+    def __repr__(self) -> str:
+        from .notebook import comparison_line
+
+        return f"<Comparison {comparison_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        from .notebook import comparison_html
+
+        return comparison_html(self)
+
     @property
     def identical(self) -> bool:
         """Whether nothing that was compared differs at all."""
@@ -122,6 +132,11 @@ def diff(
         NoState: there is no model's state at `state`, or with `model_only` none at all.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
             or if `verify` and a checksum is wrong.
+
+    Example:
+        >>> found = ckpttool.diff("model.safetensors", "tuned.safetensors")
+        >>> [(change.name, change.why) for change in found.changed]
+        [('0.weight', 'values')]
     """
     if not all(limit is None or limit >= 0 for limit in (rtol, atol)):
         raise UsageFault(f"a tolerance is a number from 0 on, not rtol={rtol}, atol={atol}")

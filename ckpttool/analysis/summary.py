@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from ..checkpoint.checkpoint import Checkpoint, Remark
 from ..checkpoint.dotted_names import Entry, Path, contents, dotted
+from ..checkpoint.module_tree import Branch, outline
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
@@ -19,7 +20,7 @@ from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
 from ..tensors.ref import TensorRef
 from ..transforms.quantization.recognise import Found, Scheme, recognise
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
-from .module_tree import Branch, outline
+from ..words import counted, show_bytes
 from .other_contents import OptimizerRow, OtherRow, SchedulerRow, other_rows, training_rows
 
 MAX_CALLS, LONG = 100, 200  # calls of known dangers that are shown, and characters of an argument
@@ -122,6 +123,15 @@ class Summary:
     unclear: tuple[str, ...] = ()
     commit: str | None = None
 
+    def __repr__(self) -> str:
+        what = f"{self.format}, {show_bytes(self.nbytes)}, {counted(self.keys, 'tensor')}"
+        return f"<Summary {self.path}: {what}, {self.parameters:,} parameters>"
+
+    def _repr_html_(self) -> str:
+        from .notebook import summary_html
+
+        return summary_html(self)
+
 
 def inspect(file: File, *, state: str | None = None) -> Summary:
     """Return what is in a file: its format, the model's state, optimizers and everything else; load nothing.
@@ -136,6 +146,11 @@ def inspect(file: File, *, state: str | None = None) -> Summary:
     Raises:
         NoState: there is no state at `state`.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+
+    Example:
+        >>> summary = ckpttool.inspect("last.pt")
+        >>> summary.state, summary.keys, [row.kind for row in summary.optimizers]
+        ('model', 7, ['Adam'])
     """
     with opened(file) as checkpoint:
         return summarize(checkpoint, state)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checksums import Checksums, expect
 from ..checkpoint.dotted_names import Entry, contents, dotted, is_tensor
 from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ..checkpoint.special_tensors import SHARDED
 from ..errors import CkptToolError, FileError
+from ..files.copying import Progress
 from ..formats.one_of_several import piece_of
 from ..formats.reading import open as open_checkpoint
 from ..formats.roots import checkpoints_below, step_in
@@ -21,10 +23,12 @@ from ..tensors.cast import FLOATS, carrier, reader
 from ..tensors.ref import TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from .distances import INTEGERS
+from .histogram import Histogram
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+BINS = 16  # of a histogram that is shown
 MOST_CHECKPOINTS = 200  # that are opened; the newest of a run come first
 
 BLOCK = 1 << 18  # Elements per step: as float64 they stay in the processor's cache
@@ -89,6 +93,8 @@ class Stats:
         minimum, maximum: of the finite values, in the tensor's own type; None when there are none.
         mean, deviation: of the finite values, computed in float64; the deviation is a population's (÷ n).
         non_finite: the number of values that are NaN or infinite.
+        histogram: how many of the finite values lie in each of the bins of equal width from the minimum to
+            the maximum; empty where none were asked for.
     """
 
     minimum: float | int | None = None
@@ -96,21 +102,41 @@ class Stats:
     mean: float | None = None
     deviation: float | None = None
     non_finite: int = 0
+    histogram: tuple[int, ...] = ()
 
 
-def measure(name: str, tensor: TensorRef) -> Stats | None:
+def measure(name: str, tensor: TensorRef, bins: int = 0) -> Stats | None:
     """Return the statistics of a tensor; None for complex, quantised and other types that have no order."""
     kind = tensor.dtype.name
     if kind not in FLOATS and kind not in INTEGERS:
         return None
     once, repeats = without_repeats(tensor)  # equal repetition of all values changes no mean
     require_bounded(name, once, MAX_REPEATED)
-    sums = _Sums()
+    sums = _Sums(Histogram() if bins else None)
     for piece in stream(once):
         values = _values(kind, tensor, piece)
         for start in range(0, len(values), BLOCK):
             sums.add(values[start : start + BLOCK])
-    return sums.stats(repeats)
+    return sums.stats(repeats, bins)
+
+
+def measure_all(
+    checkpoint: Checkpoint, *, bins: int = 0, verify: bool = True, progress: Progress | None = None
+) -> dict[str, Stats | None]:
+    """Return the statistics of every plain tensor of a file by its name; reads each value once.
+
+    Raises:
+        Damaged: a file ends early, or with `verify` a checksum is wrong.
+    """
+    found: dict[str, Stats | None] = {}
+    expect(checkpoint.storages())
+    with Checksums(checkpoint, checkpoint.storages() if verify else ()) as checksums:
+        for name, tensor in checkpoint.tensors():
+            found[name] = measure(name, tensor, bins)
+            if progress:
+                progress(tensor.nbytes)
+        checksums.finish()
+    return found
 
 
 def _values(kind: str, tensor: TensorRef, piece: memoryview) -> NDArray[Any]:
@@ -124,7 +150,8 @@ def _values(kind: str, tensor: TensorRef, piece: memoryview) -> NDArray[Any]:
 class _Sums:
     """Sums over blocks, merged as in Chan, Golub and LeVeque (1979)."""
 
-    def __init__(self) -> None:
+    def __init__(self, histogram: Histogram | None) -> None:
+        self.histogram = histogram
         self.count = self.non_finite = 0
         self.mean = self.squares = 0.0
         self.least: Any = None
@@ -140,6 +167,8 @@ class _Sums:
                 block = block[finite]
         if not block.size:
             return
+        if self.histogram is not None:
+            self.histogram.add(block)
         least, most = block.min(), block.max()
         self.least = least if self.least is None else min(self.least, least)
         self.most = most if self.most is None else max(self.most, most)
@@ -153,11 +182,13 @@ class _Sums:
             self.mean += apart * block.size / total
         self.count = total
 
-    def stats(self, repeats: int) -> Stats:
+    def stats(self, repeats: int, bins: int) -> Stats:
         if not self.count:
             return Stats(non_finite=self.non_finite * repeats)
         least, most = self.least.item(), self.most.item()
-        return Stats(least, most, self.mean, (self.squares / self.count) ** 0.5, self.non_finite * repeats)
+        counts = tuple(n * repeats for n in self.histogram.bins(bins)) if self.histogram else ()
+        deviation = (self.squares / self.count) ** 0.5
+        return Stats(least, most, self.mean, deviation, self.non_finite * repeats, counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,10 @@ def verify(
             or bytes of `against` do not match their checksum.
         NoState: neither file has a state at `state`.
         Refused: an expanded tensor more than 64 GiB larger than its bytes.
+
+    Example:
+        >>> ckpttool.verify("last.pt").ok
+        True
     """
     with ExitStack() as stack:
         checkpoint = stack.enter_context(opened(file))

@@ -60,6 +60,11 @@ class Checkpoint:
         ranks: what is known of the ranks that each wrote a part of it; None when one process wrote it.
         packed: how many tensors the file holds in each of its own types, if it packs some, as `Q4_K`: their
             values are computed, and `dtype` is that of the values.
+
+    Example:
+        >>> with ckpttool.open("last.pt") as checkpoint:
+        ...     checkpoint.format, checkpoint.tree["epoch"], checkpoint.state().where
+        ('torch-zip', 3, 'model')
     """
 
     source: Source
@@ -79,6 +84,11 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"
+
+    def _repr_html_(self) -> str:
+        from .notebook import checkpoint_html
+
+        return checkpoint_html(self)
 
     @property
     def path(self) -> str:

@@ -44,6 +44,12 @@ class State:
         part_of: the state whose keys these are a part of; None for a whole dict.
         prefix: the keys of that part: `ema.` for those that begin with it, here without it, and `!ema.` for
             those that do not.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as checkpoint:
+        ...     state = checkpoint.state()
+        ...     len(state), state["0.weight"].shape, state["0.bias"].numpy().dtype.name
+        (7, (8, 4), 'float32')
     """
 
     path: Path
@@ -60,6 +66,12 @@ class State:
 
     def __repr__(self) -> str:
         return f"<State '{self.where}': {len(self.tensors)} tensors>"
+
+    def _repr_html_(self) -> str:
+        from ..markup import html
+        from .notebook import state_element
+
+        return html(state_element(self))
 
     def __getitem__(self, name: str) -> TensorRef:
         """Return a tensor by its name; `.numpy()` has its values, without torch."""

@@ -20,6 +20,10 @@ import click
 
 from ..contract import versioned
 from ..files.copying import Progress
+from ..words import counted as counted
+from ..words import printable as printable
+from ..words import show_bytes as show_bytes
+from ..words import show_names as show_names
 
 if TYPE_CHECKING:
     from ..remote.store import Traffic
@@ -168,32 +172,6 @@ def _finite(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     return [*map(_finite, value)] if isinstance(value, list | tuple) else value
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters and lone surrogates escaped, fit for a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def show_bytes(count: float) -> str:
-    """Return a number of bytes for people, in units of 1000: `97.8 MB`."""
-    if count < 1000:
-        return f"{count:.0f} bytes"
-    units = ["kB", "MB", "GB", "TB"]
-    while (count := count / 1000) >= 999.5 and len(units) > 1:
-        del units[0]
-    return f"{count:.3g} {units[0]}"
-
-
-def counted(count: int, one: str, more: str = "") -> str:
-    """Return a count with its noun: `1 value`, `2 values`."""
-    return f"{count} {one if count == 1 else more or f'{one}s'}"
-
-
-def show_names(names: Sequence[str], most: int = 4) -> str:
-    """Join the first `most` names, and say how many more there are."""
-    shown = ", ".join(printable(name) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def coloured(word: str, colour: str) -> str:

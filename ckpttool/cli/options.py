@@ -253,6 +253,12 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+# Of commands whose answer can also be a page
+page_options = _all(
+    option("--html OUT", "Also write it as a page of HTML, as report does.", "html", type=click.Path()),
+    flag("--force", "Replace the file of --html if it exists."),
+)
+
 # The options of every command, which gets a `console` for them
 reading = _all(
     flag("--json", "Print one JSON object on stdout, also for errors.", "as_json"),

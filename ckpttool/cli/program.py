@@ -29,6 +29,7 @@ from .commands import (
     lora,
     maps,
     ranks,
+    report,
     scan,
     slim,
     training,
@@ -48,6 +49,7 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
     "Look": {
         inspect.command: "Show what is in a file, without running any of it",
         check.digest: "One SHA-256 for a model, the same in every format",
+        report.command: "A page to look at: contents, changes, or a run",
     },
     "Rename": {
         keys.strip_prefix: "Take a wrapper's prefix off the keys",

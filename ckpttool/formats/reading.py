@@ -78,6 +78,11 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         Unreadable: there is no such file, it may not be read, or it is a folder without a checkpoint.
         Damaged: it claims a format and breaks its rules.
         Unsupported: it is something else, or in a format that is not read here.
+
+    Example:
+        >>> with ckpttool.open("last.pt") as checkpoint:
+        ...     [name for name, tensor in checkpoint.state().items() if tensor.dtype.name == "int64"]
+        ['module.1.num_batches_tracked']
     """
     name = canonical(os.fspath(path))
     with places.visit():
@@ -153,6 +158,11 @@ def open_ranks(
         Unsupported: the files do not hold enough to make the tensors whole.
         UsageFault: one process wrote the files; no file was written by `take_rank`, or the format stores what
             ranks share only once.
+
+    Example:
+        >>> with ckpttool.open_ranks("ranks") as checkpoint:
+        ...     checkpoint.ranks.world_size, checkpoint.state()["0.weight"].shape
+        (2, (8, 4))
     """
     from .ranks.pieces import Take
 

@@ -133,6 +133,12 @@ def split(
             shape than its parameter.
         NoState: the file holds no state, or none at `state`.
         Damaged: what was read does not have its checksum, or what was written does not read back as intended.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as checkpoint:
+        ...     parted = ckpttool.split(checkpoint, "two", 2)
+        >>> ckpttool.merge("two", "again.safetensors").keys
+        7
     """
     named = output_at(os.fspath(path))
     upload = uploading(named, replace=force, dry_run=dry_run, progress=progress, expect=expect)

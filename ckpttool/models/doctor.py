@@ -48,6 +48,13 @@ def doctor(
         TypeError: `model` is no module, or both or neither of `model` and `like` are given.
         NoState: `state` is given, and the file has no state there.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        >>> diagnosis = ckpttool.doctor("last.pt", model)
+        >>> diagnosis.loads, [problem.kind for problem in diagnosis.problems]
+        (False, ['prefix', 'reload'])
     """
     if like is not None and model is None:
         with opened(file) as checkpoint, opened(like) as reference:

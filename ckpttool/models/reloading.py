@@ -118,6 +118,12 @@ def reload(
         UsageFault: a parameter or buffer to be loaded is on the meta device, and `assign` is False.
         Refused: the model asks for an object that only code could create, or a tensor is not a plain one.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        >>> len(ckpttool.reload("model.safetensors", model).loaded)
+        7
     """
     require_module("reload", model)
     if not assign:

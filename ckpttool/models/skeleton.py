@@ -27,6 +27,13 @@ def skeletons() -> Iterator[None]:
 
     Yields:
         None. `torch.nn.Module.register_parameter` is replaced until the context ends, in all threads.
+
+    Example:
+        >>> import torch
+        >>> with ckpttool.skeletons():
+        ...     model = torch.nn.Linear(4, 8)
+        >>> model.weight.device.type
+        'meta'
     """
     import torch
 

@@ -110,6 +110,10 @@ def prove(
         Damaged: it is no record of a run.
         UsageFault: the part can't be replayed: there is no checkpoint to start from, the run names code and
             `run_code` is not set, or the trainer's program is not there.
+
+    Example:
+        >>> ckpttool.prove("runs/a").ok
+        True
     """
     folder = os.fspath(run)
     path = os.path.join(folder, chain.NAME)

@@ -32,6 +32,10 @@ def scan(path: str | os.PathLike[str], *, allow: Collection[str] = ()) -> list[S
 
     Raises:
         MemoryError: a pickle takes more memory than there is.
+
+    Example:
+        >>> [(file.path, file.verdict) for file in ckpttool.scan("last.pt")]
+        [('last.pt', 'safe')]
     """
     with places.visit():
         return [*scan_each(named_in([path]), allow)]

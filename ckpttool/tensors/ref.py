@@ -316,6 +316,12 @@ class TensorRef:
         requires_grad: as saved.
         conj, neg: the lazy bits torch may save: the true values are the conjugate, or the negative, of the
             stored ones.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as checkpoint:
+        ...     tensor = checkpoint.state()["0.weight"]
+        ...     tensor.dtype.name, tensor.shape, tensor.nbytes, tensor.numpy().shape
+        ('float32', (8, 4), 128, (8, 4))
     """
 
     storage: Storage

@@ -100,6 +100,11 @@ def average(
             sparse or quantised.
         NoState: a file holds no state, or none at `state`.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+
+    Example:
+        >>> mean, averaged = ckpttool.average(["model.safetensors", "tuned.safetensors"])
+        >>> averaged.files, ckpttool.save(mean, "mean.safetensors").keys
+        (2, 7)
     """
     if isinstance(files, Checkpoint | str | os.PathLike):
         raise TypeError("average() takes a list of paths or checkpoints: ckpttool.average([a, b])")

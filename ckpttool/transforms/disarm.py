@@ -66,6 +66,13 @@ def disarm(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpo
             the contents are nested too deeply.
         Unsupported: the names of what changes would fill the memory.
         NoState: there is no state at `state`.
+
+    Example:
+        >>> with ckpttool.open("armed.pt") as checkpoint:
+        ...     plain, disarmed = ckpttool.disarm(checkpoint)
+        ...     saved = ckpttool.save(plain, "disarmed.pt")
+        >>> ckpttool.verify("disarmed.pt", no_code=True).ok
+        True
     """
     before = _state_of(checkpoint, state)
     # Where an array or an object would be taken for a state or a part of one, arrays become lists instead.

@@ -43,6 +43,12 @@ def rename_keys(
         UsageFault: an expression or replacement is malformed, or leaves a dot too many in a key.
         Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
         NoState: the file holds no state, or none at `state`.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as checkpoint:
+        ...     renamed, renaming = ckpttool.rename_keys(checkpoint, [(r"^0\\.", "linear.")])
+        ...     sorted(renamed.state())[-2:]
+        ['linear.bias', 'linear.weight']
     """
     (target, *copies), rules = with_copies(checkpoint, state), list(rules)
     renaming = rename_names(_keys(target), rules)
@@ -81,6 +87,12 @@ def strip_prefix(
         UsageFault: the prefix is empty, or lacks its dot.
         Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
         NoState: the file holds no state, or none at `state`.
+
+    Example:
+        >>> with ckpttool.open("last.pt") as checkpoint:
+        ...     plain, renaming = ckpttool.strip_prefix(checkpoint)
+        ...     next(iter(plain.state()))
+        '0.weight'
     """
     target, doomed = checkpoint.state(state), set(drop)
     if absent := sorted(doomed - target.container.keys()):
@@ -117,6 +129,12 @@ def add_prefix(
     Raises:
         UsageFault: the prefix is empty.
         NoState: the file holds no state, or none at `state`.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as checkpoint:
+        ...     wrapped, renaming = ckpttool.add_prefix(checkpoint)
+        ...     sorted(wrapped.state())[:2]
+        ['module.0.bias', 'module.0.weight']
     """
     target, *copies = with_copies(checkpoint, state)
     # Each wrapper is an nn.Module, so torch gives it a version of its own.

@@ -147,6 +147,12 @@ def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[
         NothingToDo: no tensor is complex.
         Collision: the name of a part is taken.
         NoState: the file holds no state, or none at `state`.
+
+    Example:
+        >>> with ckpttool.open("complex.pt") as checkpoint:
+        ...     parts, names = ckpttool.split_complex(checkpoint)
+        ...     names, sorted(parts.state())
+        (('w',), ['w.imag', 'w.real'])
     """
     target = checkpoint.state(state)
     names = tuple(name for name, tensor in target.tensors.items() if tensor.dtype.name in SPLIT)
@@ -170,6 +176,13 @@ def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[C
         NothingToDo: there is no such pair of float tensors of the same shape.
         Collision: NAME already exists.
         NoState: the file holds no state, or none at `state`.
+
+    Example:
+        >>> with ckpttool.open("complex.pt") as checkpoint:
+        ...     parts, names = ckpttool.split_complex(checkpoint)
+        ...     joined, again = ckpttool.join_complex(parts)
+        ...     joined.state()["w"].dtype.name
+        'complex64'
     """
     target = checkpoint.state(state)
     if not (names := _pairs(target.tensors)):

@@ -59,6 +59,12 @@ def select(
     Raises:
         NothingToDo: a pattern matches no key, or no key is left.
         NoState: the file holds no state, or none at `state`.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as checkpoint:
+        ...     part, selection = ckpttool.select(checkpoint, only=["0.*"])
+        ...     sorted(part.state())
+        ['0.bias', '0.weight']
     """
     target = checkpoint.state(state)
     keys = [key for key in target.container if isinstance(key, str)]
@@ -129,6 +135,13 @@ def with_metadata(
     Raises:
         UsageFault: a reader would take a text for the tie of a tensor, or for the contents of `--full`.
         NoState: there is no state at `state`.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as checkpoint:
+        ...     noted = ckpttool.with_metadata(checkpoint, {"note": "tuned"})
+        ...     saved = ckpttool.save(noted, "noted.safetensors")
+        >>> ckpttool.inspect("noted.safetensors").metadata["note"]
+        'tuned'
     """
     tensors = checkpoint.state(state).tensors if checkpoint.states() else {}
     for name, text in texts.items():
@@ -152,6 +165,11 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     Raises:
         NothingToDo: no dict has such an entry.
         Refused: the tree is nested too deeply to be copied.
+
+    Example:
+        >>> with ckpttool.open("last.pt") as checkpoint:
+        ...     list(ckpttool.drop(checkpoint, ["optimizer"]).tree)
+        ['model', 'epoch']
     """
     doomed: dict[int, set[object]] = {}
     for name in names:
@@ -199,6 +217,11 @@ def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
 
     Raises:
         NoState: the file holds no state, or none at `state`.
+
+    Example:
+        >>> with ckpttool.open("last.pt") as checkpoint:
+        ...     list(ckpttool.slim(checkpoint).tree)[:1]
+        ['module.0.weight']
     """
     target = checkpoint.state(state)
     absent = {name: like for name, like in target.likes.items() if like.kind == PLACEHOLDER}

@@ -25,6 +25,7 @@ from tests.support.saved import prefixed, saved_predictions
 ARGUMENTS = {
     "inspect": "last.pt",
     "digest": "last.pt",
+    "report": "last.pt page.html --force",
     "strip-prefix": "last.pt OUT",
     "add-prefix": "last.pt OUT",
     "rename-keys": "last.pt OUT --map module=m",

@@ -26,6 +26,7 @@ from ckpttool.formats import folders
 from ckpttool.formats.saving import destination
 from ckpttool.tensors import cast
 from tests.ranks import shardings
+from tests.support import report_files
 from tests.support.adapters import pair, save_adapter
 from tests.support.saved import prefixed, saved_predictions
 from train import main
@@ -81,6 +82,9 @@ def prepare(folder: Path, example: str) -> None:
     codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
     save_file({"l.weight": codes, "l.weight_scale": torch.ones(2)}, folder / "fp8-model/model.safetensors")
     (folder / "fp8-model" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    if example.startswith("ckpttool report "):
+        (folder / "runs").mkdir()
+        report_files.run(folder).rename(folder / "runs" / "a")
     (folder / "eval").mkdir()
     saved_predictions(folder / "eval", 2, 5)
 

@@ -26,7 +26,7 @@ WIDTH = 80
 READING = "--json --quiet -q --verbose -v"
 WRITING = f"{READING} --state --dry-run --force"
 CONTRACT = {
-    "inspect": READING,
+    "inspect": f"{READING} --html",
     "strip-prefix": f"{WRITING} --prefix --repeat --anywhere",
     "add-prefix": f"{WRITING} --prefix",
     "rename-keys": f"{WRITING} --map",
@@ -38,10 +38,11 @@ CONTRACT = {
     "disarm": f"{READING} --dry-run --force",
     "merge-lora": WRITING,
     "split": f"{READING} --dry-run --force --ranks --as",
-    "diff": f"{READING} --rtol --atol",
+    "diff": f"{READING} --rtol --atol --html",
     "verify": f"{READING} --against",
     "scan": f"{READING} --sarif --allow",
     "digest": READING,
+    "report": f"{WRITING} --no-values",
     "doctor": f"{READING} --model --like",
     "reload": f"{READING} --model --input-shape",
     "extract-lora": f"{READING} --dry-run --force --rank",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpttool
+from ckpttool.analysis import run_log
 from ckpttool.analysis.summary import summarize
 from ckpttool.analysis.verify import verify
 from ckpttool.checkpoint import full_encoding
@@ -44,7 +45,6 @@ from tests.support import other_files
 from tests.support.comparing import assert_same, values
 from train import plot
 from train.config.training import TrainConfig
-from train.log import log_file
 from train.run.folder import attempts, claimed
 
 # Bytes of a tensor's values that are compared at most: a view may repeat one byte without end
@@ -192,7 +192,7 @@ def _use_run(path: Path) -> bool:
             begin(1)
 
     def draw() -> None:
-        plot.picture(log_file.read_runs([str(path)])).draw_without_rendering()
+        plot.picture(run_log.read_runs([str(path)])).draw_without_rendering()
 
     # All three, whichever of them refuse: an error that is none of ours is never hidden by a refusal.
     refusals = [*filter(None, map(_refusal, (lambda: prove(path), draw, start)))]

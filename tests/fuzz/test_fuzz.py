@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save as saved
 
+from ckpttool.analysis import run_log
 from ckpttool.checkpoint import checksums
 from ckpttool.formats import folders, onnx
 from ckpttool.formats import safetensors as safetensors_format
@@ -26,7 +27,6 @@ from ckpttool.transforms.lora import adapter
 from tests.fuzz.campaign import files_of, judged, kept, minimised
 from tests.fuzz.seeds import SEEDS, Files, Odd, seeds, strided, written_by
 from tests.fuzz.worker import Worker
-from train.log import log_file
 from train.run import folder
 
 
@@ -142,7 +142,7 @@ def match_without_end() -> None:
 
 def read_pipes() -> None:
     """Read a log from whatever is in its place."""
-    log_file._without_waiting = os.open
+    run_log._without_waiting = os.open
 
 
 def count_failures_in_anything() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ckpttool.analysis import run_log
 from tests.ranks.programs import start, without
 from train import plot
-from train.log import log_file
 
 matplotlib = pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")
@@ -49,7 +49,7 @@ def write(folder: Path, entries: list[dict[str, Any]]) -> str:
 
 def drawn(*paths: str) -> dict[str, Any]:
     """Return each panel of the picture by its title."""
-    figure = plot.picture(log_file.read_runs(paths))
+    figure = plot.picture(run_log.read_runs(paths))
     figure.canvas.draw()  # a picture that can't be laid out fails here
     return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_visible()}
 
@@ -190,12 +190,12 @@ def test_colours_are_told_apart_by_the_colour_blind():
     ],
 )
 def test_a_run_is_named_by_the_end_of_its_path_that_tells_it_apart(paths, names):
-    assert log_file.names_of(paths) == names
+    assert run_log.names_of(paths) == names
 
 
 def test_any_name_can_be_shown(tmp_path):
     names = ["_hidden", "$x^2$ $", "%s {0}", "名前", "a\\b"]
-    figure = plot.picture(log_file.read_runs([write(tmp_path / name, classes()) for name in names]))
+    figure = plot.picture(run_log.read_runs([write(tmp_path / name, classes()) for name in names]))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == names
     plot.write(figure, str(tmp_path / "a.png"))
 

@@ -17,6 +17,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 
+from ckpttool.analysis.run_log import LOG
 from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.files import chain
 from ckpttool.files.commit import LINK
@@ -28,7 +29,6 @@ from train.checkpoint.format import require_file
 from train.checkpoint.parts import remove_unnamed
 from train.config import settings_file
 from train.config.training import TrainConfig
-from train.log.log_file import LOG
 
 ATTEMPTS = "attempts.json"
 TRIES = 3

@@ -15,6 +15,7 @@ from ..reading import fields_of, note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.compare import Change, Comparison
+    from ...checkpoint.checkpoint import Checkpoint
 
 Limits = dict[str, float | None]
 
@@ -43,8 +44,18 @@ class _Tolerance(click.FloatRange):
 )
 @options.state_option
 @options.no_verify_option
+@options.page_options
 @options.reading
-def command(console: Console, a: str, b: str, sort: str | None, no_verify: bool, **choices: Any) -> int:
+def command(
+    console: Console,
+    a: str,
+    b: str,
+    sort: str | None,
+    no_verify: bool,
+    html: str | None,
+    force: bool,
+    **choices: Any,
+) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 
     A row for each tensor or value that is only in A (-), only in B (+) or differs (~); a row for each module
@@ -64,16 +75,35 @@ def command(console: Console, a: str, b: str, sort: str | None, no_verify: bool,
     """
     from ...analysis.compare import diff
 
+    if html is not None:
+        _require_page(html, a, b, force)
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
             comparison = diff(mine, theirs, progress=progress, verify=not no_verify, **choices)
+        if html is not None:
+            _write_page(console, html, mine, theirs, comparison, choices["state"])
         note_unread(console, mine, theirs)
         if choices["model_only"] or comparison.aside_a or comparison.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):
                 note_state(console, checkpoint, choices["state"], named=True)
     _report(console, a, b, comparison, sort, {name: choices[name] for name in ("rtol", "atol")})
     return 0 if comparison.same else 1
+
+
+def _require_page(html: str, a: str, b: str, force: bool) -> None:
+    from ...reporting.report import require_writable
+
+    require_writable(html, (a, b), force)
+
+
+def _write_page(
+    console: Console, html: str, a: Checkpoint, b: Checkpoint, comparison: Comparison, state: str | None
+) -> None:
+    from ...reporting.report import about, write
+
+    write(html, (a.path, b.path), about(a, {}, state, [b], comparison))
+    console.note(f"page -> {printable(html)}")
 
 
 def _report(
@@ -100,7 +130,7 @@ SAID_APART = ("changed", "aside_a", "aside_b", "matched_without_prefix", "same_f
 
 
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
-    from ..diff_page import relative
+    from ...analysis.diff_rows import relative
 
     changed = comparison.changed
     if sort == "size":

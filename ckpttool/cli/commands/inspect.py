@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ...errors import SeveralCheckpoints
+from ...words import number
 from .. import options
 from ..console import Console, columns, counted, cut, printable, show_bytes, table, terminal_width
-from ..diff_page import number
 from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
@@ -34,9 +34,16 @@ STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 @options.flag("--stats", "Read every value: min, max, mean, standard deviation, NaN.", "measured")
 @options.state_option
 @options.no_verify_option
+@options.page_options
 @options.reading
 def command(
-    console: Console, files: tuple[str, ...], depth: int | None, state: str | None, **flags: bool
+    console: Console,
+    files: tuple[str, ...],
+    depth: int | None,
+    state: str | None,
+    html: str | None,
+    force: bool,
+    **flags: bool,
 ) -> int:
     """Show what is in each FILE, without loading it or running anything it names.
 
@@ -52,17 +59,21 @@ def command(
     from ..inspect_page import page
 
     listed, measured, verify = flags["listed"], flags["measured"], not flags["no_verify"]
+    if html is not None:
+        _require_page(html, files, force)
 
     def answer(file: str) -> Answer:
         try:
             opened = open_file(console, file)
         except SeveralCheckpoints:
-            if (run := _of_run(file)) is None:
+            if html is not None or (run := _of_run(file)) is None:
                 raise
             return run
         with opened as checkpoint:
             summary = summarize(checkpoint, state)
-            stats = _measure(console, checkpoint, verify) if measured else {}
+            stats = _measure(console, checkpoint, verify, bool(html)) if measured else {}
+            if html is not None:
+                _write_page(console, html, checkpoint, summary, stats)
             if unseen := sum(source.unchecked for source in (checkpoint.source, *checkpoint.shards)):
                 records = counted(unseen, "record has a header", "records have headers")
                 console.note(f"only the directory was read: {records} too, compared when the bytes are read")
@@ -100,20 +111,32 @@ def _lines() -> int:
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
 
 
-def _measure(console: Console, checkpoint: Checkpoint, verify: bool) -> Mapping[str, Stats | None]:
-    from ...analysis.tables import measure
-    from ...checkpoint.checksums import Checksums, expect
+def _require_page(html: str, files: tuple[str, ...], force: bool) -> None:
+    from ...reporting.report import require_writable
 
-    found: dict[str, Stats | None] = {}
-    expect(checkpoint.storages())
-    read = checkpoint.storages() if verify else ()
-    with console.progress(checkpoint.nbytes, "reading") as progress, Checksums(checkpoint, read) as checksums:
-        for name, tensor in checkpoint.tensors():
-            found[name] = measure(name, tensor)
-            if progress:
-                progress(tensor.nbytes)
-        checksums.finish()
-    return found
+    if len(files) > 1:
+        raise click.UsageError(f"--html {html}: a page is of one FILE")
+    require_writable(html, files, force)
+
+
+def _write_page(
+    console: Console, html: str, checkpoint: Checkpoint, summary: Summary, stats: Mapping[str, Stats | None]
+) -> None:
+    from ...reporting.contents import contents
+    from ...reporting.report import write
+
+    write(html, (checkpoint.path,), {"checkpoint": contents(checkpoint, summary, stats)})
+    console.note(f"page -> {printable(html)}")
+
+
+def _measure(
+    console: Console, checkpoint: Checkpoint, verify: bool, for_page: bool
+) -> Mapping[str, Stats | None]:
+    from ...analysis.tables import BINS, measure_all
+
+    bins = BINS if for_page else 0
+    with console.progress(checkpoint.nbytes, "reading") as progress:
+        return measure_all(checkpoint, bins=bins, verify=verify, progress=progress)
 
 
 def _fields(
@@ -141,7 +164,8 @@ def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[st
     if row.kind is None:
         del fields["kind"], fields["local_shape"]
     if row.name in stats:
-        fields["stats"] = (measured := stats[row.name]) and asdict(measured)
+        measured = stats[row.name]
+        fields["stats"] = measured and {k: v for k, v in asdict(measured).items() if k != "histogram"}
     return fields
 
 
@@ -163,7 +187,7 @@ def stats_table(
     rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
 ) -> Iterator[str]:
     """Yield a table of statistics with one line per tensor."""
-    from ...analysis.module_tree import shape_in_words
+    from ...checkpoint.module_tree import shape_in_words
 
     cells: list[Sequence[str]] = [STATS]
     for row in rows:

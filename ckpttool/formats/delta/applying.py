@@ -46,6 +46,12 @@ def apply(
         Damaged: what comes of them is not what the last delta was made from; or a delta breaks the rules.
         UsageFault: there are no deltas, or more than 64.
         Unreadable, Unsupported: as `ckpttool.open` raises them; Unsupported also where zstd is missing.
+
+    Example:
+        >>> made = ckpttool.delta("model.safetensors", "tuned.safetensors", "step.delta.safetensors")
+        >>> with ckpttool.apply("model.safetensors", ["step.delta.safetensors"]) as newer:
+        ...     ckpttool.digest(newer) == ckpttool.digest("tuned.safetensors")
+        True
     """
     if not 0 < len(deltas) <= LONGEST:
         raise UsageFault(f"{len(deltas)} deltas were given", hint=f"name from 1 to {LONGEST}")

@@ -366,6 +366,13 @@ def save(
         Refused, NoState: the format can't hold something; there is no state, or none at `state`.
         Damaged: what was read does not have its checksum (nothing was written), or what was written does not
             read back as intended (it was removed).
+
+    Example:
+        >>> with ckpttool.open("last.pt") as checkpoint:
+        ...     plain, renaming = ckpttool.strip_prefix(checkpoint)
+        ...     saved = ckpttool.save(plain, "plain.safetensors")
+        >>> saved.keys, saved.left_out
+        (7, ('optimizer', 'epoch'))
     """
     named = output_at(os.fspath(path))
     upload = uploading(named, replace=force, dry_run=dry_run, progress=progress, expect=expect)

@@ -101,6 +101,12 @@ def conform(
         Refused: an optimizer's state can't follow.
         UsageFault: values or a state of a model's places are asked for, which have none.
         NoState, Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+
+    Example:
+        >>> with ckpttool.open("last.pt") as checkpoint:
+        ...     like, conformed = ckpttool.conform(checkpoint, "plain.pt")
+        ...     sorted(like.state())[:2]
+        ['0.bias', '0.weight']
     """
     target = checkpoint.state(state)
     mine = places_of(checkpoint.path, target)

@@ -164,6 +164,11 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
     Raises:
         Unreadable: a file is missing.
         Damaged: the configuration is no JSON object; or as `ckpttool.open` raises it.
+
+    Example:
+        >>> adapter = ckpttool.open_adapter("adapter")
+        >>> adapter.config["r"], sorted(adapter.checkpoint.state())[0]
+        (1, 'base_model.model.0.lora_A.weight')
     """
     path = canonical(os.fspath(folder))
     settings = os.path.join(path, CONFIG)

@@ -67,6 +67,13 @@ def save_adapter(
         UsageFault: the place can't be written.
         OutputExists: the folder is there, and `force` is not given; or it holds other files.
         Damaged: what was read does not have its checksum, or what was written does not read back as intended.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as base, ckpttool.open("tuned.safetensors") as tuned:
+        ...     adapter, extracted = ckpttool.extract_lora(base, tuned, 1)
+        ...     saved = ckpttool.save_adapter(adapter, extracted.config, "learnt")
+        >>> ckpttool.open_adapter("learnt").config["r"]
+        1
     """
     named, tensors = output_at(os.fspath(path)), checkpoint.tree
     text = json.dumps(config, indent=2).encode() + b"\n"

@@ -118,6 +118,12 @@ def extract_lora(
         Refused: names or shapes differ; a difference is not finite; tensors differ that can't be factors.
         NoState: there is no state in one of both, or none at `state`.
         Damaged: what was read does not have its checksum.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as base, ckpttool.open("tuned.safetensors") as tuned:
+        ...     adapter, extracted = ckpttool.extract_lora(base, tuned, 1)
+        ...     sorted(adapter.state())
+        ['base_model.model.0.lora_A.weight', 'base_model.model.0.lora_B.weight']
     """
     if rank < 1:
         raise UsageFault(f"--rank {rank} is less than 1")

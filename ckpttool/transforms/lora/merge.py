@@ -81,6 +81,13 @@ def merge_lora(
         Damaged: one of two factors is missing, or has another rank than the configuration says.
         NothingToDo: the adapter is empty.
         NoState: there is no state, or none at `state`.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as base:
+        ...     merged, done = ckpttool.merge_lora(base, ckpttool.open_adapter("adapter"))
+        ...     saved = ckpttool.save(merged, "merged.safetensors")
+        >>> ckpttool.diff("merged.safetensors", "tuned.safetensors", atol=1e-6).same
+        True
     """
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be added to")

@@ -120,6 +120,12 @@ def apply_map(
         UsageFault: there is no such map, the rules are malformed, or have no way back.
         Unreadable, Damaged: a file of rules or settings can't be read.
         Refused, Collision, NoState: the checkpoint does not fit the rules, as for `apply`.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as checkpoint:
+        ...     changed, mapped = ckpttool.apply_map(checkpoint, "rules.toml")
+        ...     sorted(changed.state())[-2:]
+        ['linear.bias', 'linear.weight']
     """
     one_way = rules_of(rules)
     found = one_way.inverse() if inverse else one_way

@@ -27,6 +27,10 @@ def maps() -> tuple[Rules, ...]:
 
     Raises:
         Unreadable: a file of the package is gone.
+
+    Example:
+        >>> [rules.name for rules in ckpttool.maps()][:2]
+        ['megatron-hf', 'megatron-stacked-hf']
     """
     return tuple(map(named, names()))
 

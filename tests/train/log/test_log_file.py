@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from ckpttool.analysis import run_log
 from ckpttool.errors import Damaged, FileError, Unreadable
 from tests.ranks import runs, trainings
 from tests.support.run_log import entries_of
@@ -64,26 +65,26 @@ def test_a_run_without_a_log_has_nothing_to_cut(tmp_path):
 def test_a_log_is_read_by_its_folder_or_its_own_path_without_a_line_cut_off(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 2}\n\n{"epoch": 1}\n{"st')
     for path in (tmp_path, tmp_path / "log.jsonl"):
-        assert log_file.read(path) == [{"step": 2}, {"epoch": 1}]
+        assert run_log.read(path) == [{"step": 2}, {"epoch": 1}]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", '{"st'])
 def test_a_log_without_entries_is_refused(tmp_path, text):
     (tmp_path / "log.jsonl").write_text(text)
     with pytest.raises(Damaged, match="holds no entries yet"):
-        log_file.read(tmp_path)
+        run_log.read(tmp_path)
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"epoch 1", b'"epoch"', b"\xff\xfe", b"3", b"[" * 100_000])
 def test_a_line_that_is_no_object_is_refused_by_its_number(tmp_path, line):
     (tmp_path / "log.jsonl").write_bytes(b'{"step": 2}\n' + line + b'\n{"step": 4}\n')
     with pytest.raises(Damaged, match="line 2 is not a JSON object"):
-        log_file.read(tmp_path)
+        run_log.read(tmp_path)
 
 
 def test_a_missing_log_is_refused_with_what_to_give(tmp_path):
     with pytest.raises(Unreadable, match=r"log\.jsonl: no such file") as refused:
-        log_file.read(tmp_path)
+        run_log.read(tmp_path)
     assert "folder of a run" in refused.value.hint
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.analysis.module_tree import Branch, outline, tensors_in_words
+from ckpttool.checkpoint.module_tree import Branch, outline, tensors_in_words
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import ByteRange, Source, Storage, TensorRef
 

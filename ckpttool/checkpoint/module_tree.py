@@ -14,8 +14,8 @@ from operator import attrgetter, methodcaller
 from os.path import commonprefix
 from typing import NamedTuple
 
-from ..checkpoint.states import BUFFERS
 from ..tensors.ref import TensorRef
+from .states import BUFFERS
 
 MAX_LEVELS = 60  # The most levels of the tree; real models have about 15
 

@@ -1,0 +1,85 @@
+"""What a notebook shows of a checkpoint and of a state: HTML that folds, without a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
+
+from ..errors import CkptToolError
+from ..markup import element, folded, html, table
+from ..words import counted, show_bytes, show_names
+from .module_tree import Branch, outline, shape_in_words
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .state import State
+
+MAX_BRANCHES = 300  # lines of modules
+MAX_NAME = 200  # characters
+MAX_TENSORS = 60  # of one module
+MAX_ENTRIES = 20  # entries outside the state
+
+
+def checkpoint_html(checkpoint: Checkpoint) -> str:
+    """Return a checkpoint as HTML: its format and size, the model's state, and the names of all else."""
+    head = element(
+        "p", element("b", checkpoint.path), f": {checkpoint.format}, {show_bytes(checkpoint.nbytes)}"
+    )
+    try:
+        state = checkpoint.found_state()
+        outside = checkpoint.outside(state) if state else ()
+    except CkptToolError as error:  # what can be shown is shown
+        return html(head, element("p", error.message))
+    if state is None:
+        states = checkpoint.other_states(None)
+        said = (
+            f"several states: {show_names(states, MAX_ENTRIES)}" if states else "no dict of tensors by name"
+        )
+        return html(head, element("p", said))
+    others = [element("p", f"besides: {show_names(outside, MAX_ENTRIES)}")] if outside else []
+    return html(head, state_element(state), *others)
+
+
+def state_element(state: State) -> Element:
+    """Return a state: a line about it, and below its modules, folded."""
+    modules = outline(state.tensors)
+    where = f"state '{state.where}'" if state.where else "state"
+    more = f", {counted(len(state.likes), 'tensor')} of other kinds" if state.likes else ""
+    said = f"{where}: {counted(len(state.tensors), 'tensor')}, {modules.parameters:,} parameters{more}"
+    return folded(said, *modules_elements(modules), is_open=True)
+
+
+def modules_elements(modules: Branch) -> Iterator[Element]:
+    """Yield what is in a module, each module in it folded; at most MAX_BRANCHES of them."""
+    left = [MAX_BRANCHES]
+    yield from _inside(modules, left)
+    if left[0] <= 0:
+        yield element("p", f"… only {MAX_BRANCHES} modules are shown")
+
+
+def _line(branch: Branch, left: list[int]) -> Element:
+    """Return a module, folded, or a tensor that stands next to modules."""
+    name = branch.name if len(branch.name) <= MAX_NAME else f"{branch.name[:MAX_NAME]}…"
+    if [inner for inner, _ in branch.tensors] == [""]:
+        tensor = branch.tensors[0][1]
+        form = f"{tensor.dtype.name} {shape_in_words(tensor.shape)}, {show_bytes(tensor.nbytes)}"
+        return element("div", f"{name}: {form}", style="margin-left:2em")
+    copies = f" ({branch.copies} identical)" if branch.copies > 1 else ""
+    said = f"{name}{copies}: {branch.parameters:,} parameters, {show_bytes(branch.nbytes)}"
+    return folded(said, *_inside(branch, left))
+
+
+def _inside(branch: Branch, left: list[int]) -> Iterator[Element]:
+    for inner in branch.branches:
+        left[0] -= 1
+        if left[0] <= 0:
+            return
+        yield _line(inner, left)
+    if branch.tensors:
+        rows = [
+            (name[:MAX_NAME], tensor.dtype.name, shape_in_words(tensor.shape), show_bytes(tensor.nbytes))
+            for name, tensor in branch.tensors[:MAX_TENSORS]
+        ]
+        more = len(branch.tensors) - MAX_TENSORS
+        yield table((), rows + ([(f"{more:,} more", "", "", "")] if more > 0 else []))

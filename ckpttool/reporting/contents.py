@@ -1,0 +1,107 @@
+"""What is in a checkpoint, for the page: facts, every tensor with its figures, and everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from os.path import commonprefix
+from typing import Any
+
+from ..analysis.facts import facts_of, value_in_words
+from ..analysis.summary import Summary
+from ..analysis.tables import CheckpointRow, Stats, TensorRow, tensor_rows
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.module_tree import shape_in_words
+from ..words import printable
+
+LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # the heights of bars, of which 0 is that of nothing
+EXACT = 2**53  # integers up to which a script's numbers are exact
+MAX_OTHERS = 20_000  # values that are no tensors
+
+
+def contents(checkpoint: Checkpoint, summary: Summary, stats: Mapping[str, Stats | None]) -> dict[str, Any]:
+    """Return a checkpoint as the page shows it; `stats` may lack what was not measured."""
+    others = [[printable(row.name), value_in_words(row)] for row in summary.other[:MAX_OTHERS]]
+    more = len(summary.other) - len(others)
+    return {
+        "path": printable(summary.path),
+        "format": summary.format,
+        "bytes": summary.nbytes,
+        "parameters": summary.parameters,
+        "state": None if summary.state is None else printable(summary.state),
+        "facts": [*map(list, facts_of(summary, True))],
+        "tensors": _columns([*tensor_rows(checkpoint)], _second_names(checkpoint), stats),
+        "others": others + ([["…", f"{more:,} more: ckpttool inspect -v shows them"]] if more else []),
+    }
+
+
+def checkpoint_row(row: CheckpointRow) -> list[Any]:
+    """Return one of a run's checkpoints as a row of the page."""
+    return [printable(row.path), row.step, row.format, row.nbytes, printable(row.problem)]
+
+
+def front_coded(names: Iterable[str]) -> dict[str, list[Any]]:
+    """Return names, printable, each as what it shares with the one before, and the rest.
+
+    What is shared is counted as scripts do, in UTF-16.
+    """
+    shared, rest, before = [], [], ""
+    for name in map(printable, names):
+        count = len(commonprefix([before, name]))  # noqa: RUF071 - of characters, as meant
+        shared.append(count if name.isascii() else len(name[:count].encode("utf-16-le")) // 2)
+        rest.append(name[count:])
+        before = name
+    return {"shared": shared, "rest": rest}
+
+
+def _second_names(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of tensors that an earlier name has too: their bytes count once."""
+    first: dict[object, str] = {}
+    named = ((name, tensor) for name, tensor in checkpoint.tensors() if tensor.nbytes)
+    return {name for name, tensor in named if first.setdefault(tensor.view, name) != name}
+
+
+def _columns(rows: Sequence[TensorRow], again: set[str], stats: Mapping[str, Stats | None]) -> dict[str, Any]:
+    """Return the tensors column by column: as rows they would take three times the space."""
+    forms: dict[tuple[str, str, int], int] = {}
+    number = {row.name: at for at, row in enumerate(rows)}
+    columns: dict[str, Any] = {
+        "names": front_coded(row.name for row in rows),
+        "form": [forms.setdefault((row.type or "?", _shape(row), row.nbytes), len(forms)) for row in rows],
+        "shared": [[at, number[row.shared_with]] for at, row in enumerate(rows) if row.shared_with],
+        "again": [at for at, row in enumerate(rows) if row.name in again],
+    }
+    columns["forms"] = [*map(list, forms)]
+    if stats:
+        columns |= _figures([stats.get(row.name) for row in rows])
+    return columns
+
+
+def _shape(row: TensorRow) -> str:
+    if row.shape is None or row.local_shape is not None:
+        return row.sizes
+    return shape_in_words(row.shape)
+
+
+def _figures(stats: Sequence[Stats | None]) -> dict[str, Any]:
+    fields = {"min": "minimum", "max": "maximum", "mean": "mean", "std": "deviation"}
+    figures: dict[str, Any] = {
+        column: [_short(getattr(stat, name)) if stat else None for stat in stats]
+        for column, name in fields.items()
+    }
+    figures["bins"] = [_heights(stat.histogram) if stat else "" for stat in stats]
+    figures["bad"] = [[at, stat.non_finite] for at, stat in enumerate(stats) if stat and stat.non_finite]
+    return figures
+
+
+def _short(value: float | int | None) -> float | int | None:
+    """Return a number with four digits, which is what the page shows of it; integers as they are."""
+    if value is None or (isinstance(value, int) and abs(value) <= EXACT):
+        return value
+    return float(f"{value:.4g}")
+
+
+def _heights(counts: Sequence[int]) -> str:
+    """Return the counts as characters of LEVELS, relative to the largest; one that is not 0 shows."""
+    most = max(counts, default=0)
+    top = len(LEVELS) - 1
+    return "".join(LEVELS[count and max(1, round(count * top / most))] for count in counts)

@@ -1,0 +1,179 @@
+"""`report`: a page of HTML about a checkpoint, about what differs between two, or about a training run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from .. import __version__
+from ..analysis.compare import Comparison, diff
+from ..analysis.summary import summarize
+from ..analysis.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measure_all
+from ..checkpoint.checkpoint import Checkpoint
+from ..errors import OutputExists, SeveralCheckpoints, Unreadable, UsageFault
+from ..files.commit import replacing
+from ..files.copying import Progress
+from ..files.failures import naming
+from ..formats.reading import File
+from ..formats.reading import open as open_checkpoint
+from ..words import printable
+from .contents import checkpoint_row, contents
+from .difference import difference
+from .page import page
+from .training import evaluation, evaluations_in, is_run, training
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A page that was written."""
+
+    path: str
+    nbytes: int
+    checkpoints: tuple[str, ...]  # the files it is about
+    runs: tuple[str, ...]  # the folders of training runs that it is about
+    same: bool | None = None  # whether two checkpoints hold the same; None where there is one
+
+
+def report(
+    file: File,
+    path: str | os.PathLike[str],
+    other: File | None = None,
+    *,
+    values: bool = True,
+    state: str | None = None,
+    verify: bool = True,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    expect: Progress | None = None,
+) -> Reported:
+    """Write a page of HTML about a checkpoint, and what differs from another; or about a training run.
+
+    The page is one file. It asks for nothing, and runs nothing but its own script. Of a run's folder it shows
+    curves, evaluations and the newest checkpoint that is whole.
+
+    Args:
+        file: a path, an open checkpoint, or the folder of a run.
+        path: the page to write; `-` is standard output.
+        other: what to compare with, as `diff` does; of a run, another run.
+        values: read all values, for the range, mean and histogram of each tensor.
+        state: dotted path of the model's state; found when None.
+        verify: compare what is read with the checksums that the files state.
+        force: replace an existing page.
+        dry_run: make the page, and write nothing.
+        progress, expect: called with numbers of bytes: those read, and before how many there will be.
+
+    Returns:
+        What was written: `.path`, `.nbytes`, `.checkpoints`, `.runs`, `.same`.
+
+    Raises:
+        UsageFault: the page's name does not end in `.html`.
+        OutputExists: there is something at `path`, and `force` is not set, or it is one of the inputs.
+        NoState: there is no model's state at `state`.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` and `ckpttool.diff` raise them; also for a run's
+            log or evaluation.
+
+    Example:
+        >>> found = ckpttool.report("model.safetensors", "changes.html", "tuned.safetensors")
+        >>> found.same, found.checkpoints
+        (False, ('model.safetensors', 'tuned.safetensors'))
+    """
+    output = os.fspath(path)
+    require_writable(output, (file, other), force)
+    with ExitStack() as stack:
+        subjects = [_subject(stack, each) for each in (file, other) if each is not None]
+        checkpoints = [each.checkpoint for each in subjects if each.checkpoint is not None]
+        data: dict[str, Any] = {}
+        comparison = None
+        if checkpoints:
+            first = checkpoints[0]
+            if expect:
+                expect(first.nbytes * (values + (len(checkpoints) > 1)))
+            stats = measure_all(first, bins=BINS, verify=verify, progress=progress) if values else {}
+            if len(checkpoints) > 1:
+                comparison = diff(*checkpoints, state=state, verify=verify, progress=progress)
+            data = about(first, stats, state, checkpoints[1:], comparison)
+        runs = [each.run for each in subjects if each.run is not None]
+        if runs:
+            data |= {"training": training(runs)}
+            data |= {"evaluations": [evaluation(at) for run in runs for at in evaluations_in(run)]}
+        data["rows"] = [checkpoint_row(row) for each in subjects for row in each.rows]
+        names = tuple(each.path for each in checkpoints)
+        written = write(output, tuple(runs) or names, data, dry_run=dry_run)
+    return Reported(output, written, names, tuple(runs), None if comparison is None else comparison.same)
+
+
+def about(
+    checkpoint: Checkpoint,
+    stats: Mapping[str, Stats | None],
+    state: str | None = None,
+    others: list[Checkpoint] | None = None,
+    comparison: Comparison | None = None,
+) -> dict[str, Any]:
+    """Return what a page has about a checkpoint, and about its comparison with another."""
+    data: dict[str, Any] = {"checkpoint": contents(checkpoint, summarize(checkpoint, state), stats)}
+    if others and comparison is not None:
+        data["difference"] = difference(checkpoint, others[0], comparison, state)
+    return data
+
+
+def write(path: str, about: tuple[str, ...], data: Mapping[str, Any], *, dry_run: bool = False) -> int:
+    """Write a page, whole or not at all, and return its size in bytes."""
+    title = " and ".join(printable(os.path.basename(os.path.normpath(each))) for each in about)
+    made = page(f"{title} · ckpttool", {"version": __version__, "title": title, **data})
+    if not dry_run:
+        with naming(path), replacing(path) as file:
+            file.write(made)
+    return len(made)
+
+
+def require_writable(path: str, inputs: tuple[File | None, ...], force: bool) -> None:
+    """Raise UsageFault for a page with another ending, OutputExists for one that would replace something.
+
+    With `force` a page may be replaced, but no input.
+    """
+    if path == "-":
+        return
+    if "://" in path or not path.lower().endswith((".html", ".htm")):
+        what = "is a URL, and the page is written to a file" if "://" in path else "is not the name of a page"
+        raise UsageFault(f"{path}: {what}", hint="the last argument is the page to write, e.g. report.html")
+    if not os.path.lexists(path):
+        return
+    names = (each.path if isinstance(each, Checkpoint) else each for each in inputs if each is not None)
+    if any(os.path.exists(name) and os.path.samefile(path, name) for name in names):
+        raise OutputExists(f"{path}: is an input", hint="name another file for the page")
+    if not force:
+        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What a page is to be about."""
+
+    checkpoint: Checkpoint | None
+    run: str | None = None
+    rows: tuple[CheckpointRow, ...] = ()
+
+
+def _subject(stack: ExitStack, file: File) -> _Subject:
+    if isinstance(file, Checkpoint):
+        return _Subject(file)
+    path = os.fspath(file)
+    run = path if is_run(path) else None
+    try:
+        return _Subject(stack.enter_context(open_checkpoint(path)), run)
+    except SeveralCheckpoints:
+        apart = {os.path.normpath(folder) for folder in evaluations_in(path)}
+        rows = tuple(row for row in checkpoint_rows(path) if os.path.normpath(row.path) not in apart)
+        whole = next((row.path for row in rows if not row.problem), None)
+        if whole is None and run is None:
+            raise
+        checkpoint = None if whole is None else stack.enter_context(open_checkpoint(whole))
+        return _Subject(checkpoint, run, rows)
+    except Unreadable:
+        if run is None:
+            raise
+        return _Subject(None, run)

@@ -1,0 +1,162 @@
+"""A training run, for the page: its curves, where the time of a step goes, and its evaluations."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..analysis.run_log import LOG, Points, panels, read_runs, title
+from ..errors import CheckFailed, CkptToolError, Damaged, Unreadable
+from ..files.failures import reason
+from ..words import printable
+
+if TYPE_CHECKING:
+    from ..metrics.predictions import RankFile
+
+LONGEST = 64 << 20  # bytes of a statement that are read
+STATEMENT = "eval.json"  # of train/evaluate.py --out
+MAX_POINTS = 1200  # of a curve: more than a screen has columns
+MAX_CLASSES = 64  # of which a matrix can be read; of more, the most frequent confusions are told
+MAX_PAIRS = 200
+NUMBERED = "rank*.safetensors"
+
+
+def is_run(path: str) -> bool:
+    """Return whether a path is a folder that a training, or an evaluation, has left."""
+    return os.path.isfile(os.path.join(path, LOG)) or bool(evaluations_in(path))
+
+
+def evaluations_in(folder: str) -> list[str]:
+    """Return the folders of evaluations: the folder itself, and those directly in it."""
+    inside = glob.escape(folder)
+    found = [os.path.join(inside, STATEMENT), os.path.join(inside, "*", STATEMENT)]
+    paths = (path for pattern in found for path in sorted(glob.glob(pattern)))
+    return [os.path.dirname(path) for path in paths if os.path.isfile(path)]
+
+
+def training(folders: Sequence[str]) -> dict[str, Any]:
+    """Return the curves of runs that have a log, each panel with the curves of all of them.
+
+    Raises:
+        Damaged, Unreadable: a log is.
+    """
+    runs = read_runs([folder for folder in folders if os.path.isfile(os.path.join(folder, LOG))])
+    kinds = {"training": "train", "training, by epoch": "epochs", "test": "test"}
+    return {
+        "runs": [printable(run.name) for run in runs],
+        "panels": [
+            {
+                "quantity": quantity,
+                "title": printable(title(quantity)),
+                "curves": [
+                    {"run": number, "kind": kind, "points": _points(getattr(run, name)[quantity])}
+                    for number, run in enumerate(runs)
+                    for kind, name in kinds.items()
+                    if quantity in getattr(run, name)
+                ],
+            }
+            for quantity in (panels(runs) if runs else ())
+        ],
+        "seconds": [{printable(name): _points(each) for name, each in run.seconds.items()} for run in runs],
+    }
+
+
+def _points(points: Points) -> list[list[float]]:
+    """Return at most MAX_POINTS points: of more, the least and the most of each stretch; peaks stay."""
+    if len(points) > MAX_POINTS:
+        size = -(-2 * len(points) // MAX_POINTS)
+        stretches = (range(start, min(start + size, len(points))) for start in range(0, len(points), size))
+        kept: set[int] = {0, len(points) - 1}
+        for stretch in stretches:
+            numbers = [at for at in stretch if points[at][1] == points[at][1]] or [stretch[0]]
+            kept |= {min(numbers, key=lambda at: points[at][1]), max(numbers, key=lambda at: points[at][1])}
+        points = [points[at] for at in sorted(kept)]
+    return [[float(f"{at:.6g}"), float(f"{value:.6g}")] for at, value in points]
+
+
+def evaluation(folder: str) -> dict[str, Any]:
+    """Return an evaluation: what it states, whether its prediction files say the same, and what was confused.
+
+    Raises:
+        Damaged, Unreadable: the statement is no JSON object, or can't be read.
+    """
+    path = os.path.join(folder, STATEMENT)
+    try:
+        with open(path, "rb") as file:
+            stated = json.loads(file.read(LONGEST))
+    except OSError as error:
+        raise Unreadable(path, reason(error)) from error
+    except (ValueError, RecursionError):
+        stated = None
+    if not isinstance(stated, dict):
+        raise Damaged(path, "is not a JSON object", hint="is this of train/evaluate.py --out?")
+    rows = stated.pop("per_class", None)
+    found: dict[str, Any] = {
+        "folder": printable(folder),
+        "stated": [[printable(str(key)), _value(value)] for key, value in stated.items()],
+        "per_class": [*map(_of_class, rows)] if isinstance(rows, list) else [],
+    }
+    if files := sorted(glob.glob(os.path.join(glob.escape(folder), NUMBERED))):
+        found |= _recomputed(files, stated)
+    return found
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return printable("; ".join(f"{key} {_value(item)}" for key, item in value.items()))[:2000]
+    return printable(f"{value:.6g}" if isinstance(value, float) else str(value))[:2000]
+
+
+def _of_class(row: Any) -> list[Any]:
+    """Return the name of a class and its figures, those that are numbers."""
+    row = row if isinstance(row, dict) else {}
+    names = ("samples", "predicted", "correct", "precision", "recall", "f1")
+    values = [row.get(name) for name in names]
+    numbers = [value if isinstance(value, int | float) and abs(value) < 2**53 else None for value in values]
+    return [printable(str(row.get("class", "?"))), *numbers]
+
+
+def _recomputed(paths: Sequence[str], stated: dict[str, Any]) -> dict[str, Any]:
+    """Return the certificate that prediction files give, beside what is stated, and their confusions."""
+    from ..metrics.certificate import recompute
+    from ..metrics.predictions import read
+
+    try:
+        files = [*map(read, paths)]
+        again = recompute(files)
+    except CkptToolError as error:
+        verdict = "does not hold" if isinstance(error, CheckFailed) else "can't be checked"
+        return {"certificate": [False, printable(f"{verdict}: {error.message}")]}
+    statement = again.statement()
+    names = [name for name in statement if name in stated and stated[name] != statement[name]]
+    if names:
+        said = f"does not hold: the prediction files give another {', '.join(names)}"
+        return {"certificate": [False, said]}
+    count = f"{again.samples:,} samples of {again.ranks} rank{'s' * (again.ranks != 1)}"
+    said = f"holds: recomputed from the prediction files, {count}, each sample once"
+    return {"certificate": [True, said], "confusion": _confusion(files, again.classes)}
+
+
+def _confusion(files: Sequence[RankFile], classes: Sequence[str]) -> dict[str, Any]:
+    """Return how often each class was predicted as each other: a matrix, or of many the largest."""
+    import numpy as np
+
+    pairs = np.concatenate(
+        [np.stack([each.predictions.label, each.predictions.prediction]) for each in files], axis=1
+    )
+    found, counts = np.unique(pairs, axis=1, return_counts=True)
+    cells = sorted(zip(*found.tolist(), counts.tolist(), strict=True), key=lambda cell: -cell[2])
+    named = files[0].evaluation.classes is not None
+    place = {number if named else int(name): number for number, name in enumerate(classes)}
+    if len(classes) <= MAX_CLASSES and all({*cell[:2]} <= place.keys() for cell in cells):
+        matrix = [[place[label], place[said], count] for label, said, count in cells]
+        return {"classes": [*map(printable, classes)], "cells": matrix}
+
+    def name(number: int) -> str:
+        return printable(classes[place[number]]) if number in place else str(number)
+
+    wrong = [[name(label), name(said), count] for label, said, count in cells if label != said]
+    return {"pairs": wrong[:MAX_PAIRS]}

@@ -1,0 +1,120 @@
+"""Files to be shown: a model with its optimizer, its successor, names made to mislead, and a run's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckpttool
+from tests.support.saved import prefixed, saved, saved_predictions
+
+LAYERS = 6
+HOSTILE = [
+    "<script>document.title='ran'</script>.w",
+    "</script><script>document.title='ran'</script>.w",
+    "<img src=x onerror=document.title='ran'>",
+    '"onload="document.title=1',
+    "<!--",
+    "\u202egnp.exe",
+    "\u2028line",
+    "\udc80lone",
+    "${x}",
+    "$title",
+    "&lt;b&gt;",
+    "a..b",
+    "",
+    "a",
+    "__proto__.constructor",
+    "hasOwnProperty",
+    "\U0001f600.x",
+    "\U0001f601.x",
+    "層.重み",
+    "n" * 3000,
+    ".".join("d" * 2000),
+]
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a small transformer's state: numbered layers, tied embeddings, two dtypes, one NaN."""
+    make = torch.Generator().manual_seed(seed)
+    state = {"embed.weight": torch.randn(50, 16, generator=make)}
+    for layer in range(LAYERS):
+        for name, shape in (("attn.q", (16, 16)), ("attn.k", (4, 16)), ("mlp.up", (40, 16))):
+            weight = torch.randn(*shape, generator=make) * 0.02
+            dtype = torch.float32 if name == "attn.q" else torch.bfloat16
+            state[f"layers.{layer}.{name}.weight"] = weight.to(dtype)
+        state[f"layers.{layer}.norm.weight"] = torch.ones(16)
+    state["layers.2.mlp.up.weight"][1, 2] = float("nan")
+    state["head.weight"] = state["embed.weight"]
+    return state
+
+
+def checkpoint(folder: Path) -> Path:
+    """Write a training checkpoint: a wrapped model, an optimizer, and other values."""
+    parameter = torch.nn.Parameter(torch.ones(3, 4))
+    optimizer = torch.optim.AdamW([("w", parameter)], lr=0.5)
+    parameter.sum().backward()
+    optimizer.step()
+    contents = {"model": prefixed(model(), "module."), "optimizer": optimizer.state_dict(), "epoch": 7}
+    return saved(contents, folder / "last.pt")
+
+
+def successor(folder: Path) -> Path:
+    """Write the model's state after a training: tensors moved, one gone, one new, one of another shape."""
+    state = {name: tensor.clone() for name, tensor in model().items()}
+    for layer in range(LAYERS):
+        state[f"layers.{layer}.attn.q.weight"] *= 1 + 10.0 ** (layer - LAYERS)
+    del state["layers.0.attn.k.weight"]
+    state["layers.5.extra.weight"] = torch.ones(2)
+    state["layers.1.norm.weight"] = torch.ones(17)
+    return saved(state, folder / "after.pt")
+
+
+def hostile(folder: Path) -> Path:
+    """Write a checkpoint whose names and texts are made to break a page."""
+    state = {name: torch.ones(2) for name in HOSTILE}
+    text = "</script><script>document.title='ran'</script>"
+    return saved({"model": state, "<b>note</b>": text, "epoch": 1}, folder / "hostile.pt")
+
+
+def run(folder: Path) -> Path:
+    """Write a run's folder: a log, two checkpoints, and an evaluation with its prediction files."""
+    made = folder / "run"
+    (made / "eval").mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 41):
+        times = {"seconds": 0.4, "data_seconds": 0.1, "forward_seconds": 0.1, "backward_seconds": 0.2}
+        entry = {"step": step, "epochs": step / 10, "steps": 1, "loss": 3 / step, "lr": 0.1 / step, **times}
+        entry["samples_per_second"] = 1000 + step
+        lines.append(entry)
+        if step % 10 == 0:
+            lines.append(
+                {"epoch": step // 10, "loss": 4 / step, "accuracy": 1 - 1 / step, "train_loss": 3 / step}
+            )
+    (made / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("last.pt", "best.pt"):
+        saved({"model": prefixed(model(), "module.")}, made / name)
+    saved_predictions(made / "eval", 2, 20)
+    from ckpttool.metrics.certificate import recompute
+    from ckpttool.metrics.predictions import read
+
+    certificate = recompute([read(path) for path in sorted((made / "eval").glob("*.safetensors"))])
+    (made / "eval" / "eval.json").write_text(json.dumps({"checkpoint": "<b>", **certificate.statement()}))
+    return made
+
+
+def pages(folder: Path) -> dict[str, Path]:
+    """Write each kind of page, and return them by what they are about."""
+    files = {"one": checkpoint(folder), "hostile": hostile(folder), "run": run(folder)}
+    files |= {"tiny": saved({"w": torch.ones(1)}, folder / "tiny.pt")}
+    files |= {"empty": saved({}, folder / "empty.pt")}
+    before = saved(model(), folder / "before.pt")
+    made = {name: folder / f"{name}.html" for name in (*files, "change", "same")}
+    for name, path in files.items():
+        ckpttool.report(path, made[name])
+    ckpttool.report(before, made["change"], successor(folder))
+    ckpttool.report(before, made["same"], before)
+    return made
