@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 from torch.utils.data import Subset
 
@@ -89,6 +90,7 @@ def test_a_merit_is_the_larger_the_better_and_that_of_nan_is_the_least():
     assert least.merit({OWN: of_loss(1.0, mae=math.nan)}) == -math.inf
     assert least.merit({OWN: of_loss(math.nan, mae=0.1)}) == -math.inf
     assert least.in_words(-0.25) == "mae 0.25" and most.in_words(0.5) == "ood/r2 0.5"
+    assert type(least.merit({OWN: of_loss(1.0, mae=numpy.float64(0.25))})) is float
     with pytest.raises(CheckFailed, match="--best mae: is a list, not a number"):
         least.merit({OWN: of_loss(1.0, mae=[1, 2])})
 
