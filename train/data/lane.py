@@ -14,7 +14,7 @@ import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import seed_all, seed_from
-from ckpttool.errors import CheckFailed, CkptToolError, Unreadable
+from ckpttool.errors import CheckFailed, CkptToolError, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 
 BETWEEN = 256  # samples between two positions that are kept
@@ -164,7 +164,7 @@ class Lane:
                 self._iterator = None
             except Exception as error:  # whatever a source raises for a file that is gone, or its bytes
                 fault = self._unreadable(error)
-                if not self.skip_damaged:
+                if not self.skip_damaged or isinstance(fault, UsageFault):
                     raise fault from error
                 self.skipped.append(fault.message)
                 self._iterator = None
