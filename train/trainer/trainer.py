@@ -101,7 +101,7 @@ class Trainer:
     def judge(self) -> str | None:
         """The fingerprint of the test set that `--best` names; None where it is --data's own."""
         other = self.data.others.get(self.selection.test_set)
-        return other and other.fingerprint
+        return None if other is None else other.fingerprint
 
     def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[tuple[Any, int]]]]:
         """Yield this rank's remaining steps of the current epoch, each with the iterator of its batches."""

@@ -487,6 +487,19 @@ def test_a_schedule_longer_than_the_stream_says_it_is_is_refused():
         preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
 
 
+def run_longer_than_said(rank: int, size: int, folder: str) -> str:
+    data = stream("one")
+    data.train.length = 20
+    settings = {"out": folder, "scheduler": "linear", "batch_size": BATCH, "epochs": 1}
+    return runs.outcome(rank, size, data, trainings.seeded(linear), settings)
+
+
+def test_a_schedule_that_ends_before_the_stream_is_said(run_ranks, tmp_path):
+    run_ranks(1, run_longer_than_said, str(tmp_path))
+    (event,) = (entry for entry in entries_of(tmp_path) if entry.get("event"))
+    assert event == {"step": 3, "event": "schedule ended"}
+
+
 def test_the_source_of_a_stream_may_make_the_batches(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     data = data_set.load(TrainConfig(data=f"{tmp_path}/own.py:ragged"))
