@@ -121,7 +121,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     state = {
         **(divided.whole(tensors) if trainer.config.shard and not trainer.config.save_parts else tensors),
         "progress": trainer.progress.state(),
-        "plan": trainer.feed.state() | {"init": trainer.init},
+        "plan": trainer.feed.state() | {"init": trainer.init, "judge": trainer.judge},
         "rng": collectives.gather(randomness.take()),
         "config": {name: value for name, value in trainer.config.plain().items() if name not in HOW_TO_SAVE},
         "versions": versions(trainer.place.device),
@@ -149,7 +149,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
     trainer.updater.load(state)
     trainer.progress.load(state["progress"])
-    if trainer.config.best != state["config"].get("best"):  # merits of another kind
+    was = state["config"].get("best"), state["plan"].get("judge", trainer.judge)
+    if was != (trainer.config.best, trainer.judge):  # merits of another kind
         trainer.progress.best, trainer.progress.since_best, trainer.progress.top = -math.inf, 0, []
     trainer.feed.load(state["plan"], state["config"].get("rank_share"))
     if "stream" in state:

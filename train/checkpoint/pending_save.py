@@ -102,6 +102,12 @@ class Save:
             _settle(self.written, self._write)
 
     def _write(self) -> None:
+        try:
+            self._place()
+        finally:
+            remove_unnamed(self.folder)  # also what a full disk has cut short: the next save needs the room
+
+    def _place(self) -> None:
         if self.parts:
             self.allowed.result()
             self.state["parts"] = self.parts.finish()
@@ -113,7 +119,6 @@ class Save:
         if self.config.keep_best:
             best = [int(step) for _, step in self.state["progress"]["top"]]
             checkpoint_files.drop_worse(self.folder, best, self.state["training"])
-        remove_unnamed(self.folder)
 
     def _keep_delta(self) -> None:
         training, every = self.state["training"], self.config.keep_deltas

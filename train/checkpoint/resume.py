@@ -147,6 +147,10 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
         may = " ".join(f"--change {name.replace('_', '-')}" for name in other)
         instead = may if {*other} <= CHANGEABLE else "start another run"
         raise _other(path, f"with {flags}", f"give the same, or {instead}")
+    judge = plan.get("judge", trainer.judge)
+    if judge != trainer.judge and "best" not in allowed:
+        what = f"whose --best {config.best} is on another test set ({judge}; now {trainer.judge})"
+        raise _other(path, what, "give the same --also-test, or --change best")
     same_ranks = plan["world_size"] == trainer.place.world_size
     for name in ("accumulate", *(("rank_batch", "rank_share") if same_ranks else ())):
         if now[name] == then[name] or name in allowed:

@@ -107,7 +107,7 @@ def load(config: DataConfig, *, seed: int = 0, collate: tuple[Collate, str] | No
 def load_others(
     config: DataConfig, specs: Sequence[str], data: Data, *, collate: tuple[Collate, str] | None = None
 ) -> dict[str, Data]:
-    """Return the test sets that `--also-test` names, each `NAME=SPEC`; their training samples are left out.
+    """Return the test sets that `--also-test` names, each `NAME=SPEC`; of tokens and shards all samples.
 
     `collate` is as for `load`. UsageFault if two have one name, or one has other classes than `data`.
     """
@@ -122,7 +122,9 @@ def load_others(
             raise UsageFault(
                 f"--also-test {given}: another test set is named {name}", hint="name it otherwise"
             )
-        other = load_test(replace(config, data=spec, test_data=None), collate=collate)
+        own = replace(config, data=spec, test_data=None)
+        has_parts = spec.partition(":")[0] not in BY_PATTERN
+        other = load_test(own if has_parts else replace(own, test_data=spec), collate=collate)
         if other.classes != data.classes:
             what = f"--also-test {given}: its classes are not those of --data {data.name}"
             raise UsageFault(what, hint=f"those are {', '.join(data.classes[:9]) or 'none'}")

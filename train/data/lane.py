@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import seed_all, seed_from
-from ckpttool.errors import CheckFailed, CkptToolError, Unreadable
+from ckpttool.errors import CheckFailed, CkptToolError, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 
 BETWEEN = 256  # samples between two positions that are kept
@@ -164,7 +164,7 @@ class Lane:
                 self._iterator = None
             except Exception as error:  # whatever a source raises for a file that is gone, or its bytes
                 fault = self._unreadable(error)
-                if not self.skip_damaged:
+                if not self.skip_damaged or isinstance(fault, UsageFault):
                     raise fault from error
                 self.skipped.append(fault.message)
                 self._iterator = None
@@ -234,6 +234,7 @@ def _digests(value: Any) -> Iterator[bytes]:
 
 def _is_plain(value: Any) -> bool:
     """Return whether `torch.load(weights_only=True)` would read a value from a checkpoint."""
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, PLAIN)
+    # Not of a subclass: numpy.float64 is a float, and refused there.
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in PLAIN

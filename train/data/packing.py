@@ -86,6 +86,16 @@ class Blocks:
         self.documents = self.shard.open(self.epoch, state["documents"])
 
 
+def _require_all_count(document: Mapping[str, Any], tokens: Any) -> None:
+    """Raise UsageFault for labels or a mask that say otherwise: all tokens of a document are targets."""
+    numbers = torch.as_tensor(tokens)
+    for name, plain in (("labels", numbers), ("attention_mask", torch.ones_like(numbers))):
+        if name in document and not torch.equal(torch.as_tensor(document[name]).to(plain.dtype), plain):
+            what = f"--block-size: a document's {name} leave some of its tokens out, and packing takes all"
+            hint = "leave padding out of the documents; samples with labels of their own: (inputs, targets)"
+            raise UsageFault(what, hint=hint)
+
+
 def _tokens(document: Any) -> list[int]:
     if isinstance(document, Mapping):
         found = next((document[name] for name in NAMES if name in document), None)
@@ -93,6 +103,7 @@ def _tokens(document: Any) -> list[int]:
             names = ", ".join(map(repr, document))
             hint = f"one of {', '.join(NAMES)}"
             raise UsageFault(f"--block-size: a document has no tokens among {names}", hint=hint)
+        _require_all_count(document, found)
         document = found
     numbers = torch.as_tensor(document)
     if numbers.dim() == 1 and not len(numbers):  # of a dtype of its own

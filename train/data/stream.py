@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, _utils
 from ckpttool.distributed.plan import ENDLESS
 from ckpttool.distributed.randomness import restored
 from ckpttool.errors import UsageFault
+from train import console
 from train.data.lane import Lane, Position, Shard, digest_of
 from train.data.samples import Samples
 
@@ -34,14 +35,15 @@ class Read(NamedTuple):
     Attributes:
         samples: a list of them; then the batch that they were made, None for none.
         taken: the place of each.
-        more: of each lane that these are from, by its number: whether a sample comes after the global batch.
+        more: of each lane that these are from, by its number: the digest of the sample after the global
+            batch, "" if there is none.
         skipped: what could not be read, each with the reason.
         positions: kept positions of these lanes, by their number.
     """
 
     samples: Any
     taken: list[int]
-    more: Mapping[int, bool] = {}
+    more: Mapping[int, str] = {}
     skipped: Sequence[str] = ()
     positions: Mapping[int, Position] = {}
 
@@ -130,7 +132,8 @@ class Stream(Dataset[Any]):
                 samples.append(sample[0])
                 taken.append(place)
         behind = first + self.batch_size
-        more = {number: lane.get(self._depth(behind, number)) is not None for number, lane in lanes.items()}
+        following = {number: lane.get(self._depth(behind, number)) for number, lane in lanes.items()}
+        more = {number: "" if one is None else digest_of(one[0]) for number, one in following.items()}
         positions = {number: lane.position for number, lane in lanes.items() if lane.position is not None}
         skipped = [what for lane in lanes.values() for what in lane.skipped]
         for lane in lanes.values():
@@ -192,13 +195,17 @@ def is_stream(samples: Any) -> bool:
 
 
 def listed(stream: Stream) -> Samples:
-    """Return the samples of a stream that ends, as a list: those to test with."""
+    """Return the samples of a stream that ends, as a list in its own order: those to test with."""
+    stream.shuffled, stream.how["window"] = False, 1  # by a seed, which an evaluation does not know
+    stream.batch_size, stream.start = stream.lanes, (0, {})
     samples: list[Any] = []
-    for place in range(MOST_LISTED):
-        read = stream.__getitems__([place])
-        if not read.taken:
-            return Listed(samples, stream.collate)
+    for first in range(0, MOST_LISTED, stream.lanes):
+        read = stream.__getitems__([first + lane for lane in range(stream.lanes)])
         samples += read.samples
+        for what in read.skipped:
+            console.warn(f"--skip-damaged: left out of the test samples: {what}")
+        if not any(read.more.values()):
+            return Listed(samples, stream.collate)
     what = f"--data {stream.name}: a stream of more than {MOST_LISTED:,} test samples"
     raise UsageFault(what, hint="samples to test with are held in memory: give fewer, or some by index")
 

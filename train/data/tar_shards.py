@@ -41,6 +41,7 @@ IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "bmp", "webp", "tif", "tiff")
 CLASSES = ("cls", "cls2", "class", "index", "inx", "id")
 TEXTS = ("txt", "text", "transcript")
 BLOCK = 512  # bytes of a tar header
+SKIPS = "--skip-damaged uses the samples before that"
 
 
 class Index(NamedTuple):
@@ -49,7 +50,7 @@ class Index(NamedTuple):
     starts: array[int]  # of each sample, in members; and their number
     offsets: array[int]
     sizes: array[int]
-    kinds: array[int]  # what follows the dot, by its place in `names`
+    kinds: array[int]  # of each member: what follows the dot, by its place in `names`
     names: list[str]
 
 
@@ -123,7 +124,7 @@ class TarShards(Dataset[Any]):
         decode = DECODERS.get(ending)
         try:
             return data if decode is None else decode(data)
-        except ValueError as error:
+        except Exception as error:  # decoders raise all kinds of errors
             what = f"the member .{name} at byte {offset:,} is not what its ending says: {error}"
             raise Damaged(self.paths[number], what) from error
 
@@ -142,9 +143,9 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 def _index(path: str, *, skip_damaged: bool) -> Index:
     """Return where the samples of a shard are; of a damaged one, with `skip_damaged`, those before that."""
-    index = Index(array("q"), array("q"), array("q"), array("H"), [])
+    index = Index(array("q"), array("q"), array("q"), array("L"), [])
     kinds: dict[str, int] = {}
-    before = None
+    before, of_sample = None, set[str]()
     try:
         for member in _files_in(path):
             match = MEMBER.fullmatch(member.name)
@@ -152,7 +153,10 @@ def _index(path: str, *, skip_damaged: bool) -> Index:
                 continue
             if match[1] != before:
                 index.starts.append(len(index.offsets))
-                before = match[1]
+                before, of_sample = match[1], set()
+            if match[2] in of_sample:
+                raise Damaged(path, f"has {member.name} twice in one sample", hint=SKIPS)
+            of_sample.add(match[2])
             index.offsets.append(member.offset_data)
             index.sizes.append(member.size)
             index.kinds.append(kinds.setdefault(match[2], len(kinds)))
@@ -169,7 +173,6 @@ def _index(path: str, *, skip_damaged: bool) -> Index:
 
 def _files_in(path: str) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files of a tar file. Raises Unreadable, Damaged, or Refused if it is compressed."""
-    hint = "--skip-damaged uses the samples before that"
     try:
         size = os.stat(path).st_size
         if not size:  # an empty shard
@@ -184,13 +187,13 @@ def _files_in(path: str) -> Iterator[tarfile.TarInfo]:
                     tar.members = []  # type: ignore[attr-defined]  # it would keep them all
                     if member.isreg():
                         if member.offset_data + member.size > size:
-                            raise Damaged(path, f"is cut short within {member.name}", hint=hint)
+                            raise Damaged(path, f"is cut short within {member.name}", hint=SKIPS)
                         yield member
                 file.seek(tar.offset)
                 if file.read(BLOCK) != bytes(BLOCK):  # which tarfile does not ask for
-                    raise Damaged(path, "is cut short: its end is missing", hint=hint)
+                    raise Damaged(path, "is cut short: its end is missing", hint=SKIPS)
     except tarfile.TarError as error:
-        raise Damaged(path, f"is not a whole tar file: {error}", hint=hint) from error
+        raise Damaged(path, f"is not a whole tar file: {error}", hint=SKIPS) from error
     except OSError as error:
         raise Unreadable(path, reason(error)) from error
 

@@ -109,6 +109,17 @@ def check_resumes(config: TrainConfig, model: nn.Module) -> None:
         if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)):
             what = f"{said}: after its state_dict is loaded, the next step changes parameter {name} otherwise"
             raise UsageFault(f"{what}: a resume could not be exact", hint="keep all it needs in its state")
+    # It may need them only in a later step: one that does something in each tenth, say.
+    kept, restored = map(_attributes, (first, second))
+    if differing := [name for name in kept if kept[name] != restored.get(name)]:
+        what = f"{said}: its attribute {differing[0]} changes with the steps, and its state_dict lacks it"
+        raise UsageFault(what, hint="keep it in its state, or in a group")
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, str]:
+    """Return the numbers and tensors that an optimizer keeps beside its state."""
+    found = vars(optimizer).items()
+    return {name: repr(value) for name, value in found if isinstance(value, int | float | torch.Tensor)}
 
 
 def _step(model: nn.Module, optimizer: Optimizer, number: int) -> None:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ckpttool.distributed import collectives
 from ckpttool.distributed.divided import part_like
 from ckpttool.errors import CheckFailed, UsageFault
-from train.config.training import TrainConfig
+from train.config.training import TrainConfig, fields
 from train.model import optimizer as optimizers
 from train.model import schedule
 from train.model.groups import require_same
@@ -145,8 +145,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Scaling has found no finite gradient on the way here from 65536, so it is not the range that is missing.
 SMALLEST_SCALE = 2.0**-10
 
-# Settings that the optimizer's state holds too, and what is this machine's own.
-OF_GROUPS = ("momentum", "weight_decay", "nesterov", "betas", "eps", "fused", "rule")
+# What a group says of this machine and of the flags, and settings that `--change` lets differ. Others stay as
+# they were saved: a user's own optimizer may change them from step to step.
+ALWAYS = {"fused", "rule"}
+OF_GROUPS = {"momentum", "weight_decay", "nesterov", "betas", "eps"}
 
 
 def check_precision(kind: str, device: torch.device, model: nn.Module) -> None:
@@ -289,8 +291,8 @@ class Updater:
         """Give the restored groups this run's settings; no bit differs if those are the same."""
         scheduler = self.scheduler
         scheduler.base_lrs = [group["initial_lr"] for group in fresh]
-        groups = self.optimizer.param_groups
+        groups, changed = self.optimizer.param_groups, ALWAYS | (OF_GROUPS & fields(self.config.change))
         for group, own, rate in zip(groups, fresh, scheduler.lr_lambdas, strict=True):
-            group.update({name: own[name] for name in (*OF_GROUPS, "initial_lr") if name in own})
+            group.update({name: own[name] for name in (*changed, "initial_lr") if name in own})
             # Until it is called again, the scheduler would leave the rate of the schedule before.
             group["lr"] = own["initial_lr"] * rate(scheduler.last_epoch)

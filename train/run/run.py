@@ -126,6 +126,11 @@ class Run:
         self._begin_step(step)
         if self.profile is not None:
             self.profile.begin_step(step)
+        if step == self.trainer.updater.total_steps + 1 and self.config.scheduler != "none":
+            # Of a stream that is longer than it says, or whose lanes have very different lengths.
+            ends = f"--scheduler {self.config.scheduler} ends with step {step - 1}, by what --data says"
+            text = f"{ends}, and the stream goes on: --max-steps says its length"
+            self.report.event("schedule ended", text, step - 1)
 
     def end_step(self, due: Due) -> None:
         """End the record of `--profile` where it ends. On one rank; not a collective."""

@@ -10,7 +10,7 @@ from typing import Any
 from ckpttool.distributed import collectives, randomness
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
-from ckpttool.errors import RanksDiffer
+from ckpttool.errors import CheckFailed, RanksDiffer
 from train.config import command_line
 from train.config.training import TrainConfig
 from train.data.augment import augmented
@@ -21,6 +21,9 @@ from train.data.samples import count
 from train.data.stream import Read, Stream
 from train.tasks.task import Task
 from train.trainer.progress import Progress, Recorder
+
+MARK = 5  # hexadecimal digits of a digest that ranks compare: squares are exact in float64 on 8192 ranks
+SEEDS = "seed its generators by the epoch (set_epoch); Python's, numpy's and torch's own are seeded"
 
 
 class Feed:
@@ -45,7 +48,7 @@ class Feed:
         self.positions: dict[int, Position] = {}  # of the stream's lanes, as far as this rank has used them
         self.skipped = 0  # what was left out with --skip-damaged, on all ranks
         self.left_out: list[str] = []  # what is to be said of that
-        self._more: dict[int, bool] = {}
+        self._more: dict[int, str] = {}
         self._damaged: list[str] = []
         self._known: set[str] = set()  # digests of what was left out in this epoch
         self.recorder = Recorder()
@@ -100,34 +103,55 @@ class Feed:
         self._more |= read.more
         self._damaged += read.skipped
         for number, position in read.positions.items():
+            self._require_same(self.positions.get(number), position)
             if number not in self.positions or self.positions[number].depth < position.depth:
                 self.positions[number] = position
 
+    def _require_same(self, before: Position | None, now: Position) -> None:
+        """Raise CheckFailed if two loading processes have found different samples in one place."""
+        if before and before.depth == now.depth and before.digest not in (None, now.digest):
+            what = f"--data {self.data.name}: sample {now.depth} of a lane is another one in each process"
+            raise CheckFailed(f"{what} that loads it", hint=SEEDS)
+
     def told(self) -> list[float]:
-        """Return what this rank tells of a step: what it left out; which lanes it read, and has more of."""
-        lanes = range(self.stream.lanes if self.stream is not None else 0)
-        seen = [(float(lane in self._more), float(self._more.get(lane, False))) for lane in lanes]
-        return [float(len(self._damaged)), *(number for pair in seen for number in pair)]
+        """Return what this rank tells of a step: how much it left out; and of each lane whether it has
+        read it, has more of it, and what comes next, as a number and its square.
+        """
+        numbers = [float(len(self._damaged))]
+        for lane in range(self.stream.lanes if self.stream is not None else 0):
+            following = self._more.get(lane)
+            mark = int(following[:MARK], 16) if following else 0
+            numbers += [following is not None, bool(following), mark, mark**2]
+        return numbers
 
     def settle(self, step: Step, samples: int, told: list[float]) -> Step:
         """Return a step with the samples that it had; `samples` and `told` are sums over ranks. A collective.
 
         Raises:
-            RanksDiffer: a lane has ended for one rank, and goes on for another.
+            RanksDiffer: a lane has ended for one rank, and goes on for another, or with another sample.
+            CheckFailed: the epoch has no samples.
         """
-        skipped, lanes = told[0], list(zip(told[1::2], told[2::2], strict=True))
+        skipped, lanes = told[0], [tuple(map(int, told[at : at + 4])) for at in range(1, len(told), 4)]
         if skipped:
             self._leave_out()
-        differing = [number for number, (read, more) in enumerate(lanes) if more not in (0, read)]
+        differing = [number for number, (read, more, *_) in enumerate(lanes) if more not in (0, read)]
         if differing:
-            more_on = collectives.gather(self._more.get(differing[0]))
+            of_ranks = collectives.gather(self._more.get(differing[0]))
+            more_on = [None if following is None else bool(following) for following in of_ranks]
             ended = f"the stream ends in step {step.index + 1} of the epoch on rank {more_on.index(False)}"
             hint = "every rank reads it from its beginning, so its files must be the same for all"
             what = f"--data {self.data.name}: {ended}, and goes on on rank {more_on.index(True)}"
             raise RanksDiffer(what, hint=hint)
+        # All equal: the mean of the squares is the square of the mean.
+        if any(read * squares != marks**2 for read, _, marks, squares in lanes):
+            what = f"--data {self.data.name}: after step {step.index + 1} of the epoch the stream"
+            raise RanksDiffer(f"{what} goes on with another sample on each rank", hint=SEEDS)
         self._more = {}
-        if self.stream is not None and not any(more for _, more in lanes):
+        if self.stream is not None and not any(more for _, more, *_ in lanes):
             self.ends_at = step.index + 1
+            if not samples and not step.index:
+                what = f"--data {self.data.name}: its stream has no samples in this epoch"
+                raise CheckFailed(what, hint="its __iter__ has to begin anew each time it is called")
         return dataclasses.replace(step, global_size=samples)
 
     def _leave_out(self) -> None:

@@ -11,6 +11,7 @@ from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault, install
 from ckpttool.formats.delta import compression
 from ckpttool.models import factory
+from train import console
 from train.config.command_line import make_plan
 from train.config.training import TrainConfig
 from train.data.augment import augmented
@@ -20,6 +21,7 @@ from train.data.stream import Stream
 from train.model import optimizer, schedule, sharding, updater, wrapping
 from train.tasks.task import Task
 from train.trainer import virtual_ranks
+from train.trainer.feed import SEEDS
 from train.trainer.selection import selection
 from train.trainer.trial import Trial, check_count, check_sum, initialise, try_training
 
@@ -31,6 +33,8 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     """
     if isinstance(data.train, Stream):
         _check_stream(config, data.train, place.world_size)
+    else:
+        _check_by_number(config)
     plan, world_size = make_plan(config, count(data.train)), config.virtual_ranks or place.world_size
     if not plan.steps_of(world_size):
         what = f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}"
@@ -93,8 +97,23 @@ def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
     stream.start = (0, {})  # nothing can be compared
     if world_size * max(config.workers, 1) > 1:
         what = f"{given} that gives other samples each time it is read, and each process reads it for itself"
-        hint = "seed its generators by the epoch (set_epoch); Python's, numpy's and torch's own are seeded"
-        raise UsageFault(what, hint=hint)
+        raise UsageFault(what, hint=SEEDS)
+    missing = (
+        "where its __iter__ goes on instead of beginning anew, those looked at before training are missing"
+    )
+    console.warn(f"{given} that gives other samples each time it is read: {missing}")
+
+
+def _check_by_number(config: TrainConfig) -> None:
+    """Raise UsageFault for settings of streams where samples have numbers: they would change nothing."""
+    has_tokens = any((name or "").startswith("tokens:") for name in (config.data, config.test_data))
+    wrong = {"--shuffle-window": config.shuffle_window, "--block-size": config.block_size and not has_tokens}
+    for flag, is_given in wrong.items():
+        if is_given:
+            what = f"{flag}: --data {config.data} has samples by index, which are taken as they are"
+            raise UsageFault(
+                what, hint="leave it out, or give the data set no __getitem__: then it is a stream"
+            )
 
 
 def _check_unscored(config: TrainConfig) -> None:

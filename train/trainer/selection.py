@@ -41,6 +41,7 @@ class Selection:
             value = score.metrics[self.metric]
         if not isinstance(value, int | float):
             raise CheckFailed(f"--best {self.metric}: is a {type(value).__name__}, not a number")
+        value = float(value)  # a user's may be numpy's, which no checkpoint can hold
         return self.sign * value if math.isfinite(score.loss) and math.isfinite(value) else -math.inf
 
     def in_words(self, merit: float) -> str:

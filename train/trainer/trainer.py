@@ -97,6 +97,12 @@ class Trainer:
     def recorder(self) -> Recorder:
         return self.feed.recorder
 
+    @property
+    def judge(self) -> str | None:
+        """The fingerprint of the test set that `--best` names; None where it is --data's own."""
+        other = self.data.others.get(self.selection.test_set)
+        return None if other is None else other.fingerprint
+
     def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[tuple[Any, int]]]]:
         """Yield this rank's remaining steps of the current epoch, each with the iterator of its batches."""
         progress, place, epoch = self.progress, self.place, self.progress.epoch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,13 @@ def test_a_checkpoint_with_a_damaged_part_is_passed_over_for_the_one_before(run_
     assert f"continues from {tmp_path}/step-000002.pt" in said
 
 
-def run_with_a_full_disk(rank: int, size: int, folder: str, save: str) -> str:
-    """Run where the disk of rank 1 refuses the second save."""
+def run_with_a_full_disk(rank: int, size: int, folder: str, save: str, *, stays: bool = False) -> str:
+    """Run where the disk of rank 1 refuses the second save; if it `stays` full, all later ones too."""
     written, saves = parts.Parts.write, iter(range(99))
 
     def write(self: parts.Parts) -> None:
-        if rank == 1 and next(saves) == 1:
+        number = next(saves)
+        if rank == 1 and (number == 1 or (stays and number > 1)):
             with pytest.MonkeyPatch.context() as patch:
 
                 def refuse(*_: Any, **__: Any) -> None:
@@ -180,6 +182,11 @@ def test_a_full_disk_of_one_rank_fails_one_save_and_not_the_run(run_ranks, tmp_p
     assert not (tmp_path / "step-000002.pt").exists()
     assert runs.read(tmp_path / "last.pt")["progress"]["global_step"] == runs.STEPS
     assert len(folders(tmp_path)) == runs.STEPS - 1
+
+
+def test_what_a_full_disk_has_cut_short_is_removed_at_once(run_ranks, tmp_path):
+    run_ranks(2, partial(run_with_a_full_disk, stays=True), str(tmp_path), "sync")
+    assert folders(tmp_path) == [folder_of(tmp_path / "step-000001.pt").name]
 
 
 def test_starting_over_removes_the_folders(run_ranks, tmp_path):

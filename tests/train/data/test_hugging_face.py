@@ -93,6 +93,12 @@ def test_a_split_to_test_with_and_packed_documents(folder):
     assert packed[3][0].tolist() == [5, 6, 0, 0]
 
 
+def test_all_rows_of_unequal_shards_to_test_with_are_there_in_their_order(folder):
+    config = TrainConfig(data=f"hf:{folder}", test_data=f"hf:{folder}", task="model-loss", max_steps=1)
+    rows = [tuple(row["x"].tolist()) for row in data_set.load(config).test]
+    assert rows == [(shard, row) for row in range(10) for shard in range(6) if row < 5 + shard]
+
+
 def test_what_is_not_there_is_named(folder):
     with pytest.raises(Unreadable, match="hf:"):
         opened(f"{folder}/none")

@@ -79,3 +79,11 @@ def test_documents_without_a_position_have_none_when_packed():
 def test_what_is_no_document_is_refused(document):
     with pytest.raises(UsageFault, match="--block-size"):
         list(Packed([document], 3))
+
+
+@pytest.mark.parametrize("more", [{"labels": [-100, 2, 3]}, {"attention_mask": [1, 1, 0]}])
+def test_a_document_of_which_not_all_tokens_count_is_refused_and_not_packed_as_if_they_did(more):
+    with pytest.raises(UsageFault, match=next(iter(more))):
+        next(iter(Packed([{"input_ids": [1, 2, 3], **more}], 3)))
+    plain = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "attention_mask": [1, 1, 1]}
+    assert next(iter(Packed([plain], 3)))[1].tolist() == [2, 3, IGNORED]

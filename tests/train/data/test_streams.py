@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ckpttool.distributed.plan import ENDLESS, Plan
-from ckpttool.errors import UsageFault
+from ckpttool.errors import CheckFailed, UsageFault
 from tests.ranks import runs, trainings
 from tests.ranks.runs import contents
 from tests.support.run_log import entries_of
@@ -33,9 +33,11 @@ from train.data import data_set
 from train.data import stream as stream_module
 from train.data.batches import load
 from train.data.data_set import Data
-from train.data.stream import Stream, is_stream
+from train.data.stream import Stream, is_stream, listed
 from train.tasks import builtin as tasks
 from train.trainer import preflight
+from train.trainer.feed import Feed
+from train.trainer.progress import Progress
 
 BATCH = 8
 EVERY = {"save_every": Every(1, "steps"), "keep": 99}
@@ -331,6 +333,56 @@ def test_a_stream_that_ends_early_on_one_rank_is_named_and_no_rank_waits(run_ran
         assert said.startswith(("RanksDiffer", "RankFailed"))
 
 
+class Late(Counted):
+    """A stream whose first samples are the same each time, and the later ones are not."""
+
+    def __iter__(self) -> Iterator[Any]:
+        later = list(range(12, self.last))
+        random.SystemRandom().shuffle(later)
+        yield from map(sample, [*range(12), *later])
+
+
+def numbers(kind: Any) -> Data:
+    made = Stream([kind(0, 900)], "numbers", seed=0)
+    made.start = 0, {}  # as where samples are not the same each time
+    return Data("numbers", made, None, tuple("abc"), (5,), "numbers")
+
+
+def run_numbers(rank: int, size: int, folder: str, kind: Any) -> str:
+    settings = {"out": folder, "scheduler": "none", "batch_size": 300, "epochs": 2}
+    return runs.outcome(rank, size, numbers(kind), trainings.seeded(linear), settings)
+
+
+def test_samples_that_differ_later_in_the_stream_are_found_before_they_train(run_ranks, tmp_path):
+    for said in run_ranks(3, run_numbers, str(tmp_path), Late):
+        assert "after step 1 of the epoch the stream goes on with another sample on each rank" in said
+    assert not (tmp_path / "last.pt").exists()
+
+
+def test_samples_that_differ_in_two_loading_processes_are_found():
+    data, config = numbers(Late), TrainConfig(scheduler="none", workers=2, batch_size=BATCH)
+    feed = Feed(config, data, tasks.build(config, data), trainings.place(0, 1))
+    batches = feed.batches(feed.plan.of_rank(0, 0, 1), Progress())
+    with pytest.raises(CheckFailed, match="sample 256 of a lane is another one in each process that loads"):
+        list(itertools.islice(batches, 40))
+
+
+class Once(Counted):
+    """A stream that goes on where it was left, and so has nothing in a second epoch."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.numbers = iter(range(first, last))
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(sample, self.numbers)
+
+
+def test_an_epoch_without_samples_ends_the_run(run_ranks, tmp_path):
+    (said,) = run_ranks(1, run_numbers, str(tmp_path), Once)
+    assert "its stream has no samples in this epoch" in said
+    assert "__iter__ has to begin anew" in said
+
+
 def test_an_endless_stream_ends_with_max_steps(run_ranks, tmp_path):
     said, *_ = run_ranks(2, run, str(tmp_path), "one", Endless, {"max_steps": 12, "scheduler": "cosine"})
     assert "saved" in said
@@ -380,7 +432,7 @@ def test_what_is_drawn_from_the_seeded_generators_is_the_same_on_any_number_of_r
     assert used(tmp_path / "rest") == {step: taken for step, taken in one.items() if step > 4}
 
 
-def test_a_stream_that_is_drawn_anew_each_time_is_refused_where_several_processes_read_it():
+def test_a_stream_that_is_drawn_anew_each_time_is_refused_where_several_processes_read_it(capsys):
     data, place = stream("one", Drawn), trainings.place(0, 1)
     task = tasks.build(TrainConfig(), data)
     for settings, ranks in (({}, 2), ({"workers": 2}, 1)):
@@ -388,6 +440,16 @@ def test_a_stream_that_is_drawn_anew_each_time_is_refused_where_several_processe
         with pytest.raises(UsageFault, match="gives other samples each time it is read"):
             preflight.check(config, data, linear(), replace(place, world_size=ranks), task)
     preflight.check(TrainConfig(scheduler="none"), data, linear(), place, task)
+    assert "those looked at before training are missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings", [{"block_size": 8}, {"shuffle_window": 8}])
+def test_settings_of_streams_are_refused_where_they_would_change_nothing(settings):
+    config = TrainConfig(**settings)
+    data = data_set.load(config)
+    (name,) = settings
+    with pytest.raises(UsageFault, match=f"--{name.replace('_', '-')}: --data digits has samples by index"):
+        preflight.check(config, data, nn.Linear(2, 2), trainings.place(0, 1), tasks.build(config, data))
 
 
 @pytest.mark.parametrize(
@@ -423,6 +485,19 @@ def test_a_schedule_longer_than_the_stream_says_it_is_is_refused():
     data.train.length = SAMPLES
     with pytest.raises(UsageFault, match="--warmup 99steps: is 99 steps, but the whole training has only 60"):
         preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+
+
+def run_longer_than_said(rank: int, size: int, folder: str) -> str:
+    data = stream("one")
+    data.train.length = 20
+    settings = {"out": folder, "scheduler": "linear", "batch_size": BATCH, "epochs": 1}
+    return runs.outcome(rank, size, data, trainings.seeded(linear), settings)
+
+
+def test_a_schedule_that_ends_before_the_stream_is_said(run_ranks, tmp_path):
+    run_ranks(1, run_longer_than_said, str(tmp_path))
+    (event,) = (entry for entry in entries_of(tmp_path) if entry.get("event"))
+    assert event == {"step": 3, "event": "schedule ended"}
 
 
 def test_the_source_of_a_stream_may_make_the_batches(tmp_path):
@@ -491,6 +566,23 @@ def test_an_empty_stream_and_one_without_an_end_to_test_with_are_refused(tmp_pat
     data = data_set.load(TrainConfig(data=f"{tmp_path}/own.py:both"))
     assert len(data.test) == 7
     assert data.classes == ("a", "b")
+
+
+def test_what_is_left_out_of_the_samples_to_test_with_is_said(capsys):
+    broken = lanes_with(1, Counted)
+    assert len(listed(broken)) == SAMPLES - 3
+    assert (
+        "--skip-damaged: left out of the test samples: --data numbers, broken.tar" in capsys.readouterr().err
+    )
+
+
+class OfNumpy(Placed):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "mean": numpy.float64(0.5)}
+
+
+def test_a_position_that_no_checkpoint_can_hold_is_not_saved():
+    assert not Stream([OfNumpy(0, 9)], "numbers", seed=0).resumes
 
 
 OWN = """

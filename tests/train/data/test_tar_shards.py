@@ -112,6 +112,40 @@ def test_webdataset_finds_the_same_samples(three, tmp_path):
         assert {name: samples._bytes(shard_number, *span) for name, span in members.items()} == sample
 
 
+def archive(path: Path, members: list[tuple[str, bytes]]) -> str:
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return str(path)
+
+
+def test_a_member_that_a_sample_has_twice_is_named_and_none_of_them_is_lost(tmp_path):
+    twice = [("0.txt", b"a"), ("1.txt", b"b"), ("1.json", b"1"), ("1.txt", b"c")]
+    path = archive(tmp_path / "twice.tar", twice)
+    with pytest.raises(Damaged, match=r"has 1\.txt twice in one sample"):
+        opened(path, labelled=False)
+    assert len(opened(path, labelled=False, skip_damaged=True)) == 1
+
+
+def test_as_many_endings_as_there_are_members(tmp_path):
+    path = archive(
+        tmp_path / "many.tar", [(f"0.{number}", b"") for number in range(1 << 16)] + [("1.0", b"")]
+    )
+    assert len(opened(path, labelled=False)) == 2
+
+
+@pytest.mark.parametrize(
+    ("ending", "data"),
+    [("npy", b""), ("npy", b"PK\3\4"), ("json", b"[" * 10**5), ("txt", b"\xff"), ("cls", b"one")],
+)
+def test_a_member_that_is_not_what_its_ending_says_is_named(tmp_path, ending, data):
+    path = archive(tmp_path / "wrong.tar", [(f"0.{ending}", data)])
+    with pytest.raises(Damaged, match=rf"the member \.{ending} at byte 512 is not what its ending says"):
+        opened(path, labelled=False)[0]
+
+
 def cut(path: str, keep: int) -> str:
     os.truncate(path, keep)
     return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -37,6 +38,14 @@ def test_each_token_but_a_files_first_is_a_target_once(tmp_path, block):
     assert (targets[counts] == inputs[counts] + 1).all()
     with pytest.raises(IndexError):
         blocks[len(blocks)]
+
+
+def test_more_files_to_test_with_are_named_by_also_test(tmp_path):
+    names = [write(tmp_path / f"{n}.bin", range(10 * n + 1)) for n in (1, 2, 3)]
+    config = TrainConfig(data=f"tokens:{names[0]}", task="language-model", block_size=5, test_data="fake:1")
+    data = data_set.load(replace(config, test_data=f"tokens:{names[1]}"))
+    (name, other), *_ = data_set.load_others(config, [f"ood=tokens:{names[2]}"], data).items()
+    assert (name, len(data.test), len(other.test)) == ("ood", 4, 6)
 
 
 def test_tokens_above_32767_are_read_as_unsigned(tmp_path):

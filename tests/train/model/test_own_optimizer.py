@@ -13,6 +13,7 @@ from torch import nn
 from ckpttool.errors import UsageFault
 from train.config.training import TrainConfig
 from train.model import optimizer as optimizers
+from train.model.updater import Updater
 
 OWN = """
 import torch
@@ -48,6 +49,22 @@ class Forgetful(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.data.sub_(p.grad, alpha=group["lr"] / self.steps)
+
+class Tenth(SGD):  # does something in each tenth step
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.count, self.begun = 0, False
+    def step(self, closure=None):
+        super().step()
+        self.count, self.begun = self.count + 1, True
+
+class Warming(SGD):  # its momentum rises
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr, momentum=0.5)
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["momentum"] += 0.01
+        super().step()
 
 class Objects(Forgetful):
     def step(self, closure=None):
@@ -130,6 +147,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "broken": ({}, "KeyError: 'lost'"),
     "tensor_rate": ({}, "group 0 has no learning rate that is a number"),
     "Forgetful": ({}, "after its state_dict is loaded, the next step changes parameter 0.weight otherwise"),
+    "Tenth": ({}, "its attribute count changes with the steps, and its state_dict lacks it"),
     "Objects": ({}, "its state holds more than tensors and plain values"),
     "Beside": ({}, "its state_dict has steps beside state and param_groups"),
     "of_params": ({"momentum": 0.9}, "--momentum: "),
@@ -143,6 +161,21 @@ def test_what_can_not_be_trained_with_or_resumed_is_refused(own, name):
     settings, said = REFUSED[name]
     with pytest.raises(UsageFault, match=re.escape(said)):
         optimizers.check(config(f"{own}:{name}", **settings), model())
+
+
+def test_what_it_changes_in_its_groups_is_restored_and_not_made_anew(own):
+    settings = config(f"{own}:Warming", lr=0.1)
+    optimizers.check(settings, model())
+
+    def updater() -> Updater:
+        return Updater(settings, nn.ModuleDict({"module": model()}), torch.device("cpu"), 5)
+
+    first, second = updater(), updater()
+    for _, parameter in first.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    first.step(measured=False)
+    second.load(first.state())
+    assert [group["momentum"] for group in second.optimizer.param_groups] == [0.51, 0.51]
 
 
 # ---- the flags of torch's own optimizers ----------------------------------------------------------------

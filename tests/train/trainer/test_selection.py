@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 from torch.utils.data import Subset
 
@@ -89,6 +90,7 @@ def test_a_merit_is_the_larger_the_better_and_that_of_nan_is_the_least():
     assert least.merit({OWN: of_loss(1.0, mae=math.nan)}) == -math.inf
     assert least.merit({OWN: of_loss(math.nan, mae=0.1)}) == -math.inf
     assert least.in_words(-0.25) == "mae 0.25" and most.in_words(0.5) == "ood/r2 0.5"
+    assert type(least.merit({OWN: of_loss(1.0, mae=numpy.float64(0.25))})) is float
     with pytest.raises(CheckFailed, match="--best mae: is a list, not a number"):
         least.merit({OWN: of_loss(1.0, mae=[1, 2])})
 
@@ -225,8 +227,8 @@ def test_it_is_better_scores_that_count_and_the_end_of_a_training_is_no_early_on
 
 def with_others(rank: int, size: int, folder: str, settings: dict[str, Any]) -> str:
     usual = {"epochs": 2, "batch_size": runs.BATCH, "lr": 0.05, "timeout": 20.0, "out": folder}
-    data = trainings.tensors(runs.SHAPE, runs.SAMPLES)
-    others = {"few": dataclasses.replace(data, test=_first(data, 3)), "same": data}
+    data, few = trainings.tensors(runs.SHAPE, runs.SAMPLES), settings.pop("few", 3)
+    others = {"few": dataclasses.replace(data, test=_first(data, few), fingerprint=f"{few}"), "same": data}
     data = dataclasses.replace(data, others=others)
     return runs.outcome(rank, size, data, trainings.seeded(runs.restless), {**usual, **settings})
 
@@ -254,6 +256,17 @@ def test_best_may_be_the_best_of_another_test_set(run_ranks, tmp_path):
     run_ranks(2, with_others, str(tmp_path), {"best": "few/loss"})
     losses = [epoch["tests"]["few"]["loss"] for epoch in epochs_of(tmp_path)]
     assert runs.read(tmp_path / "best.pt")["progress"]["epoch"] == losses.index(min(losses)) + 1
+
+
+def test_scores_of_another_test_set_of_that_name_are_not_compared_with_those_before(run_ranks, tmp_path):
+    usual = {"best": "few/loss", "stop_early": 9}
+    run_ranks(1, with_others, str(tmp_path), {**usual, "epochs": 1})
+    again = {**usual, "resume": "auto", "few": 5}
+    said = run_ranks(1, with_others, str(tmp_path), again)[0]
+    assert "whose --best few/loss is on another test set (3; now 5)" in said
+    assert "belongs to" not in run_ranks(1, with_others, str(tmp_path), {**again, "change": ("best",)})[0]
+    (losses,) = ([epoch["tests"]["few"]["loss"] for epoch in epochs_of(tmp_path)],)
+    assert runs.read(tmp_path / "last.pt")["progress"]["best"] == -losses[-1]
 
 
 OWN_DATA = """
