@@ -229,6 +229,6 @@ class _Trimmer:
             return tensor
         if id(old) not in self.done:
             part = old.data.part(begin, end - begin)
-            self.done[id(old)] = replace(old, data=part, crc32=None, origins=(old,))
+            self.done[id(old)] = replace(old, data=part, crc32=None, digest=None, origins=(old,))
         offset = tensor.offset - begin // tensor.dtype.itemsize if tensor.numel else 0
         return replace(tensor, storage=self.done[id(old)], offset=offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +46,7 @@ def computed(path: str, nbytes: int, make: Make, require: Callable[[], None] | N
                     out[done : done + count] = block[skipped : skipped + count]
             done += count
 
-    def chunks(start: int, count: int) -> Any:
-        buffer = memoryview(bytearray(min(count, BLOCK)))
-        for begin, size in cut(count, BLOCK):
-            fill(start + begin, buffer[:size])
-            yield buffer[:size]
-
-    return Computed(path, nbytes, chunks, is_divisible=True, fill=fill, require=require)
+    return replace(Computed.filling(path, nbytes, fill), require=require)
 
 
 def fill_values(tensor: TensorRef, start: int, out: memoryview) -> None:
