@@ -68,6 +68,8 @@ def apply(
     with Checksums(first, links[1].taken) as of_base:
         for name, _ in of_base.damaged(progress):
             raise wrong_base(first.path, files[0].path, read_header(files[0]), f"'{name[:80]}' has other values")
+    for _, storage in links[1].taken:
+        storage.crc32 = None  # not to be summed again: what comes of it has a digest
     if not lazily:
         with Checksums(made, made.storages()) as of_made:
             of_made.finish(progress)
