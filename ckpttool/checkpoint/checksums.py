@@ -91,7 +91,7 @@ class Checksums:
 
     @property
     def in_a_row(self) -> int | None:
-        """How many bytes of a storage one thread should read one after another, from a multiple of them on."""
+        """How many bytes of a storage one thread should read in a row, from a multiple of them on."""
         return next((sums.piece for sums in self._sums if isinstance(sums, _Digest)), None)
 
     def __enter__(self) -> Checksums:

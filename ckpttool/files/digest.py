@@ -34,10 +34,10 @@ class Form(Protocol):
     """What a digest covers of a tensor beside its values."""
 
     @property
-    def dtype(self) -> DType: ...  # noqa: D102
+    def dtype(self) -> DType: ...
 
     @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    def shape(self) -> tuple[int, ...]: ...
 
 
 def digest_of(tensors: Mapping[str, Form], values: Mapping[str, str]) -> str:

@@ -91,11 +91,10 @@ def delta(job: Job, new: str, layout: str | None) -> None:
 def apply(job: Job, to: str | None, full: bool) -> None:
     """Make of BASE what it became by each DELTA, one after another, to the last bit.
 
-    BASE may have any format, if its values are those that the first DELTA was made from: their checksums are
-    compared before anything is written, and the digest of what comes of them before it counts. OUTPUT's format
-    follows its name;
-    a .pt holds everything that the last checkpoint did, and a .safetensors the model, or with --full
-    everything.
+    BASE may have any format, if its values are those that the first DELTA was made from: their checksums
+    are compared before anything is written, and the digest of what comes of them before it counts.
+    OUTPUT's format follows its name; a .pt holds everything that the last checkpoint did, and a
+    .safetensors the model, or with --full everything.
 
     \b
     Example:

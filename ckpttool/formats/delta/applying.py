@@ -36,14 +36,15 @@ def apply(
     Args:
         base: the checkpoint that the first delta was made from, in any format.
         deltas: files of `ckpttool.delta`, in the order in which they were made.
-        lazily: compare the base now, and the digest of what comes of it in the pass that saves it, which raises
-            Damaged before it counts. Otherwise both are compared now, and the second again when it is saved.
+        lazily: compare the base now, and the digest of what comes of it in the pass that saves it, which
+            raises Damaged before it counts. Otherwise both are compared now, and the second again when it is
+            saved.
         progress: called with the number of bytes after each piece that is read, or made.
         expect: called first, with the number of bytes that progress will come to.
 
     Raises:
-        Refused: the base is not what the first delta was made from; or a file is no delta, or one of something
-            else.
+        Refused: the base is not what the first delta was made from; or a file is no delta, or one of
+            something else.
         Damaged: what comes of them is not what the last delta was made from; or a delta breaks the rules.
         UsageFault: there are no deltas, or more than 64.
         Unreadable, Unsupported: as `ckpttool.open` raises them; Unsupported also where zstd is missing.
@@ -67,7 +68,9 @@ def apply(
         expect(sum(taken.values()) + sum(wholes.values()))
     with Checksums(first, links[1].taken) as of_base:
         for name, _ in of_base.damaged(progress):
-            raise wrong_base(first.path, files[0].path, read_header(files[0]), f"'{name[:80]}' has other values")
+            raise wrong_base(
+                first.path, files[0].path, read_header(files[0]), f"'{name[:80]}' has other values"
+            )
     for _, storage in links[1].taken:
         storage.crc32 = None  # not to be summed again: what comes of it has a digest
     if not lazily:

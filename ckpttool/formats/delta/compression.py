@@ -45,7 +45,7 @@ def _find(module: str) -> bool:
 def compressor() -> Compress:
     """Return what packs a block as one frame that states its size, for one thread.
 
-    It has no checksum: those of the tensor that holds the frames, and of what is made of them, are in the header.
+    It has no checksum: the header has those of all frames together, and of what is made of them.
     """
     if _find("compression.zstd"):
         from compression import zstd  # type: ignore[import-not-found,unused-ignore]

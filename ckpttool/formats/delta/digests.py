@@ -28,7 +28,9 @@ def digest_of_state(
         return None
     of_storage = {id(tensor.storage): values[name] for name, tensor in storages.items()}
     wholes = {name: each for name, each in state.items() if _is_whole(each)}
-    known = {name: of_storage[id(each.storage)] for name, each in wholes.items() if id(each.storage) in of_storage}
+    known = {
+        name: of_storage[id(each.storage)] for name, each in wholes.items() if id(each.storage) in of_storage
+    }
     others = {each.view: (name, each) for name, each in state.items() if name not in known}
     read = tensor_digests(dict(others.values()), progress)
     of_view = {state[name].view: value.decode() for name, value in read}

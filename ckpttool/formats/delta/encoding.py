@@ -1,8 +1,8 @@
 """Each tensor of a newer checkpoint in the smallest form that a delta has for it. Imports numpy.
 
-Blocks of a tensor are compared on several cores, and beside them its pieces are hashed. The packed XORs, and the
-places and values that changed, grow in temporary files at the same time; at the end of the tensor one of the
-two stays.
+Blocks of a tensor are compared on several cores, and beside them its pieces are hashed. The packed XORs, and
+the places and values that changed, grow in temporary files at the same time; at the end of the tensor one of
+the two stays.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from .header import BLOCK, NEW, SAME, SPARSE, XOR, Entry
 INT32 = 1 << 31  # elements that places of four bytes can name
 PLACES = {4: "int32", 8: "int64"}
 
-# Bytes of packed XORs after which places and values are given up if they are larger: they seldom catch up, and
-# cost more than the packing.
+# Bytes of packed XORs after which places and values are given up if they are larger: they seldom catch up.
 TRIED = 1 << 14
 
-AHEAD = 12  # jobs whose results wait at most, 1 MiB each: to hash a piece takes as long as some blocks
+AHEAD = 12  # results that wait for an earlier one, 1 MiB each: to hash a piece takes as long as some blocks
 
 _of_thread = threading.local()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -12,7 +11,6 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Unsupported
-from ...files.digest import digest_of
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, contiguous_stride, extent, is_count
 from ..safetensors import parse_object
@@ -92,8 +90,8 @@ class Header:
 
     Attributes:
         base: the older checkpoint.
-        digest: of the newer one's state, as `ckpttool digest` prints it; None where it has none, or it can't be
-            said which.
+        digest: of the newer one's state, as `ckpttool digest` prints it; None where it has none, or it can't
+            be said which.
         tree: the SHA-256 of the text of the newer one's tree.
         full: the newer one is a file of tensors that held a whole checkpoint.
         metadata: the newer one's text in a header of safetensors.
@@ -110,6 +108,8 @@ class Header:
     @property
     def whole(self) -> str:
         """The digest of all tensors of the newer one, which follows from what is said of each."""
+        from ...files.digest import digest_of  # whose hashlib loads OpenSSL
+
         return digest_of(self.tensors, {name: entry.digest for name, entry in self.tensors.items()})
 
     def to_text(self) -> str:
@@ -152,11 +152,12 @@ def read_header(file: Checkpoint) -> Header:
         metadata = {name: _text(text) for name, text in _object(new.get("metadata")).items()}
         of_state = None if new.get("digest") is None else _digest(new.get("digest"))
         header = Header(found, of_state, _tree(file, new), new.get("full") is True, metadata, tensors)
-        if new.get("whole") != header.whole:
-            raise BadHeader("has another digest than what it says of its tensors")
-        return header
     except BadHeader as fault:
         raise Damaged(file.path, f"its entry '{ENTRY}' {fault}") from None
+    if new.get("whole") != header.whole:
+        what = f"its entry '{ENTRY}' has another digest than follows from what it says of its tensors"
+        raise Damaged(file.path, what)
+    return header
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -180,6 +181,8 @@ def _tree(file: Checkpoint, new: Mapping[str, Any]) -> str:
 
 def digest_of_tree(text: str) -> str:
     """Return the SHA-256 of the text of a tree."""
+    import hashlib
+
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -32,8 +32,8 @@ class Link:
 
     Attributes:
         checkpoint: what is made of it and the deltas up to here.
-        taken: storages of what stands before, whose checksums the delta states and no file does, by the names of
-            their tensors; none for the first.
+        taken: storages of what stands before, whose checksums the delta states and no file does, by the names
+            of their tensors; none for the first.
     """
 
     checkpoint: Checkpoint

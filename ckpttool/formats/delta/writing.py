@@ -39,8 +39,8 @@ class Delta:
         saved: the file.
         kinds: how many tensors are kept in each way: `same`, `sparse`, `xor`, `new`.
         of: the size of the newer checkpoint's files.
-        new_digest: digest of the newer one's state, as `ckpttool digest` prints it; None where it holds none, or
-            it can't be said which.
+        new_digest: digest of the newer one's state, as `ckpttool digest` prints it; None where it holds none,
+            or it can't be said which.
         without_zstd: no XOR was tried, as nothing here knows zstd.
     """
 

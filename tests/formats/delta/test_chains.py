@@ -107,7 +107,9 @@ def test_a_base_of_another_form_is_refused(chain: list[str], change: str) -> Non
     save_file({"w": state["w"], "b": b}, "new.safetensors")
     ckpttool.delta("0.safetensors", "new.safetensors", "d.safetensors")
     for lazily in (False, True):
-        with pytest.raises(Refused, match=r"base\.safetensors: is not the base of d\.safetensors: .*'b'") as told:
+        with pytest.raises(
+            Refused, match=r"base\.safetensors: is not the base of d\.safetensors: .*'b'"
+        ) as told:
             ckpttool.apply("base.safetensors", ["d.safetensors"], lazily=lazily)
         assert "'0.safetensors'" in (told.value.hint or "")
 
