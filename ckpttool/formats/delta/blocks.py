@@ -85,11 +85,11 @@ def xor_planes(values: NDArray[Any], apart: NDArray[np.uint8]) -> None:
     import numpy as np
 
     other = _scratch("shifted", values.dtype.str, len(values))
-    np.copyto(other, apart[-1])
-    for plane in apart[-2::-1]:
-        other <<= np.array(8, values.dtype)
-        other |= plane
-    values ^= other
+    for number, plane in enumerate(apart):
+        np.copyto(other, plane)
+        if number:
+            np.left_shift(other, np.array(8 * number, values.dtype), out=other)
+        values ^= other
 
 
 def _scratch(name: str, kind: str, count: int) -> NDArray[Any]:
