@@ -109,7 +109,7 @@ def apply(job: Job, to: str | None, full: bool) -> None:
 
     def opening() -> Checkpoint:
         with job.console.bar("checking") as bar:
-            return applying.apply(base, deltas, lazily=True, **bar.calls)
+            return applying.apply(base, deltas, lazily=not job.dry_run, **bar.calls)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         return checkpoint, Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False)

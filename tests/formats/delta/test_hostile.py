@@ -196,7 +196,7 @@ def test_a_result_that_has_another_digest_is_not_written(delta: Path, cli: Cli, 
         said["tensors"][name]["digest"] = "0" * 64
 
     rewritten(change)
-    for flag in ((), ("--no-verify",)):
+    for flag in ((), ("--no-verify",), ("--dry-run",)):
         ran = cli("apply", "base.safetensors", "d.safetensors", *out.split(), *flag)
         assert_says(ran, 3, f"the bytes of '{name}' do not match their digest")
     assert not Path(out.split()[-1]).exists()
