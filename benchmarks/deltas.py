@@ -10,7 +10,7 @@ from .case import Benchmark, Case, Need, Way
 from .commands import CHILDREN, PYTHON, cp, tool
 from .process import timed
 from .sizes import show_size
-from .targets import at_most_times, peak_at_most
+from .targets import at_most_times, floor, peak_at_most
 
 PEAK = 64_000_000
 KINDS = {
@@ -20,6 +20,7 @@ KINDS = {
 }
 DELTA, APPLY = "ckpttool delta", "ckpttool apply"
 READ, COPY = "cat of both", "cp of the result"
+HASH, HASH_COPY = "bare threads, SHA-256 of the newer", "bare threads, copy and SHA-256"
 ZSTD, XDELTA = "zstd -3 --patch-from", "xdelta3 -1"
 
 
@@ -49,16 +50,22 @@ def set_up_delta(kind: str, folder: Path, size: int) -> Case:
         sizes.append(f"{way.name} {new.stat().st_size / out.stat().st_size:.2f} ×")
         out.unlink()
     title = f"delta, {KINDS[kind]}, {show_size(size)}; smaller than the result: {', '.join(sizes)}"
-    targets = [at_most_times(DELTA, READ, 3), peak_at_most(DELTA, PEAK)]
-    return Case(title, [Way(READ, ["cat", base, new]), *ways], targets, memory=2 * size)
+    bare = Way(HASH, [PYTHON, "-I", "-S", CHILDREN / "bare_hash.py", new])
+    targets = [at_most_times(DELTA, READ, 3), floor(HASH, READ), peak_at_most(DELTA, PEAK)]
+    return Case(title, [Way(READ, ["cat", base, new]), bare, *ways], targets, memory=2 * size)
 
 
 def set_up_apply(kind: str, folder: Path, size: int) -> Case:
     base, new = _files(folder, kind, size)
     timed(tool("delta", "-q", base, new, folder / "delta"))
     copied, out = folder / "copy", folder / "out.safetensors"
-    ways = [Way(COPY, cp(new, copied), copied), Way(APPLY, tool("apply", base, folder / "delta", out), out)]
-    targets = [at_most_times(APPLY, COPY, 1.5), peak_at_most(APPLY, PEAK)]
+    bare = [PYTHON, "-I", "-S", CHILDREN / "bare_hash.py", new, copied]
+    ways = [
+        Way(COPY, cp(new, copied), copied),
+        Way(HASH_COPY, bare, copied),
+        Way(APPLY, tool("apply", base, folder / "delta", out), out),
+    ]
+    targets = [at_most_times(APPLY, COPY, 1.5), floor(HASH_COPY, COPY), peak_at_most(APPLY, PEAK)]
     return Case(f"apply, {KINDS[kind]}, {show_size(size)}", ways, targets, memory=2 * size)
 
 

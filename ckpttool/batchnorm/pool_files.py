@@ -225,7 +225,7 @@ def _tensor(
     data = Computed(
         old.storage.data.path, len(raw_bytes), lambda start, count: iter([raw_bytes[start : start + count]])
     )
-    storage = replace(old.storage, data=data, crc32=None, origins=origins)
+    storage = replace(old.storage, data=data, crc32=None, digest=None, origins=origins)
     return replace(TensorRef.contiguous(storage, old.dtype, old.shape), requires_grad=old.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""Compare the bytes that a checkpoint is made of with the checksums that its files state."""
+"""Compare the bytes that a checkpoint is made of with the checksums and digests that its files state."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import shlex
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from ..errors import Damaged
 from ..files.copying import Progress, map_bytes
 from ..files.crc32 import combined, crc32, crc32_of
 from ..remote import ahead
-from ..tensors.ref import ByteRange, Source, Storage
+from ..tensors.ref import ByteRange, Observer, Source, Storage
 from .checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from ..files.digest import Pieces
 
 Named = tuple[str, Storage]
 
-# Bytes summed as one piece where they are read for their checksum alone.
+# Bytes read as one piece for their checksum alone; those of a digest have a size of their own.
 PIECE = 4 << 20
 
 
@@ -67,49 +72,66 @@ class Checksums:
         # reads what was not read: the bytes between views, and storages that were mapped. With `every`,
         # storages without a checksum are read too, or those that they are put together from.
         self._checkpoint = checkpoint
-        self._named = [
-            named
-            for named in each_once(storages)
-            if named[1].crc32 is not None or (every and not named[1].origins)
-        ]
+        stating = [named for named in each_once(storages) if _is_summed(named[1], every)]
+        self._named = [named for named in stating if named[1].digest is None]
         self._sums = _Sums([storage.crc32 for _, storage in self._named])
+        self._digests = [_Digest(name, storage) for name, storage in stating if storage.digest is not None]
+        self._observed: list[tuple[list[Observer], Observer]] = []
         of_source = defaultdict[Source, list[tuple[int, int, int]]](list)
         for number, (_, storage) in enumerate(self._named):
             if isinstance(data := storage.data, ByteRange):
                 of_source[data.source].append((data.offset, data.offset + data.nbytes, number))
-        self._observers: dict[Source, Callable[[int, memoryview | bytes], object]] = {}
         while of_source:
             source, places = of_source.popitem()
             starts, ends, numbers = (array("Q", column) for column in zip(*sorted(places), strict=True))
-            self._observers[source] = partial(_see, starts, ends, numbers, self._sums)
+            self._observed.append((source.observers, partial(_see, starts, ends, numbers, self._sums)))
+        hashed = defaultdict[Source, list[_Place]](list)
+        for sums in self._digests:
+            if isinstance(data := sums.storage.data, ByteRange):
+                hashed[data.source].append((data.offset, data.offset + data.nbytes, sums))
+            else:
+                self._observed.append((data.observers, sums.see))
+        for source, of_digests in hashed.items():
+            of_digests.sort(key=itemgetter(0, 1))
+            self._observed.append((source.observers, partial(_hash, of_digests)))
 
     @property
     def compares(self) -> bool:
         """Whether any of the files states a checksum."""
-        return bool(self._named)
+        return bool(self._named or self._digests)
+
+    @property
+    def in_a_row(self) -> int | None:
+        """How many bytes of a storage one thread should read in a row, from a multiple of them on."""
+        return self._digests[0].piece if self._digests else None
 
     def __enter__(self) -> Checksums:
-        for source, see in self._observers.items():
-            source.observers.append(see)
+        for observers, see in self._observed:
+            observers.append(see)
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._observers:
-            source, see = self._observers.popitem()
-            source.observers.remove(see)
+        while self._observed:
+            observers, see = self._observed.pop()
+            observers.remove(see)
 
-    def finish(self) -> None:
-        """Compare all checksums when everything was read; Damaged names the first that differs."""
-        for number in self._differing(None):
-            raise self._damaged(*self._named[number])
+    def finish(self, progress: Progress | None = None) -> None:
+        """Compare all sums when everything was read; Damaged names the first that differs."""
+        self.__exit__()
+        # Checksums first: they are of what others, which have digests, are made of.
+        for number in self._differing(progress):
+            raise self._damaged(*self._named[number], "checksum")
+        for sums in self._unequal(progress):
+            raise self._damaged(sums.name, sums.storage, "digest")
 
     def damaged(self, progress: Progress | None = None) -> list[Named]:
-        """Return the storages whose bytes do not match their checksum, when everything was read."""
-        return [self._named[number] for number in self._differing(progress)]
+        """Return the storages whose bytes do not match what is stated, when everything was read."""
+        self.__exit__()
+        of_checksums = [self._named[number] for number in self._differing(progress)]
+        return of_checksums + [(sums.name, sums.storage) for sums in self._unequal(progress)]
 
     def _differing(self, progress: Progress | None) -> list[int]:
-        """Read what was not read, and return the numbers of those that differ, in order."""
-        self.__exit__()
+        """Read what was not read, and return the numbers of those with another checksum, in order."""
         sums = self._sums
         left = [number for number, is_done in enumerate(sums.done) if not is_done]
         sizes = [self._named[number][1].nbytes for number in left]
@@ -125,12 +147,32 @@ class Checksums:
                 sums.wrong.add(number)
         return sorted(sums.wrong)
 
-    def _damaged(self, name: str, storage: Storage) -> Damaged:
+    def _unequal(self, progress: Progress | None) -> list[_Digest]:
+        """Read what was not read, and return those with another digest."""
+        unread = [(sums, *gap) for sums in self._digests for gap in sums.unread()]
+
+        def work(number: int, chunks: Iterator[memoryview]) -> None:
+            sums, at, _ = unread[number]
+            for chunk in chunks:
+                sums.see(at, chunk)
+                at += len(chunk)
+
+        places = [sums.storage.data.part(start, size) for sums, start, size in unread]
+        for _ in map_bytes(work, places, max((size for _, _, size in unread), default=PIECE), progress):
+            pass
+        return [sums for sums in self._digests if not sums.agrees()]
+
+    def _damaged(self, name: str, storage: Storage, kind: str) -> Damaged:
         checkpoint, path = self._checkpoint, storage.data.path
         files = {source.path for source in (checkpoint.source, *checkpoint.shards)}
         whole = checkpoint.path if path in files else path  # the folder, not one of its files
         hint = None if whole == "-" else f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
-        return Damaged(path, f"the bytes of '{name[:80]}' do not match their checksum", hint=hint)
+        return Damaged(path, f"the bytes of '{name[:80]}' do not match their {kind}", hint=hint)
+
+
+def _is_summed(storage: Storage, every: bool) -> bool:
+    stated = storage.crc32 is not None or storage.digest is not None
+    return stated or (every and not storage.origins)
 
 
 class _Sums:
@@ -184,3 +226,31 @@ def _see(
     sums.done[number] = 1
     if stated not in (None, crc):
         sums.wrong.add(number)
+
+
+class _Digest:
+    """The digest of a storage, put together from those of its pieces."""
+
+    def __init__(self, name: str, storage: Storage) -> None:
+        from ..files.digest import PIECE, Pieces  # whose hashlib loads OpenSSL
+
+        self.name, self.storage, self.piece = name, storage, PIECE
+        self._pieces: Pieces = Pieces(storage.nbytes)
+        self.see, self.unread = self._pieces.see, self._pieces.missing
+
+    def agrees(self) -> bool:
+        """Return whether all bytes, which have been seen, are those that are stated."""
+        return self._pieces.digest() == self.storage.digest
+
+
+_Place = tuple[int, int, _Digest]  # where a storage begins and ends in its file
+
+
+def _hash(places: list[_Place], offset: int, data: memoryview | bytes) -> None:
+    """Hash bytes that were read from `offset` of a file. Several threads may call this at once."""
+    number = bisect_right(places, offset, key=itemgetter(0)) - 1
+    if number < 0:
+        return
+    start, end, sums = places[number]
+    if offset + len(data) <= end and len(data):
+        sums.see(offset - start, data)

@@ -161,11 +161,18 @@ class Output:
     """
 
     def __init__(
-        self, file: BinaryIO, progress: Progress | None = None, written: Written | None = None
+        self,
+        file: BinaryIO,
+        progress: Progress | None = None,
+        written: Written | None = None,
+        in_a_row: int | None = None,
     ) -> None:
-        """Begin at the start of a file, of which an earlier attempt may have written some."""
+        """Begin at the start of a file, of which an earlier attempt may have written some.
+
+        Of copied bytes each thread takes `in_a_row`, a multiple of BUFFER, which it is when None.
+        """
         self.fd = file.fileno()
-        self._written = written
+        self._written, self._in_a_row = written, in_a_row or BUFFER
         self.position = 0
         self._progress: Progress = progress or (lambda _: None)
         self._planned: list[_Copy] = []
@@ -276,7 +283,7 @@ class Output:
         if isinstance(data, ByteRange | Computed):
             data = data.part(stretch.start, nbytes)
         if nbytes and self._has(data, position, nbytes):
-            for start, size in cut(nbytes, BUFFER):
+            for start, size in cut(nbytes, self._in_a_row):
                 yield partial(self._sum, buffers, copy, _part(data, start, size), position + start, size)
         elif not isinstance(data, ByteRange | Computed):
             self._put_here(position, data)
@@ -288,7 +295,7 @@ class Output:
             crc, end = self._put_here(position, data.make(0, nbytes), sums=bool(copy.then))
             copy.wrote(position, crc, end - position)
         elif not self._shares(copy):
-            for start, size in cut(nbytes, BUFFER):
+            for start, size in cut(nbytes, self._in_a_row):
                 is_there = self._has(data, position + start, size)
                 move = self._sum if is_there else self._put
                 yield partial(move, buffers, copy, data.part(start, size), position + start, size)
@@ -333,12 +340,15 @@ class Output:
         self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed | None, position: int, nbytes: int
     ) -> _Block:
         """Sum a block that is there already, and show it to those who watch its source."""
+        crc = 0
         with buffers.one() as buffer:
-            view = buffer[:nbytes]
-            os.preadv(self.fd, [view], position)  # regular file, at most BUFFER: all at once
-            if isinstance(data, ByteRange):
-                data.source.seen(data.offset, view)
-            return self, copy, position, crc32(view) if copy.then else 0, nbytes
+            for start, size in cut(nbytes, BUFFER):
+                view = buffer[:size]
+                os.preadv(self.fd, [view], position + start)  # regular file, at most BUFFER: all at once
+                if isinstance(data, ByteRange):
+                    data.source.seen(data.offset + start, view)
+                crc = crc32(view, crc) if copy.then else 0
+        return self, copy, position, crc, nbytes
 
     def _write_chunks(
         self, position: int, chunks: Iterable[memoryview | bytes], progress: Progress, *, sums: bool

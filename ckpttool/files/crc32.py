@@ -31,22 +31,21 @@ def crc32_of(chunks: Iterable[memoryview]) -> int:
 
 def combined(first: int, second: int, nbytes: int) -> int:
     """Return the CRC-32 of two stretches together, `nbytes` the length of the second."""
-    if not first:
-        return second
-    lowest, low, high, highest = _shift(nbytes)
-    return (
-        second ^ lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24]
-    )
+    exponent = 0
+    while first and nbytes:
+        if nbytes & 1:
+            lowest, low, high, highest = _shift(exponent)
+            first = (
+                lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24]
+            )
+        nbytes, exponent = nbytes >> 1, exponent + 1
+    return first ^ second
 
 
 @lru_cache(64)
-def _shift(nbytes: int) -> list[list[int]]:
-    """Return what each byte of a CRC, the lowest first, becomes times x^(8 · nbytes)."""
-    power = ONE
-    for exponent in range(nbytes.bit_length()):
-        if nbytes >> exponent & 1:
-            power = _product(power, _square(exponent))
-    bits = [power]  # what x^0, x^1, … become: the highest bit first
+def _shift(exponent: int) -> list[list[int]]:
+    """Return what each byte of a CRC, the lowest first, becomes times x^(8 · 2^exponent)."""
+    bits = [_square(exponent)]  # what x^0, x^1, … become: the highest bit first
     for _ in range(31):
         bits.append(_times_x(bits[-1]))
     bits.reverse()

@@ -6,11 +6,15 @@ docs/digest.md defines it, so that anyone can recompute it. Values are hashed in
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from threading import get_ident
+from typing import Any, Protocol
 
+from ..tensors.dtypes import DType
 from ..tensors.ref import TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded
 from .copying import Progress, map_bytes
+from .threads import cut
 
 VERSION = b"ckpttool digest 1\n"
 PIECE = 16 << 20  # bytes of values hashed as one piece
@@ -26,18 +30,22 @@ def digest(
     return _digest((name, tensors[name], value) for name, value in tensor_digests(tensors, progress, known))
 
 
-def digests(groups: Sequence[Mapping[str, TensorRef]], progress: Progress | None = None) -> list[str]:
-    """Return the digest of each of several groups; what several have, under any names, is read once."""
-    once = {tensor.view: tensor for group in groups for tensor in group.values()}
-    numbered = {view: str(number) for number, view in enumerate(once)}
-    values = dict(tensor_digests({numbered[view]: tensor for view, tensor in once.items()}, progress))
-    return [
-        _digest((name, group[name], values[numbered[group[name].view]]) for name in sorted(group, key=_utf8))
-        for group in groups
-    ]
+class Form(Protocol):
+    """What a digest covers of a tensor beside its values."""
+
+    @property
+    def dtype(self) -> DType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
-def _digest(lines: Iterable[tuple[str, TensorRef, bytes]]) -> str:
+def digest_of(tensors: Mapping[str, Form], values: Mapping[str, str]) -> str:
+    """Return the digest of tensors of which those of the values are known, by name."""
+    return _digest((name, tensors[name], values[name].encode()) for name in sorted(tensors, key=_utf8))
+
+
+def _digest(lines: Iterable[tuple[str, Form, bytes]]) -> str:
     contents = hashlib.sha256(VERSION)
     for name, tensor, value in lines:
         raw = _utf8(name)
@@ -95,3 +103,45 @@ def _hash(chunks: Iterator[memoryview]) -> bytes:
             if not left:
                 digests, value, left = digests + value.digest(), hashlib.sha256(), PIECE
     return digests if left == PIECE else digests + value.digest()
+
+
+class Pieces:
+    """The digest of a tensor whose bytes pass by in any order, but those of a piece in one thread, in theirs.
+
+    What comes otherwise is left out, and has to come again.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._digests: dict[int, bytes] = {}
+        self._begun: dict[tuple[int, int], tuple[int, Any]] = {}  # piece, thread -> bytes so far, their hash
+
+    def see(self, offset: int, data: memoryview | bytes) -> None:
+        """Hash bytes from an offset. Several threads may call this at once."""
+        while len(data):
+            number, skipped = divmod(offset, PIECE)
+            part, data = data[: PIECE - skipped], data[PIECE - skipped :]
+            offset += len(part)
+            if number not in self._digests:
+                self._add(number, skipped, part)
+
+    def _add(self, number: int, skipped: int, part: memoryview | bytes) -> None:
+        key = number, get_ident()
+        done, value = self._begun.pop(key, (0, None)) if skipped else (0, hashlib.sha256())
+        if value is None or done != skipped:
+            return
+        value.update(part)
+        if number * PIECE + done + len(part) == min((number + 1) * PIECE, self._nbytes):
+            self._digests[number] = value.digest()
+        else:
+            self._begun[key] = done + len(part), value
+
+    def missing(self) -> Iterator[tuple[int, int]]:
+        """Yield the start and the size of each piece that has not passed by as a whole."""
+        for start, size in cut(self._nbytes, PIECE):
+            if start // PIECE not in self._digests:
+                yield start, size
+
+    def digest(self) -> str:
+        """Return the digest, once nothing is missing."""
+        return hashlib.sha256(b"".join(value for _, value in sorted(self._digests.items()))).hexdigest()

@@ -186,23 +186,28 @@ def _run_all(todo: SimpleQueue[_Task[T] | None], closing: threading.Event) -> No
         task.run(kept=BaseException)  # whatever ended this thread would leave the caller waiting
 
 
-def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
-    """Yield what jobs return, in their order, while the next few run; an error drops those after it."""
+def in_order(jobs: Iterable[Callable[[], T]], workers: int, ahead: int = 0) -> Iterator[T]:
+    """Yield what jobs return, in their order, while the next few run; an error drops those after it.
+
+    `ahead` is the least number of results that may wait for an earlier one.
+    """
     with Workers[T](workers) as queue:
         for job in jobs:
             queue.add(job)
-            yield from queue.results(pending=2 * workers - 1 if queue.count > 1 else 0)
+            yield from queue.results(pending=max(2 * workers - 1, ahead) if queue.count > 1 else 0)
         yield from queue.results()
 
 
-def map_pieces(work: Callable[[P], T], pieces: Iterable[P], workers: int) -> Iterator[tuple[P, T]]:
+def map_pieces(
+    work: Callable[[P], T], pieces: Iterable[P], workers: int, ahead: int = 0
+) -> Iterator[tuple[P, T]]:
     """Yield each piece with `work(piece)`, in order, worked on by several threads."""
     # A thread costs time too: consecutive small pieces are handed over together. Large ones the caller cuts.
 
     def all_of(group: list[P]) -> list[tuple[P, T]]:
         return [(piece, work(piece)) for piece in group]
 
-    for done in in_order((partial(all_of, group) for group in _groups(pieces)), workers):
+    for done in in_order((partial(all_of, group) for group in _groups(pieces)), workers, ahead):
         yield from done
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -39,7 +39,7 @@ class Source:
         self.path = path  # for messages: the descriptor is what is read, whatever happens to the name
         self._fd = fd
         # Called with the offset and the bytes of whatever is read, in the thread that reads.
-        self.observers: list[Callable[[int, memoryview | bytes], object]] = []
+        self.observers: list[Observer] = []
         self.size = os.fstat(fd).st_size
 
     @property
@@ -187,6 +187,7 @@ class ByteRange(NamedTuple):
 
 
 Stretch = tuple[int, ByteRange]  # how many bytes, and where they come from
+Observer = Callable[[int, "memoryview | bytes"], object]  # of bytes, with the place of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,8 @@ class Computed:
     require: Callable[[], None] | None = None
     # How long each stretch is that comes from one place, and that place, in order; [] if it is not so simple.
     stretches: Callable[[], list[Stretch]] = list
+    # Called with what `fill` has made, in the thread that made it.
+    observers: list[Observer] = field(default_factory=list, compare=False)
 
     @classmethod
     def filling(
@@ -217,11 +220,17 @@ class Computed:
         stretches: Callable[[], list[Stretch]] = list,
     ) -> Computed:
         """Return bytes that a function puts into the caller's memory, any stretch of them in any thread."""
+        observers: list[Observer] = []
+
+        def seen(start: int, out: memoryview) -> None:
+            fill(start, out)
+            for observer in observers:
+                observer(start, out)
 
         def make(start: int, count: int) -> Iterator[memoryview]:
-            return _filled(fill, start, count, memoryview(bytearray(min(count, 1 << 20))))  # whole elements
+            return _filled(seen, start, count, memoryview(bytearray(min(count, 1 << 20))))  # whole elements
 
-        return cls(path, nbytes, make, is_divisible=True, fill=fill, stretches=stretches)
+        return cls(path, nbytes, make, None, True, seen, None, stretches, observers)
 
     def read(self) -> bytes:
         """Return all bytes."""
@@ -266,6 +275,7 @@ class Storage:
     location: str = "cpu"
     crc32: int | None = None  # where the file states one
     byteorder: str = "little"
+    digest: str | None = None  # of a tensor of all its bytes (docs/digest.md), where one is stated
     # The storages that these bytes are a part of, or are computed from.
     origins: tuple[Storage, ...] = ()
 

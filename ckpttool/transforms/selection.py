@@ -23,7 +23,6 @@ from ..inert_pickle.values import remade, walk
 from ..tensors.cast import Caster, CastReport
 from ..tensors.dtypes import DType
 from ..tensors.ref import Storage, TensorRef
-from .quantization.recognise import require_unpacked
 
 WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no element is cut
 
@@ -100,6 +99,8 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
     Values are computed when they are written: only then does the report count overflows. Raises Refused where
     a tensor is packed.
     """
+    from .quantization.recognise import require_unpacked  # many modules, which a cast alone needs
+
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be cast")
     require_unpacked(checkpoint, target, "its codes can't be cast", to.name)
@@ -252,6 +253,6 @@ class _Trimmer:
             return tensor
         if id(old) not in self.done:
             part = old.data.part(begin, end - begin)
-            self.done[id(old)] = replace(old, data=part, crc32=None, origins=(old,))
+            self.done[id(old)] = replace(old, data=part, crc32=None, digest=None, origins=(old,))
         offset = tensor.offset - begin // tensor.dtype.itemsize if tensor.numel else 0
         return replace(tensor, storage=self.done[id(old)], offset=offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tempfile
 import threading
@@ -19,7 +20,7 @@ from pytest import MonkeyPatch
 
 import ckpttool
 from ckpttool.files import copying, threads
-from ckpttool.files.digest import digest, tensor_digests
+from ckpttool.files.digest import Pieces, digest, tensor_digests
 from ckpttool.files.threads import NAME
 from ckpttool.tensors import values as tensor_values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
@@ -204,3 +205,39 @@ def test_a_reader_that_stops_early_ends_the_work(tmp_path: Path) -> None:
     assert next(digests)[0] == "0000"
     digests.close()  # type: ignore[attr-defined]
     assert not [each for each in threading.enumerate() if each.name == NAME]
+
+
+def test_bytes_that_pass_by_give_the_digest_once_each_piece_came_in_order(
+    monkeypatch: MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PIECE", 8)
+    values = torch.arange(20, dtype=torch.uint8)
+    raw, pieces = memoryview(values.numpy().tobytes()), Pieces(20)
+    for start, end in ((8, 16), (18, 20), (4, 8), (16, 18), (0, 4)):
+        pieces.see(start, raw[start:end])
+    assert [*pieces.missing()] == [(0, 8), (16, 4)]
+    pieces.see(4, raw[4:20])  # goes on with the first piece, and leaves a whole one
+    assert [*pieces.missing()] == []
+    assert pieces.digest() == digest_of_values(values, 8)
+
+
+def test_a_piece_that_two_threads_read_half_is_missing(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 8)
+    raw, pieces = bytes(range(8)), Pieces(8)
+    pieces.see(0, raw[:4])
+    other = threading.Thread(target=pieces.see, args=(4, raw[4:]))
+    other.start()
+    other.join()
+    assert [*pieces.missing()] == [(0, 8)]
+
+
+def test_nothing_has_the_digest_of_no_pieces() -> None:
+    assert [*Pieces(0).missing()] == []
+    assert Pieces(0).digest() == digest_of_values(torch.zeros(0, dtype=torch.uint8), 8)
+
+
+def digest_of_values(values: torch.Tensor, piece: int) -> str:
+    """Return the digest of a tensor, as point 2 of the page has it."""
+    raw = values.numpy().tobytes()
+    parts = [hashlib.sha256(raw[at : at + piece]).digest() for at in range(0, len(raw), piece)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()

@@ -35,7 +35,7 @@ def delta(job: Job, new: str, layout: str | None) -> None:
 
     OUTPUT is a file of safetensors, whatever its name. Of each tensor it holds the smallest of: nothing, if
     BASE has the same; the places and values that differ; the XOR with BASE's, packed by zstd; the tensor.
-    Names, order, ties and everything else in NEW are in its header, and so are the digests of both. Wherever
+    Names, order, ties and everything else in NEW are in its header, and so is what tells both. Wherever
     a checkpoint stands, BASE+OUTPUT may, or OUTPUT alone if BASE lies beside it. With --verify it is applied
     once, and the result compared.
 
@@ -91,10 +91,10 @@ def delta(job: Job, new: str, layout: str | None) -> None:
 def apply(job: Job, to: str | None, full: bool) -> None:
     """Make of BASE what it became by each DELTA, one after another, to the last bit.
 
-    BASE may have any format, if its values are those that the first DELTA was made from: its digest is
-    compared before anything is written, and so is that of what comes of it. OUTPUT's format follows its name;
-    a .pt holds everything that the last checkpoint did, and a .safetensors the model, or with --full
-    everything.
+    BASE may have any format, if its values are those that the first DELTA was made from: their checksums
+    are compared before anything is written, and the digest of what comes of them before it counts.
+    OUTPUT's format follows its name; a .pt holds everything that the last checkpoint did, and a
+    .safetensors the model, or with --full everything.
 
     \b
     Example:
@@ -109,10 +109,10 @@ def apply(job: Job, to: str | None, full: bool) -> None:
 
     def opening() -> Checkpoint:
         with job.console.bar("checking") as bar:
-            return applying.apply(base, deltas, **bar.calls)
+            return applying.apply(base, deltas, lazily=not job.dry_run, **bar.calls)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         return checkpoint, Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False)
 
-    verify = bool(job.verify)  # its values were compared with the digest already
+    verify = job.verify or None  # the digest is compared while it is written, also with --no-verify
     rewrite(job, transform, opening=opening, to=to, full=full or None, verify=verify)

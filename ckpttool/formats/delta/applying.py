@@ -1,22 +1,21 @@
-"""Deltas applied to a base: nothing counts before the base, and what comes of it, have their digests."""
+"""Deltas applied to a base: nothing counts before the base, and what comes of it, are what they state."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.checksums import require_made
-from ...errors import Damaged, Refused, UsageFault
+from ...checkpoint.checksums import Checksums, require_made
+from ...errors import UsageFault
 from ...files.copying import Progress
 from ...remote import places
 from ...remote.urls import canonical
 from ..reading import open as open_any
 from ..reading import open_alone
-from .digests import digests_of
-from .header import Digests, read_header
-from .reading import LONGEST, Link, agree, joined, wrong_base
+from .header import read_header
+from .reading import LONGEST, Link, joined, wrong_base
 
 Path = str | os.PathLike[str]
 
@@ -25,6 +24,7 @@ def apply(
     base: Path,
     deltas: Sequence[Path],
     *,
+    lazily: bool = False,
     progress: Progress | None = None,
     expect: Progress | None = None,
 ) -> Checkpoint:
@@ -36,13 +36,15 @@ def apply(
     Args:
         base: the checkpoint that the first delta was made from, in any format.
         deltas: files of `ckpttool.delta`, in the order in which they were made.
-        progress: called with the number of bytes after each piece: the base is read once, and what the deltas
-            make of it is made once.
+        lazily: compare the base now, and the digest of what comes of it in the pass that saves it, which
+            raises Damaged before it counts. Otherwise both are compared now, and the second again when it is
+            saved.
+        progress: called with the number of bytes after each piece that is read, or made.
         expect: called first, with the number of bytes that progress will come to.
 
     Raises:
-        Refused: the base, or what comes of it by the deltas so far, is not what a delta was made from; or a
-            file is no delta.
+        Refused: the base is not what the first delta was made from; or a file is no delta, or one of
+            something else.
         Damaged: what comes of them is not what the last delta was made from; or a delta breaks the rules.
         UsageFault: there are no deltas, or more than 64.
         Unreadable, Unsupported: as `ckpttool.open` raises them; Unsupported also where zstd is missing.
@@ -59,37 +61,25 @@ def apply(
     with places.visit():
         first = open_any(base)
         files = [open_alone(name) for name in names]
-    link = Link(first)
+    links = [Link(first)]
     for file in files:
-        link = joined(link, file)
+        links.append(joined(links[-1], file, digests=file is files[-1]))
     source = files[-1].source.called("+".join([first.path, *names]))
     sources = (first.source, *first.shards, *(file.source for file in files))
-    made = replace(link.checkpoint, source=source, shards=sources)
+    made = replace(links[-1].checkpoint, source=source, shards=sources)
     require_made(made.storages())
-    _require_digests(first, files, made, progress or _nothing, expect or _nothing)
+    taken = {id(storage): storage.nbytes for _, storage in links[1].taken}
+    wholes = {} if lazily else {id(storage): storage.nbytes for _, storage in made.storages()}
+    if expect is not None:
+        expect(sum(taken.values()) + sum(wholes.values()))
+    with Checksums(first, links[1].taken) as of_base:
+        for name, _ in of_base.damaged(progress):
+            raise wrong_base(
+                first.path, files[0].path, read_header(files[0]), f"'{name[:80]}' has other values"
+            )
+    for _, storage in links[1].taken:
+        storage.crc32 = None  # not to be summed again: what comes of it has a digest
+    if not lazily:
+        with Checksums(made, made.storages()) as of_made:
+            of_made.finish(progress)
     return made
-
-
-def _nothing(count: int) -> None:
-    pass
-
-
-def _require_digests(
-    base: Checkpoint,
-    files: Sequence[Checkpoint],
-    made: Checkpoint,
-    progress: Progress,
-    expect: Callable[[int], object],
-) -> None:
-    """Compare a base, and what deltas make of it, with the digests that these state."""
-    first, last = read_header(files[0]), read_header(files[-1])
-    expect(base.nbytes + sum(entry.nbytes for entry in last.tensors.values()))
-    try:
-        found = digests_of(base, whole=first.base.digests.whole is not None, progress=progress)
-    except Refused:  # it has no digest, as its values are elsewhere
-        found = Digests(None, None)
-    if not agree(first.base.digests, found):
-        raise wrong_base(base.path, files[0].path, first.base, found.shown)
-    if digests_of(made, whole=True, progress=progress) != last.new:
-        what = "does not make the checkpoint that it was made from: its digest differs"
-        raise Damaged(files[-1].path, what, hint="copy the delta again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +46,7 @@ def computed(path: str, nbytes: int, make: Make, require: Callable[[], None] | N
                     out[done : done + count] = block[skipped : skipped + count]
             done += count
 
-    def chunks(start: int, count: int) -> Any:
-        buffer = memoryview(bytearray(min(count, BLOCK)))
-        for begin, size in cut(count, BLOCK):
-            fill(start + begin, buffer[:size])
-            yield buffer[:size]
-
-    return Computed(path, nbytes, chunks, is_divisible=True, fill=fill, require=require)
+    return replace(Computed.filling(path, nbytes, fill), require=require)
 
 
 def fill_values(tensor: TensorRef, start: int, out: memoryview) -> None:
@@ -91,11 +85,11 @@ def xor_planes(values: NDArray[Any], apart: NDArray[np.uint8]) -> None:
     import numpy as np
 
     other = _scratch("shifted", values.dtype.str, len(values))
-    np.copyto(other, apart[-1])
-    for plane in apart[-2::-1]:
-        other <<= np.array(8, values.dtype)
-        other |= plane
-    values ^= other
+    for number, plane in enumerate(apart):
+        np.copyto(other, plane)
+        if number:
+            np.left_shift(other, np.array(8 * number, values.dtype), out=other)
+        values ^= other
 
 
 def _scratch(name: str, kind: str, count: int) -> NDArray[Any]:

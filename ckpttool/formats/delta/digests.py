@@ -1,45 +1,45 @@
-"""The digests by which a delta knows its base, and what it makes of it (docs/deltas.md)."""
+"""The digest of a checkpoint's state, of whose storages the digests are known already (docs/deltas.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.digested import with_parts
 from ...errors import Refused
 from ...files.copying import Progress
-from ...files.digest import digests
+from ...files.digest import digest_of, tensor_digests
 from ...tensors.ref import TensorRef
-from .header import Digests
 
 
-def digests_of(
-    checkpoint: Checkpoint,
-    *,
-    whole: bool,
-    storages: Mapping[str, TensorRef] | None = None,
-    progress: Progress,
-) -> Digests:
-    """Return the digests of a checkpoint, whose bytes are read once.
+def digest_of_state(
+    checkpoint: Checkpoint, storages: Mapping[str, TensorRef], values: Mapping[str, str], progress: Progress
+) -> str | None:
+    """Return the digest of a checkpoint's state; None where it has none, or it can't be said which.
 
     Args:
-        checkpoint: it is read whole, or only its state.
-        whole: also of all storages; always so where no state is found, or it has no digest.
-        storages: those, if they are known already.
-        progress: called with the number of bytes after each piece.
+        checkpoint: of what is known nothing is read again.
+        storages: its storages, as tensors by name.
+        values: the digests of these, by the same names.
+        progress: called with the number of bytes after each piece that is read.
     """
-    groups: list[Mapping[str, TensorRef]] = []
     state = _state_of(checkpoint)
-    if state is not None:
-        groups.append(state)
-    if whole or state is None:
-        if storages is None:
-            storages = full_json.encode_entry(checkpoint.path, checkpoint.tree, checkpoint.protocol).tensors
-        groups.append(storages)
-    values = digests(groups, progress)
-    of_state = values[0] if state is not None else None
-    return Digests(of_state, values[-1] if whole or state is None else None)
+    if state is None:
+        return None
+    of_storage = {id(tensor.storage): values[name] for name, tensor in storages.items()}
+    wholes = {name: each for name, each in state.items() if _is_whole(each)}
+    known = {
+        name: of_storage[id(each.storage)] for name, each in wholes.items() if id(each.storage) in of_storage
+    }
+    others = {each.view: (name, each) for name, each in state.items() if name not in known}
+    read = tensor_digests(dict(others.values()), progress)
+    of_view = {state[name].view: value.decode() for name, value in read}
+    known |= {name: of_view[each.view] for name, each in state.items() if name not in known}
+    return digest_of(state, known)
+
+
+def _is_whole(tensor: TensorRef) -> bool:
+    return tensor.is_stretch and tensor.nbytes == tensor.storage.nbytes
 
 
 def _state_of(checkpoint: Checkpoint) -> Mapping[str, TensorRef] | None:

@@ -1,11 +1,13 @@
 """Each tensor of a newer checkpoint in the smallest form that a delta has for it. Imports numpy.
 
-Blocks of a tensor are compared on several cores. Their packed XORs, and the places and values that changed,
-grow in temporary files at the same time; at the end of the tensor one of the two stays.
+Blocks of a tensor are compared on several cores, and beside them its pieces are hashed. The packed XORs, and
+the places and values that changed, grow in temporary files at the same time; at the end of the tensor one of
+the two stays.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,6 +16,7 @@ from typing import NamedTuple
 
 from ...files.copying import MOST_THREADS, Buffers, Progress
 from ...files.crc32 import combined, crc32
+from ...files.digest import PIECE
 from ...files.spool import Spool
 from ...files.threads import cores, cut, map_pieces
 from ...tensors.dtypes import DTYPES
@@ -25,6 +28,11 @@ from .header import BLOCK, NEW, SAME, SPARSE, XOR, Entry
 
 INT32 = 1 << 31  # elements that places of four bytes can name
 PLACES = {4: "int32", 8: "int64"}
+
+# Bytes of packed XORs after which places and values are given up if they are larger: they seldom catch up.
+TRIED = 1 << 14
+
+AHEAD = 12  # results that wait for an earlier one, 1 MiB each: to hash a piece takes as long as some blocks
 
 _of_thread = threading.local()
 
@@ -58,14 +66,18 @@ class _Task:
     changed: int = 0
     crc32: int = 0
     base_crc32: int = 0
+    digests: list[bytes] = field(default_factory=list)
     frames: list[int] = field(default_factory=list)
 
 
 class _Piece(NamedTuple):
+    """A block to be compared, or several to be hashed."""
+
     task: _Task
     start: int
     nbytes: int
-    is_last: bool
+    is_last: bool = False
+    is_hashed: bool = False
 
 
 class _Block(NamedTuple):
@@ -93,8 +105,11 @@ class Encoder:
     def encode(self, pairs: Mapping[str, Pair], progress: Progress) -> Encoded:
         """Return all of them in their smallest forms, in the given order."""
         self._taken.update(pairs)
-        for piece, block in map_pieces(self._compare, self._pieces(pairs), cores(MOST_THREADS)):
-            self._take(piece, block)
+        for piece, found in map_pieces(self._work, self._pieces(pairs), cores(MOST_THREADS), AHEAD):
+            if isinstance(found, bytes):
+                piece.task.digests.append(found)
+                continue
+            self._take(piece, found)
             progress(piece.nbytes)
             if piece.is_last:
                 self._choose(piece.task)
@@ -106,20 +121,33 @@ class Encoder:
             has_base, width = pair.base is not None, 4 if pair.new.numel <= INT32 else 8
             task = _Task(pair, has_base and XOR in self.ways, has_base and SPARSE in self.ways, width)
             if not pair.new.nbytes:
-                yield _Piece(task, 0, 0, True)
-            for start, size in cut(pair.new.nbytes, BLOCK):
-                yield _Piece(task, start, size, start + size == pair.new.nbytes)
+                yield _Piece(task, 0, 0, is_last=True)
+            for start, size in cut(pair.new.nbytes, PIECE):
+                yield _Piece(task, start, size, is_hashed=True)
+                for at, nbytes in cut(size, BLOCK):
+                    yield _Piece(task, start + at, nbytes, start + at + nbytes == pair.new.nbytes)
 
-    def _compare(self, piece: _Piece) -> _Block:
-        """Compare a block with the base's."""
+    def _work(self, piece: _Piece) -> _Block | bytes:
+        """Compare a block with the base's, or hash a piece."""
         pair = piece.task.pair
-        with self._buffers.one() as first, self._buffers.one() as second:
-            new, base = first[: piece.nbytes], second[: piece.nbytes]
+        with self._buffers.one() as first:
+            if piece.is_hashed:
+                return self._hashed(piece, first)
+            new = first[: piece.nbytes]
             fill_values(pair.new, piece.start, new)
             if pair.base is None or not piece.nbytes:
                 return _Block(crc32(new))
-            fill_values(pair.base, piece.start, base)
-            return self._differing(piece, new, base)
+            with self._buffers.one() as second:
+                base = second[: piece.nbytes]
+                fill_values(pair.base, piece.start, base)
+                return self._differing(piece, new, base)
+
+    def _hashed(self, piece: _Piece, buffer: memoryview) -> bytes:
+        value = hashlib.sha256()
+        for start, size in cut(piece.nbytes, BLOCK):
+            fill_values(piece.task.pair.new, piece.start + start, buffer[:size])
+            value.update(buffer[:size])
+        return value.digest()
 
     def _differing(self, piece: _Piece, new: memoryview, base: memoryview) -> _Block:
         import numpy as np
@@ -158,7 +186,8 @@ class Encoder:
             self._places.append(block.places)
             self._values.append(block.values)
             grown = self._places.grown + self._values.grown
-            task.wants_sparse = grown < nbytes or NEW not in self.ways
+            is_behind = task.wants_xor and TRIED < self._frames.grown < grown
+            task.wants_sparse = (grown < nbytes and not is_behind) or NEW not in self.ways
 
     def _choose(self, task: _Task) -> None:
         """Keep a tensor in the smallest form."""
@@ -175,7 +204,9 @@ class Encoder:
         self.made.tensors |= {name: tensor for name, (tensor, _) in parts.items()}
         base, crc = (None, 0) if kind == NEW else (pair.base_name, task.base_crc32)
         sums = {name: crc32 for name, (_, crc32) in parts.items()}
-        self.made.entries[pair.name] = Entry(kind, pair.new.dtype, pair.new.shape, sums, base, crc)
+        digest, new = hashlib.sha256(b"".join(task.digests)).hexdigest(), pair.new
+        entry = Entry(kind, new.dtype, new.shape, task.crc32, digest, sums, base, crc)
+        self.made.entries[pair.name] = entry
         for growing in (self._frames, self._places, self._values):
             growing.begin()
 

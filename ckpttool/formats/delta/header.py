@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -30,37 +29,16 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Digests:
-    """What identifies a checkpoint's values.
-
-    Attributes:
-        state: the digest of the model's state, as `ckpttool digest` prints it; None where there is none, or
-            it can't be said which.
-        whole: the same of all storages by name, as `--full` names them; None where the state is enough.
-    """
-
-    state: str | None
-    whole: str | None
-
-    @property
-    def shown(self) -> str:
-        """The one to show, shortened."""
-        return f"{(self.state or self.whole or '')[:16]}…"
-
-
-@dataclass(frozen=True, slots=True)
 class Base:
-    """The older checkpoint.
+    """The older checkpoint; the checksums of its tensors are in the entries of those that are made of them.
 
     Attributes:
         name: its file or folder, which may lie beside the delta; "" for standard input.
         prefix: what stands before the names of its state's tensors, `model.`.
-        digests: of its values.
     """
 
     name: str
     prefix: str
-    digests: Digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +48,7 @@ class Entry:
     Attributes:
         kind: SAME, SPARSE, XOR or NEW.
         dtype, shape: its own.
+        crc32, digest: of its values; the digest as docs/digest.md defines that of a tensor.
         parts: the tensors of the file that hold it -> the CRC-32 of their bytes.
         base: the name of the base's tensor; None for NEW.
         base_crc32: of that tensor's values.
@@ -78,6 +57,8 @@ class Entry:
     kind: str
     dtype: DType
     shape: tuple[int, ...]
+    crc32: int
+    digest: str
     parts: Mapping[str, int]
     base: str | None = None
     base_crc32: int = 0
@@ -98,7 +79,8 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that stands in the header."""
-        said = {"as": self.kind, "dtype": self.dtype.name, "shape": self.shape, "in": self.parts}
+        said: dict[str, Any] = {"as": self.kind, "dtype": self.dtype.name, "shape": self.shape}
+        said |= {"crc32": self.crc32, "digest": self.digest, "in": self.parts}
         return said if self.base is None else {**said, "base": self.base, "base_crc32": self.base_crc32}
 
 
@@ -108,7 +90,8 @@ class Header:
 
     Attributes:
         base: the older checkpoint.
-        new: digests of the newer one.
+        digest: of the newer one's state, as `ckpttool digest` prints it; None where it has none, or it can't
+            be said which.
         tree: the SHA-256 of the text of the newer one's tree.
         full: the newer one is a file of tensors that held a whole checkpoint.
         metadata: the newer one's text in a header of safetensors.
@@ -116,26 +99,30 @@ class Header:
     """
 
     base: Base
-    new: Digests
+    digest: str | None
     tree: str
     full: bool
     metadata: Mapping[str, str]
     tensors: Mapping[str, Entry] = field(repr=False)
 
+    @property
+    def whole(self) -> str:
+        """The digest of all tensors of the newer one, which follows from what is said of each."""
+        from ...files.digest import digest_of  # whose hashlib loads OpenSSL
+
+        return digest_of(self.tensors, {name: entry.digest for name, entry in self.tensors.items()})
+
     def to_text(self) -> str:
         """Return the text of the entry."""
+        new = {"full": self.full, "metadata": self.metadata, "tree": self.tree}
         said = {
             "version": VERSION,
             "block": BLOCK,
-            "base": {"name": self.base.name, "prefix": self.base.prefix, **_said(self.base.digests)},
-            "new": {"full": self.full, "metadata": self.metadata, "tree": self.tree, **_said(self.new)},
+            "base": {"name": self.base.name, "prefix": self.base.prefix},
+            "new": {**new, "digest": self.digest, "whole": self.whole},
             "tensors": {name: entry.to_json() for name, entry in self.tensors.items()},
         }
         return json.dumps(said, ensure_ascii=False, separators=(",", ":"))
-
-
-def _said(digests: Digests) -> dict[str, str | None]:
-    return {"digest": digests.state, "whole": digests.whole}
 
 
 def is_delta(checkpoint: Checkpoint) -> bool:
@@ -161,11 +148,16 @@ def read_header(file: Checkpoint) -> Header:
     try:
         tensors = {name: _entry(name, entry) for name, entry in _object(said.get("tensors")).items()}
         base, new = _object(said.get("base")), _object(said.get("new"))
-        found = Base(_file_name(base.get("name")), _text(base.get("prefix")), _digests(base))
+        found = Base(_file_name(base.get("name")), _text(base.get("prefix")))
         metadata = {name: _text(text) for name, text in _object(new.get("metadata")).items()}
-        return Header(found, _digests(new), _tree(file, new), new.get("full") is True, metadata, tensors)
+        of_state = None if new.get("digest") is None else _digest(new.get("digest"))
+        header = Header(found, of_state, _tree(file, new), new.get("full") is True, metadata, tensors)
     except BadHeader as fault:
         raise Damaged(file.path, f"its entry '{ENTRY}' {fault}") from None
+    if new.get("whole") != header.whole:
+        what = f"its entry '{ENTRY}' has another digest than follows from what it says of its tensors"
+        raise Damaged(file.path, what)
+    return header
 
 
 def base_name(path: str, text: str) -> str:
@@ -198,6 +190,8 @@ def _tree(file: Checkpoint, new: Mapping[str, Any]) -> str:
 
 def digest_of_tree(text: str) -> str:
     """Return the SHA-256 of the text of a tree."""
+    import hashlib
+
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -208,13 +202,10 @@ def _file_name(value: Any) -> str:
     return name
 
 
-def _digests(said: Mapping[str, Any]) -> Digests:
-    state, whole = said.get("digest"), said.get("whole")
-    if not all(each is None or (isinstance(each, str) and DIGEST.fullmatch(each)) for each in (state, whole)):
+def _digest(value: Any) -> str:
+    if not isinstance(value, str) or not DIGEST.fullmatch(value):
         raise BadHeader("has a digest that is none")
-    if state is None and whole is None:
-        raise BadHeader("has no digest where one is needed")
-    return Digests(state, whole)
+    return value
 
 
 def _entry(name: str, value: Any) -> Entry:
@@ -227,10 +218,12 @@ def _entry(name: str, value: Any) -> Entry:
         raise BadHeader(f"has a malformed shape of '{name[:80]}'")
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise BadHeader(f"has a shape of '{name[:80]}' larger than any file")
-    base, sums = said.get("base"), [*parts.values(), *([said.get("base_crc32")] if "base" in said else [])]
+    base, digest = said.get("base"), _digest(said.get("digest"))
+    sums = [said.get("crc32"), *parts.values(), *([said.get("base_crc32")] if "base" in said else [])]
     if PARTS.get(kind) != len(parts) or not all(map(_is_crc, sums)) or (kind == NEW) != (base is None):
         raise BadHeader(f"has a malformed entry for '{name[:80]}'")
-    return Entry(kind, dtype, tuple(shape), parts, *(() if base is None else (_text(base), sums[-1])))
+    of_base = () if base is None else (_text(base), sums[-1])
+    return Entry(kind, dtype, tuple(shape), sums[0], digest, parts, *of_base)
 
 
 def _is_crc(value: object) -> bool:

@@ -10,13 +10,14 @@ from functools import partial
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checksums import Named
 from ...checkpoint.full_encoding import usual_kind
 from ...errors import Damaged, Refused, Unreadable
 from ...remote import places
 from ...remote.urls import is_url
 from ...tensors.ref import ByteRange, Computed, Source, Storage, TensorRef
 from . import compression
-from .header import ENTRY, NEW, SAME, TREE, XOR, Base, Digests, Entry, Header, is_delta, read_header
+from .header import ENTRY, NEW, SAME, TREE, XOR, Entry, Header, is_delta, read_header
 
 NAME = "delta"  # the format of what is made of a base and deltas
 LONGEST = 64  # deltas one after another
@@ -27,10 +28,16 @@ Tensors = Mapping[str, TensorRef]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A checkpoint of a chain, and what the delta said that made it; None for the first base."""
+    """A checkpoint of a chain, and what its delta takes of the one before it.
+
+    Attributes:
+        checkpoint: what is made of it and the deltas up to here.
+        taken: storages of what stands before, whose checksums the delta states and no file does, by the names
+            of their tensors; none for the first.
+    """
 
     checkpoint: Checkpoint
-    header: Header | None = None
+    taken: tuple[Named, ...] = ()
 
 
 def split(name: str) -> list[str]:
@@ -101,38 +108,35 @@ def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
     return open_file(path)
 
 
-def joined(below: Link, file: Checkpoint) -> Link:
+def joined(below: Link, file: Checkpoint, *, digests: bool = False) -> Link:
     """Return the checkpoint that a delta makes of another, no value of which is read.
 
+    Args:
+        below: what stands before the delta.
+        file: the delta.
+        digests: state the digest of each storage, to be compared when it is read; the checksum otherwise.
+
     Raises:
-        Refused: the file is no delta; or the base lacks a tensor, or has it in another form; or it is made by
-            a delta, and not the one that this delta was made from.
+        Refused: the file is no delta; or the base lacks a tensor, has it in another form, or states another
+            checksum of it.
         Damaged, Unsupported: as `read_header` does.
     """
     if not is_delta(file):
         hint = f"name what is to become of the two: ckpttool diff, merge or average ({file.path[:80]})"
         raise Refused(file.path, f"is no delta: its header has no entry '{ENTRY}'", hint=hint)
     header = read_header(file)
-    if below.header is not None and not agree(header.base.digests, below.header.new):
-        raise wrong_base(below.checkpoint.path, file.path, header.base, below.header.new.shown)
-    tensors = _Tensors(file, header, below.checkpoint)
+    tensors = _Tensors(file, header, below.checkpoint, digests)
     made = {name: tensors.made(name, entry) for name, entry in header.tensors.items()}
     tree, protocol = full_json.decode_entry(file.path, made, file.metadata.get(TREE, ""), TREE)
     kept = header.metadata
     new = Checkpoint(file.source, NAME, tree, protocol, kept, full=header.full)
-    return Link(new, header)
+    return Link(new, tuple(tensors.taken))
 
 
-def agree(wanted: Digests, found: Digests) -> bool:
-    """Return whether a digest is the one that is wanted: of the whole where the state is not enough."""
-    return wanted.state == found.state if wanted.whole is None else wanted.whole == found.whole
-
-
-def wrong_base(path: str, delta: str, base: Base, found: str) -> Refused:
+def wrong_base(base: str, delta: str, header: Header, what: str) -> Refused:
     """Return the error for a base that is not the one that a delta was made from."""
-    named = f" ('{base.name[:80]}')" if base.name else ""
-    what = f"is not the base of {delta}: that has the digest {base.digests.shown}{named}, this {found}"
-    return Refused(path, what, hint="ckpttool digest FILE… prints the digests of others")
+    named = f"that is '{header.base.name[:80]}'" if header.base.name else "that came from standard input"
+    return Refused(base, f"is not the base of {delta}: {what}", hint=f"{named}; name it, or a copy of it")
 
 
 def base_tensors(base: Checkpoint) -> tuple[dict[str, TensorRef], str]:
@@ -147,13 +151,18 @@ def base_tensors(base: Checkpoint) -> tuple[dict[str, TensorRef], str]:
 class _Tensors:
     """The tensors that a delta makes of a base."""
 
-    def __init__(self, file: Checkpoint, header: Header, base: Checkpoint) -> None:
-        self.file, self.header, self.base = file, header, base
+    def __init__(self, file: Checkpoint, header: Header, base: Checkpoint, digests: bool) -> None:
+        self.file, self.header, self.base, self.digests = file, header, base, digests
+        self.taken: list[Named] = []
         self.of_base, self.prefix = base_tensors(base)
         self.of_file: dict[str, TensorRef] = dict(file.tensors())
 
     def made(self, name: str, entry: Entry) -> TensorRef:
         """Return one of them, which reads nothing yet."""
+        tensor = self._made(name, entry)
+        return entry.over(replace(tensor.storage, digest=entry.digest)) if self.digests else tensor
+
+    def _made(self, name: str, entry: Entry) -> TensorRef:
         parts = [self._part(name, part, crc32) for part, crc32 in entry.parts.items()]
         if entry.kind == NEW:
             self._require(name, parts[0], entry.dtype.name, entry.shape)
@@ -164,7 +173,7 @@ class _Tensors:
         origins = (base.storage, *(part.storage for part in parts))
         make = self._xored if entry.kind == XOR else self._patched
         kind = usual_kind(entry.dtype)
-        return entry.over(Storage(make(name, entry, base, parts), kind, origins=origins))
+        return entry.over(Storage(make(name, entry, base, parts), kind, crc32=entry.crc32, origins=origins))
 
     def _xored(self, name: str, entry: Entry, base: TensorRef, parts: list[TensorRef]) -> Computed:
         from .blocks import Xored, computed
@@ -203,28 +212,27 @@ class _Tensors:
             raise self._refused(f"it has no tensor '{wanted[:80]}'")
         if (tensor.dtype, tensor.nbytes) != (entry.dtype, entry.nbytes):
             raise self._refused(f"'{wanted[:80]}' is {tensor.dtype.name} {str(list(tensor.shape))[:80]}")
-        is_summed = tensor.is_plain and tensor.nbytes == tensor.storage.nbytes
-        if is_summed and tensor.storage.crc32 not in (None, entry.base_crc32):
+        storage, stated = _summed(tensor, entry), None
+        if tensor.is_stretch and tensor.nbytes == tensor.storage.nbytes:
+            stated = tensor.storage.crc32
+        if stated not in (None, entry.base_crc32):
             raise self._refused(f"'{wanted[:80]}' has other values")
-        return entry.over(_summed(tensor, entry))
+        if stated is None:
+            self.taken.append((wanted, storage))
+        return entry.over(storage)
 
     def _refused(self, what: str) -> Refused:
-        base = self.header.base
-        hint = f"that is '{base.name[:80]}', with the digest {base.digests.shown}"
-        return Refused(self.base.path, f"is not the base of {self.file.path}: {what}", hint=hint)
+        return wrong_base(self.base.path, self.file.path, self.header, what)
 
 
 def _summed(tensor: TensorRef, entry: Entry) -> Storage:
     """Return a storage that holds the values of a tensor and nothing else, in their order."""
-    old, kind = tensor.storage, usual_kind(entry.dtype)
+    old, kind, crc32 = tensor.storage, usual_kind(entry.dtype), entry.base_crc32
     if not tensor.is_stretch:
         from .blocks import values_of
 
-        return Storage(values_of(old.data.path, tensor), kind, origins=(old,))
+        return Storage(values_of(old.data.path, tensor), kind, crc32=crc32, origins=(old,))
     if tensor.nbytes < old.nbytes:
-        data = tensor.data
-        crc32 = entry.base_crc32 if isinstance(data, ByteRange) else None
-        return Storage(data, kind, crc32=crc32, origins=(old,))
-    if isinstance(old.data, Computed):  # by a delta below, whose parts have their own checksums
-        return Storage(old.data, kind, origins=old.origins or (old,))
-    return Storage(old.data, kind, crc32=entry.base_crc32)
+        return Storage(tensor.data, kind, crc32=crc32, origins=(old,))
+    is_made = isinstance(old.data, Computed)  # by a delta below, or by another format
+    return Storage(old.data, kind, crc32=crc32, origins=old.origins if is_made else ())

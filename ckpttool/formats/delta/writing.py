@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Refused
 from ...files.copying import Progress
@@ -22,9 +23,9 @@ from ..safetensors import NAME as SAFETENSORS
 from ..saving.destination import Saved
 from ..saving.saving import save
 from . import compression
-from .digests import digests_of
+from .digests import digest_of_state
 from .encoding import INT32, Encoded, Encoder, Pair
-from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Digests, Entry, Header, digest_of_tree
+from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Entry, Header, digest_of_tree
 from .reading import NAME, Link, base_tensors, joined
 
 VLLM = "vllm"
@@ -38,15 +39,14 @@ class Delta:
         saved: the file.
         kinds: how many tensors are kept in each way: `same`, `sparse`, `xor`, `new`.
         of: the size of the newer checkpoint's files.
-        base_digest, new_digest: digests of the two states, as `ckpttool digest` prints them; None where a
-            file holds no state, or it can't be said which.
+        new_digest: digest of the newer one's state, as `ckpttool digest` prints it; None where it holds none,
+            or it can't be said which.
         without_zstd: no XOR was tried, as nothing here knows zstd.
     """
 
     saved: Saved
     kinds: Mapping[str, int]
     of: int
-    base_digest: str | None
     new_digest: str | None
     without_zstd: bool = False
 
@@ -92,8 +92,7 @@ def delta(
         verify: True: apply what was written to the base, and compare the digest.
         force: replace an existing file.
         dry_run: write nothing; the same result.
-        progress: called with the number of bytes after each piece: of the newer one to compare it, and of
-            both for their digests.
+        progress: called with the number of bytes of the newer one after each piece.
         expect: called first, with about the number of bytes that progress will come to.
 
     Returns:
@@ -104,30 +103,25 @@ def delta(
         Refused: the newer one holds what its tree does not, such as code; a file was changed while it was
             read; or `vllm` can't hold a change.
         Unreadable, Damaged, Unsupported: as for reading the two; NoState: for `vllm`, one holds none.
-
-    Example:
-        >>> made = ckpttool.delta("model.safetensors", "tuned.safetensors", "one.delta.safetensors")
-        >>> ckpttool.digest("one.delta.safetensors") == ckpttool.digest("tuned.safetensors")
-        True
     """
     name = os.fspath(path)
     with opened(base) as older, opened(new) as newer:
         before = _versions(older, newer)
         if expect is not None:
-            expect(older.nbytes + 2 * newer.nbytes)
+            expect(newer.nbytes * (2 if verify else 1))
         job = _Job(older, newer, name, progress or (lambda count: None), base_name)
-        file, entries, digests = _patch(job, state) if layout == VLLM else _delta(job)
+        file, entries, digest = _patch(job, state) if layout == VLLM else _delta(job)
         _require_unchanged(before, _versions(older, newer))
         saved = save(file, name, to=SAFETENSORS, verify=verify, force=force, dry_run=dry_run)
         if verify and layout is None and not dry_run and name != "-":
-            _require_same(job, name, digests[1])
+            _require_same(job, name)
         kinds = Counter(entry.kind for entry in entries.values())
         counted = {kind: kinds[kind] for kind in (SAME, SPARSE, XOR, NEW)}
         lacks = layout is None and not compression.is_there()
-        return Delta(saved, counted, newer.nbytes, digests[0].state, digests[1].state, lacks)
+        return Delta(saved, counted, newer.nbytes, digest, lacks)
 
 
-Made = tuple[Checkpoint, Mapping[str, Entry], tuple[Digests, Digests]]
+Made = tuple[Checkpoint, Mapping[str, Entry], str | None]  # the file, what it says, the newer one's digest
 
 
 def _delta(job: _Job) -> Made:
@@ -146,16 +140,14 @@ def _delta(job: _Job) -> Made:
     ways = {SAME, SPARSE, NEW} | ({XOR} if compression.is_there() else set())
     pairs = {name: _pair(name, tensor, of_base, own, prefix) for name, tensor in flat.tensors.items()}
     made = Encoder(job.path, ways=frozenset(ways)).encode(pairs, job.progress)
-    used = {entry.base for entry in made.entries.values() if entry.base is not None}
-    outside = any(not name.startswith(prefix) for name in used) or base.found_state() is None
-    of_base_too = digests_of(base, whole=outside, progress=job.progress)
-    of_new = digests_of(new, whole=True, storages=flat.tensors, progress=job.progress)
+    values = {name: entry.digest for name, entry in made.entries.items()}
+    digest = digest_of_state(new, flat.tensors, values, job.progress)
     own_name = "" if base.path == "-" else _name_of(base)
     beside = own_name if job.base_name is None else job.base_name
-    older, tree = Base(beside, prefix, of_base_too), digest_of_tree(flat.text)
-    header = Header(older, of_new, tree, new.full, dict(new.metadata), made.entries)
+    older, tree = Base(beside, prefix), digest_of_tree(flat.text)
+    header = Header(older, digest, tree, new.full, dict(new.metadata), made.entries)
     texts = {ENTRY: header.to_text(), TREE: flat.text}
-    return _file(new.source, made, texts), made.entries, (of_base_too, of_new)
+    return _file(new.source, made, texts), made.entries, digest
 
 
 def _name_of(base: Checkpoint) -> str:
@@ -194,8 +186,7 @@ def _patch(job: _Job, where: str | None) -> Made:
     made = Encoder(job.path, ways=frozenset((SAME, SPARSE))).encode(pairs, job.progress)
     shapes = {name: entry.shape for name, entry in made.entries.items() if entry.kind == SPARSE}
     texts = {"shapes": json.dumps(shapes, ensure_ascii=False, separators=(",", ":"))}
-    none = Digests(None, None)
-    return _file(job.new.source, made, OF_TORCH | texts), made.entries, (none, none)
+    return _file(job.new.source, made, OF_TORCH | texts), made.entries, None
 
 
 def _file(source: Source, made: Encoded, texts: Mapping[str, str]) -> Checkpoint:
@@ -213,10 +204,10 @@ def _require_unchanged(before: Mapping[str, object], after: Mapping[str, object]
             raise Refused(path, "was changed while it was read", hint="wait until its writer is done")
 
 
-def _require_same(job: _Job, path: str, wanted: Digests) -> None:
+def _require_same(job: _Job, path: str) -> None:
     """Apply what was written, and compare what comes of it with what was meant."""
     with open_alone(path) as file:
-        link = joined(Link(job.base), file)
-        found = digests_of(link.checkpoint, whole=True, progress=job.progress)
-        if found != wanted:
-            raise Refused(path, "does not make the newer checkpoint: report this, with both files")
+        made = joined(Link(job.base), file, digests=True).checkpoint
+        with Checksums(made, made.storages()) as checksums:
+            if checksums.damaged(job.progress):
+                raise Refused(path, "does not make the newer checkpoint: report this, with both files")

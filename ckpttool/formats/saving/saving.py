@@ -124,7 +124,8 @@ class SavePlan:
             attempt = self._attempt(resume, recipe, computed=bool(recipe) and not checksums.compares)
 
             def opened(file: BinaryIO) -> Output:
-                return Output(file, progress, attempt.written(file) if attempt else None)
+                written = attempt.written(file) if attempt else None
+                return Output(file, progress, written, checksums.in_a_row)
 
             return self.write(opened, check, attempt)
 

@@ -102,14 +102,37 @@ def test_another_base_is_refused_by_name_before_anything_is_written(chain: list[
 def test_a_base_of_another_form_is_refused(chain: list[str], change: str) -> None:
     state = load_file("0.safetensors")
     b = state.pop("b")
-    state |= {"name": {"c": b}, "shape": {"b": b[:39]}, "dtype": {"b": b.half()}, "value": {"b": b + 1}}[
-        change
-    ]
-    save_file(state, "base.safetensors")
-    save_file({"w": state["w"], "b": torch.randn(40)}, "new.safetensors")  # needs nothing of the base's b
+    other = {"name": {"c": b}, "shape": {"b": b[:39]}, "dtype": {"b": b.half()}, "value": {"b": b + 1}}
+    save_file(state | other[change], "base.safetensors")
+    save_file({"w": state["w"], "b": b}, "new.safetensors")
     ckpttool.delta("0.safetensors", "new.safetensors", "d.safetensors")
-    with pytest.raises(Refused, match=r"base\.safetensors: is not the base of d\.safetensors"):
-        ckpttool.apply("base.safetensors", ["d.safetensors"])
+    for lazily in (False, True):
+        with pytest.raises(
+            Refused, match=r"base\.safetensors: is not the base of d\.safetensors: .*'b'"
+        ) as told:
+            ckpttool.apply("base.safetensors", ["d.safetensors"], lazily=lazily)
+        assert "'0.safetensors'" in (told.value.hint or "")
+
+
+def test_a_base_needs_no_more_than_is_taken_of_it(chain: list[str]) -> None:
+    state = load_file("0.safetensors")
+    save_file({"w": state["w"], "b": torch.arange(40) + 0.1, "c": state["b"]}, "new.safetensors")
+    ckpttool.delta("0.safetensors", "new.safetensors", "d.safetensors")
+    save_file({"w": state["w"]}, "base.safetensors")
+    with ckpttool.apply("base.safetensors", ["d.safetensors"], lazily=True) as checkpoint:
+        ckpttool.save(checkpoint, "out.safetensors")
+    assert Path("out.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+
+
+def test_a_base_that_changes_after_it_was_compared_makes_nothing(chain: list[str]) -> None:
+    checkpoint = ckpttool.apply("0.safetensors", ["d1.safetensors"], lazily=True)
+    raw = bytearray(Path("0.safetensors").read_bytes())
+    raw[-9] ^= 1
+    with open("0.safetensors", "r+b") as file:  # the same file, which is open already
+        file.write(raw)
+    with checkpoint, pytest.raises(Damaged, match="do not match their digest"):
+        ckpttool.save(checkpoint, "out.safetensors")
+    assert not Path("out.safetensors").exists()
 
 
 def test_a_pt_with_other_values_is_refused_when_it_is_opened(here: Path) -> None:

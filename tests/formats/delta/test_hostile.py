@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import struct
 import time
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unsupported
+from tests.support.running import Cli, assert_says
 
 zstandard = pytest.importorskip("zstandard", reason="hostile frames are made by a zstd of the test's own")
 
@@ -28,6 +32,16 @@ def delta(step: Path) -> Path:
     return step
 
 
+def whole(said: dict[str, Any]) -> str:
+    """Return the digest of all tensors by docs/digest.md, from what is said of each."""
+    lines = hashlib.sha256(b"ckpttool digest 1\n")
+    for name in sorted(said["tensors"]):
+        entry = said["tensors"][name]
+        shape = ",".join(map(str, entry["shape"]))
+        lines.update(f"{len(name)}:{name} {entry['dtype']} [{shape}] {entry['digest']}\n".encode())
+    return lines.hexdigest()
+
+
 def rewritten(change: Change, *, sums: bool = True) -> None:
     """Change what a delta says and holds; with checksums that fit again, as an attacker would."""
     tensors: dict[str, Any] = load_file("d.safetensors")
@@ -36,14 +50,11 @@ def rewritten(change: Change, *, sums: bool = True) -> None:
     said = json.loads(texts["ckpttool.delta"])
     change(said, tensors)
     for entry in said["tensors"].values() if sums and isinstance(said.get("tensors"), dict) else ():
-        entry["in"] = {part: zstandard_crc(tensors[part]) for part in entry["in"] if part in tensors}
+        entry["in"] = {part: zlib.crc32(tensors[part].tobytes()) for part in entry["in"] if part in tensors}
+    with suppress(TypeError, KeyError, AttributeError):
+        if said["new"]["whole"] != "kept":
+            said["new"]["whole"] = whole(said)
     save_file(tensors, "d.safetensors", metadata={**texts, "ckpttool.delta": json.dumps(said)})
-
-
-def zstandard_crc(array: Any) -> int:
-    import zlib
-
-    return zlib.crc32(array.tobytes())
 
 
 def tried() -> None:
@@ -134,8 +145,11 @@ HEADERS: dict[str, Change] = {
     "many axes": put("tensors", "xor", "shape", value=[1] * 1000),
     "no base": put("base", value=None),
     "a base that is no text": put("base", "name", value=7),
-    "a digest that is none": put("base", "digest", value="abc"),
-    "no digest at all": put("new", value={"digest": None, "whole": None, "metadata": {}}),
+    "a digest that is none": put("new", "digest", value="abc"),
+    "a digest of a tensor that is none": put("tensors", "xor", "digest", value="A" * 64),
+    "no digest of a tensor": lambda said, tensors: said["tensors"]["xor"].pop("digest"),
+    "no checksum of a tensor": lambda said, tensors: said["tensors"]["xor"].pop("crc32"),
+    "a digest of the whole that is none": put("new", "whole", value="kept"),
     "metadata that is no text": put("new", "metadata", value={"a": 1}),
     "another tree": put("new", "tree", value="0" * 64),
     "a checksum that is none": put("tensors", "xor", "base_crc32", value=-1),
@@ -165,22 +179,39 @@ def test_a_shape_that_the_base_does_not_have(delta: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["sparse.values", "sparse.indices", "xor.xor", "new"])
-def test_a_flipped_bit_in_any_part_is_found_by_every_command(delta: Path, part: str) -> None:
+def test_a_flipped_bit_in_any_part_is_found_by_every_command(delta: Path, part: str, cli: Cli) -> None:
     rewritten(lambda said, tensors: tensors[part].view(np.uint8).__setitem__(3, 0x55), sums=False)
     with pytest.raises(Damaged):
         tried()
     with pytest.raises(Damaged):
         ckpttool.apply("base.safetensors", ["d.safetensors"])
+    assert cli("apply", "base.safetensors", "d.safetensors", "out.safetensors").code == 3
     assert not Path("out.safetensors").exists()
 
 
-def test_a_result_that_is_not_what_it_should_be_is_not_written(delta: Path) -> None:
+@pytest.mark.parametrize("name", ["same", "sparse", "xor", "new"])
+@pytest.mark.parametrize("out", ["out.safetensors", "out.pt", "out/", "--full out.safetensors"])
+def test_a_result_that_has_another_digest_is_not_written(delta: Path, cli: Cli, name: str, out: str) -> None:
+    def change(said: dict[str, Any], tensors: dict[str, Any]) -> None:
+        said["tensors"][name]["digest"] = "0" * 64
+
+    rewritten(change)
+    for flag in ((), ("--no-verify",), ("--dry-run",)):
+        ran = cli("apply", "base.safetensors", "d.safetensors", *out.split(), *flag)
+        assert_says(ran, 3, f"the bytes of '{name}' do not match their digest")
+    assert not Path(out.split()[-1]).exists()
+    with pytest.raises(Damaged, match=f"'{name}' do not match their digest"):
+        ckpttool.apply("base.safetensors", ["d.safetensors"])
+
+
+def test_values_with_checksums_that_fit_are_found_by_their_digest(delta: Path, cli: Cli) -> None:
     def change(said: dict[str, Any], tensors: dict[str, Any]) -> None:
         tensors["sparse.values"] = tensors["sparse.values"] + 1
 
     rewritten(change)
-    with pytest.raises(Damaged, match="its digest differs"):
-        ckpttool.apply("base.safetensors", ["d.safetensors"])
+    ran = cli("apply", "base.safetensors", "d.safetensors", "out.safetensors")
+    assert_says(ran, 3, "the bytes of 'sparse' do not match their digest")
+    assert not Path("out.safetensors").exists()
 
 
 def test_whatever_byte_is_changed_it_makes_the_checkpoint_or_is_refused(delta: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.formats.delta import blocks, encoding
 from ckpttool.formats.delta.writing import Delta
 from tests.support.comparing import assert_same
 from tests.support.every_format import training, with_objects
+from tests.support.running import Cli
 from tests.support.tensor_kinds import KINDS, PLAIN_DTYPES, save_kind
 
+digest = import_module("ckpttool.files.digest")
 pytestmark = pytest.mark.usefixtures("here")
 
 
@@ -214,3 +219,27 @@ def test_code_that_a_file_holds_is_refused_by_name() -> None:
     with pytest.raises(ckpttool.errors.Refused, match=r"new\.pt: holds what a delta can't"):
         ckpttool.delta("base.pt", "new.pt", "d.safetensors")
     assert not Path("d.safetensors").exists()
+
+
+@pytest.mark.parametrize("out", ["out.safetensors", "out.pt", "out/"])
+def test_the_command_makes_a_result_once(step: Path, cli: Cli, monkeypatch: MonkeyPatch, out: str) -> None:
+    for module in (digest, encoding):
+        monkeypatch.setattr(module, "PIECE", 1 << 20)  # so that a tensor has several
+    ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors")
+    made: list[tuple[str, int]] = []
+    for kind in (blocks.Xored, blocks.Patched):
+        counted(monkeypatch, kind, made)
+    assert cli("apply", "base.safetensors", "d.safetensors", out).code == 0
+    assert sorted(made) == [("sparse", 0), ("sparse", 1), ("xor", 0), ("xor", 1)]
+    assert ckpttool.digest(out) == ckpttool.digest("new.safetensors")
+
+
+def counted(monkeypatch: MonkeyPatch, kind: type[Any], made: list[tuple[str, int]]) -> None:
+    """Note each block that is made."""
+    make = kind.make
+
+    def noted(self: Any, number: int, out: memoryview) -> None:
+        made.append((self.name, number))
+        make(self, number, out)
+
+    monkeypatch.setattr(kind, "make", noted)
