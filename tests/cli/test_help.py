@@ -37,6 +37,9 @@ def prepare(folder: Path, example: str) -> None:
     optimizer = torch.optim.SGD(net.named_parameters(), 0.1).state_dict()
     state = net.state_dict()
     torch.save({"model": prefixed(state, "module."), "optimizer": optimizer, "epoch": 1}, folder / "last.pt")
+    (folder / "runs" / "first").mkdir(parents=True)
+    for name in ("last.pt", "step-100.pt", "step-200.pt"):
+        shutil.copy(folder / "last.pt", folder / "runs" / "first" / name)
     numbered = torch.optim.SGD(net.parameters(), 0.1).state_dict()
     torch.save({"model": state, "optimizer": numbered}, folder / "run.pt")
     torch.save(prefixed(state, "backbone."), folder / "model.pt")
