@@ -82,6 +82,10 @@ def prepare(folder: Path, example: str) -> None:
     codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
     save_file({"l.weight": codes, "l.weight_scale": torch.ones(2)}, folder / "fp8-model/model.safetensors")
     (folder / "fp8-model" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    if "runs/first" in example:
+        (folder / "runs" / "first").mkdir(parents=True)
+        for name in ("last.pt", "step-100.pt", "step-200.pt"):
+            torch.save(trained("module.", net.named_parameters()), folder / "runs" / "first" / name)
     if example.startswith("ckpttool report "):
         (folder / "runs").mkdir()
         report_files.run(folder).rename(folder / "runs" / "a")
