@@ -156,8 +156,8 @@ def _pieces(items: Iterable[Bytes], most: int) -> Iterator[Piece]:
 class Output:
     """A file being written, front to back or at chosen places. Use it as a context manager.
 
-    `write` takes bytes from memory, `copy` bytes of another file or computed ones. Copied bytes are in the
-    file once the block has ended, or `settle` was called; until then an error of theirs may come late.
+    `write` takes bytes from memory, `copy` bytes of another file or computed ones. They are in the file once
+    the block has ended, or `settle` was called; until then an error of theirs may come late.
     """
 
     def __init__(

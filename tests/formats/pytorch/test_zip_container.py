@@ -343,8 +343,8 @@ def test_a_zip_changed_anywhere_is_read_within_the_file_or_refused(noise: bytes,
 
 
 def written(path: Path, records: dict[str, bytes], root: str = "root") -> Path:
-    with open(path, "w+b") as file:
-        archive = ZipWriter(Output(file), root)
+    with open(path, "w+b") as file, Output(file) as out:
+        archive = ZipWriter(out, root)
         for name, data in records.items():
             archive.write(name, data)
         archive.close()
@@ -398,8 +398,8 @@ def test_records_past_4_gib_are_written_and_read(tmp_path: Path) -> None:
     size, path, hole = (9 << 30) // 2, tmp_path / "z", tmp_path / "hole"
     hole.touch()
     os.truncate(hole, size)
-    with open(path, "w+b") as file:
-        archive = ZipWriter(LeavesHoles(file), "r")
+    with open(path, "w+b") as file, LeavesHoles(file) as out:
+        archive = ZipWriter(out, "r")
         archive.copy("large", Storage(place_of(hole), "UntypedStorage", crc32=1))
         archive.write("after", b"behind")
         archive.close()
