@@ -14,7 +14,7 @@ SECONDS ?= 600
 .PHONY: help demo test long coverage drill gpu lint bench counted fault fuzz docs map release-check zipapp site report clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /    make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## /    make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: $(INSTALLED)  ## train on two ranks, strip the prefix, evaluate in one process
 	$(BIN)/python examples/demo.py
