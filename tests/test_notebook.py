@@ -84,7 +84,8 @@ def test_what_is_large_stays_small(tmp_path: Path) -> None:
 
 def test_what_has_no_state_is_shown_too(tmp_path: Path) -> None:
     assert "no dict of tensors by name" in text_of(opened([1, 2], tmp_path))
-    several = {name: {"w": torch.ones(1)} for name in ("generator", "discriminator")} | {"epoch": 1}
+    several = {name: {"w": torch.ones(1), "b": torch.ones(2)} for name in ("left", "right")}
+    several |= {"epoch": 1}
     assert "several states" in text_of(opened(several, tmp_path))
     assert "0 tensors" in text_of(opened({}, tmp_path))
 

@@ -102,10 +102,10 @@ function readable(drawn, curves, x, quantity) {
     mark.setAttribute("x1", x(at));
     mark.setAttribute("x2", x(at));
     drawn.append(mark);
-    const near = curves.map((curve) => [curve.name, curve.points.reduce((best, point) => (Math.abs(point[0] - at) < Math.abs(best[0] - at) ? point : best), curve.points[0])]);
+    const known = curves.map((curve) => [curve.name, curve.points.filter((point) => point[0] <= at).pop()]).filter(([, point]) => point);
     const percent = quantity.endsWith("accuracy");
-    const words = near.map(([name, [, value]]) => `${name} ${value === null ? "no number" : percent ? `${inShort(100 * value, 4)}%` : inShort(value, 4)}`);
-    said.textContent = `epoch ${inShort(at, 4)}: ${words.join(", ")}`;
+    const words = known.map(([name, [, value]]) => `${name} ${value === null ? "no number" : percent ? `${inShort(100 * value, 4)}%` : inShort(value, 4)}`);
+    said.textContent = `epoch ${Number(at.toPrecision(4))}: ${words.join(", ")}`;
   };
   const frame = el("div", { class: "plot", tabindex: 0, role: "group", "aria-label": "arrow keys read the values" }, drawn);
   frame.addEventListener("pointermove", (event) => {
