@@ -28,13 +28,21 @@ from .training import evaluation, evaluations_in, is_run, training
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A page that was written."""
+    """A page that was written.
+
+    Attributes:
+        path: the page.
+        nbytes: its size.
+        checkpoints: the files it is about.
+        runs: the folders of training runs that it is about.
+        same: whether two checkpoints hold the same; None where there is one.
+    """
 
     path: str
     nbytes: int
-    checkpoints: tuple[str, ...]  # the files it is about
-    runs: tuple[str, ...]  # the folders of training runs that it is about
-    same: bool | None = None  # whether two checkpoints hold the same; None where there is one
+    checkpoints: tuple[str, ...]
+    runs: tuple[str, ...]
+    same: bool | None = None
 
 
 def report(

@@ -43,6 +43,12 @@ def inspect() -> list[Fields]:
     return [file, run]
 
 
+def report() -> Fields:
+    from ...reporting.report import Reported
+
+    return {**fields_like(Reported), "dry_run?": (Literal[True], "nothing was written")}
+
+
 def digest() -> Fields:
     return {
         "digest": (str, "SHA-256 of names, types, shapes and values; docs/digest.md"),

@@ -12,6 +12,7 @@ from .schemas import document
 PRINTED: dict[str, Callable[[], Any]] = {
     "inspect": answers.inspect,
     "digest": answers.digest,
+    "report": answers.report,
     "strip-prefix": outputs.rewritten,
     "add-prefix": outputs.rewritten,
     "rename-keys": outputs.rewritten,
@@ -20,7 +21,7 @@ PRINTED: dict[str, Callable[[], Any]] = {
     "maps": answers.maps,
     "merge": outputs.merge,
     "split": outputs.split,
-    "slim": outputs.rewritten,
+    "slim": outputs.slim,
     "disarm": outputs.disarm,
     "convert-batchnorm": outputs.convert_batchnorm,
     "merge-lora": outputs.merge_lora,

@@ -81,6 +81,13 @@ def convert() -> Fields:
     return _among({**optional, "errors?": ([error], "with --quantize: of each tensor")})
 
 
+def slim() -> list[Fields]:
+    from ...slimming import SlimmedRun
+
+    freed: Fields = {"freed": (int, "bytes that there is now room for")}
+    return [rewritten(), {**fields_like(SlimmedRun), **freed, **WRITTEN}]
+
+
 def conform() -> Fields:
     from ...transforms.conforming.conform import Conformed
 
