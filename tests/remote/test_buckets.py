@@ -710,13 +710,14 @@ def test_an_interrupted_upload_ends_at_once_and_says_what_it_left(
 
 def _ctrl_c_while_parts_are_sent(world: World, path: Path) -> tuple[int, str, float]:
     """Upload a file by a command of its own; return how Ctrl-C ended it, what it said, and its seconds."""
-    torch.save({"w": torch.zeros(3 * bucket_uploads.PART // 4)}, path)
+    torch.save({"w": torch.zeros(12 * bucket_uploads.PART // 4)}, path)  # more parts than go out at once
     command = [sys.executable, "-m", "ckpttool", "convert", "-q", str(path), "s3://runs/left.safetensors"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         end = time.monotonic() + 30
         while not any("partNumber" in request for request in world.proxy.requests):
             assert running.poll() is None and time.monotonic() < end
             time.sleep(0.02)
+        time.sleep(1)  # until the library has as many parts as it takes
         begin = time.monotonic()
         running.send_signal(signal.SIGINT)
         _, said = running.communicate(timeout=30)
