@@ -73,7 +73,7 @@ def test_names_are_text_whatever_they_are(tmp_path: Path) -> None:
 
 
 def test_what_is_large_stays_small(tmp_path: Path) -> None:
-    save_file({f"m{i}.{i}.w{i}": torch.ones(1).numpy() for i in range(20_000)}, tmp_path / "many.safetensors")
+    save_file({f"m{i}.{i}.w{i}": torch.ones(1).numpy() for i in range(2_000)}, tmp_path / "many.safetensors")
     for value in (
         ckpttool.open(tmp_path / "many.safetensors"),
         ckpttool.inspect(tmp_path / "many.safetensors"),

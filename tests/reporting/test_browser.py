@@ -15,8 +15,8 @@ import ckpttool
 from tests.support import report_files
 from tests.support.browser import WIDTHS, Shown, browser
 
-KINDS = ["one", "hostile", "run", "change"]
-KINDS += [pytest.param(kind, marks=pytest.mark.long) for kind in ("tiny", "empty", "same")]
+KINDS = ["one", "hostile", "change"]
+KINDS += [pytest.param(kind, marks=pytest.mark.long) for kind in ("run", "tiny", "empty", "same")]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,9 @@ def test_a_page_fits_asks_for_nothing_and_nothing_is_complained_of(
             assert dark is (scheme == "dark")
 
 
-@pytest.mark.parametrize("kind", ["run", "change", pytest.param("one", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["change", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("one", "run"))]
+)
 def test_axe_finds_no_violation(chromium: Any, pages: Any, kind: str) -> None:
     axe = pytest.importorskip(
         "axe_playwright_python.sync_playwright", reason="needs axe, of the extra dev"
@@ -122,6 +124,7 @@ def test_what_is_not_finite_is_marked_and_can_be_shown_alone(chromium: Any, page
         assert page.locator(".detail .histogram rect").count() > 5
 
 
+@pytest.mark.long
 def test_rows_are_sorted_by_a_column(chromium: Any, pages: Any) -> None:
     with Shown(chromium, pages["one"]) as shown:
         shown.page.click("[role=columnheader].bytes button")
@@ -161,6 +164,7 @@ def test_a_difference_is_mapped_by_layer_and_matrix(chromium: Any, pages: Any) -
         assert "They hold the same" in shown.page.inner_text("#difference")
 
 
+@pytest.mark.long
 def test_a_run_has_curves_phases_and_its_evaluation(chromium: Any, pages: Any) -> None:
     with Shown(chromium, pages["run"]) as shown:
         page = shown.page
