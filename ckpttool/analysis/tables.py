@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -102,7 +102,7 @@ class Stats:
     mean: float | None = None
     deviation: float | None = None
     non_finite: int = 0
-    histogram: tuple[int, ...] = ()
+    histogram: tuple[int, ...] = field(default=(), metadata={"json": False})
 
 
 def measure(name: str, tensor: TensorRef, bins: int = 0) -> Stats | None:

@@ -62,7 +62,7 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
         maps.command: "The architectures that convert --map changes between",
         ranks.merge: "Write what many ranks wrote as one checkpoint",
         ranks.split: "Write one checkpoint as files for many ranks",
-        slim.command: "Only the model's state; or a run's old checkpoints in place",
+        slim.command: "Only the model's state; or room in a run's folder",
         convert.disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm.command: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },

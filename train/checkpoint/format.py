@@ -32,12 +32,10 @@ FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
     *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
     *("out", "save_every", "save", "save_parts", "keep", "keep_deltas", "resume", "force", "change"),
-    *("data_root", "download"),
-    "mixed_torch",
+    *("data_root", "download", "mixed_torch", "skip_damaged"),
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
     *("shard", "shard_blocks", "shard_offload", "mesh"),
-    "skip_damaged",
     *("max_time", "eval_every", "eval_batch", "log_every", "preview", "json"),
     *("also_test", "tracker", "every", "profile", "keep_best", "stop_early", *SOURCES),
 }

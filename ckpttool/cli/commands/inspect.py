@@ -7,7 +7,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -165,7 +164,7 @@ def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[st
         del fields["kind"], fields["local_shape"]
     if row.name in stats:
         measured = stats[row.name]
-        fields["stats"] = measured and {k: v for k, v in asdict(measured).items() if k != "histogram"}
+        fields["stats"] = measured and fields_of(measured)
     return fields
 
 

@@ -71,8 +71,6 @@ def fields_like(
     maybe: Collection[str] = (),
 ) -> Fields:
     """Return the fields that `reading.fields_of` makes of a result; those in `maybe` may be missing."""
-    known = fields(result) if is_dataclass(result) else ()
-    without = {*without, *(each.name for each in known if not each.metadata.get("json", True))}
     maybe = IF_ANY.union(maybe)
     return {
         renamed.get(name, name) + "?" * (name in maybe): (int if name in COUNTED else kind, said)
@@ -82,10 +80,13 @@ def fields_like(
 
 
 def _described(result: type) -> Fields:
-    """Return the type and meaning of each attribute of a dataclass or named tuple."""
+    """Return the type and meaning of each attribute of a dataclass or named tuple that JSON has."""
+    known = fields(result) if is_dataclass(result) else ()
+    hidden = {each.name for each in known if not each.metadata.get("json", True)}
     names = _Names({**vars(builtins), **vars(sys.modules[result.__module__])})
     said = meanings(result)
-    return {name: (kind, said.get(name, "")) for name, kind in get_type_hints(result, localns=names).items()}
+    kinds = get_type_hints(result, localns=names)
+    return {name: (kind, said.get(name, "")) for name, kind in kinds.items() if name not in hidden}
 
 
 def meanings(result: type) -> dict[str, str]:
