@@ -16,7 +16,7 @@ from typing import Any
 
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.states import is_optimizer
-from .errors import CkptToolError, Damaged, FileError, NothingToDo, UsageFault
+from .errors import CkptToolError, Damaged, FileError, NothingToDo, Refused, UsageFault
 from .files.commit import give_name
 from .files.copying import Progress
 from .files.failures import naming
@@ -132,19 +132,20 @@ def slim_in_place(
         UsageFault: it is no folder, or is written to; `keep_newest` is less than 1.
         NothingToDo: no file would become smaller.
         Damaged: the bytes of a checkpoint do not match their checksums. It stays; all others are done.
+        Refused: likewise, one was changed while it was looked at.
         FileError: the disk refuses. What was replaced by then stays so.
     """
     folder, names, choices = os.fspath(run), tuple(leave_out), {"verify": verify, "progress": progress}
     if keep_newest < 1:
         raise UsageFault(f"--keep-newest {keep_newest}: the newest always stays", hint="give 1 or more")
     if is_url(folder) or not os.path.isdir(folder):
-        raise UsageFault(f"{folder}: is no folder on this machine", hint="name the folder of a run")
+        raise UsageFault(f"{folder}: is not a folder on this machine", hint="name the folder of a run")
     with nullcontext() if dry_run else locked(folder, folder):
         if not dry_run:
             remove_abandoned(folder)
             remove_half_given(folder)
         files = sorted(files_in(folder), key=_age, reverse=True)
-        stay = _reasons(folder, files, keep_newest, has_names=bool(names))
+        stay = _reasons(folder, files, keep_newest, names)
         results = [_planned(folder, file, stay.get(file.names[0], ""), names) for file in files]
         slimmed = tuple(result for result in results if not result.why)
         kept = tuple(result for result in results if result.why)
@@ -168,7 +169,7 @@ def _age(file: LinkedFile) -> tuple[bool, int, int, str]:
 
 
 def _reasons(
-    folder: str, files: Sequence[LinkedFile], keep_newest: int, *, has_names: bool
+    folder: str, files: Sequence[LinkedFile], keep_newest: int, names: Sequence[str]
 ) -> dict[str, str]:
     """Return why files stay as they are whatever is in them, by the first of their names."""
     why: dict[str, str] = {}
@@ -176,9 +177,9 @@ def _reasons(
     newest = 0
     for file in files:
         name = file.names[0]
-        kind = _kind(os.path.join(folder, name))
+        kind = _kind(os.path.join(folder, name), names)
         if kind not in (TRAINING, DELTA):
-            if kind != WEIGHTS or not has_names:
+            if kind != WEIGHTS or not names:
                 why[name] = kind
             continue
         newest += 1
@@ -196,7 +197,7 @@ def _reasons(
     return why
 
 
-def _kind(path: str) -> str:
+def _kind(path: str, names: Sequence[str]) -> str:
     """Return what a file is: one of the kinds below, or why it is no checkpoint."""
     try:
         with open_alone(path) as checkpoint:
@@ -204,7 +205,8 @@ def _kind(path: str) -> str:
                 return DELTA
             if checkpoint.format not in WRITTEN or checkpoint.found_state() is None:
                 return f"{NONE} of a model"
-            return TRAINING if any(map(is_optimizer, walk(checkpoint.tree))) else WEIGHTS
+            is_training = any(map(is_optimizer, walk(checkpoint.tree)))
+            return TRAINING if is_training or any(_holds(checkpoint, name) for name in names) else WEIGHTS
     except CkptToolError as error:
         return f"{NONE}: {_reason(error)}"
 
@@ -241,7 +243,8 @@ def _slimmed(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[Checkpoint, 
         return slim(checkpoint), checkpoint.outside(state)
     there = [name for name in names if _holds(checkpoint, name)]
     if not there:
-        raise _Stays(f"holds nothing named '{names[0]}'")
+        said = " or ".join(f"'{name}'" for name in names)
+        raise _Stays(f"holds nothing named {said}")
     new = drop(checkpoint, there)
     found = new.found_state()
     if found is None or found.path != state.path or len(found.tensors) != len(state.tensors):
@@ -262,7 +265,7 @@ def _save(new: Checkpoint, old: Checkpoint, file: LinkedFile, **choices: Any) ->
     return save(new, old.path, to=WRITTEN[old.format], force=True, time=file.facts.st_mtime_ns, **choices)
 
 
-def _replace(folder: str, file: LinkedFile, names: Sequence[str], **choices: Any) -> Damaged | None:
+def _replace(folder: str, file: LinkedFile, names: Sequence[str], **choices: Any) -> CkptToolError | None:
     """Replace a file, and give the new one its other names; return why the file stays, if it does."""
     first, *others = (os.path.join(folder, name) for name in file.names)
     try:
@@ -272,6 +275,8 @@ def _replace(folder: str, file: LinkedFile, names: Sequence[str], **choices: Any
                 give_name(first, other)
     except Damaged as fault:
         return fault
+    except _Stays as reason:  # it was replaced by another since it was looked at
+        return Refused(first, str(reason))
     return None
 
 

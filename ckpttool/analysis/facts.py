@@ -77,6 +77,8 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
     elif SHARDING in summary.metadata:
         yield "state", "none: it holds one rank's pieces of tensors"
+    elif summary.parts_in:
+        yield "state", f"in {printable(summary.parts_in)}, beside it (--save-parts)"
     else:
         yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
     yield from (("also", f"--state {printable(shlex.quote(name))}") for name in summary.other_states)

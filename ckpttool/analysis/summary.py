@@ -13,7 +13,7 @@ from ..checkpoint.dotted_names import Entry, Path, contents, dotted
 from ..checkpoint.module_tree import Branch, outline
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.special_tensors import SpecialTensor
-from ..checkpoint.state import State
+from ..checkpoint.state import State, parts_beside
 from ..formats.reading import File, opened
 from ..inert_pickle.known_names import is_dangerous, names_in, names_that_run, unknown_names
 from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
@@ -89,6 +89,7 @@ class Summary:
         unread: what the file holds that is neither a tensor nor shown here, in words.
         quantised: how the state's tensors are packed, if they are.
         unclear: why some of those can't be made plain.
+        parts_in: the folder beside the file that has its tensors, where the trainer's ranks wrote them.
         commit: of the repository on the hub that was read.
     """
 
@@ -121,6 +122,7 @@ class Summary:
     unread: tuple[str, ...] = ()
     quantised: tuple[Scheme, ...] = ()
     unclear: tuple[str, ...] = ()
+    parts_in: str | None = field(default=None, metadata={"json": False})
     commit: str | None = None
 
     def __repr__(self) -> str:
@@ -200,6 +202,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         unread=checkpoint.unread,
         quantised=packed.schemes,
         unclear=tuple(fault.message for fault in packed.faults),
+        parts_in=(parts_beside(checkpoint.tree) or {}).get("folder"),
         commit=checkpoint.source.commit or None,
     )
 

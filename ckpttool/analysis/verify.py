@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
@@ -10,8 +11,10 @@ from dataclasses import dataclass, field
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums, expect, reads_of
 from ..checkpoint.ranks import require_all
+from ..checkpoint.state import parts_beside
 from ..errors import RanksDiffer
 from ..files.copying import Progress, map_bytes
+from ..files.failures import reason
 from ..formats import numpy_files
 from ..formats.dcp import reading as dcp
 from ..formats.delta.reading import NAME as DELTA
@@ -151,6 +154,7 @@ def verify(
         where = " (in {})" if checkpoint.format == DELTA else ""  # of several files one is damaged
         problems += [Problem("checksum", n, MISMATCH + where.format(s.data.path)) for n, s in damaged]
         problems += read.problems
+        problems += _parts(checkpoint)
         if finite:
             infinite = "of its values are NaN or infinite"
             problems += [Problem("non-finite", n, f"{count} {infinite}") for n, count in non_finite.items()]
@@ -167,6 +171,24 @@ def _code(checkpoint: Checkpoint, strays: list[Problem]) -> list[Problem]:
     running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
     problems = [Problem("code", name, "could run, when loaded without weights_only") for name in running]
     return problems if checkpoint.format == torch_zip.TORCHSCRIPT else strays + problems
+
+
+def _parts(checkpoint: Checkpoint) -> list[Problem]:
+    """Compare the files that the trainer's `--save-parts` has written with their digests."""
+    if (parts := parts_beside(checkpoint.tree)) is None:
+        return []
+    from ..files.digest import sha256_of_file  # whose hashlib loads OpenSSL
+
+    folder, problems = os.path.join(os.path.dirname(checkpoint.path), parts["folder"]), []
+    for name, digest in parts["files"].items():
+        path = os.path.join(folder, os.path.basename(str(name)))
+        try:
+            wrong = "" if sha256_of_file(path) == digest else "is not the part that was saved"
+        except OSError as error:
+            wrong = f"can't be read: {reason(error)}"
+        if wrong:
+            problems.append(Problem("checksum", path, wrong))
+    return problems
 
 
 class _Read:

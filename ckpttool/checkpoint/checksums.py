@@ -81,6 +81,9 @@ class Checksums:
         for number, (_, storage) in enumerate(self._named):
             if isinstance(data := storage.data, ByteRange):
                 of_source[data.source].append((data.offset, data.offset + data.nbytes, number))
+            elif storage.nbytes:  # made of others: seen once, as making it again costs all below it
+                see = partial(_see, (0,), (storage.nbytes,), (number,), self._sums)
+                self._observed.append((data.observers, see))
         while of_source:
             source, places = of_source.popitem()
             starts, ends, numbers = (array("Q", column) for column in zip(*sorted(places), strict=True))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, in_brief, remade
@@ -256,6 +257,10 @@ class StateSearch:
         """Return the one state that is likelier than all others."""
         ranked = self._ranked()
         if not ranked:
+            if parts := parts_beside(self.tree):
+                there = os.path.join(os.path.dirname(self.path), parts["folder"])
+                reason = f"holds no tensors: they are in {parts['folder']}, beside it"
+                raise NoState(self.path, reason, hint=f"name that: {shlex.quote(there)}")
             reason = "holds no dict of tensors by name, so no model's state"
             for path, value in self.named(contents):
                 if (key := _key_that_is_no_name(value)) is not None:
@@ -328,3 +333,15 @@ def _key_that_is_no_name(value: object) -> str | None:
     if not isinstance(value, dict) or not any(map(is_tensor, value.values())):
         return None
     return next((in_brief(key) for key in value if not isinstance(key, str)), None)
+
+
+def parts_beside(tree: object) -> Mapping[str, Any] | None:
+    """Return what the trainer's `--save-parts` says of the folder that holds its tensors; None if it doesn't.
+
+    Its `folder` is a name, and its `files` are names there and the SHA-256 of each.
+    """
+    parts = tree.get("parts") if isinstance(tree, dict) else None
+    if not isinstance(parts, dict) or not isinstance(folder := parts.get("folder"), str):
+        return None
+    is_name = folder == os.path.basename(folder) and folder not in ("", ".", "..")
+    return parts if is_name and isinstance(parts.get("files"), dict) else None

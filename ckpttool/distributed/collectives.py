@@ -97,11 +97,11 @@ def broadcast_into(tensors: Iterable[torch.Tensor]) -> None:
     message: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
-        message.append(tensor)
-        size += tensor.nbytes
-        if size >= MESSAGE:
+        if message and size + tensor.nbytes > MESSAGE:  # a large one goes alone, and needs no copy
             _broadcast_together(message)
             message, size = [], 0
+        message.append(tensor)
+        size += tensor.nbytes
     if message:
         _broadcast_together(message)
 
@@ -116,8 +116,9 @@ def _broadcast_together(tensors: list[torch.Tensor]) -> None:
     dist.broadcast(data, src=0)
     with torch.no_grad():
         for tensor, piece in zip(tensors, torch.split(data, sizes), strict=True):
-            # A copy, as bytes at an odd place can't be viewed as numbers.
-            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+            # Bytes at an odd place can't be viewed as numbers.
+            even = piece.clone() if len(sizes) > 1 else piece
+            tensor.copy_(even.view(tensor.dtype).view(tensor.shape))
 
 
 # ---- all ranks for all ---------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ class Output:
     def copy(
         self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
     ) -> None:
-        """Append bytes from elsewhere; `then` gets their CRC-32, in the caller's thread, once written.
+        """Append bytes from elsewhere; `then` gets their CRC-32, in the caller's thread, once read.
 
         `near` tells where computed bytes come from.
         """

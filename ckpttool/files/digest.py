@@ -30,6 +30,15 @@ def digest(
     return _digest((name, tensors[name], value) for name, value in tensor_digests(tensors, progress, known))
 
 
+def sha256_of_file(path: str) -> str:
+    """Return the SHA-256 of a file's bytes, as 64 hexadecimal digits. OSError as reading raises it."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            sha256.update(piece)
+    return sha256.hexdigest()
+
+
 class Form(Protocol):
     """What a digest covers of a tensor beside its values."""
 
@@ -118,6 +127,7 @@ class Pieces:
 
     def see(self, offset: int, data: memoryview | bytes) -> None:
         """Hash bytes from an offset. Several threads may call this at once."""
+        data = memoryview(data)
         while len(data):
             number, skipped = divmod(offset, PIECE)
             part, data = data[: PIECE - skipped], data[PIECE - skipped :]

@@ -39,7 +39,7 @@ def locked(folder: str, shown: str) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             hint = "name another folder, or wait for it to end"
-            raise UsageFault(f"{shown}: another run writes there now", hint=hint) from None
+            raise UsageFault(f"{shown}: another run, or slim, writes there now", hint=hint) from None
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
                 raise  # those are of file systems that lock no folders, as NFS

@@ -62,6 +62,7 @@ class Gathered:
                 if then is not None:
                     then(crc32(data))
         if not self._ready:
+            self._is_taken = False
             return [], []
         self._ready.sort(key=itemgetter(0))
         stretches, parts, begin, end = list[tuple[int, bytes]](), list[Bytes](), 0, 0

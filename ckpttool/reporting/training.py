@@ -49,7 +49,7 @@ def training(folders: Sequence[str]) -> dict[str, Any]:
         "runs": [printable(run.name) for run in runs],
         "panels": [
             {
-                "quantity": quantity,
+                "quantity": printable(quantity),
                 "title": printable(title(quantity)),
                 "curves": [
                     {"run": number, "kind": kind, "points": _points(getattr(run, name)[quantity])}

@@ -101,3 +101,11 @@ def test_a_piece_past_the_end_of_its_file_is_named(offset: int, source: Source, 
     ):
         out.copy(ByteRange(source, 5, 10))
         out.copy(ByteRange(source, offset, 10))
+
+
+def test_what_is_gathered_is_bounded_again_after_there_was_nothing_to_write() -> None:
+    gathered = gathering.Gathered()
+    assert gathered.taken() == ([], [])
+    for position in range(gathering.MOST_PIECES):
+        gathered.add(position, b"1")
+    assert gathered.is_full

@@ -91,7 +91,8 @@ def drop_wholes(folder: str, newest: int, training: str) -> None:
 def drop_built_on(folder: str, step: int, training: str) -> list[str]:
     """Remove the delta of a step that is saved anew, and those built on that step; return their names."""
     names = {numbered(step, ending=ending) for ending in (".pt", DELTA)}
-    doomed = {path for name in names if os.path.lexists(path := os.path.join(folder, name))}
+    paths = [os.path.join(folder, name) for name in names]
+    doomed = {path for path in paths if os.path.lexists(path) and not is_taken(path, training)}
     if not doomed:
         return []
     for path, base in _later(folder, step):
@@ -148,8 +149,11 @@ def as_torch_reads(path: str) -> Iterator[str | IO[bytes]]:
         if not safetensors.sniff(file.read(HEAD)):
             yield path
             return
-    with formats.open(path) as made, tempfile.TemporaryFile(prefix="ckpttool-") as file:
-        with Checksums(made, made.storages()) as checksums, naming(tempfile.gettempdir()):
+    folder = os.path.dirname(path) or "."  # it has room for a checkpoint, which /tmp may not have
+    if not os.access(folder, os.W_OK):
+        folder = tempfile.gettempdir()
+    with formats.open(path) as made, tempfile.TemporaryFile(prefix=".ckpttool-", dir=folder) as file:
+        with Checksums(made, made.storages()) as checksums, naming(folder):
             with Output(file) as output:
                 torch_zip.write(made, output, path)
             checksums.finish()

@@ -235,7 +235,7 @@ def read(path: str) -> dict[str, Any]:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Damaged(path, f"can't be read: {why}") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "progress", "digests"} <= state.keys():
-        hint = f"inspect it: ckpttool inspect {path}"
+        hint = f"inspect it: ckpttool inspect {path}; a slimmed one goes through --init"
         raise Refused(path, "is not a checkpoint of this trainer", hint=hint)
     with malformed(path):
         _check(path, "", state, STRUCTURE)

@@ -8,7 +8,6 @@ checkpoint of torch.distributed.checkpoint by itself: `model`, `optimizer.state`
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -26,12 +25,12 @@ from ckpttool import formats
 from ckpttool.distributed import collectives, divided, nested
 from ckpttool.errors import Damaged, FileError
 from ckpttool.files.commit import sync_folder
+from ckpttool.files.digest import sha256_of_file
 from ckpttool.files.failures import naming
 from ckpttool.tensors.ref import TensorRef
 from ckpttool.tensors.to_torch import loaded_tensor
 
 FOLDER = re.compile(r"step-\d{6,}-[0-9a-f]{4}\.dcp")
-PIECE = 1 << 24  # bytes that are hashed at once
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -62,7 +61,7 @@ class Parts:
     """
 
     def __init__(self, tensors: dict[str, Any], folder: str, step: int) -> None:
-        name = collectives.from_rank_zero(lambda: f"step-{step:06d}-{secrets.token_hex(2)}.dcp")
+        name = collectives.from_rank_zero(lambda: _new_name(folder, step))
         self.tensors, self.folder, self.path = tensors, folder, os.path.join(folder, name)
         self._planner, self._writer = DefaultSavePlanner(), FileSystemWriter(self.path)
         first = collectives.rank() == 0
@@ -93,7 +92,7 @@ class Parts:
                 files = {result.storage_data.relative_path for result in results}
                 self._written = (
                     results,
-                    {file: _sha256(os.path.join(self.path, file)) for file in sorted(files)},
+                    {file: sha256_of_file(os.path.join(self.path, file)) for file in sorted(files)},
                 )
         except FileError as failure:
             self._failure = failure
@@ -111,20 +110,18 @@ class Parts:
             sync_folder(self.path)
             sync_folder(self.folder)
             files = {file: digest for _, of_rank in self._of_ranks for file, digest in of_rank.items()}
-            files[".metadata"] = _sha256(os.path.join(self.path, ".metadata"))
+            files[".metadata"] = sha256_of_file(os.path.join(self.path, ".metadata"))
         return {"folder": os.path.basename(self.path), "files": files}
+
+
+def _new_name(folder: str, step: int) -> str:
+    while os.path.lexists(os.path.join(folder, name := f"step-{step:06d}-{secrets.token_hex(2)}.dcp")):
+        pass  # of the same step, saved before
+    return name
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _sha256(path: str) -> str:
-    sha256 = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(PIECE):
-            sha256.update(piece)
-    return sha256.hexdigest()
 
 
 # ---- reading --------------------------------------------------------------------------------------------
@@ -138,7 +135,7 @@ def check(path: str, state: Mapping[str, Any]) -> None:
     for name, digest in state["parts"]["files"].items():
         file = os.path.join(folder, os.path.basename(name))
         try:
-            found = _sha256(file)
+            found = sha256_of_file(file)
         except OSError as error:
             raise Damaged(path, f"its part {file} can't be read: {error.strerror}") from error
         if found != digest:
@@ -151,10 +148,17 @@ def lie_in(folder: str) -> bool:
 
 
 def named_in(path: str) -> str:
-    """Return the folder that a checkpoint's file names; the file itself if it holds its tensors."""
+    """Return the folder that a run's checkpoint names; the file itself if it holds its tensors.
+
+    Damaged if a part is not the one that was saved.
+    """
     with formats.open(path) as checkpoint:
         tree = checkpoint.tree
-        return _folder(path, tree) if isinstance(tree, dict) and "parts" in tree else path
+        if not isinstance(tree, dict) or not {"parts", "digests", "progress"} <= tree.keys():
+            return path
+        folder = _folder(path, tree)
+        check(path, tree)
+        return folder
 
 
 def _folder(path: str, state: Mapping[str, Any]) -> str:
@@ -212,7 +216,7 @@ def remove_unnamed(folder: str) -> None:
     if unnamed:
         try:
             told = b"".join(_pickles(os.path.join(folder, name) for name in names if name.endswith(".pt")))
-        except (OSError, zipfile.BadZipFile):
+        except Exception:  # zipfile and zlib raise many kinds for what is damaged, or no file of ours
             return
         for name in unnamed:
             if name.encode() not in told:

@@ -134,12 +134,12 @@ class Save:
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
         self.allowed.result()
-        if self._numbered in self.names:
-            gone = deltas.drop_built_on(self.folder, self.step, self.state["training"])
-            if gone:
-                text = f"removed what was built on another step {self.step}: {', '.join(gone)}"
-                self.remarks.append(("deltas removed", text))
         with self.recorded(self.state):
+            if self._numbered in self.names:
+                gone = deltas.drop_built_on(self.folder, self.step, self.state["training"])
+                if gone:
+                    text = f"removed what was built on another step {self.step}: {', '.join(gone)}"
+                    self.remarks.append(("deltas removed", text))
             yield
 
     def leave(self, patience: float | None = None) -> None:

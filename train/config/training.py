@@ -167,8 +167,8 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerCon
     keep: int = count(0, "saving K: also keep the last K of them, as step-<number>.pt (0)", least=0)
     keep_deltas: int = count(
         0,
-        "saving K: keep all of them: each K-th whole, as step-<number>.pt, the others as what they change, "
-        "as step-<number>.delta.safetensors (0)",
+        "saving K: keep every save: each K-th whole, as step-<number>.pt, the rest as deltas, "
+        "step-<number>.delta.safetensors (0: none)",
         least=0,
     )
     resume: str | None = flag(

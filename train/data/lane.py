@@ -126,6 +126,7 @@ class Lane:
             depth = first + self._orders[first][depth - first]
         else:
             self._read_to(depth + 1)
+        assert depth >= self._first, "it was released"
         return (self._held[depth - self._first],) if depth < self._next else None
 
     def release(self, depth: int) -> None:

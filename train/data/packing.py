@@ -51,24 +51,28 @@ class Blocks:
         self.documents: Any = documents.open(epoch, None)
         self.inputs: list[int] = []
         self.targets: list[int] = []
+        self.at = 0  # the first of them that is not in a block yet
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        while len(self.inputs) < self.block:
+        while len(self.inputs) - self.at < self.block:
+            del self.inputs[: self.at], self.targets[: self.at]
+            self.at = 0
             tokens = next(self.documents, None)
             if tokens is None:
                 break
             numbers = _tokens(tokens)
             self.inputs += numbers
             self.targets += [*numbers[1:], IGNORED] if numbers else []
-        if not self.inputs:
+        if self.at == len(self.inputs):
             raise StopIteration
-        missing = self.block - len(self.inputs)
-        inputs = torch.tensor(self.inputs[: self.block] + [0] * missing)
-        targets = torch.tensor(self.targets[: self.block] + [IGNORED] * missing)
-        del self.inputs[: self.block], self.targets[: self.block]
+        end = self.at + self.block
+        missing = end - len(self.inputs)
+        inputs = torch.tensor(self.inputs[self.at : end] + [0] * missing)
+        targets = torch.tensor(self.targets[self.at : end] + [IGNORED] * missing)
+        self.at = min(end, len(self.inputs))
         return inputs, targets
 
     def __getattr__(self, name: str) -> Any:
@@ -78,11 +82,11 @@ class Blocks:
         raise AttributeError(name)
 
     def _state_dict(self) -> dict[str, Any]:
-        rest = {"inputs": list(self.inputs), "targets": list(self.targets)}
+        rest = {"inputs": self.inputs[self.at :], "targets": self.targets[self.at :]}
         return {"documents": self.shard.state(self.documents), **rest}
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.inputs, self.targets = list(state["inputs"]), list(state["targets"])
+        self.inputs, self.targets, self.at = list(state["inputs"]), list(state["targets"]), 0
         self.documents = self.shard.open(self.epoch, state["documents"])
 
 

@@ -195,7 +195,7 @@ class Feed:
         lanes = {int(number): Position(**position) for number, position in saved["lanes"].items()}
         if self.stream.varies():  # there is nothing to compare
             lanes = {number: position._replace(digest=None) for number, position in lanes.items()}
-        self.stream.start, self.positions, self.ends_at = (epoch, lanes), lanes, saved["steps"]
+        self.stream.start, self.positions, self.ends_at = (epoch, dict(lanes)), lanes, saved["steps"]
 
     def load(self, saved: Mapping[str, Any], rank_share: object) -> None:
         """Follow the shares that a run with `--rank-share auto` has measured on as many ranks.

@@ -91,16 +91,15 @@ def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
     }
     for flag, is_given in wrong.items():
         if is_given:
-            raise UsageFault(f"{given}, whose samples have no numbers: no {flag}", hint="leave it out")
+            what = f"{flag} needs samples by number, and {given}"
+            raise UsageFault(what, hint="leave it out")
     if not stream.varies():
         return
     stream.start = (0, {})  # nothing can be compared
     if world_size * max(config.workers, 1) > 1:
         what = f"{given} that gives other samples each time it is read, and each process reads it for itself"
         raise UsageFault(what, hint=SEEDS)
-    missing = (
-        "where its __iter__ goes on instead of beginning anew, those looked at before training are missing"
-    )
+    missing = "if its __iter__ continues instead of restarting, the first samples, read as a check, are lost"
     console.warn(f"{given} that gives other samples each time it is read: {missing}")
 
 

@@ -13,7 +13,7 @@ from ..reading import fields_of
 
 @click.command("report")
 @click.argument("inputs", metavar="FILE [OTHER] OUT.html", nargs=-1, callback=options.part_output)
-@options.flag("--no-values", "Read no values: neither ranges, means and histograms, nor NaN.")
+@options.flag("--no-values", "Do not read values: no ranges, means or histograms, and no search for NaN.")
 @options.state_option
 @options.no_verify_option
 @options.dry_run_option

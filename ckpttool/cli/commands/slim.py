@@ -60,7 +60,7 @@ def command(
     for flag, given in (("--keep-newest", keep_newest), ("--drop", drop)):
         if given:
             hint = "give it, or leave this out; to leave out entries: ckpttool convert --drop NAME"
-            raise UsageFault(f"{flag}: is of --in-place, which is not given", hint=hint)
+            raise UsageFault(f"{flag} needs --in-place", hint=hint)
     _to_output(job, model)
 
 

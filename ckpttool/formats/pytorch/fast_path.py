@@ -175,7 +175,7 @@ class TensorPattern:
 
     def __call__(self, machine: Machine, position: int) -> int:
         """Push the tensor at `position`, and all that follow it under a name each, as in a state dict."""
-        if machine.rewrites != self.rewrites or len(self.forms) > MOST_FORMS:
+        if machine.rewrites != self.rewrites:
             self.rewrites = machine.rewrites  # what the forms refer to may have been replaced
             self._begin_again()
         if machine.far:
@@ -244,6 +244,8 @@ class TensorPattern:
         """Return the form of a match, which may have been there before."""
         like = match.group(*FORM)
         if like not in self.forms:
+            if len(self.forms) >= MOST_FORMS:
+                self._begin_again()
             self.forms[like] = self._new_form(machine, match)
         return self.forms[like]
 

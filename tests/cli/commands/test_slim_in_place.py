@@ -198,7 +198,7 @@ def test_a_folder_in_which_a_run_writes_is_refused(run, cli):
     with subprocess.Popen([sys.executable, "-c", hold + "sys.stdin.read()"], stdin=-1, stdout=-1) as holder:
         assert holder.stdout and holder.stdout.readline()
         ran = cli("slim", "--in-place", RUN, "--keep-newest", 1)
-        assert ran.code == 2 and "another run writes there now" in ran.err
+        assert ran.code == 2 and "another run, or slim, writes there now" in ran.err
         assert cli("slim", "--in-place", RUN, "--keep-newest", 1, "--dry-run").code == 0
         assert holder.stdin
         holder.stdin.close()
@@ -250,6 +250,18 @@ def test_a_full_disk_is_named_and_what_was_done_stays(run, monkeypatch):
     assert len(slimmed) == 1
 
 
+def test_the_newest_stays_where_no_file_has_an_optimizer(here, cli):
+    (here / RUN).mkdir()
+    for number in (1, 2):
+        torch.save(
+            {"model": {"w": torch.ones(40, 30)}, "ema": torch.ones(40, 30)}, here / RUN / f"{number}.pt"
+        )
+        os.utime(here / RUN / f"{number}.pt", (number, number))
+    ran = cli("slim", "--in-place", RUN, "--keep-newest", 1, "--drop", "ema")
+    assert ran.code == 0, ran.err
+    assert ("ema" in load(here / RUN / "1.pt"), "ema" in load(here / RUN / "2.pt")) == (False, True)
+
+
 def test_a_damaged_checkpoint_stays_and_is_named(run, cli):
     raw = bytearray((run / "step-1.pt").read_bytes())
     raw[raw.index(b"\0\0\x80\x3f" * 8)] ^= 1  # in the weights, which are all 1
@@ -268,8 +280,8 @@ def test_a_damaged_checkpoint_stays_and_is_named(run, cli):
         (["--in-place", RUN, "out.pt", "--keep-newest", "1"], "writes no OUTPUT"),
         (["--in-place", RUN, "--keep-newest", "0"], "--keep-newest"),
         (["--in-place", RUN, "--keep-newest", "1", "--state", "model"], "--state: has no effect"),
-        (["--in-place", "run/step-1.pt", "--keep-newest", "1"], "is no folder"),
-        (["run/step-1.pt", "out.pt", "--drop", "optimizer"], "--drop: is of --in-place"),
+        (["--in-place", "run/step-1.pt", "--keep-newest", "1"], "is not a folder"),
+        (["run/step-1.pt", "out.pt", "--drop", "optimizer"], "--drop needs --in-place"),
         (["run/step-1.pt"], "Missing argument 'OUTPUT'"),
     ],
 )

@@ -234,6 +234,26 @@ def test_the_command_makes_a_result_once(step: Path, cli: Cli, monkeypatch: Monk
     assert ckpttool.digest(out) == ckpttool.digest("new.safetensors")
 
 
+def test_a_chain_makes_each_link_once(cli: Cli, monkeypatch: MonkeyPatch) -> None:
+    state = torch.randn(2000).bfloat16()
+    save_file({"w": state}, "0.safetensors")
+    names = ["0.safetensors"]
+    for number in range(1, 7):
+        state = state * torch.where(torch.rand(2000) < 0.5, 1.5, 1.0).bfloat16()
+        save_file({"w": state}, "new.safetensors")
+        ckpttool.delta("+".join(names), "new.safetensors", f"d{number}.safetensors")
+        names.append(f"d{number}.safetensors")
+    made: list[tuple[str, int]] = []
+    for kind in (blocks.Xored, blocks.Patched):
+        counted(monkeypatch, kind, made)
+    assert cli("apply", *names, "out.safetensors").code == 0
+    assert len(made) == 6
+    made.clear()
+    assert cli("convert", "+".join(names), "again.safetensors").code == 0
+    assert len(made) == 6
+    assert Path("out.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+
+
 def counted(monkeypatch: MonkeyPatch, kind: type[Any], made: list[tuple[str, int]]) -> None:
     """Note each block that is made."""
     make = kind.make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def test_the_file_is_evaluated_by_the_folder_that_it_names(run, gathered):
 
 @pytest.mark.parametrize("name", ["../elsewhere", "step-000001-abcd.dcp/..", 3])
 def test_a_folder_elsewhere_is_not_followed(tmp_path, name):
-    torch.save({"parts": {"folder": name, "files": {}}}, tmp_path / "last.pt")
+    parts_of_run = {"parts": {"folder": name, "files": {}}, "digests": {}, "progress": {}}
+    torch.save(parts_of_run, tmp_path / "last.pt")
     with pytest.raises(Damaged, match=r"parts\.folder is"):
         parts.named_in(str(tmp_path / "last.pt"))
 
@@ -217,3 +219,29 @@ def test_folders_stay_while_a_checkpoint_that_may_name_them_cannot_be_read(tmp_p
     (tmp_path / "last.pt").write_bytes((tmp_path / "last.pt").read_bytes()[:-40])
     parts.remove_unnamed(str(tmp_path))
     assert folders(tmp_path) == ["step-000001-abcd.dcp"]
+
+
+def test_a_file_that_is_no_checkpoint_of_this_run_keeps_its_own_folder(tmp_path):
+    """Some program's `parts` are its own."""
+    torch.save({"parts": ["a"], "w": torch.ones(2)}, tmp_path / "other.pt")
+    assert parts.named_in(str(tmp_path / "other.pt")) == str(tmp_path / "other.pt")
+
+
+def test_a_damaged_part_is_not_scored(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    damage(tmp_path / "run" / "last.pt", "one bit")
+    with pytest.raises(Damaged, match="is not the saved one"):
+        parts.named_in(str(tmp_path / "run" / "last.pt"))
+
+
+@pytest.mark.parametrize("how", [None, *DAMAGES])
+def test_the_tool_says_where_the_tensors_are_and_verifies_them(run, tmp_path, cli, how):
+    shutil.copytree(run, tmp_path / "run")
+    last = tmp_path / "run" / "last.pt"
+    assert f"state       in {folder_of(last).name}, beside it (--save-parts)" in cli("inspect", last).out
+    assert f"name that: {folder_of(last)}" in cli("strip-prefix", last, tmp_path / "out.pt").err
+    if how:
+        damage(last, how)
+    ran = cli("verify", last)
+    assert ran.code == (1 if how else 0), ran.out + ran.err
+    assert not how or ".dcp/" in ran.out + ran.err

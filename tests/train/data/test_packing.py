@@ -70,6 +70,11 @@ def test_documents_that_go_on_where_they_were_left_begin_anew():
     assert [pair[0].tolist() for pair in shard.open(0, None)] == whole
 
 
+def test_a_long_document_is_packed_in_a_time_that_grows_with_its_length():
+    """Not with its square: 25 million numbers would be moved 250,000 times."""
+    assert sum(1 for _ in Packed([list(range(1_000_000))], 4)) == 250_000
+
+
 def test_documents_without_a_position_have_none_when_packed():
     packed = Packed(DOCUMENTS, 3)
     assert not Shard(packed).knows_position(iter(packed))

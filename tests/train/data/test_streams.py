@@ -440,7 +440,7 @@ def test_a_stream_that_is_drawn_anew_each_time_is_refused_where_several_processe
         with pytest.raises(UsageFault, match="gives other samples each time it is read"):
             preflight.check(config, data, linear(), replace(place, world_size=ranks), task)
     preflight.check(TrainConfig(scheduler="none"), data, linear(), place, task)
-    assert "those looked at before training are missing" in capsys.readouterr().err
+    assert "read as a check, are lost" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [{"block_size": 8}, {"shuffle_window": 8}])

@@ -71,7 +71,7 @@ def test_two_runs_in_one_folder_are_refused_whatever_the_flags(tmp_path):
     with run_folder.claimed(TrainConfig(out=str(tmp_path)), "now") as folder:
         (tmp_path / "last.pt").write_bytes(b"of the first run")
         for flags in ({"force": True}, {"resume": "auto"}, {}):
-            with pytest.raises(UsageFault, match="another run writes there now"):
+            with pytest.raises(UsageFault, match="another run, or slim, writes there now"):
                 claim(TrainConfig(out=folder, **flags))
     assert (tmp_path / "last.pt").read_bytes() == b"of the first run"
     assert claim(TrainConfig(out=folder, resume="auto")) == folder
@@ -89,7 +89,7 @@ def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_ou
     rank = Program([sys.executable, "-c", code], ROOT, environment())
     child = int(rank.stdout.readline())
     try:
-        with pytest.raises(UsageFault, match="another run writes there now"):
+        with pytest.raises(UsageFault, match="another run, or slim, writes there now"):
             claim(TrainConfig(out=str(tmp_path)))
         rank.kill()
         rank.wait()
