@@ -27,7 +27,8 @@ Begin with `{NAME} inspect FILE`: it runs and loads nothing. If a checkpoint doe
 ## What to rely on
 
 - INPUT is never changed, unless OUTPUT is the same path, or by `slim --in-place`. An existing OUTPUT needs
-  `--force`; `--dry-run` says what would be written. OUTPUT's format follows its name: `.safetensors`, `.pt`, `folder/`.
+  `--force`; `--dry-run` says what would be written. OUTPUT's format follows its name:
+  `.safetensors`, `.pt`, `folder/`.
 - Exit codes: 0 done, or same; 1 differs, a check failed, or nothing to do; 2 usage; 3 unreadable, damaged or
   refused.
 - `--json` prints one JSON document on stdout and nothing else, also for an error:
