@@ -134,6 +134,10 @@ def slim_in_place(
         Damaged: the bytes of a checkpoint do not match their checksums. It stays; all others are done.
         Refused: likewise, one was changed while it was looked at.
         FileError: the disk refuses. What was replaced by then stays so.
+
+    Example:
+        >>> [file.name for file in ckpttool.slim_in_place("runs/first", keep_newest=1).slimmed]
+        ['step-1.pt']
     """
     folder, names, choices = os.fspath(run), tuple(leave_out), {"verify": verify, "progress": progress}
     if keep_newest < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import os
 from collections import OrderedDict
 from pathlib import Path
 
@@ -53,6 +54,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rules.toml").write_text(RULES)
     (folder / "runs" / "a").mkdir(parents=True)
     record(folder / "runs" / "a", BEGIN)
+    (folder / "runs" / "first").mkdir()
+    for step in (1, 2):
+        saved(whole, folder / "runs" / "first" / f"step-{step}.pt")
+        os.utime(folder / "runs" / "first" / f"step-{step}.pt", (step, step))
     return folder
 
 

@@ -190,7 +190,7 @@ def leave_one_out(rank: int, world_size: int) -> str:
     if rank:
         return ""
     try:
-        dist.monitored_barrier(timeout=timedelta(seconds=0.3))
+        dist.monitored_barrier(timeout=timedelta(seconds=0.3), wait_all_ranks=True)
     except RuntimeError as error:
         return str(error)
     return ""

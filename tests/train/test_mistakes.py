@@ -120,7 +120,7 @@ SAMPLES = {
     "real": f"training sample 0 has a float {LABEL}",
     "text": f"training sample 0 has a str {LABEL}",
     "mapping": "training sample 0 is a dict, not (tensor, label)",
-    "stream": "Stream has no samples by index",
+    "stream": "a stream that does not say its length, which --scheduler cosine needs",
     "negative": "--data: Length: __len__() should return >= 0",
     "growing": "has the shape 42, and sample 0 has 3",
 }

@@ -103,6 +103,11 @@ def delta(
         Refused: the newer one holds what its tree does not, such as code; a file was changed while it was
             read; or `vllm` can't hold a change.
         Unreadable, Damaged, Unsupported: as for reading the two; NoState: for `vllm`, one holds none.
+
+    Example:
+        >>> made = ckpttool.delta("model.safetensors", "tuned.safetensors", "one.delta.safetensors")
+        >>> ckpttool.digest("one.delta.safetensors") == ckpttool.digest("tuned.safetensors")
+        True
     """
     name = os.fspath(path)
     with opened(base) as older, opened(new) as newer:

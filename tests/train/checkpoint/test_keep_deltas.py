@@ -213,7 +213,8 @@ def test_prove_counts_deltas_among_the_checkpoints_and_names_a_damaged_one(run, 
     ran = cli("prove", run, "--no-replay", "--json")
     wrong = {problem["where"] for problem in ran.json["problems"]}
     assert (ran.code, wrong) == (1, delta(5, 6))
-    assert all(numbered(5, ending=DELTA) in problem["message"] for problem in ran.json["problems"])
+    said = [problem["where"] + problem["message"] for problem in ran.json["problems"]]
+    assert all(numbered(5, ending=DELTA) in each for each in said), said
 
 
 @pytest.mark.long

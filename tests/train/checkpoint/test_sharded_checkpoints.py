@@ -58,7 +58,9 @@ def test_a_record_of_the_run_has_the_digests_that_ddp_gives_on_two_ranks(run_ran
         for record in (ours, theirs)
     ]
     assert [kind for kind, *_ in told[0]].count("step") == 3
-    assert told[0] == told[1]
+    # A save is recorded when its file is there, which may be after the next step.
+    in_kinds = [sorted(record, key=lambda entry: str(entry[0])) for record in told]
+    assert in_kinds[0] == in_kinds[1]
     assert ours[0]["weights"] == theirs[0]["weights"]
 
 
