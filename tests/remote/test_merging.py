@@ -82,7 +82,7 @@ def test_an_interrupted_merge_goes_on_where_it_was(
 ) -> None:
     monkeypatch.setenv("CKPTTOOL_TIMEOUT", "0.3")
     words = ("merge", "hf://o/ranks", tmp_path / "out.safetensors", "--no-verify")
-    left = 3 * RANKS + 6  # small files, beginnings, ends, and the values of some files
+    left = 3 * RANKS + 12  # small files, beginnings, ends, and the values of some files
 
     def fault(seen: Seen) -> Reply | None:
         nonlocal left

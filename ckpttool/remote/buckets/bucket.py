@@ -147,6 +147,8 @@ class Bucket:
             except BaseException as error:
                 if getattr(error, "unfinished", False):
                     error.left = self._rest(key)  # type: ignore[attr-defined]
+                elif getattr(error, "is_there", False):  # the signal came after the last part
+                    error.left = f"{self.shown(key)} was complete, and is there"  # type: ignore[attr-defined]
                 elif not isinstance(error, Exception):
                     error.left = "nothing of the upload stays"  # type: ignore[attr-defined]
                 raise

@@ -139,7 +139,9 @@ def _put_parts(
     except BaseException as error:
         stop.set()
         # Until the library has asked for the next part, and aborted the upload.
-        error.unfinished = bool(wait([outcome], ENDING).not_done)  # type: ignore[attr-defined]
+        unfinished = bool(wait([outcome], ENDING).not_done)
+        error.unfinished = unfinished  # type: ignore[attr-defined]
+        error.is_there = not unfinished and outcome.exception() is None  # type: ignore[attr-defined]
         raise
     TRAFFIC.count(len(sent.digests) + 2)
     return sent
