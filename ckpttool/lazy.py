@@ -1,9 +1,10 @@
-"""Package attributes that are imported on first use (PEP 562), so that `import ckpttool` costs nothing."""
+"""What is imported on first use: a package's attributes (PEP 562), and what shows a value in a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
 
 def attributes(
@@ -31,3 +32,13 @@ def attributes(
             raise
 
     return __getattr__, lambda: sorted(home), list(home)
+
+
+def shown_by(view: str) -> Callable[[Any], str]:
+    """Return a `_repr_html_` that is a function of `ckpttool.notebook`, which knows the classes it shows."""
+
+    def _repr_html_(self: Any) -> str:
+        html: str = getattr(import_module("ckpttool.notebook"), view)(self)
+        return html
+
+    return _repr_html_

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,10 +35,12 @@ LIBRARIES = {"torch", "numpy", "io", "pickle", "select", "copy", "json"}
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement: the module's full name, and whether it runs only when a function is called."""
+    """One import statement: the module's full name; whether it runs only when a function is called, or never,
+    as it is for the type checker."""
 
     module: str
     later: bool
+    never: bool
 
     @property
     def top(self) -> str:
@@ -46,12 +48,13 @@ class Import:
 
 
 class _Visitor(ast.NodeVisitor):
-    """Collect imports; what stands under `if TYPE_CHECKING` never runs and is passed over."""
+    """Collect imports; what stands under `if TYPE_CHECKING` never runs."""
 
     def __init__(self, package: tuple[str, ...]) -> None:
         self.package = package
         self.found: list[Import] = []
         self.depth = 0
+        self.never = False
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self.depth += 1
@@ -59,11 +62,15 @@ class _Visitor(ast.NodeVisitor):
         self.depth -= 1
 
     def visit_If(self, node: ast.If) -> None:
-        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-            self.generic_visit(node)
+        self.never = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for part in node.body:
+            self.visit(part)
+        self.never = False
+        for part in node.orelse:
+            self.visit(part)
 
     def visit_Import(self, node: ast.Import) -> None:
-        self.found += [Import(alias.name, self.depth > 0) for alias in node.names]
+        self.found += [Import(alias.name, self.depth > 0, self.never) for alias in node.names]
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         base = self.package[: len(self.package) - node.level + 1] if node.level else ()
@@ -71,7 +78,7 @@ class _Visitor(ast.NodeVisitor):
         for alias in node.names:
             whole = f"{module}.{alias.name}"
             found = whole if whole in modules() else lazy_names(module).get(alias.name, module)
-            self.found.append(Import(found, self.depth > 0))
+            self.found.append(Import(found, self.depth > 0, self.never))
 
 
 @cache
@@ -108,15 +115,20 @@ def lazy_names(package: str) -> dict[str, str]:
 
 
 @cache
-def imports_of(path: Path) -> tuple[Import, ...]:
+def all_imports_of(path: Path) -> tuple[Import, ...]:
     visitor = _Visitor(path.relative_to(ROOT).parent.parts)
     visitor.visit(tree_of(path))
     return tuple(visitor.found)
 
 
-def own_imports(path: Path) -> set[str]:
+def imports_of(path: Path) -> list[Import]:
+    """Return those that run."""
+    return [each for each in all_imports_of(path) if not each.never]
+
+
+def own_imports(path: Path, imports: Iterable[Import] | None = None) -> set[str]:
     """Return the modules of both that a file imports, also through the lazy names of a folder."""
-    found = {each.module for each in imports_of(path)} & set(modules())
+    found = {each.module for each in imports or imports_of(path)} & set(modules())
     found |= {where for each in found if each != "ckpttool" for where in lazy_names(each).values()}
     return found - {name_of(path), "ckpttool"}
 
@@ -142,7 +154,9 @@ def levels() -> dict[str, int]:
         if name in above:
             raise ValueError(f"a circle of imports: {' -> '.join((*above[above.index(name) :], name))}")
         if name not in heights:
-            below = own_imports(modules()[name])
+            path = modules()[name]
+            # For the type checker a folder's `__init__.py` names what is in it; it knows nothing of that.
+            below = own_imports(path, None if path.name == "__init__.py" else all_imports_of(path))
             heights[name] = max((1 + height(each, (*above, name)) for each in below), default=0)
         return heights[name]
 

@@ -20,8 +20,10 @@ from ..errors import NoState, Unsupported, UsageFault
 from ..files.copying import Progress
 from ..formats.reading import File, opened
 from ..inert_pickle.values import Record, tensor_of
+from ..lazy import shown_by
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Storage, TensorRef
+from ..words import counted
 from .compare_values import Norms, Pair, distances, norms, unravelled
 from .distances import Distance, has_numbers
 from .equality import Bare, Tolerance, bare_names, both_by_name, in_words, same_value, shared, unchanged
@@ -83,14 +85,17 @@ class Comparison:
         return not (self.only_a or self.only_b or self.changed)
 
     def __repr__(self) -> str:
-        from .notebook import comparison_line
+        return f"<Comparison {self.outcome}>"
 
-        return f"<Comparison {comparison_line(self)}>"
+    _repr_html_ = shown_by("comparison_html")
 
-    def _repr_html_(self) -> str:
-        from .notebook import comparison_html
-
-        return comparison_html(self)
+    @property
+    def outcome(self) -> str:
+        """What differs, in a line."""
+        compared = f"{counted(self.tensors, 'tensor')} compared"
+        parts = ((self.changed, "changed"), (self.only_a, "only in A"), (self.only_b, "only in B"))
+        differs = ", ".join(f"{len(names)} {what}" for names, what in parts if names)
+        return f"{differs or 'the same'}: {compared}"
 
     @property
     def identical(self) -> bool:

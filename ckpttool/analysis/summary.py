@@ -17,6 +17,7 @@ from ..checkpoint.state import State, parts_beside
 from ..formats.reading import File, opened
 from ..inert_pickle.known_names import is_dangerous, names_in, names_that_run, unknown_names
 from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
+from ..lazy import shown_by
 from ..tensors.ref import TensorRef
 from ..transforms.quantization.recognise import Found, Scheme, recognise
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
@@ -129,10 +130,7 @@ class Summary:
         what = f"{self.format}, {show_bytes(self.nbytes)}, {counted(self.keys, 'tensor')}"
         return f"<Summary {self.path}: {what}, {self.parameters:,} parameters>"
 
-    def _repr_html_(self) -> str:
-        from .notebook import summary_html
-
-        return summary_html(self)
+    _repr_html_ = shown_by("summary_html")
 
 
 def inspect(file: File, *, state: str | None = None) -> Summary:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import NoState, Refused
 from ..inert_pickle.values import Global, TooDeep, in_brief, rebuild, tensor_of
+from ..lazy import shown_by
 from ..tensors.ref import Source, Storage, TensorRef
 from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted, follow
 from .pickled_modules import own_attributes
@@ -85,10 +86,7 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"
 
-    def _repr_html_(self) -> str:
-        from .notebook import checkpoint_html
-
-        return checkpoint_html(self)
+    _repr_html_ = shown_by("checkpoint_html")
 
     @property
     def path(self) -> str:

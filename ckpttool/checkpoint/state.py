@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, in_brief, remade
+from ..lazy import shown_by
 from ..remote import ahead
 from ..tensors.ref import TensorRef
 from . import dotted_names, states
@@ -68,11 +69,7 @@ class State:
     def __repr__(self) -> str:
         return f"<State '{self.where}': {len(self.tensors)} tensors>"
 
-    def _repr_html_(self) -> str:
-        from ..markup import html
-        from .notebook import state_element
-
-        return html(state_element(self))
+    _repr_html_ = shown_by("state_html")
 
     def __getitem__(self, name: str) -> TensorRef:
         """Return a tensor by its name; `.numpy()` has its values, without torch."""

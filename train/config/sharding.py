@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from argparse import ArgumentTypeError
-from typing import TYPE_CHECKING
-
 from ckpttool.errors import UsageFault
-
-if TYPE_CHECKING:
-    from train.config.training import TrainConfig
-
-
-def mesh(text: str) -> str:
-    """Read `2x4`: groups, and ranks in each."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
-        raise ArgumentTypeError(f"{text!r} is not two numbers as 2x4: groups, and ranks in each")
-    return text
+from train.config.training import TrainConfig
 
 
 def sizes(config: TrainConfig, world_size: int) -> tuple[int, int]:

@@ -112,6 +112,13 @@ def duration(text: str) -> float:
     return number(above=0)(value) * SECONDS[unit or "s"]
 
 
+def mesh(text: str) -> str:
+    """Read `2x4`: groups, and ranks in each."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers as 2x4: groups, and ranks in each")
+    return text
+
+
 def _divided(text: str, units: tuple[str, ...]) -> tuple[str, str]:
     """Return the number in a text and its unit, `""` if it has none."""
     parts = re.fullmatch(r"(.*?[\d.])? *([a-z]*)", text.strip().lower())

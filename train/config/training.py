@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import UsageFault
-from train.config import optimizing, sharding, shared, watching
-from train.config.shared import Every, count, every, flag, real
+from train.config import optimizing, shared, watching
+from train.config.shared import Every, count, every, flag, mesh, real
 
 EACH_EPOCH = Every(1, "epochs")
 
@@ -95,7 +95,7 @@ class TrainConfig(shared.RanksConfig, shared.DataConfig, optimizing.OptimizerCon
     mesh: str | None = flag(
         None,
         "model GROUPSxRANKS: with --shard: hold the model once in each group of ranks, as 2x4 (one group)",
-        type=sharding.mesh,
+        type=mesh,
     )
     epochs: int = count(10, "training: passes over the training samples (10)")
     max_steps: int | None = count(None, "training: end after this many optimizer steps")

@@ -1,24 +1,27 @@
-"""What a notebook shows of a checkpoint and of a state: HTML that folds, without a script."""
+"""What a notebook shows of checkpoints, states, summaries, comparisons: HTML that folds and has no script."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from itertools import islice
 from xml.etree.ElementTree import Element
 
-from ..errors import CkptToolError
-from ..markup import element, folded, html, table
-from ..words import counted, show_bytes, show_names
-from .module_tree import Branch, outline, shape_in_words
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-    from .state import State
+from .analysis.compare import Comparison
+from .analysis.diff_rows import ROWS, Row, items_of, rows_of
+from .analysis.facts import facts_of, value_in_words
+from .analysis.summary import Summary
+from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.module_tree import Branch, outline, shape_in_words
+from .checkpoint.state import State
+from .errors import CkptToolError
+from .markup import element, folded, html, table
+from .words import counted, show_bytes, show_names
 
 MAX_BRANCHES = 300  # lines of modules
 MAX_NAME = 200  # characters
 MAX_TENSORS = 60  # of one module
 MAX_ENTRIES = 20  # entries outside the state
+MAX_OTHERS = 100  # values that are no tensors
 
 
 def checkpoint_html(checkpoint: Checkpoint) -> str:
@@ -38,19 +41,23 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         )
         return html(head, element("p", said))
     others = [element("p", f"besides: {show_names(outside, MAX_ENTRIES)}")] if outside else []
-    return html(head, state_element(state), *others)
+    return html(head, _state(state), *others)
 
 
-def state_element(state: State) -> Element:
-    """Return a state: a line about it, and below its modules, folded."""
+def state_html(state: State) -> str:
+    """Return a state as HTML: a line about it, and below its modules, folded."""
+    return html(_state(state))
+
+
+def _state(state: State) -> Element:
     modules = outline(state.tensors)
     where = f"state '{state.where}'" if state.where else "state"
     more = f", {counted(len(state.likes), 'tensor')} of other kinds" if state.likes else ""
     said = f"{where}: {counted(len(state.tensors), 'tensor')}, {modules.parameters:,} parameters{more}"
-    return folded(said, *modules_elements(modules), is_open=True)
+    return folded(said, *_modules(modules), is_open=True)
 
 
-def modules_elements(modules: Branch) -> Iterator[Element]:
+def _modules(modules: Branch) -> Iterator[Element]:
     """Yield what is in a module, each module in it folded; at most MAX_BRANCHES of them."""
     left = [MAX_BRANCHES]
     yield from _inside(modules, left)
@@ -83,3 +90,36 @@ def _inside(branch: Branch, left: list[int]) -> Iterator[Element]:
         ]
         more = len(branch.tensors) - MAX_TENSORS
         yield table((), rows + ([(f"{more:,} more", "", "", "")] if more > 0 else []))
+
+
+def summary_html(summary: Summary) -> str:
+    """Return a summary as HTML: the facts that `inspect` prints; folded, the modules and other contents."""
+    parts = [
+        element("p", element("b", summary.path), f": {summary.format}, {show_bytes(summary.nbytes)}"),
+        table((), list(facts_of(summary, False))),
+    ]
+    if summary.keys:
+        said = f"modules: {counted(summary.keys, 'tensor')}, {summary.parameters:,} parameters"
+        parts.append(folded(said, *_modules(summary.modules)))
+    if summary.other:
+        rows = [(row.name, value_in_words(row)) for row in islice(summary.other, MAX_OTHERS)]
+        more = len(summary.other) - len(rows)
+        parts.append(folded("other contents", table((), rows + ([("…", f"{more:,} more")] if more else []))))
+    return html(*parts)
+
+
+def comparison_html(comparison: Comparison) -> str:
+    """Return a comparison as HTML: the verdict, and the rows that `diff` prints."""
+    verdict = element("p", element("b", comparison.outcome))
+    rows = rows_of(items_of(comparison))
+    if not rows:
+        return html(verdict)
+    largest = sorted(rows, key=lambda row: -row.relative)[:ROWS]
+    head = ("", "name", "differ", "relative", "cosine", "largest", "")
+    more = len(rows) - len(largest)
+    end = [element("p", f"and {more:,} more that differ less")] if more else []
+    return html(verdict, folded("what differs", table(head, map(_cells, largest)), is_open=True), *end)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (row.mark, row.name, *(row.cells or ("", "", "", "")), row.text)
