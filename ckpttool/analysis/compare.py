@@ -52,6 +52,11 @@ class Change:
     index: tuple[int, ...] | None = None
     norms: Norms | None = None
 
+    @property
+    def is_of_tensor(self) -> bool:
+        """Whether it is a tensor that differs, and no other value."""
+        return self.why not in ("type", "value")
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -85,17 +90,17 @@ class Comparison:
         return not (self.only_a or self.only_b or self.changed)
 
     def __repr__(self) -> str:
-        return f"<Comparison {self.outcome}>"
+        return f"<Comparison {self.in_words()}: {counted(self.tensors, 'tensor')} compared>"
 
     _repr_html_ = shown_by("comparison_html")
 
-    @property
-    def outcome(self) -> str:
-        """What differs, in a line."""
-        compared = f"{counted(self.tensors, 'tensor')} compared"
-        parts = ((self.changed, "changed"), (self.only_a, "only in A"), (self.only_b, "only in B"))
-        differs = ", ".join(f"{len(names)} {what}" for names, what in parts if names)
-        return f"{differs or 'the same'}: {compared}"
+    def in_words(self, a: str = "A", b: str = "B") -> str:
+        """Return how much differs: `6 tensors and 1 other value changed, 1 only in A`; or `the same`."""
+        tensors = sum(change.is_of_tensor for change in self.changed)
+        kinds = (tensors, "tensor"), (len(self.changed) - tensors, "other value" if tensors else "value")
+        changed = " and ".join(counted(count, kind) for count, kind in kinds if count)
+        only = [f"{len(names)} only in {n}" for names, n in ((self.only_a, a), (self.only_b, b)) if names]
+        return ", ".join([*([f"{changed} changed"] if changed else []), *only]) or "the same"
 
     @property
     def identical(self) -> bool:

@@ -19,6 +19,7 @@ def difference(a: Checkpoint, b: Checkpoint, comparison: Comparison, state: str 
         "a": printable(a.path),
         "b": printable(b.path),
         "same": comparison.same,
+        "said": comparison.in_words("the first", "the second"),
         "tensors": comparison.tensors,
         "tolerated": len(comparison.tolerated),
         "where": printable(states[0].where) if states else "",

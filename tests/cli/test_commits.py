@@ -76,7 +76,7 @@ def test_a_comment_says_what_changed_came_and_went(repository: str) -> None:
     said = commits.comment(repository, commit(), ["*.pt"])
     assert said.startswith(commits.MARK)
     changed, gone, new = (said.index(f"**{path}**") for path in ("models/m.pt", "gone.pt", "new.pt"))
-    assert "before/m.pt and after/m.pt differ: 1 changed" in said[changed:]
+    assert "before/m.pt and after/m.pt differ: 1 tensor changed" in said[changed:]
     assert "was removed" in said[gone:] and "1 tensor" in said[new:]
     assert "notes" not in said and "not safe" not in said
 

@@ -162,6 +162,4 @@ def _verdict(a: str, b: str, comparison: Comparison, limits: Limits) -> str:
         return f"{a} and {b} are the same within {within} ({compared} compared, {differ})"
     if comparison.same:
         return f"{a} and {b} are the same ({compared} compared)"
-    only = ((comparison.only_a, f"only in {a}"), (comparison.only_b, f"only in {b}"))
-    parts = [f"{len(names)} {what}" for names, what in ((comparison.changed, "changed"), *only) if names]
-    return f"{a} and {b} differ: {', '.join(parts)} ({compared} compared)"
+    return f"{a} and {b} differ: {comparison.in_words(a, b)} ({compared} compared)"

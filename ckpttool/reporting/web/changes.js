@@ -9,7 +9,7 @@ function changesOf(difference) {
   const { a, b, tensors } = difference;
   const verdict = difference.same
     ? `They hold the same: ${counted(tensors, "tensor")} compared${difference.tolerated ? `, ${difference.tolerated} differ within the tolerance` : ""}.`
-    : `${counted(tensors, "tensor")} compared: ${difference.changed.length} changed, ${difference.only_a.length} gone, ${difference.only_b.length} new.`;
+    : `${counted(tensors, "tensor")} compared: ${difference.said}.`;
   return section(
     "difference", "Difference",
     el("p", { class: difference.same ? "verdict" : "differs" }, verdict),
