@@ -110,9 +110,8 @@ def summary_html(summary: Summary) -> str:
 
 def comparison_html(comparison: Comparison) -> str:
     """Return a comparison as HTML: the verdict, and the rows that `diff` prints."""
-    verdict = element(
-        "p", element("b", f"{comparison.in_words()}: {counted(comparison.tensors, 'tensor')} compared")
-    )
+    compared = f"{counted(comparison.tensors, 'tensor')} compared"
+    verdict = element("p", element("b", f"{comparison.in_words()}: {compared}"))
     rows = rows_of(items_of(comparison))
     if not rows:
         return html(verdict)

@@ -49,7 +49,7 @@ def test_a_summary_and_a_comparison_say_what_their_commands_print(tmp_path: Path
     )
     assert "embed.weight = head.weight" in text_of(summary)
     comparison = ckpttool.diff(before, report_files.successor(tmp_path))
-    line = "7 changed, 1 only in A, 1 only in B: 25 tensors compared"
+    line = "7 tensors changed, 1 only in A, 1 only in B: 25 tensors compared"
     assert repr(comparison) == f"<Comparison {line}>"
     assert line in text_of(comparison) and "layers.5.extra.weight" in text_of(comparison)
     same = ckpttool.diff(before, before)

@@ -41,7 +41,8 @@ def test_each_difference_is_a_row_and_the_last_line_counts_them(cli: Any) -> Non
         "~ epoch  3 -> 4",
         "- gone",
         "+ new",
-        "a.pt and b.pt differ: 2 tensors and 1 other value changed, 1 only in a.pt, 1 only in b.pt (2 tensors compared)",
+        "a.pt and b.pt differ: 2 tensors and 1 other value changed, 1 only in a.pt, 1 only in b.pt "
+        "(2 tensors compared)",
     ]
 
 
