@@ -708,16 +708,19 @@ def test_an_interrupted_upload_ends_at_once_and_says_what_it_left(
     world.abort_unfinished()
 
 
-def _ctrl_c_while_parts_are_sent(world: World, path: Path) -> tuple[int, str, float]:
-    """Upload a file by a command of its own; return how Ctrl-C ended it, what it said, and its seconds."""
+def _ctrl_c(world: World, path: Path, until: str = "partNumber", after: float = 1) -> tuple[int, str, float]:
+    """Upload a file by a command of its own; return how Ctrl-C ended it, what it said, and its seconds.
+
+    It comes `after` seconds after a request; by default the library then has as many parts as it takes.
+    """
     torch.save({"w": torch.zeros(12 * bucket_uploads.PART // 4)}, path)  # more parts than go out at once
     command = [sys.executable, "-m", "ckpttool", "convert", "-q", str(path), "s3://runs/left.safetensors"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         end = time.monotonic() + 30
-        while not any("partNumber" in request for request in world.proxy.requests):
+        while not any(until in request for request in world.proxy.requests):
             assert running.poll() is None and time.monotonic() < end
             time.sleep(0.02)
-        time.sleep(1)  # until the library has as many parts as it takes
+        time.sleep(after)
         begin = time.monotonic()
         running.send_signal(signal.SIGINT)
         _, said = running.communicate(timeout=30)
@@ -726,7 +729,7 @@ def _ctrl_c_while_parts_are_sent(world: World, path: Path) -> tuple[int, str, fl
 
 def test_the_line_of_an_interrupted_upload_says_what_is_left(world: World, tmp_path: Path) -> None:
     world.proxy.set(*[servers.stalled(world.proxy)] * 99, method="PUT", path="partNumber")
-    code, said, seconds = _ctrl_c_while_parts_are_sent(world, tmp_path / "in.pt")
+    code, said, seconds = _ctrl_c(world, tmp_path / "in.pt")
     assert (code, said) == (
         -signal.SIGINT,
         "interrupted; parts of s3://runs/left.safetensors may be left, unseen: "
@@ -736,20 +739,27 @@ def test_the_line_of_an_interrupted_upload_says_what_is_left(world: World, tmp_p
     world.abort_unfinished()
 
 
-def test_the_line_of_an_interrupted_upload_says_that_nothing_stays(world: World, tmp_path: Path) -> None:
-    def slow(request: servers.Request) -> servers.Answer:
-        time.sleep(0.3)
-        return request.passed_on(request.body)
+def slow(request: servers.Request) -> servers.Answer:
+    answer = request.passed_on(request.body)
+    time.sleep(1)
+    return answer
 
+
+def test_the_line_of_an_interrupted_upload_says_that_nothing_stays(world: World, tmp_path: Path) -> None:
     world.proxy.set(*[slow] * 99, method="PUT", path="partNumber")
-    code, said, _ = _ctrl_c_while_parts_are_sent(world, tmp_path / "in.pt")
-    # Where the machine is slow, the last part is there before the signal.
-    is_there = world.exists("left.safetensors")
-    what = (
-        "s3://runs/left.safetensors was complete, and is there" if is_there else "nothing of the upload stays"
-    )
+    code, said, _ = _ctrl_c(world, tmp_path / "in.pt", after=0.2)
+    assert (code, said) == (-signal.SIGINT, "interrupted; nothing of the upload stays\n")
+    assert world.unfinished() == [] and not world.exists("left.safetensors")
+
+
+def test_the_line_of_an_upload_that_was_interrupted_after_its_end_says_that_it_is_there(
+    world: World, tmp_path: Path
+) -> None:
+    world.proxy.set(*[slow] * 9, method="POST", path="uploadId")
+    code, said, _ = _ctrl_c(world, tmp_path / "in.pt", until="POST /runs/left.safetensors?uploadId", after=0)
+    what = "s3://runs/left.safetensors was complete, and is there"
     assert (code, said) == (-signal.SIGINT, f"interrupted; {what}\n")
-    assert world.unfinished() == []
+    assert world.exists("left.safetensors") and world.unfinished() == []
 
 
 def test_an_answer_to_an_upload_that_drips_ends_in_bounded_time(
