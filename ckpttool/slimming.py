@@ -18,10 +18,10 @@ from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.states import is_optimizer
 from .errors import CkptToolError, Damaged, FileError, NothingToDo, Refused, UsageFault
 from .files.commit import give_name
-from .files.copying import Progress
 from .files.failures import naming
 from .files.folder_lock import locked
 from .files.links import LinkedFile, files_in, remove_half_given
+from .files.pieces import Progress
 from .files.temporaries import remove_abandoned
 from .formats import safetensors
 from .formats.delta.chains import needed_by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..checkpoint.checksums import Checksums, expect
 from ..checkpoint.digested import with_parts
 from ..files import digest as hashing
-from ..files.copying import Progress
+from ..files.pieces import Progress
 from ..formats.reading import File, opened
 
 

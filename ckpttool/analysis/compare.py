@@ -17,7 +17,7 @@ from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
 from ..errors import NoState, Unsupported, UsageFault
-from ..files.copying import Progress
+from ..files.pieces import Progress
 from ..formats.reading import File, opened
 from ..inert_pickle.values import Record, tensor_of
 from ..lazy import shown_by

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files.copying import Progress
+from ..files.pieces import Progress
 from ..files.threads import cores, cut, map_pieces
 from ..tensors.dtypes import REAL_TYPES, DType
-from ..tensors.ref import ByteRange, TensorRef
+from ..tensors.ref import TensorRef
+from ..tensors.source import ByteRange
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
 from .distances import Distance, Measure, has_numbers, measurer, numbers
 from .equality import Tolerance

@@ -13,7 +13,7 @@ from ..checkpoint.dotted_names import Entry, contents, dotted, is_tensor
 from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ..checkpoint.special_tensors import SHARDED
 from ..errors import CkptToolError, FileError
-from ..files.copying import Progress
+from ..files.pieces import Progress
 from ..formats.one_of_several import piece_of
 from ..formats.reading import open as open_checkpoint
 from ..formats.roots import checkpoints_below, step_in

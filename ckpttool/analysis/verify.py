@@ -13,8 +13,8 @@ from ..checkpoint.checksums import Checksums, expect, reads_of
 from ..checkpoint.ranks import require_all
 from ..checkpoint.state import parts_beside
 from ..errors import RanksDiffer
-from ..files.copying import Progress, map_bytes
 from ..files.failures import reason
+from ..files.pieces import Progress, map_bytes
 from ..formats import numpy_files
 from ..formats.dcp import reading as dcp
 from ..formats.delta.reading import NAME as DELTA
@@ -27,7 +27,8 @@ from ..formats.shards import TORCH
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..tensors.cast import FLOATS, count_non_finite
 from ..tensors.dtypes import real_dtype
-from ..tensors.ref import ByteRange, Source, Storage, TensorRef
+from ..tensors.ref import Storage, TensorRef
+from ..tensors.source import ByteRange, Source
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from ..transforms.keys import stripping
 from .compare import Change, both_states, diff, outside_of

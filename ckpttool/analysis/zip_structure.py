@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from ..formats.pytorch import zip_writer
 from ..formats.pytorch.zip_reader import read_directory
 from ..formats.pytorch.zip_writer import CENTRAL, END, FULL32, LOCAL, LOCATOR64, PADDING_EXTRA, ZIP64_EXTRA
-from ..tensors.ref import Source
+from ..tensors.source import Source
 
 # A descriptor behind a record by its size: signature, CRC-32, bytes in the file, bytes once inflated
 DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from ..errors import NoState, Refused
 from ..inert_pickle.values import Global, TooDeep, in_brief, rebuild, tensor_of
 from ..lazy import shown_by
-from ..tensors.ref import Source, Storage, TensorRef
+from ..tensors.ref import Storage, TensorRef
+from ..tensors.source import Source
 from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted, follow
 from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all

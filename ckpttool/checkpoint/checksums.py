@@ -12,10 +12,11 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ..errors import Damaged
-from ..files.copying import Progress, map_bytes
 from ..files.crc32 import combined, crc32, crc32_of
+from ..files.pieces import Progress, map_bytes
 from ..remote import ahead
-from ..tensors.ref import ByteRange, Observer, Source, Storage
+from ..tensors.ref import Storage
+from ..tensors.source import ByteRange, Observer, Source
 from .checkpoint import Checkpoint
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ..contract import versioned
-from ..files.copying import Progress
+from ..files.pieces import Progress
 from ..words import counted as counted
 from ..words import printable as printable
 from ..words import show_bytes as show_bytes

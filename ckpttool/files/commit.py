@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import UsageFault
-from .copying import BUFFER, no_room_named
+from .copying import no_room_named
 from .failures import NO_ROOM, reason
+from .pieces import BUFFER
 from .temporaries import PART, new_file, remove_abandoned
 
 if TYPE_CHECKING:

@@ -12,21 +12,19 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 from heapq import merge
 from itertools import chain, zip_longest
-from mmap import mmap
 from operator import itemgetter
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from ..tensors.ref import ByteRange, Computed, TensorRef
-from ..tensors.values import stream
+from ..tensors.ref import Computed
+from ..tensors.source import ByteRange
 from .crc32 import combined, crc32
 from .failures import NO_ROOM
 from .gathering import TINY, Gathered
-from .threads import cores, cut, in_order, map_pieces
+from .pieces import BUFFER, MOST_THREADS, Buffers, Progress
+from .threads import cores, cut, in_order
 
 if TYPE_CHECKING:
     from .resuming import Written
-
-BUFFER = 1 << 20  # bytes moved at a time; whole elements
 
 # Bytes of one write. The kernel takes memory for a file in pieces as large as the write, where it can, and
 # large ones are slow to find, above all in a virtual machine.
@@ -34,18 +32,14 @@ WRITTEN = 1 << 17
 
 SMALL = 1 << 17  # bytes that are moved at once: handing them to a thread costs more
 
-# The most that work on one file, and on several: only one at a time can write to a file, while the others
-# read, sum or compute.
-THREADS, MOST_THREADS = 4, 8
+# The most that work on one file: only one at a time can write to it, while the others read, sum or compute.
+THREADS = 4
 
 PLANNED = 10_000  # copies that an output remembers before it writes them
 FLUSHED = 16 << 20  # bytes that are sent to the disk together, long before the fsync that waits for them
 
-Progress = Callable[[int], object]
 Then = Callable[[int], object]
 Data = ByteRange | Computed | Iterable[memoryview]
-Bytes = ByteRange | Computed | TensorRef
-T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -91,66 +85,6 @@ class _Stretch(NamedTuple):
     copy: _Copy
     start: int
     nbytes: int
-
-
-class Buffers:
-    """Memory of BUFFER bytes for each thread that reads; a buffer that was given back is used again."""
-
-    def __init__(self) -> None:
-        self._spare: list[memoryview] = []
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[memoryview]:
-        """Yield a buffer that no other thread uses."""
-        try:
-            buffer = self._spare.pop()
-        except IndexError:  # not asked first: another thread may take the last one in between
-            buffer = memoryview(mmap(-1, BUFFER))  # begins with a page, which the kernel copies faster
-        yield buffer
-        self._spare.append(buffer)
-
-
-class Piece(NamedTuple):
-    """A stretch of the bytes with this number, or the whole of a tensor whose values must be made."""
-
-    number: int
-    data: Bytes
-    nbytes: int
-    is_last: bool
-
-
-def map_bytes(
-    work: Callable[[int, Iterator[memoryview]], T],
-    items: Iterable[Bytes],
-    most: int,
-    progress: Progress | None = None,
-) -> Iterator[tuple[Piece, T]]:
-    """Yield the pieces of each item, in order, with `work(number, chunks)`, which several threads do.
-
-    Bytes of a file are cut into pieces of at most `most` bytes, other items are one piece each.
-    """
-    buffers = Buffers()
-
-    def done(piece: Piece) -> T:
-        with buffers.one() as buffer:
-            data = piece.data
-            chunks = stream(data, buffer=buffer) if isinstance(data, TensorRef) else data.chunks(buffer)
-            return work(piece.number, chunks)
-
-    for piece, result in map_pieces(done, _pieces(items, most), cores(MOST_THREADS)):
-        if progress and piece.nbytes:
-            progress(piece.nbytes)
-        yield piece, result
-
-
-def _pieces(items: Iterable[Bytes], most: int) -> Iterator[Piece]:
-    for number, item in enumerate(items):
-        data = item.data if isinstance(item, TensorRef) and item.is_plain else item
-        if not isinstance(data, ByteRange) or not data.nbytes:
-            yield Piece(number, data, data.nbytes, True)
-            continue
-        for start, size in cut(data.nbytes, most):
-            yield Piece(number, data.part(start, size), size, start + size == data.nbytes)
 
 
 class Output:
@@ -408,60 +342,6 @@ def _start_flushing(fd: int, start: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # an advice; whatever fails is an error of fsync
             os.posix_fadvise(fd, start, FLUSHED, os.POSIX_FADV_DONTNEED)
-
-
-class DryOutput(Output):
-    """An output that takes everything and keeps nothing but the size."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
-        pass
-
-    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
-        self.position += nbytes  # the chunks are not asked for
-
-    def copy(
-        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
-    ) -> None:
-        self.position += data.nbytes
-        if then:
-            then(0)
-
-    def settle(self) -> None:
-        pass
-
-
-class Planned(DryOutput):
-    """A dry output that tells plans apart: a hash of what is written, and of where all else comes from."""
-
-    def __init__(self, facts: object) -> None:
-        import hashlib  # loads OpenSSL, which most commands do without
-
-        super().__init__()
-        self.hash = hashlib.sha256(repr(facts).encode())
-
-    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
-        self.hash.update(b"%d %d " % (position, len(data)))
-        self.hash.update(data)
-
-    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
-        self._note(near, nbytes)
-        super().write_all(chunks, nbytes, near)
-
-    def copy(
-        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
-    ) -> None:
-        self._note(data if isinstance(data, ByteRange) else near, data.nbytes)
-        super().copy(data, then, near)
-
-    def _note(self, place: ByteRange | None, nbytes: int) -> None:
-        where = (place.source.version, place.offset, place.nbytes) if place else ()
-        self.hash.update(repr((self.position, nbytes, where)).encode())
 
 
 FICLONERANGE = 0x4020940D  # the ioctl by which files share extents, on btrfs and XFS (linux/fs.h)

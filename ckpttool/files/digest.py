@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ..tensors.dtypes import DType
 from ..tensors.ref import TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded
-from .copying import Progress, map_bytes
+from .pieces import Progress, map_bytes
 from .threads import cut
 
 VERSION = b"ckpttool digest 1\n"

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from operator import itemgetter
 
-from ..tensors.ref import ByteRange, Source
+from ..tensors.source import ByteRange, Source
 from .crc32 import crc32
 
 TINY = 1 << 12  # bytes from which a piece is worth system calls of its own: it may share a block

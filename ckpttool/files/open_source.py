@@ -13,8 +13,9 @@ import tempfile
 from itertools import islice
 
 from ..errors import Unreadable
-from .copying import BUFFER, no_room_named
+from .copying import no_room_named
 from .failures import reason
+from .pieces import BUFFER
 
 
 def open_source_descriptor(path: str) -> int:

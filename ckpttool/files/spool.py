@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
-from ..tensors.ref import ByteRange, Source
+from ..tensors.source import ByteRange, Source
 from .copying import no_room_named
 
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 
 from ..errors import Damaged
-from ..tensors.ref import ByteRange
+from ..tensors.source import ByteRange
 
 WINDOW = 1 << 16  # bytes that are read at once, where less is asked for
 

@@ -25,7 +25,7 @@ from ..remote.places import (
     uploading,
 )
 from ..remote.urls import is_url
-from ..tensors.ref import Source
+from ..tensors.source import Source
 from . import shards
 from .dcp import reading as dcp
 from .dcp.tree import not_read

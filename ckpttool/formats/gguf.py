@@ -24,7 +24,8 @@ from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
 from ..remote.places import open_source_at, prepare
 from ..tensors.dtypes import DTYPES
-from ..tensors.ref import MAX_BYTES, ByteRange, Computed, Source, Storage, TensorRef, extent
+from ..tensors.ref import MAX_BYTES, Computed, Storage, TensorRef, extent
+from ..tensors.source import ByteRange, Source
 from . import safetensors
 from .cursor import Cursor
 from .gguf_types import PACKED, PACKED_NAMES, PLAIN, fill, require

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import Unsupported, UsageFault, install
-from ..tensors.ref import ByteRange
+from ..tensors.source import ByteRange
 
 # The element types that torch has too, by their number.
 PLAIN = {0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64"}

@@ -17,17 +17,8 @@ from ..inert_pickle.numpy_values import NUMBERS
 from ..inert_pickle.reader import read_pickle
 from ..inert_pickle.values import Global, OrderedDict_
 from ..tensors.dtypes import DTYPES, DType
-from ..tensors.ref import (
-    MAX_AXES,
-    MAX_BYTES,
-    ByteRange,
-    Source,
-    Storage,
-    TensorRef,
-    contiguous_stride,
-    extent,
-    is_count,
-)
+from ..tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, contiguous_stride, extent, is_count
+from ..tensors.source import ByteRange, Source
 from .cursor import Cursor
 from .pytorch.inflating import MAX_TEXT_GROWTH, Inflating
 from .pytorch.zip_reader import Record, first_name, read_directory

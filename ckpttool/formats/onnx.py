@@ -19,7 +19,8 @@ from ..inert_pickle.values import OrderedDict_
 from ..remote.places import is_inside, open_source_at, prepare
 from ..remote.urls import is_url
 from ..tensors.dtypes import DTYPES, DType
-from ..tensors.ref import MAX_AXES, MAX_BYTES, ByteRange, Computed, Source, Storage, TensorRef, extent
+from ..tensors.ref import MAX_AXES, MAX_BYTES, Computed, Storage, TensorRef, extent
+from ..tensors.source import ByteRange, Source
 from . import safetensors
 from .cursor import Cursor
 

@@ -17,7 +17,7 @@ from ..files.open_source import OF_MACOS, allow_open_files
 from ..remote import places
 from ..remote.places import is_folder, names_in, open_source_at
 from ..remote.urls import canonical
-from ..tensors.ref import Source
+from ..tensors.source import Source
 from . import gguf, numpy_files, onnx, safetensors, shards
 from .dcp import reading as dcp
 from .delta import reading as deltas

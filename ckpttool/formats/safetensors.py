@@ -20,7 +20,8 @@ from ..errors import Damaged, Refused, Unsupported
 from ..files.copying import Output
 from ..inert_pickle.values import OrderedDict_
 from ..tensors.dtypes import DTYPES, DType
-from ..tensors.ref import MAX_AXES, MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
+from ..tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, extent, is_count
+from ..tensors.source import ByteRange, Source
 from ..tensors.values import require_bounded, stream
 
 NAME = "safetensors"

@@ -27,7 +27,8 @@ from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
 from ..remote import ahead
 from ..remote.places import is_folder, open_source_at, prepare
-from ..tensors.ref import Source, TensorRef
+from ..tensors.ref import TensorRef
+from ..tensors.source import Source
 from . import safetensors
 from .pytorch import legacy as torch_legacy
 from .pytorch import zip as torch_zip

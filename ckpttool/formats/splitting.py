@@ -23,7 +23,9 @@ from ..checkpoint.states import BUFFERS, is_optimizer
 from ..errors import Damaged, NothingToDo, OutputExists, Refused, UsageFault
 from ..files.commit import require_folder, writing_into
 from ..files.commit_folder import replacing_folder
-from ..files.copying import DryOutput, Output, Progress
+from ..files.copying import Output
+from ..files.dry_output import DryOutput
+from ..files.pieces import Progress
 from ..inert_pickle.values import remade
 from ..remote.places import uploading
 from ..tensors.ref import TensorRef

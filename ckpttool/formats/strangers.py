@@ -8,7 +8,7 @@ import shlex
 
 from ..errors import Unsupported, UsageFault
 from ..remote.urls import BUCKETS, HUB, canonical, is_url
-from ..tensors.ref import Source
+from ..tensors.source import Source
 
 AS_ARRAYS = "and save its arrays with numpy.savez, which is read here"
 FROM_FLAX = "load it with transformers: from_pretrained(FOLDER, from_flax=True), then save_pretrained"

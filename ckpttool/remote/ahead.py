@@ -20,7 +20,8 @@ from weakref import WeakSet
 
 from ..errors import CkptToolError
 from ..files.threads import is_dropped
-from ..tensors.ref import ByteRange, Computed, Source, Storage
+from ..tensors.ref import Computed, Storage
+from ..tensors.source import ByteRange, Source
 from .store import Bytes
 
 GAP = 256 << 10  # bytes between two ranges that are read along rather than asked for apart

@@ -14,7 +14,7 @@ from ..errors import OutputExists, Unreadable
 from ..files import open_source
 from ..files.copying import no_room_named
 from ..files.open_source import open_source_descriptor
-from ..tensors.ref import Source
+from ..tensors.source import Source
 from .store import TRAFFIC, Entry, Facts, Forbidden, Missing, Progress, Store
 from .urls import BUCKETS, HUB, WEB, is_url, place_of
 

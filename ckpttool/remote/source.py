@@ -8,7 +8,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 
 from ..errors import Refused, Unreadable, Unsupported
-from ..tensors.ref import Source
+from ..tensors.source import Source
 from .ahead import Ahead, Line
 from .store import DATED, Facts, Store
 from .urls import without_query

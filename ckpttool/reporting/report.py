@@ -15,8 +15,8 @@ from ..analysis.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measu
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import OutputExists, SeveralCheckpoints, Unreadable, UsageFault
 from ..files.commit import replacing
-from ..files.copying import Progress
 from ..files.failures import naming
+from ..files.pieces import Progress
 from ..formats.reading import File
 from ..formats.reading import open as open_checkpoint
 from ..words import printable

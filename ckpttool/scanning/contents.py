@@ -13,7 +13,7 @@ from ..formats.pytorch.inflating import require_known_method
 from ..formats.pytorch.zip_reader import read_directory
 from ..formats.pytorch.zip_writer import STORED
 from ..inert_pickle.values import Global, walk
-from ..tensors.ref import ByteRange, Source
+from ..tensors.source import ByteRange, Source
 from . import pickles, unpacking, zips
 from .verdicts import Problem
 

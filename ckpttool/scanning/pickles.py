@@ -16,7 +16,8 @@ from ..inert_pickle.numpy_values import DTYPE
 from ..inert_pickle.reader import Pickle, read_pickle
 from ..inert_pickle.values import Global, Record, walk
 from ..tensors.dtypes import STORAGE_DTYPES
-from ..tensors.ref import ByteRange, extent, is_count
+from ..tensors.ref import extent, is_count
+from ..tensors.source import ByteRange
 
 PROTO, NEWEST = b"\x80", 5  # the first byte of a pickle since protocol 2, and the largest that may follow
 MAX_PICKLE = 512 << 20  # bytes of one pickle, which are read at once

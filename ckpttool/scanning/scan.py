@@ -9,7 +9,7 @@ from ..errors import CkptToolError, FileError
 from ..files.failures import reason
 from ..remote import places
 from ..remote.urls import canonical
-from ..tensors.ref import ByteRange
+from ..tensors.source import ByteRange
 from .contents import Contents, Part
 from .verdicts import Scanned, unreadable
 from .walking import Named, files_in

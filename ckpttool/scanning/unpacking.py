@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import Damaged, Refused
 from ..files.spool import Spool
-from ..tensors.ref import ByteRange, Source
+from ..tensors.source import ByteRange, Source
 
 CHUNK = 1 << 20
 MAX_LZMA = 256 << 20  # bytes of memory that a stream of lzma may ask for

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..formats.pytorch.zip_reader import LOCAL_HEADER
 from ..formats.pytorch.zip_writer import END, END64, FULL16, LOCATOR64, Signature
-from ..tensors.ref import ByteRange
+from ..tensors.source import ByteRange
 
 LOCAL, CENTRAL, LAST, LOCATOR = (
     struct.pack("<I", signature)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageFault
 from .dtypes import DTYPES, OF_ML_DTYPES, DType, numpy_type
-from .ref import Computed, Storage, Stretch, TensorRef
+from .ref import Computed, Storage, TensorRef
+from .source import Stretch
 from .values import CHUNK, stream
 
 if TYPE_CHECKING:

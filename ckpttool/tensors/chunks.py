@@ -18,7 +18,8 @@ from operator import add, lt, sub
 
 from ..errors import RanksDiffer
 from .dtypes import DType
-from .ref import MAX_BYTES, BadTensor, ByteRange, Computed, Storage, Stretch, TensorRef, extent
+from .ref import MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent
+from .source import ByteRange, Stretch
 from .values import boxed, boxes_of, read_into
 
 MAX_CUTS = 8  # dimensions along which a tensor may be cut; device meshes have three or four

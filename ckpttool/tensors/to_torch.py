@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import Unsupported
 from .dtypes import DTYPES
-from .ref import ByteRange, Computed, TensorRef
+from .ref import Computed, TensorRef
+from .source import ByteRange
 from .values import require_bounded, stream
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from functools import lru_cache, partial
 
 from ..tensors.cast import CastReport
 from ..tensors.dtypes import DType
-from ..tensors.ref import ByteRange, Computed, TensorRef
+from ..tensors.ref import Computed, TensorRef
+from ..tensors.source import ByteRange
 from ..tensors.values import in_pieces
 from .mean import Means, mean
 

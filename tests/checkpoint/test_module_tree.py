@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.checkpoint.module_tree import Branch, outline, tensors_in_words
 from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import ByteRange, Source, Storage, TensorRef
+from ckpttool.tensors.ref import Storage, TensorRef
+from ckpttool.tensors.source import ByteRange, Source
 
 
 @pytest.fixture

@@ -17,11 +17,13 @@ import pytest
 from pytest import MonkeyPatch
 
 from ckpttool.errors import CkptToolError, Damaged, Unreadable
-from ckpttool.files import copying, threads
-from ckpttool.files.copying import DryOutput, Output, settle_together
+from ckpttool.files import copying, pieces, threads
+from ckpttool.files.copying import Output, settle_together
+from ckpttool.files.dry_output import DryOutput
 from ckpttool.files.open_source import open_source_descriptor
 from ckpttool.files.threads import NAME
-from ckpttool.tensors.ref import ByteRange, Computed, Source
+from ckpttool.tensors.ref import Computed
+from ckpttool.tensors.source import ByteRange, Source
 
 CONTENT = bytes(i * 7 % 251 for i in range(300_000))
 
@@ -30,7 +32,8 @@ CONTENT = bytes(i * 7 % 251 for i in range(300_000))
 def blocks(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> None:
     """Blocks of many sizes, moved by threads or by none."""
     if request.param != "large blocks":
-        monkeypatch.setattr(copying, "BUFFER", 10_000)
+        for module in (copying, pieces):
+            monkeypatch.setattr(module, "BUFFER", 10_000)
         monkeypatch.setattr(copying, "SMALL", 5_000)
     count = 1 if request.param == "one core" else 2
     monkeypatch.setattr(threads, "cores", lambda most: min(count, most))

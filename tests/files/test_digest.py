@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 import ckpttool
-from ckpttool.files import copying, threads
+from ckpttool.files import pieces, threads
 from ckpttool.files.digest import Pieces, digest, tensor_digests
 from ckpttool.files.threads import NAME
 from ckpttool.tensors import values as tensor_values
@@ -92,8 +92,8 @@ def test_a_tensor_of_several_pieces_has_the_digest_of_the_page(tmp_path: Path) -
 @pytest.mark.parametrize("workers", [1, 2, 8])
 @pytest.mark.parametrize("read", [1, 100, 1 << 20])
 def test_threads_do_not_change_the_digest(workers: int, read: int, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(copying, "cores", lambda most: workers)
-    monkeypatch.setattr(copying, "BUFFER", read)
+    monkeypatch.setattr(pieces, "cores", lambda most: workers)
+    monkeypatch.setattr(pieces, "BUFFER", read)
     monkeypatch.setattr(threads, "MANY", 3)
     monkeypatch.setattr(threads, "GROUP", 200)
     monkeypatch.setattr(module, "PIECE", 50)

@@ -13,7 +13,7 @@ import pytest
 from ckpttool.errors import Damaged
 from ckpttool.files import gathering
 from ckpttool.files.copying import Output
-from ckpttool.tensors.ref import ByteRange, Source
+from ckpttool.tensors.source import ByteRange, Source
 
 CONTENT = random.Random(1).randbytes(300_000)
 

@@ -18,7 +18,7 @@ import ckpttool
 from ckpttool.errors import Damaged
 from ckpttool.files import copying
 from ckpttool.files.copying import BLOCK, NO_CLONE, Output
-from ckpttool.tensors.ref import ByteRange, Source
+from ckpttool.tensors.source import ByteRange, Source
 from tests.support.extents import clone_range
 
 CONTENT = random.Random(0).randbytes(300_001)

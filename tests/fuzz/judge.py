@@ -35,7 +35,8 @@ from ckpttool.metrics.certificate import recompute
 from ckpttool.proving.proof import prove
 from ckpttool.scanning.scan import scan
 from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import ByteRange, Source, TensorRef
+from ckpttool.tensors.ref import TensorRef
+from ckpttool.tensors.source import ByteRange, Source
 from ckpttool.tensors.values import stream
 from ckpttool.transforms.lora import adapter
 from ckpttool.transforms.quantization.dequantize import dequantize

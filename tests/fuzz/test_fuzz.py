@@ -21,7 +21,7 @@ from ckpttool.formats import folders, onnx
 from ckpttool.formats import safetensors as safetensors_format
 from ckpttool.formats.ranks import device_meshes, sharded_values
 from ckpttool.metrics import certificate
-from ckpttool.tensors import ref
+from ckpttool.tensors import source
 from ckpttool.transforms import renaming
 from ckpttool.transforms.lora import adapter
 from tests.fuzz.campaign import files_of, judged, kept, minimised
@@ -90,13 +90,13 @@ def ignore_the_end() -> None:
 
 def reverse() -> None:
     """Read the bytes of each stretch from back to front."""
-    chunks = ref.ByteRange.chunks
+    chunks = source.ByteRange.chunks
 
     def reversed_chunks(self: Any, buffer: memoryview) -> Iterator[memoryview]:
         for chunk in chunks(self, buffer):
             yield memoryview(bytes(chunk)[::-1])
 
-    ref.ByteRange.chunks = reversed_chunks  # type: ignore[method-assign]
+    source.ByteRange.chunks = reversed_chunks  # type: ignore[method-assign]
 
 
 def finishing_with(do: Callable[[], object]) -> Callable[[], None]:

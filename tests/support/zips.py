@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 from ckpttool.formats.pytorch.zip_reader import Record, read_directory
-from ckpttool.tensors.ref import ByteRange, Source
+from ckpttool.tensors.source import ByteRange, Source
 
 
 def place_of(path: Path) -> ByteRange:

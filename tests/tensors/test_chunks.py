@@ -10,7 +10,8 @@ import pytest
 from ckpttool.tensors.cast import Caster
 from ckpttool.tensors.chunks import Part, assembled
 from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import ByteRange, Computed, Source, Storage, TensorRef
+from ckpttool.tensors.ref import Computed, Storage, TensorRef
+from ckpttool.tensors.source import ByteRange, Source
 
 FLOAT = DTYPES["float32"]
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from ckpttool.errors import Damaged
 from ckpttool.tensors.chunks import Part, assembled
 from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import ByteRange, Computed, Source, Storage, TensorRef
+from ckpttool.tensors.ref import Computed, Storage, TensorRef
+from ckpttool.tensors.source import ByteRange, Source
 from tests.support.layouts import strided
 
 FLOAT32 = DTYPES["float32"]

@@ -30,7 +30,8 @@ from ...inert_pickle.values import Global, Record, in_brief
 from ...remote.places import exists, is_folder, open_source_at, prepare
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DType
-from ...tensors.ref import MAX_BYTES, BadTensor, ByteRange, Source, TensorRef, is_count
+from ...tensors.ref import MAX_BYTES, BadTensor, TensorRef, is_count
+from ...tensors.source import ByteRange, Source
 from ..pytorch.archive import Archive
 from ..strangers import known as known_stranger
 from .tree import nest, torch_size, with_extras

@@ -15,7 +15,7 @@ from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged, Unreadable, Unsupported, UsageFault
 from ...inert_pickle.values import Record
 from ...remote.places import exists, folders_in, is_folder, names_in, open_source_at
-from ...tensors.ref import Source
+from ...tensors.source import Source
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
 from ..ranks.agreement import Numbers

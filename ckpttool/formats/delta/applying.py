@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.checksums import Checksums, require_made
 from ...errors import UsageFault
-from ...files.copying import Progress
+from ...files.pieces import Progress
 from ...remote import places
 from ...remote.urls import canonical
 from ..reading import open as open_any

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import Damaged
 from ...files.threads import cut
-from ...tensors.ref import ByteRange, Computed, TensorRef
+from ...tensors.ref import Computed, TensorRef
+from ...tensors.source import ByteRange
 from ...tensors.values import read_into, stretches
 from . import compression
 from .header import BLOCK

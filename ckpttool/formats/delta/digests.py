@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.digested import with_parts
 from ...errors import Refused
-from ...files.copying import Progress
 from ...files.digest import digest_of, tensor_digests
+from ...files.pieces import Progress
 from ...tensors.ref import TensorRef
 
 

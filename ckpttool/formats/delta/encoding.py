@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...files.copying import MOST_THREADS, Buffers, Progress
 from ...files.crc32 import combined, crc32
 from ...files.digest import PIECE
+from ...files.pieces import MOST_THREADS, Buffers, Progress
 from ...files.spool import Spool
 from ...files.threads import cores, cut, map_pieces
 from ...tensors.dtypes import DTYPES
-from ...tensors.ref import ByteRange, Storage, TensorRef
+from ...tensors.ref import Storage, TensorRef
+from ...tensors.source import ByteRange
 from ...tensors.values import require_bounded
 from . import compression
 from .blocks import UNSIGNED, fill_values, planes

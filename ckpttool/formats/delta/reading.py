@@ -15,7 +15,8 @@ from ...checkpoint.full_encoding import usual_kind
 from ...errors import Damaged, Refused, Unreadable
 from ...remote import places
 from ...remote.urls import is_url
-from ...tensors.ref import ByteRange, Computed, Source, Storage, TensorRef
+from ...tensors.ref import Computed, Storage, TensorRef
+from ...tensors.source import ByteRange, Source
 from . import compression
 from .header import ENTRY, NEW, SAME, TREE, XOR, Entry, Header, is_delta, read_header
 

@@ -14,10 +14,11 @@ from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Refused
-from ...files.copying import Progress
+from ...files.pieces import Progress
 from ...inert_pickle.values import OrderedDict_
 from ...remote.urls import is_url
-from ...tensors.ref import Source, TensorRef
+from ...tensors.ref import TensorRef
+from ...tensors.source import Source
 from ..reading import File, open_alone, opened
 from ..safetensors import NAME as SAFETENSORS
 from ..saving.destination import Saved

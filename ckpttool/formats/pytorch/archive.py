@@ -14,7 +14,8 @@ from ...checkpoint.checkpoint import Remark
 from ...errors import Damaged, Refused, Unsupported
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle
-from ...tensors.ref import DEVICE, ByteRange, Source, Storage
+from ...tensors.ref import DEVICE, Storage
+from ...tensors.source import ByteRange, Source
 from ..strangers import checkpoints_inside
 from .fast_path import StorageForm
 from .inflating import Inflating, require_known_method, text_of

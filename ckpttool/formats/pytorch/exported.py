@@ -16,7 +16,8 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Unsupported
 from ...inert_pickle.values import Global, OrderedDict_, tensor_of
 from ...tensors.dtypes import DTYPES, DType
-from ...tensors.ref import DEVICE, BadTensor, Source, Storage, TensorRef, checked_tensor
+from ...tensors.ref import DEVICE, BadTensor, Storage, TensorRef, checked_tensor
+from ...tensors.source import Source
 from ..safetensors import parse_object
 from .archive import Archive
 from .inflating import Inflating, text_of

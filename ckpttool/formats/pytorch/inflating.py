@@ -12,10 +12,10 @@ import zlib
 from collections.abc import Iterator
 
 from ...errors import Damaged, Refused, Unsupported
-from ...files.copying import BUFFER
 from ...files.crc32 import crc32_of
+from ...files.pieces import BUFFER
 from ...files.spool import Spool
-from ...tensors.ref import ByteRange, Source
+from ...tensors.source import ByteRange, Source
 from .zip_reader import Record
 from .zip_writer import DEFLATED, STORED
 

@@ -18,7 +18,8 @@ from ...errors import Damaged
 from ...inert_pickle.machine import CutShort, PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
 from ...inert_pickle.values import Global, in_brief
-from ...tensors.ref import ByteRange, Source, Storage
+from ...tensors.ref import Storage
+from ...tensors.source import ByteRange, Source
 from .fast_path import StorageForm
 from .tensor_pickle import LEGACY_PARTS, read_torch_pickle
 

@@ -16,7 +16,8 @@ from ...checkpoint.pickled_modules import BadModules, Parts, named
 from ...errors import Damaged, Refused, Unsupported
 from ...files.copying import Output
 from ...inert_pickle.values import Global, OrderedDict_, Record, TooDeep, tensor_of
-from ...tensors.ref import Source, Storage
+from ...tensors.ref import Storage
+from ...tensors.source import Source
 from .archive import SCRIPTED, Archive
 from .tensor_pickle import write_torch_pickle
 from .zip_writer import ZipWriter

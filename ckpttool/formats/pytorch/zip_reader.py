@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ...errors import Damaged, Unsupported
-from ...tensors.ref import ByteRange, Source
+from ...tensors.source import ByteRange, Source
 from .zip_writer import DESCRIPTOR, END, END64, FULL16, FULL32, LOCATOR64, STORED, ZIP64_EXTRA, Signature
 
 # The fields that are read; versions, times and internal attributes between them are skipped.

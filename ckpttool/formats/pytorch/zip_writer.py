@@ -11,7 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from ...files.copying import BLOCK, Output
-from ...tensors.ref import ByteRange, Storage
+from ...tensors.ref import Storage
+from ...tensors.source import ByteRange
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
 CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")

@@ -16,7 +16,8 @@ from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
 from ...inert_pickle.values import Record
 from ...tensors.chunks import Index
-from ...tensors.ref import MAX_AXES, Source, TensorRef, contiguous_stride, is_count
+from ...tensors.ref import MAX_AXES, TensorRef, contiguous_stride, is_count
+from ...tensors.source import Source
 
 # The most ranks of a mesh, and the most intervals that a rank's piece may have along one dimension.
 MAX_CHUNKS = 1 << 20

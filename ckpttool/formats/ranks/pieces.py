@@ -29,7 +29,8 @@ from ...files.open_source import allow_open_files
 from ...remote.places import open_source_at, prepare
 from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
-from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
+from ...tensors.ref import BadTensor, Computed, Storage, TensorRef, contiguous_stride, extent
+from ...tensors.source import Source
 from ...tensors.values import MAX_EXPANSION
 from ..shards import of_all, reader_of
 from ..strangers import known

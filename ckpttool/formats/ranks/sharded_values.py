@@ -21,7 +21,8 @@ from ...checkpoint.special_tensors import attributes, shape_of, torch_dtype
 from ...errors import Damaged, Unsupported
 from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of
 from ...tensors.dtypes import DType
-from ...tensors.ref import MAX_AXES, Source, TensorRef, is_count
+from ...tensors.ref import MAX_AXES, TensorRef, is_count
+from ...tensors.source import Source
 from .device_meshes import MAX_CHUNKS, BadMesh, Intervals, Mesh, Work, boxes, read_mesh, share
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"

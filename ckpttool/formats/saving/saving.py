@@ -19,12 +19,15 @@ from ...checkpoint.special_tensors import require_plain
 from ...errors import Damaged, FileError, Refused, UsageFault
 from ...files.commit import replacing, require_folder
 from ...files.commit_folder import replacing_folder
-from ...files.copying import DryOutput, Output, Planned, Progress
+from ...files.copying import Output
+from ...files.dry_output import DryOutput, Planned
+from ...files.pieces import Progress
 from ...inert_pickle.values import OrderedDict_
 from ...remote import ahead
 from ...remote.places import uploading, versions
 from ...remote.store import TRAFFIC
-from ...tensors.ref import Source, Storage
+from ...tensors.ref import Storage
+from ...tensors.source import Source
 from .. import folders, safetensors, shards
 from ..dcp import reading as dcp
 from ..dcp import tree as dcp_tree

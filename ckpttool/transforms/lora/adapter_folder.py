@@ -13,7 +13,9 @@ from ...checkpoint.checksums import Checksums
 from ...errors import Damaged, OutputExists, UsageFault
 from ...files.commit import require_folder, writing_into
 from ...files.commit_folder import replacing_folder
-from ...files.copying import DryOutput, Output, Progress
+from ...files.copying import Output
+from ...files.dry_output import DryOutput
+from ...files.pieces import Progress
 from ...formats import safetensors
 from ...formats.reading import open as open_any
 from ...formats.saving.saving import UNFIT, are_same, read_back

@@ -18,7 +18,7 @@ from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
 from ...errors import UsageFault
-from ...files.copying import Progress
+from ...files.pieces import Progress
 from ...files.spool import Spool
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import Storage, TensorRef

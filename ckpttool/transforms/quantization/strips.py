@@ -12,7 +12,8 @@ from itertools import product
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from ...tensors.ref import ByteRange, TensorRef
+from ...tensors.ref import TensorRef
+from ...tensors.source import ByteRange
 from .fields import Field, Sizes, carried, elements
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from ckpttool.formats.pytorch.fast_path import StorageForm, TensorPattern
 from ckpttool.inert_pickle.machine import PickleFault
 from ckpttool.inert_pickle.reader import read_pickle
 from ckpttool.inert_pickle.values import OrderedDict_, Record
-from ckpttool.tensors.ref import ByteRange, Source, Storage, TensorRef
+from ckpttool.tensors.ref import Storage, TensorRef
+from ckpttool.tensors.source import ByteRange, Source
 
 SHAPES = [(4,), (2, 2), (1, 2, 2), (1, 1, 2, 2), (), (0, 300), (70_000, 0)]
 

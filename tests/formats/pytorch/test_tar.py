@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged
 from ckpttool.formats.pytorch import tar as torch_tar
-from ckpttool.tensors.ref import ByteRange, Source
+from ckpttool.tensors.source import ByteRange, Source
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, name, program, text, tuple_of

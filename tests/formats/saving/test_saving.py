@@ -30,7 +30,8 @@ from ckpttool.formats.pytorch import zip as torch_zip
 from ckpttool.formats.pytorch.zip_reader import read_directory
 from ckpttool.tensors.cast import target
 from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import ByteRange, TensorRef
+from ckpttool.tensors.ref import TensorRef
+from ckpttool.tensors.source import ByteRange
 from ckpttool.transforms.selection import cast
 from tests.support.memory import MOST, peak
 
