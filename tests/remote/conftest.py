@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ckpttool.remote.patience import Patience
 from tests.support.bucket_servers import moto
 from tests.support.hub_server import Hub
 from tests.support.range_server import RangeServer
@@ -20,6 +21,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("CKPTTOOL_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a refused request come again at once; a slow machine has its time to answer all the same."""
+    monkeypatch.setattr(Patience, "usual", lambda: Patience(first_wait=0.03, longest_wait=0.3))
 
 
 @pytest.fixture(scope="module")

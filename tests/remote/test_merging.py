@@ -77,10 +77,10 @@ def test_shards_that_are_written_in_turn_do_not_fetch_files_again(
     )
 
 
+@pytest.mark.usefixtures("soon_again")
 def test_an_interrupted_merge_goes_on_where_it_was(
-    ranks: Path, hub_server: Hub, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    ranks: Path, hub_server: Hub, tmp_path: Path, cli: Cli
 ) -> None:
-    monkeypatch.setenv("CKPTTOOL_TIMEOUT", "0.3")
     words = ("merge", "hf://o/ranks", tmp_path / "out.safetensors", "--no-verify")
     left = 3 * RANKS + 12  # small files, beginnings, ends, and the values of some files
 

@@ -40,9 +40,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(soon_again: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have files fetched in small pieces, a few at a time, and nobody wait long."""
-    monkeypatch.setenv("CKPTTOOL_TIMEOUT", "0.3")
     monkeypatch.setattr(ahead, "LARGEST", 1 << 20)
     monkeypatch.setattr(ahead, "HELD", 4 << 20)
 

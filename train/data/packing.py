@@ -14,8 +14,8 @@ import torch
 
 from ckpttool.errors import UsageFault
 from train.data.lane import Shard
+from train.data.samples import IGNORED
 
-IGNORED = -100  # the target where there is none
 NAMES = ("input_ids", "tokens", "ids")  # of the tokens in a document that is a mapping
 
 

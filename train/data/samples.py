@@ -21,6 +21,7 @@ Samples = Dataset[Any]
 
 NEEDED = "for classification a sample is (tensor, integer); --task names other tasks"
 PARTS = "a sample is made of tensors, numbers, texts, and tuples, lists and dicts of these"
+IGNORED = -100  # the target of tokens that are no part of the loss: torch's `ignore_index`
 LABELS = (int, torch.Tensor, numpy.integer, numpy.ndarray)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -23,10 +23,9 @@ from ckpttool.errors import Damaged, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from train.config.shared import DataConfig
 from train.data.patterns import files_of
-from train.data.samples import Parts
+from train.data.samples import IGNORED, Parts
 
 BYTES = 2  # of a token
-IGNORED = -100  # the target of what fills up a block
 OPEN = 64  # files held open
 
 

@@ -15,13 +15,11 @@ from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config.shared import DataConfig
 from train.data.collate import Collate
-from train.data.samples import kind_of
+from train.data.samples import IGNORED, kind_of
 from train.tasks.task import Loss, Task, UserTask, numbers_of, scores_in, target_of, trimmed
 
 if TYPE_CHECKING:
     from train.data.data_set import Data
-
-IGNORED = -100  # the target of tokens that are no part of the loss: torch's `ignore_index`
 
 
 class Classification(Task):

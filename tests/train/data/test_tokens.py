@@ -16,7 +16,8 @@ from ckpttool.errors import Damaged, Unreadable, UsageFault
 from train.config.training import TrainConfig
 from train.data import data_set, patterns
 from train.data.patterns import files_of
-from train.data.tokens import IGNORED, OPEN, Tokens
+from train.data.samples import IGNORED
+from train.data.tokens import OPEN, Tokens
 
 
 def write(path: Path, tokens: object) -> str:

@@ -22,6 +22,7 @@ from ckpttool.distributed.plan import Plan
 from tests.ranks import runs, trainings
 from train.config.training import TrainConfig
 from train.data.data_set import Data
+from train.data.samples import IGNORED
 from train.tasks import builtin as tasks
 from train.tasks.task import Task
 from train.trainer.trainer import Trainer
@@ -46,7 +47,7 @@ def lines() -> TensorDataset:
     tokens = torch.randint(7, (SAMPLES, 41), generator=generator)
     targets = tokens[:, 1:].clone()
     for row, length in enumerate([40, 1, 2, 1, 33, 1, 0, 5, 1, 40, 3, 1, 17]):
-        targets[row, length:] = tasks.IGNORED
+        targets[row, length:] = IGNORED
     return TensorDataset(tokens[:, :-1], targets)
 
 
@@ -239,7 +240,7 @@ def ignoring(steps: tuple[int, ...]) -> TensorDataset:
     samples = lines()
     batches = torch.tensor(Plan(SAMPLES, BATCH).order(0)).split(BATCH)
     for step in steps:
-        samples.tensors[1][batches[step]] = tasks.IGNORED
+        samples.tensors[1][batches[step]] = IGNORED
     return samples
 
 
@@ -248,7 +249,7 @@ class WithLoss(nn.Sequential):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:  # type: ignore[override]
         loss = F.cross_entropy(super().forward(tokens).flatten(0, 1), targets.flatten())
-        return {"loss": loss, "count": (targets != tasks.IGNORED).sum()}
+        return {"loss": loss, "count": (targets != IGNORED).sum()}
 
 
 def train_on_nothing(
