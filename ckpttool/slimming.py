@@ -35,6 +35,7 @@ from .formats.saving.saving import save
 from .inert_pickle.values import walk
 from .remote.urls import is_url
 from .transforms.selection import drop, slim
+from .words import counted
 
 # What is written in the place of each format.
 WRITTEN = {safetensors.NAME: safetensors.NAME}
@@ -160,8 +161,12 @@ def slim_in_place(
         if not dry_run:
             by_name = {file.names[0]: file for file in files}
             in_order = sorted(slimmed, key=lambda result: result.after)  # the disk may be full
-            each = (_replace(folder, by_name[result.name], names, **choices) for result in in_order)
+            each = [_replace(folder, by_name[result.name], names, **choices) for result in in_order]
             for fault in [fault for fault in each if fault]:
+                done = (
+                    f"it stays as it was, and {counted(each.count(None), 'other checkpoint')} became smaller"
+                )
+                fault.hint = f"{done}; {fault.hint}" if fault.hint else done
                 raise fault
     return SlimmedRun(folder, slimmed, kept)
 

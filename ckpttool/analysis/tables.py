@@ -12,12 +12,13 @@ from ..checkpoint.checksums import Checksums, expect
 from ..checkpoint.dotted_names import Entry, contents, dotted, is_tensor
 from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ..checkpoint.special_tensors import SHARDED
+from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, FileError
 from ..files.pieces import Progress
 from ..formats.one_of_several import piece_of
 from ..formats.reading import open as open_checkpoint
 from ..formats.roots import checkpoints_below, step_in
-from ..inert_pickle.values import Record
+from ..inert_pickle.values import Record, walk
 from ..remote.places import is_folder, nbytes_of
 from ..tensors.cast import FLOATS, carrier, reader
 from ..tensors.ref import TensorRef
@@ -201,6 +202,7 @@ class CheckpointRow:
         format: None where it can't be read.
         nbytes: its size.
         problem: why it is not whole; empty where it is.
+        optimizer: whether an optimizer's state is in it, without which a training can't go on.
     """
 
     path: str
@@ -208,6 +210,7 @@ class CheckpointRow:
     format: str | None
     nbytes: int
     problem: str
+    optimizer: bool = False
 
 
 def checkpoint_rows(folder: str) -> list[CheckpointRow]:
@@ -227,7 +230,8 @@ def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
             elif not is_folder(path) and (piece := piece_of(path)) and piece.others:
                 problem = f"it is {piece.what}"
             stated = ranks.step if ranks and step is None else step
-            return CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem)
+            trained = any(map(is_optimizer, walk(checkpoint.tree)))
+            return CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem, trained)
     except CkptToolError as error:
         reason = error.reason if isinstance(error, FileError) else error.message
         return CheckpointRow(path, step, None, nbytes_of(path), reason)

@@ -204,3 +204,17 @@ def test_no_hint_has_an_ellipsis_in_a_command(tmp_path: Path, cli: Cli) -> None:
     ran = cli("verify", tmp_path / "run")
     assert "…" not in ran.err
     assert "and 5 more" in ran.err
+
+
+def test_a_file_that_a_training_cannot_go_on_from_is_told_from_one_that_it_can(
+    tmp_path: Path, cli: Cli
+) -> None:
+    for name, state in {
+        "step-1.pt": {"model": {"w": torch.ones(2)}},
+        "step-2.pt": {"model": {"w": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": []}},
+    }.items():
+        torch.save(state, tmp_path / name)
+    newest, older = cli("inspect", tmp_path, "--json").json["checkpoints"]
+    assert (newest["optimizer"], older["optimizer"], older["whole"]) == (True, False, True)
+    lines = cli("inspect", tmp_path).out.splitlines()
+    assert lines[2].endswith("  whole") and lines[3].endswith("  whole, without an optimizer")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -413,20 +413,28 @@ def test_ctrl_c_ends_a_request_that_hangs(world: World) -> None:
     world.proxy.set(*[servers.stalled(world.proxy)] * 9)
     patient = Bucket("s3", "runs", Patience(stall=20, attempts=1))
     begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), _interrupted_after(0.3):
+    with pytest.raises(KeyboardInterrupt), _interrupted_once(lambda: world.proxy.requests):
         patient.head("step-1/model.pt", 10)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 15, "nobody waits for the 20 s of patience"
 
 
 @contextlib.contextmanager
-def _interrupted_after(seconds: float, number: int = signal.SIGINT) -> Iterator[None]:
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
-    timer.start()
+def _interrupted_once(reached: Callable[[], object], number: int = signal.SIGINT) -> Iterator[None]:
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            if reached():
+                os.kill(os.getpid(), number)
+                return
+
+    watching = threading.Thread(target=watch)
+    watching.start()
     try:
         yield
     finally:
-        timer.cancel()
-        timer.join()
+        done.set()
+        watching.join()
 
 
 # ---- credentials
@@ -667,7 +675,7 @@ def test_after_an_error_no_part_stays_and_no_object_appears(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_after_a_signal_no_part_stays_and_no_object_appears(
-    world: World, runs: Bucket, tmp_path: Path, number: signal.Signals
+    world: World, runs: Bucket, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "long"
     with path.open("wb") as file:
@@ -677,15 +685,31 @@ def test_after_a_signal_no_part_stays_and_no_object_appears(
         time.sleep(0.2)
         return request.passed_on(request.body)
 
+    def begun() -> bool:
+        return any("partNumber" in request for request in world.proxy.requests)
+
+    monkeypatch.setattr(bucket_uploads, "ENDING", 30)  # a slow machine's room
     world.proxy.set(*[slow] * 99, method="PUT", path="partNumber")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), _interrupted_after(0.6, number):
+        with pytest.raises(KeyboardInterrupt), _interrupted_once(begun, number):
             runs.put({"interrupted": str(path)}, replace=True)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert any("partNumber" in request for request in world.proxy.requests)
     assert world.unfinished() == [] and not world.exists("interrupted")
+
+
+class Gate:
+    """A server that does what it is asked, and answers once the gate is open."""
+
+    def __init__(self) -> None:
+        self.opened, self.waiting = threading.Event(), 0
+
+    def __call__(self, request: servers.Request) -> servers.Answer:
+        answer = request.passed_on(request.body)
+        self.waiting += 1
+        self.opened.wait(60)
+        return answer
 
 
 def test_an_interrupted_upload_ends_at_once_and_says_what_it_left(
@@ -694,60 +718,61 @@ def test_an_interrupted_upload_ends_at_once_and_says_what_it_left(
     path = tmp_path / "long"
     with path.open("wb") as file:
         file.truncate(20 * bucket_uploads.PART)
-    world.proxy.set(*[servers.stalled(world.proxy)] * 99, method="PUT", path="partNumber")
+    world.proxy.set(*[gate := Gate()] * 99, method="PUT", path="partNumber")
     patient = Bucket("s3", "runs", Patience(stall=20, attempts=1))
     begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt) as stopped, _interrupted_after(0.6):
+    with (
+        pytest.raises(KeyboardInterrupt) as stopped,
+        _interrupted_once(lambda: gate.waiting == bucket_uploads.AT_ONCE),
+    ):
         patient.put({"left": str(path)}, replace=True)
-    assert time.monotonic() - begin < 0.6 + bucket_uploads.ENDING + 1
+    assert time.monotonic() - begin < 15, "nobody waits for the 20 s of patience"
     assert left_by(stopped.value) == (
         "; parts of s3://runs/left may be left, unseen: aws s3api list-multipart-uploads --bucket runs, "
         "then abort-multipart-upload"
     )
     assert not world.exists("left")
+    gate.opened.set()
     world.abort_unfinished()
 
 
-def _ctrl_c(world: World, path: Path, until: str = "partNumber", after: float = 1) -> tuple[int, str, float]:
+def _ctrl_c(path: Path, gate: Gate, waiting: int, *, opens: bool = True) -> tuple[int, str, float]:
     """Upload a file by a command of its own; return how Ctrl-C ended it, what it said, and its seconds.
 
-    It comes `after` seconds after a request; by default the library then has as many parts as it takes.
+    It comes once so many requests wait at the gate, which then opens, or stays shut until the end.
     """
     torch.save({"w": torch.zeros(12 * bucket_uploads.PART // 4)}, path)  # more parts than go out at once
     command = [sys.executable, "-m", "ckpttool", "convert", "-q", str(path), "s3://runs/left.safetensors"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        end = time.monotonic() + 30
-        while not any(until in request for request in world.proxy.requests):
+        end = time.monotonic() + 60
+        while gate.waiting < waiting:
             assert running.poll() is None and time.monotonic() < end
             time.sleep(0.02)
-        time.sleep(after)
         begin = time.monotonic()
         running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=30)
+        if opens:
+            time.sleep(0.1)  # for the signal
+            gate.opened.set()
+        _, said = running.communicate(timeout=60)
+    gate.opened.set()
     return running.returncode, said, time.monotonic() - begin
 
 
 def test_the_line_of_an_interrupted_upload_says_what_is_left(world: World, tmp_path: Path) -> None:
-    world.proxy.set(*[servers.stalled(world.proxy)] * 99, method="PUT", path="partNumber")
-    code, said, seconds = _ctrl_c(world, tmp_path / "in.pt")
+    world.proxy.set(*[gate := Gate()] * 99, method="PUT", path="partNumber")
+    code, said, seconds = _ctrl_c(tmp_path / "in.pt", gate, bucket_uploads.AT_ONCE, opens=False)
     assert (code, said) == (
         -signal.SIGINT,
         "interrupted; parts of s3://runs/left.safetensors may be left, unseen: "
         "aws s3api list-multipart-uploads --bucket runs, then abort-multipart-upload\n",
     )
-    assert seconds < bucket_uploads.ENDING + 3 and not world.exists("left.safetensors")
+    assert seconds < 30 and not world.exists("left.safetensors")
     world.abort_unfinished()
 
 
-def slow(request: servers.Request) -> servers.Answer:
-    answer = request.passed_on(request.body)
-    time.sleep(1)
-    return answer
-
-
 def test_the_line_of_an_interrupted_upload_says_that_nothing_stays(world: World, tmp_path: Path) -> None:
-    world.proxy.set(*[slow] * 99, method="PUT", path="partNumber")
-    code, said, _ = _ctrl_c(world, tmp_path / "in.pt", after=0.2)
+    world.proxy.set(*[gate := Gate()] * 99, method="PUT", path="partNumber")
+    code, said, _ = _ctrl_c(tmp_path / "in.pt", gate, 1)
     assert (code, said) == (-signal.SIGINT, "interrupted; nothing of the upload stays\n")
     assert world.unfinished() == [] and not world.exists("left.safetensors")
 
@@ -755,8 +780,8 @@ def test_the_line_of_an_interrupted_upload_says_that_nothing_stays(world: World,
 def test_the_line_of_an_upload_that_was_interrupted_after_its_end_says_that_it_is_there(
     world: World, tmp_path: Path
 ) -> None:
-    world.proxy.set(*[slow] * 9, method="POST", path="uploadId")
-    code, said, _ = _ctrl_c(world, tmp_path / "in.pt", until="POST /runs/left.safetensors?uploadId", after=0)
+    world.proxy.set(*[gate := Gate()] * 9, method="POST", path="uploadId")
+    code, said, _ = _ctrl_c(tmp_path / "in.pt", gate, 1)
     what = "s3://runs/left.safetensors was complete, and is there"
     assert (code, said) == (-signal.SIGINT, f"interrupted; {what}\n")
     assert world.exists("left.safetensors") and world.unfinished() == []

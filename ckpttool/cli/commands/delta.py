@@ -68,6 +68,8 @@ def delta(job: Job, new: str, layout: str | None) -> None:
             )
     if made.without_zstd:
         console.note(f"zstd is missing, so no tensor is kept as a packed XOR; {install('delta')}")
+    if made.saved.nbytes >= made.of and layout is None:
+        console.note("the delta is no smaller than NEW: keep NEW itself")
     forms = {"same": "unchanged", "sparse": "sparse", "xor": "packed", "new": "whole"}
     said = ", ".join(f"{count} {forms[kind]}" for kind, count in made.kinds.items() if count)
     done = f"compared {counted(sum(made.kinds.values()), 'tensor')} ({said})" if said else "compared"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import click
 
+from ...errors import UsageFault
 from .. import options
 from ..console import Console
 
@@ -14,9 +15,9 @@ Sections = Mapping[str, Mapping[click.Command, str]]  # by title, each command w
 
 
 @click.command("schema")
-@click.argument("name", metavar="COMMAND")
+@click.argument("name", metavar="COMMAND", required=False)
 @options.reading
-def schema(console: Console, name: str) -> None:
+def schema(console: Console, name: str | None) -> None:
     """Print the JSON Schema (draft 2020-12) of what a command prints with --json, also where it fails.
 
     All of that JSON holds "schema": 1. The number goes up when a field gets another meaning or goes; new
@@ -29,8 +30,9 @@ def schema(console: Console, name: str) -> None:
     from ..contracts.contracts import schema as schema_of
 
     known = {str(command.name): line for part in _sections().values() for command, line in part.items()}
-    if name not in known:
-        raise click.BadParameter(f"there is no command '{name}'", param_hint="COMMAND")
+    if name is None or name not in known:
+        what = "schema needs a COMMAND" if name is None else f"there is no command '{name}'"
+        raise UsageFault(what, hint=f"it is one of {', '.join(sorted(known))}")
     document = schema_of(name, known[name])
     console.result(json.dumps(document, indent=2), document)
 

@@ -220,7 +220,9 @@ def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) 
     rows = [("checkpoint", "step", "format", "bytes", "")]
     for entry in entries:
         path, step = os.path.relpath(entry.path, folder), "" if entry.step is None else str(entry.step)
-        verdict = f"no: {entry.problem}" if entry.problem else "whole"
+        # Of a folder the optimizer may lie in a file beside the model's.
+        whole = "whole" if entry.optimizer or os.path.isdir(entry.path) else "whole, without an optimizer"
+        verdict = f"no: {entry.problem}" if entry.problem else whole
         rows.append((path, step, entry.format or "", show_bytes(entry.nbytes), verdict))
     yield from table(rows, (0, 2, 4), width)
     whole = next((entry for entry in entries if not entry.problem), entries[0])

@@ -54,9 +54,9 @@ def command(
         _require_sense(job, model, keep_newest)
         _in_place(job, keep_newest or 1, drop)
         return
-    ctx = click.get_current_context()
     if not job.output:
-        raise click.MissingParameter(ctx=ctx, param_hint="'OUTPUT'", param_type="argument")
+        hint = "give one; for the older checkpoints of a run: ckpttool slim --in-place RUN --keep-newest N"
+        raise UsageFault("slim needs an OUTPUT, a new file", hint=hint)
     for flag, given in (("--keep-newest", keep_newest), ("--drop", drop)):
         if given:
             hint = "give it, or leave this out; to leave out entries: ckpttool convert --drop NAME"

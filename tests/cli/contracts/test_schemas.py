@@ -63,6 +63,11 @@ def test_a_command_that_is_not_there_is_a_usage_error(cli: Any) -> None:
     assert "there is no command 'inspekt'" in ran.json["error"]["message"]
 
 
+def test_without_a_command_schema_names_those_there_are(cli: Any) -> None:
+    ran = cli("schema")
+    assert ran.code == 2 and "schema needs a COMMAND" in ran.err and "convert-batchnorm, " in ran.err
+
+
 # ---- what a schema lets through -------------------------------------------------------------------------
 
 

@@ -122,6 +122,13 @@ def test_what_has_nothing_in_common_is_no_larger_than_itself(here: Path) -> None
     assert made.saved.nbytes <= 1.001 * made.of
 
 
+def test_a_delta_that_saves_nothing_says_so(here: Path, cli: Cli) -> None:
+    for name in ("base", "new"):
+        save_file({"a": torch.randn(8)}, f"{name}.safetensors")
+    ran = cli("delta", "base.safetensors", "new.safetensors", "d.safetensors")
+    assert ran.code == 0 and "the delta is no smaller than NEW: keep NEW itself" in ran.err
+
+
 def test_without_zstd_a_delta_is_written_without_packed_parts(
     step: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
