@@ -221,8 +221,10 @@ def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) 
     for entry in entries:
         path, step = os.path.relpath(entry.path, folder), "" if entry.step is None else str(entry.step)
         # Of a folder the optimizer may lie in a file beside the model's.
-        whole = "whole" if entry.optimizer or os.path.isdir(entry.path) else "whole, without an optimizer"
-        verdict = f"no: {entry.problem}" if entry.problem else whole
+        resumable = entry.optimizer or os.path.isdir(entry.path)
+        verdict = "whole" if resumable else "whole, without an optimizer"
+        if entry.problem:
+            verdict = f"no: {entry.problem}"
         rows.append((path, step, entry.format or "", show_bytes(entry.nbytes), verdict))
     yield from table(rows, (0, 2, 4), width)
     whole = next((entry for entry in entries if not entry.problem), entries[0])
