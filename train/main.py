@@ -93,13 +93,10 @@ def prepare(config: TrainConfig) -> Job:
     else:
         launch.set_threads()
     own = (config.data, config.test_data or "", config.model, config.task, config.optimizer, config.scheduler)
-    launch.keep_importable(*own, *(config.every or ())[1:])
+    launch.keep_importable(*own, *(config.every or ())[1:], *data_set.specs_of_others(config))
     own_task = tasks.users(config)
     collate = tasks.collate_of(own_task, config)
-    data = data_set.load(config, seed=config.seed, collate=collate)
-    if config.also_test:
-        others = data_set.load_others(config, config.also_test, data, collate=collate)
-        data = replace(data, others=others)
+    data = data_set.with_others(config, data_set.load(config, seed=config.seed, collate=collate), collate)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
