@@ -148,7 +148,7 @@ def train_epochs(run: Run) -> str:
 
 def after_step(run: Run) -> str:
     """Do what is due after a step; return what ends the run here, `""` if it goes on. A collective."""
-    trainer, progress, tested = run.trainer, run.trainer.progress, None
+    progress, tested = run.trainer.progress, None
     due = run.limits.due(progress)
     run.end_step(due)
     signal = run.agreement.finish(wait=due.evaluate or due.save)
@@ -159,8 +159,7 @@ def after_step(run: Run) -> str:
     run.report.left_out()
     best, kept = run.note(tested)
     if not progress.unscored:
-        trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
-        run.report.scores(trained, tested, best=best)
+        run.report.scores(run.trained(), tested, best=best)
     if due.hook and not signal:
         run.hook.call()
     end = signal or due.end or run.limits.early(progress)
