@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 3 train/evaluate.py model.safetensors --model resnet20 --data folder:pictures
 
     python train/evaluate.py model.pt --model simple-cnn --spawn 2 --out eval    # without torchrun
+    python train/evaluate.py runs/a/best.pt --also-test hard=folder:hard --out eval    # two test sets
 
 The checkpoint can be any that ckpttool reads: saved from DDP or not, .pt, legacy .th or .safetensors. Only
 rank 0 reads it. Every test sample is scored once; a folder with one level of classes is the test set itself.
@@ -13,7 +14,8 @@ rank 0 reads it. Every test sample is scored once; a folder with one level of cl
     rank0.safetensors    the predictions of rank 0, and so on for each rank
 
 from which `ckpttool gather-metrics eval/rank*.safetensors` recomputes the numbers. Other tasks than
-classification (`--task`) have their loss and metrics in eval.json, and no files of predictions.
+classification (`--task`) have their loss and metrics in eval.json, and no files of predictions. A test set
+that `--also-test NAME=DATA` names has the same files in DIR/NAME.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from ckpttool.metrics.predictions import Predictions
     from train.data.data_set import Data
     from train.tasks.task import Task
-    from train.trainer.progress import Score
+    from train.trainer.progress import Score, Scores
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
@@ -109,7 +111,7 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
     values = parser.parse_args(arguments)
     if not values.model:
         values = parser.parse_args([*saved_arguments(values.checkpoint, arguments), *arguments])
-    config = EvaluateConfig(**vars(values))
+    config = EvaluateConfig(**vars(values) | {"also_test": tuple(values.also_test)})
     check_shared(config)
     return config
 
@@ -149,12 +151,15 @@ def prepare(config: EvaluateConfig) -> Job:
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
     place = find_place(config.backend)
-    program.keep_importable(config.data, config.test_data or "", config.model, config.task)
+    own = (config.data, config.test_data or "", config.model, config.task)
+    program.keep_importable(*own, *data_set.specs_of_others(config))
     own_task = tasks.users(config)
-    data = data_set.load_test(config, collate=tasks.collate_of(own_task, config))
+    collate = tasks.collate_of(own_task, config)
+    data = data_set.with_others(config, data_set.load_test(config, collate=collate), collate)
     task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
-    preflight.check_evaluation(config.model, data, model, task)
+    for each in (data, *data.others.values()):
+        preflight.check_evaluation(config.model, each, model, task)
     return Job(config, place, data, model, task)
 
 
@@ -164,18 +169,17 @@ def work(job: Job) -> None:
 
     with program.process_group(job.place, job.config):
         phase("evaluation")
-        score = evaluate(job)
+        scores = evaluate(job)
     if job.place.rank == 0:
-        console.say(json.dumps(as_json(job, score), indent=2) if job.config.json else as_line(job, score))
+        console.say(json.dumps(as_json(job, scores), indent=2) if job.config.json else as_lines(job, scores))
 
 
-def evaluate(job: Job) -> Score:
-    """Return the score, on every rank. A collective; only rank 0 reads the checkpoint."""
+def evaluate(job: Job) -> Scores:
+    """Return the score of each test set by name. A collective; only rank 0 reads the checkpoint."""
     from ckpttool.distributed import collectives
     from train.data import data_set
     from train.launch import same_settings
-    from train.tasks.builtin import Classification
-    from train.trainer.progress import Scorer
+    from train.trainer.progress import OWN
 
     config, model = job.config, job.model
     same_settings.report(config)
@@ -183,12 +187,23 @@ def evaluate(job: Job) -> Score:
     digest = collectives.from_rank_zero(lambda: load(job))
     model.to(job.place.device)
     collectives.broadcast_into(model.state_dict().values())
-    scorer = Scorer(job.data, job.task, job.place, batch_size=config.eval_batch, workers=config.workers)
+    return {
+        name: score_one(job, name, each, digest) for name, each in {OWN: job.data, **job.data.others}.items()
+    }
+
+
+def score_one(job: Job, name: str, data: Data, digest: str) -> Score:
+    """Return the score of one test set, and write it with `--out`. A collective."""
+    from train.tasks.builtin import Classification
+    from train.trainer.progress import Scorer
+
+    config = job.config
+    scorer = Scorer(data, job.task, job.place, batch_size=config.eval_batch, workers=config.workers)
     has_classes = isinstance(job.task, Classification)
-    scored = scorer.classes(model, checkpoint=digest) if has_classes else None
-    score = scored.certificate if scored else scorer.score(model, checkpoint=digest)
+    scored = scorer.classes(job.model, checkpoint=digest) if has_classes else None
+    score = scored.certificate if scored else scorer.score(job.model, checkpoint=digest)
     if config.out is not None:
-        write(job, score, scored.own if scored else None)
+        write(job, os.path.join(config.out, name), score, scored.own if scored else None)
     return score
 
 
@@ -200,7 +215,7 @@ def load(job: Job) -> str:
     from train.checkpoint import parts
 
     config = job.config
-    earlier = prepare_output(config)
+    earlier = [path for name in ("", *job.data.others) for path in prepare_output(config, name)]
     path = parts.named_in(config.checkpoint)
     loaded = reload(path, job.model, state=config.state)
     with formats.open(path) as checkpoint:
@@ -210,30 +225,31 @@ def load(job: Job) -> str:
     return of_state
 
 
-def prepare_output(config: EvaluateConfig) -> list[str]:
-    """Make the folder of `--out`; return the files of an earlier evaluation in it, for --force to remove."""
+def prepare_output(config: EvaluateConfig, name: str) -> list[str]:
+    """Make a test set's folder in `--out`; return the files of an earlier evaluation, to be removed."""
     from train.run.folder import check_writable
 
     if config.out is None:
         return []
+    folder = os.path.join(config.out, name) if name else config.out
     try:
-        os.makedirs(config.out, exist_ok=True)
-        check_writable(config.out)
+        os.makedirs(folder, exist_ok=True)
+        check_writable(folder)
     except OSError as error:
-        raise UsageFault(f"--out {config.out}: {reason(error)}") from error
-    earlier = [name for name in os.listdir(config.out) if name == STATEMENT or RANK_FILE.fullmatch(name)]
+        raise UsageFault(f"--out {folder}: {reason(error)}") from error
+    earlier = [file for file in os.listdir(folder) if file == STATEMENT or RANK_FILE.fullmatch(file)]
     if earlier and not config.force:
-        raise OutputExists(f"--out {config.out}: holds an evaluation", hint="overwrite it with --force")
-    return [os.path.join(config.out, name) for name in earlier]
+        raise OutputExists(f"--out {folder}: holds an evaluation", hint="overwrite it with --force")
+    return [os.path.join(folder, file) for file in earlier]
 
 
-def write(job: Job, score: Score, predicted: Predictions | None) -> None:
+def write(job: Job, folder: str, score: Score, predicted: Predictions | None) -> None:
     """Write each rank's predictions, if the task has classes, and then eval.json. A collective."""
     from ckpttool.distributed import collectives
     from ckpttool.files.commit import replacing
     from ckpttool.metrics import predictions
 
-    folder, rank = str(job.config.out), job.place.rank
+    rank = job.place.rank
     with collectives.fail_together():
         os.makedirs(folder, exist_ok=True)  # ranks of another machine have another disk
         if predicted is not None:
@@ -246,18 +262,24 @@ def write(job: Job, score: Score, predicted: Predictions | None) -> None:
                 file.write(f"{json.dumps(statement, indent=2, allow_nan=False)}\n".encode())
 
 
-def as_json(job: Job, score: Score) -> dict[str, Any]:
+def as_json(job: Job, scores: Scores) -> dict[str, Any]:
     """Return the result as `--json` prints it."""
-    basis = {"threads": score.evaluation.threads, "batch_size": score.evaluation.batch_size}
-    return versioned({"checkpoint": job.config.checkpoint, **score.score(), **basis})
+    own, *_ = scores.values()
+    basis = {"threads": own.evaluation.threads, "batch_size": own.evaluation.batch_size}
+    tests = {name: score.score() for name, score in scores.items() if name}
+    result = {"checkpoint": job.config.checkpoint, **own.score(), **basis}
+    return versioned(result | ({"tests": tests} if tests else {}))
 
 
-def as_line(job: Job, score: Score) -> str:
-    """Return the result as one line."""
+def as_lines(job: Job, scores: Scores) -> str:
+    """Return the result as one line of each test set."""
     from train.trainer.progress import in_words
 
     size = job.place.world_size
-    return f"{job.config.checkpoint}: {in_words(score)}, on {size} rank{'s' * (size != 1)}"
+    on = f", on {size} rank{'s' * (size != 1)}"
+    return "\n".join(
+        f"{name or job.config.checkpoint}: {in_words(score)}{on}" for name, score in scores.items()
+    )
 
 
 if __name__ == "__main__":

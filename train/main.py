@@ -93,13 +93,10 @@ def prepare(config: TrainConfig) -> Job:
     else:
         launch.set_threads()
     own = (config.data, config.test_data or "", config.model, config.task, config.optimizer, config.scheduler)
-    launch.keep_importable(*own, *(config.every or ())[1:])
+    launch.keep_importable(*own, *(config.every or ())[1:], *data_set.specs_of_others(config))
     own_task = tasks.users(config)
     collate = tasks.collate_of(own_task, config)
-    data = data_set.load(config, seed=config.seed, collate=collate)
-    if config.also_test:
-        others = data_set.load_others(config, config.also_test, data, collate=collate)
-        data = replace(data, others=others)
+    data = data_set.with_others(config, data_set.load(config, seed=config.seed, collate=collate), collate)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
@@ -151,7 +148,7 @@ def train_epochs(run: Run) -> str:
 
 def after_step(run: Run) -> str:
     """Do what is due after a step; return what ends the run here, `""` if it goes on. A collective."""
-    trainer, progress, tested = run.trainer, run.trainer.progress, None
+    progress, tested = run.trainer.progress, None
     due = run.limits.due(progress)
     run.end_step(due)
     signal = run.agreement.finish(wait=due.evaluate or due.save)
@@ -162,8 +159,7 @@ def after_step(run: Run) -> str:
     run.report.left_out()
     best, kept = run.note(tested)
     if not progress.unscored:
-        trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
-        run.report.scores(trained, tested, best=best)
+        run.report.scores(run.trained(), tested, best=best)
     if due.hook and not signal:
         run.hook.call()
     end = signal or due.end or run.limits.early(progress)

@@ -44,7 +44,9 @@ def of_trainer() -> jsonschema_rs.Draft202012Validator:
     common = {name: score[name] for name in ("loss", "samples", "ranks", "threads", "batch_size")}
     of_task: Fields = {"count": (float, "what the loss is a mean over"), "metrics": (dict[str, Any], "")}
     share: Fields = {"epoch": (int, ""), "rank": (int, ""), "steps": (list[list[int]], "indices of samples")}
-    printed = [{**checkpoint, **score}, {**checkpoint, **common, **of_task}, [share]]
+    more: Fields = {"tests": (dict[str, Any], "the scores of --also-test, by name")}
+    of_one = [{**checkpoint, **score}, {**checkpoint, **common, **of_task}]
+    printed = [*of_one, *({**fields, **more} for fields in of_one), [share]]
     return jsonschema_rs.Draft202012Validator(closed(document("", "", printed, several=False)))
 
 

@@ -47,7 +47,8 @@ def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> Any:
 
 def without_ranks(score: dict[str, Any]) -> str:
     """Return a score to the last digit, without the number of ranks."""
-    return json.dumps({name: value for name, value in score.items() if name not in ("checkpoint", "ranks")})
+    left_out = ("checkpoint", "ranks", "schema")
+    return json.dumps({name: score[name] for name in sorted(score) if name not in left_out})
 
 
 @pytest.mark.covered(lambda size: size == 1)
@@ -105,6 +106,96 @@ def test_an_evaluation_is_overwritten_only_with_force_and_completely(saved, tmp_
     assert (out / "rank7.safetensors").read_text() == "older"  # until a new one can begin
     assert main([*arguments, "--force"]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["eval.json", "notes.txt", "rank0.safetensors"]
+
+
+SETS = """
+import torch
+from torch.utils.data import TensorDataset
+
+def sets(size, classes=10):
+    inputs = torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(size))
+    return TensorDataset(inputs, torch.arange(size) % classes)
+
+def data():
+    return sets(12), sets(20)
+
+def hard(size=9):
+    return sets(10), sets(size)
+
+def numbers(size=9):
+    inputs = torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
+    halves = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+    return halves, halves
+
+def net():
+    return torch.nn.Linear(4, 1)
+"""
+
+
+@pytest.fixture
+def sets(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "sets.py").write_text(SETS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_more_test_sets_are_scored_as_each_is_by_itself(run_ranks, saved, sets, cli, size):
+    """Of 20, 9 and 1 samples: one rank has none of the last."""
+    given = [str(saved / "plain.pt"), "--model", "resnet20", "--eval-batch", "4"]
+    data, hard = f"{sets / 'sets.py'}:data", f"{sets / 'sets.py'}:hard"
+    specs = {"hard": hard, "one": f"{hard}(size=1)"}
+    also = [part for name, spec in specs.items() for part in ("--also-test", f"{name}={spec}")]
+    answers = run_ranks(size, score_on_ranks, [*given, "--data", data, *also, "--out", str(sets / "eval")])
+    assert answers == [answers[0] | {"checkpoint": answer["checkpoint"]} for answer in answers]
+    tests = answers[0].pop("tests")
+    assert list(tests) == list(specs)
+    for name, spec in {"": data, **specs}.items():
+        (alone,) = run_ranks(1, score_on_ranks, [*given, "--data", spec])
+        basis = {part: alone[part] for part in ("threads", "batch_size")}
+        assert without_ranks({**basis, **(tests[name] if name else answers[0])}) == without_ranks(alone)
+        files = sorted((sets / "eval" / name).glob("rank*.safetensors"))
+        assert len(files) == size
+        said = json.loads((sets / "eval" / name / "eval.json").read_text())
+        said.pop("checkpoint")
+        assert cli("gather-metrics", *files, "--json").json == said
+        assert (said["samples"], said["loss"]) == (alone["samples"], alone["loss"])
+
+
+def test_more_test_sets_of_another_task_have_its_metrics(sets, capsys):
+    torch.save(nn.Linear(4, 1).state_dict(), "net.pt")
+    given = ["net.pt", "--model", "sets.py:net", "--task", "regression", "--out", "eval"]
+    given += ["--data", "sets.py:numbers", "--also-test", "few=sets.py:numbers(size=3)"]
+    assert main([*given, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    few = answer["tests"]["few"]
+    assert (answer["samples"], few["samples"], set(few["metrics"])) == (9, 3, set(answer["metrics"]))
+    assert json.loads((sets / "eval/few/eval.json").read_text())["loss"] == few["loss"]
+    assert main(given) == 2  # no file of it is replaced unasked
+    assert main([*given, "--force"]) == 0
+    own, other = capsys.readouterr().out.splitlines()
+    assert own.startswith("net.pt: loss ") and own.endswith("9 samples, on 1 rank")
+    assert other.startswith("few: loss ") and other.endswith("3 samples, on 1 rank")
+
+
+@pytest.mark.parametrize(
+    ("also", "said"),
+    [
+        (["few"], "--also-test few: is not NAME=DATA"),
+        (["../a=fake:9"], "--also-test ../a=fake:9: is not NAME=DATA"),
+        (["a=fake:20", "a=fake:20"], "another test set is named a"),
+        (
+            ["a=sets.py:hard(size=0)"],
+            "--also-test a=sets.py:hard(size=0): --data sets.py:hard(size=0): there are",
+        ),
+        (["a=digits"], "does not take the"),
+    ],
+)
+def test_a_test_set_that_can_not_be_scored_is_refused_by_name(saved, sets, capsys, also, said):
+    flags = [part for one in also for part in ("--also-test", one)]
+    given = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "sets.py:data"]
+    assert main([*given, *flags, "--out", "eval"]) == 2
+    assert said in capsys.readouterr().err and not (sets / "eval").exists()
 
 
 def fail_on_one(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str] | None:

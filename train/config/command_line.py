@@ -181,7 +181,7 @@ def to_paste(words: Sequence[str], columns: int = 80) -> str:
 
 def flags_of(config: TrainConfig) -> list[str]:
     """Return the flags with which an evaluation builds the same model and takes the same samples."""
-    names = ("task", "test_data", "block_size", "eval_batch", "mean", "std", "resize")
+    names = ("task", "test_data", "block_size", "eval_batch", "mean", "std", "resize", "also_test")
     usual = TrainConfig(**{name: getattr(config, name) for name in names})
     return ["--model", config.model, "--data", config.data, *arguments_of(usual)]
 

@@ -191,6 +191,11 @@ class DataConfig:
         "file.py:factory",
     )
     eval_batch: int = count(128, "task: test samples in one forward pass (128)")
+    also_test: tuple[str, ...] = flag(
+        (),
+        "scores NAME=DATA: score this test set too, the test part of what --data would take; may be repeated",
+        action="append",
+    )
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,6 @@ from train.config.shared import Every, count, every, flag, span
 class WatchConfig:
     """What changes no step of a training."""
 
-    also_test: tuple[str, ...] = flag(
-        (),
-        "scores NAME=DATA: score this test set too, the test part of what --data would take; may be repeated",
-        action="append",
-    )
     best: str | None = flag(
         None,
         "scores METRIC: what best.pt is best by: accuracy, loss or a metric of the task, as mae or "

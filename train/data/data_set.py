@@ -104,33 +104,42 @@ def load(config: DataConfig, *, seed: int = 0, collate: tuple[Collate, str] | No
     return _data(config, parts, f" {'/'.join(sizes)}", collate, seed)
 
 
-def load_others(
-    config: DataConfig, specs: Sequence[str], data: Data, *, collate: tuple[Collate, str] | None = None
-) -> dict[str, Data]:
-    """Return the test sets that `--also-test` names, each `NAME=SPEC`; of tokens and shards all samples.
+def specs_of_others(config: DataConfig) -> list[str]:
+    """Return what `--also-test` gives after the names."""
+    return [given.partition("=")[2] for given in config.also_test]
 
-    `collate` is as for `load`. UsageFault if two have one name, or one has other classes than `data`.
+
+def with_others(config: DataConfig, data: Data, collate: tuple[Collate, str] | None = None) -> Data:
+    """Return a data set with the test sets of `--also-test`, each `NAME=DATA`.
+
+    Of tokens and shards, which have no parts, all samples are taken.
+
+    Args:
+        collate: as for `load`.
+
+    Raises:
+        UsageFault: two have one name, or one has other classes than `data`, or no test samples.
     """
     others: dict[str, Data] = {}
-    for given in specs:
+    for given in config.also_test:
         name, equals, spec = given.partition("=")
+        flag = f"--also-test {given}"
         if not (equals and spec and name.replace("-", "").isidentifier()):
-            raise UsageFault(
-                f"--also-test {given}: is not NAME=DATA", hint="for example: --also-test ood=folder:b"
-            )
+            raise UsageFault(f"{flag}: is not NAME=DATA", hint="for example: --also-test ood=folder:b")
         if name in others:
-            raise UsageFault(
-                f"--also-test {given}: another test set is named {name}", hint="name it otherwise"
-            )
+            raise UsageFault(f"{flag}: another test set is named {name}", hint="name it otherwise")
         own = replace(config, data=spec, test_data=None)
         has_parts = spec.partition(":")[0] not in BY_PATTERN
-        other = load_test(own if has_parts else replace(own, test_data=spec), collate=collate)
+        try:
+            other = load_test(own if has_parts else replace(own, test_data=spec), collate=collate)
+        except UsageFault as fault:
+            raise UsageFault(f"{flag}: {fault.message}", hint=fault.hint) from fault
         if other.classes != data.classes:
-            what = f"--also-test {given}: its classes are not those of --data {data.name}"
+            what = f"{flag}: its classes are not those of --data {data.name}"
             raise UsageFault(what, hint=f"those are {', '.join(data.classes[:9]) or 'none'}")
         assert other.test is not None
         others[name] = replace(other, train=other.test)
-    return others
+    return replace(data, others=others)
 
 
 def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:

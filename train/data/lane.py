@@ -61,14 +61,16 @@ class Shard:
         return iterator  # type: ignore[no-any-return]
 
     def state(self, iterator: Any) -> Any:
-        """Return its position; None if it does not know it."""
+        """Return its position; None if it does not know it, in values that a checkpoint can hold."""
+        if not self.has_position(iterator):
+            return None
         part = self.source if has_position(self.source) else iterator
-        return copy.deepcopy(part.state_dict()) if has_position(part) else None
+        state = part.state_dict()
+        return copy.deepcopy(state) if _is_plain(state) else None
 
-    def knows_position(self, iterator: Any) -> bool:
-        """Return whether it knows its position, in values that a checkpoint can hold."""
-        state = self.state(iterator)
-        return state is not None and _is_plain(state)
+    def has_position(self, iterator: Any) -> bool:
+        """Return whether it, or its iterator, may know its position: nothing is asked of it."""
+        return has_position(self.source) or has_position(iterator)
 
 
 def has_position(part: Any) -> bool:
@@ -100,6 +102,7 @@ class Lane:
         self.shards, self.key, self.name, self.window = shards, key, name, window
         self.skip_damaged, self._expected = skip_damaged, start
         self.position: Position | None = None  # the last that is kept
+        self._told: Position | None = None
         self.skipped: list[str] = []
         self._held: deque[Any] = deque()
         self._first = self._next = 0  # depths: of the first sample held, and of the next one to be read
@@ -137,10 +140,16 @@ class Lane:
             self._first += 1
         self._orders = {first: order for first, order in self._orders.items() if first >= depth}
 
+    def tell(self) -> Position | None:
+        """Return the last position that is kept, once: with a worker it is sent."""
+        news = None if self.position is self._told else self.position
+        self._told = self.position
+        return news
+
     def knows_position(self) -> bool:
         """Return whether the shard that is being read does; True at the end, where there is none."""
         at_end = self._shard >= len(self.shards)
-        return at_end or self.shards[self._shard].knows_position(self._iterator)
+        return at_end or self.shards[self._shard].state(self._iterator) is not None
 
     def _read_to(self, end: int) -> None:
         while self._next < end and self._read():
@@ -182,10 +191,11 @@ class Lane:
 
     def _state(self) -> Any:
         """Return the position before the next sample; None if the shard does not know it."""
-        shard = self.shards[self._shard]
+        state = self.shards[self._shard].state(self._iterator)
+        if state is None:
+            return None
         # Many say where they were left until the first sample is asked for.
-        state = shard.state(self._iterator) if self._began is None else self._began[0]
-        return {"shard": self._shard, "source": state} if shard.knows_position(self._iterator) else None
+        return {"shard": self._shard, "source": state if self._began is None else self._began[0]}
 
     def _keep(self, now: Position) -> None:
         """Keep a position; CheckFailed if a run that goes on finds another sample there than it left."""

@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ckpttool.errors import UsageFault
 from train.data.lane import Shard
 from train.data.samples import IGNORED
 
+LAST = torch.tensor([IGNORED])  # the target of a document's last token
+END = object()
 NAMES = ("input_ids", "tokens", "ids")  # of the tokens in a document that is a mapping
 
 
@@ -49,44 +52,54 @@ class Blocks:
     def __init__(self, documents: Shard, block: int, epoch: int) -> None:
         self.shard, self.block, self.epoch = documents, block, epoch
         self.documents: Any = documents.open(epoch, None)
-        self.inputs: list[int] = []
-        self.targets: list[int] = []
+        self.inputs = self.targets = torch.empty(0, dtype=torch.int64)
         self.at = 0  # the first of them that is not in a block yet
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        while len(self.inputs) - self.at < self.block:
-            del self.inputs[: self.at], self.targets[: self.at]
-            self.at = 0
-            tokens = next(self.documents, None)
-            if tokens is None:
-                break
-            numbers = _tokens(tokens)
-            self.inputs += numbers
-            self.targets += [*numbers[1:], IGNORED] if numbers else []
+        if len(self.inputs) - self.at < self.block:
+            self._fill()
         if self.at == len(self.inputs):
             raise StopIteration
-        end = self.at + self.block
-        missing = end - len(self.inputs)
-        inputs = torch.tensor(self.inputs[self.at : end] + [0] * missing)
-        targets = torch.tensor(self.targets[self.at : end] + [IGNORED] * missing)
-        self.at = min(end, len(self.inputs))
-        return inputs, targets
+        end = min(self.at + self.block, len(self.inputs))
+        missing = 0, self.at + self.block - end
+        inputs, targets = self.inputs[self.at : end], self.targets[self.at : end]
+        self.at = end
+        # Padding copies: a block that is kept does not keep its document.
+        return pad(inputs, missing), pad(targets, missing, value=IGNORED)
+
+    def _fill(self) -> None:
+        """Read documents until there are tokens for a block."""
+        inputs, targets, count = (
+            [self.inputs[self.at :]],
+            [self.targets[self.at :]],
+            len(self.inputs) - self.at,
+        )
+        while count < self.block and (document := next(self.documents, END)) is not END:
+            numbers = _tokens(document)
+            inputs.append(numbers)
+            targets += [numbers[1:], LAST] if len(numbers) else []
+            count += len(numbers)
+        self.inputs, self.targets, self.at = torch.cat(inputs), torch.cat(targets), 0
 
     def __getattr__(self, name: str) -> Any:
         # Where the documents have no position, these have none either.
-        if name in ("state_dict", "load_state_dict") and self.shard.state(self.documents) is not None:
+        if name in ("state_dict", "load_state_dict") and self.shard.has_position(self.documents):
             return {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}[name]
         raise AttributeError(name)
 
-    def _state_dict(self) -> dict[str, Any]:
-        rest = {"inputs": self.inputs[self.at :], "targets": self.targets[self.at :]}
-        return {"documents": self.shard.state(self.documents), **rest}
+    def _state_dict(self) -> dict[str, Any] | None:
+        documents = self.shard.state(self.documents)
+        if documents is None:
+            return None
+        rest = {"inputs": self.inputs[self.at :].clone(), "targets": self.targets[self.at :].clone()}
+        return {"documents": documents, **rest}
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.inputs, self.targets, self.at = list(state["inputs"]), list(state["targets"]), 0
+        self.inputs, self.targets = (torch.as_tensor(state[name]).long() for name in ("inputs", "targets"))
+        self.at = 0
         self.documents = self.shard.open(self.epoch, state["documents"])
 
 
@@ -100,7 +113,7 @@ def _require_all_count(document: Mapping[str, Any], tokens: Any) -> None:
             raise UsageFault(what, hint=hint)
 
 
-def _tokens(document: Any) -> list[int]:
+def _tokens(document: Any) -> torch.Tensor:
     if isinstance(document, Mapping):
         found = next((document[name] for name in NAMES if name in document), None)
         if found is None:
@@ -111,9 +124,8 @@ def _tokens(document: Any) -> list[int]:
         document = found
     numbers = torch.as_tensor(document)
     if numbers.dim() == 1 and not len(numbers):  # of a dtype of its own
-        return []
+        return numbers.long()
     if numbers.dim() != 1 or numbers.is_floating_point() or numbers.is_complex():
         what = f"--block-size: a document is {type(document).__name__}, not a row of token numbers"
         raise UsageFault(what, hint="encode texts in the data set: its samples are packed as they come")
-    listed: list[int] = numbers.tolist()
-    return listed
+    return numbers.long()

@@ -38,7 +38,7 @@ class Read(NamedTuple):
         more: of each lane that these are from, by its number: the digest of the sample after the global
             batch, "" if there is none.
         skipped: what could not be read, each with the reason.
-        positions: kept positions of these lanes, by their number.
+        positions: new kept positions of these lanes, by their number.
     """
 
     samples: Any
@@ -134,7 +134,7 @@ class Stream(Dataset[Any]):
         behind = first + self.batch_size
         following = {number: lane.get(self._depth(behind, number)) for number, lane in lanes.items()}
         more = {number: "" if one is None else digest_of(one[0]) for number, one in following.items()}
-        positions = {number: lane.position for number, lane in lanes.items() if lane.position is not None}
+        positions = {number: news for number, lane in lanes.items() if (news := lane.tell()) is not None}
         skipped = [what for lane in lanes.values() for what in lane.skipped]
         for lane in lanes.values():
             lane.skipped = []

@@ -7,6 +7,7 @@ import textwrap
 from ckpttool.distributed.plan import Plan, dealt_sizes
 from train.config.training import TrainConfig
 from train.data.data_set import Data
+from train.data.packing import Packed
 from train.data.samples import count
 from train.data.stream import Stream
 from train.model.sharding import Sharded
@@ -42,16 +43,24 @@ def describe(data: Data) -> str:
     # A user's function may make batches of samples of any shapes.
     has_one = data.shape and not data.collation("training").is_own
     shape = f" of {'×'.join(map(str, data.shape))}" if has_one else ""
-    classes = f", {len(data.classes)} classes" if data.classes else ""
-    sizes = [_size(data.train) if isinstance(data.train, Stream) else f"{count(data.train):,} training"]
-    sizes.append("no test samples" if data.test is None else f"{count(data.test):,} test samples")
-    return f"{' and '.join(sizes)}{shape}{classes}"
+    tests = "no test samples" if data.test is None else f"{count(data.test):,} test samples"
+    if isinstance(data.train, Stream):
+        position = " that does not know its position" * (not data.train.resumes)
+        said = [f"{_kind(data.train, shape)}{position}", tests]
+    elif data.test is None:
+        said = [f"{count(data.train):,} training samples{shape}", tests]
+    else:
+        said = [f"{count(data.train):,} training and {tests}{shape}"]
+    return ", ".join([*said, *([f"{len(data.classes)} classes"] if data.classes else [])])
 
 
-def _size(stream: Stream) -> str:
-    length = "" if stream.length is None else f" of {stream.length:,}"
-    position = "" if stream.resumes else ", which does not know its position,"
-    return f"a stream{length}{position}"
+def _kind(stream: Stream, shape: str) -> str:
+    """Return what a stream consists of."""
+    packed = stream.shards[0].source
+    if isinstance(packed, Packed):
+        return f"a stream of packed blocks of {packed.block} tokens"
+    length = "" if stream.length is None else f"{stream.length:,} "
+    return f"a stream of {length}samples{shape}"
 
 
 def _steps(trainer: Trainer) -> str:

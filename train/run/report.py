@@ -81,7 +81,15 @@ class Report:
     def _width(self) -> int:
         """Return the columns of `3/10`, or of `2.50/10` where scores come in the middle of epochs."""
         config = self.trainer.config
-        return max(7, len(f"{config.epochs}/{config.epochs}") + 3 * (config.eval_every.unit == "steps"))
+        parts = config.eval_every.unit == "steps" or config.max_steps
+        return max(7, len(f"{config.epochs}/{config.epochs}") + 3 * bool(parts))
+
+    def _done(self) -> str:
+        """Return how far the run has come: `3/10`, `2.50/10`, or `step 250` in an epoch of any length."""
+        progress, epochs = self.trainer.progress, self.trainer.config.epochs
+        if progress.step and self.trainer.feed.known_steps is None:
+            return f"step {progress.global_step}"
+        return f"{self.trainer.epochs_done():.2f}/{epochs}" if progress.step else f"{progress.epoch}/{epochs}"
 
     def _metrics(self) -> list[tuple[str, int]]:
         """Return the task's metrics that fit on a line, with their widths; the log has all."""
@@ -118,7 +126,8 @@ class Report:
     def scores(self, trained: TrainScore | None, tested: Scores | None, *, best: bool) -> None:
         """Print one line about scores, and add one object to the log; nothing if there are none.
 
-        `trained` is of the epoch that has just ended, `tested` of the test sets now.
+        `trained` is of the epoch that has just ended, or of the one in which the run ends; `tested` of the
+        test sets now.
         """
         if trained is None and tested is None:
             return
@@ -134,9 +143,7 @@ class Report:
         self.trainer.log.write(entry, self.trainer.progress.global_step)
 
     def _line(self, trained: TrainScore | None, tested: Score | None, best: bool) -> str:
-        epochs = self.trainer.config.epochs
-        done = f"{self.trainer.progress.epoch}" if trained else f"{self.trainer.epochs_done():.2f}"
-        columns = [f"{f'{done}/{epochs}':>{self._width()}}", f"{trained.loss:10.4f}" if trained else " " * 10]
+        columns = [f"{self._done():>{self._width()}}", f"{trained.loss:10.4f}" if trained else " " * 10]
         if self._has_classes():
             columns.append(f"{trained.accuracy:7.2%}" if trained else " " * 7)
         columns.append(f"{tested.loss:10.4f}" if tested else " " * 10)
@@ -153,14 +160,15 @@ class Report:
     def _entry(self, trained: TrainScore | None, tested: Score | None) -> dict[str, Any]:
         """Return the object for the log: an epoch's has `epoch`, one in the middle of an epoch `step`."""
         score = {} if tested is None else without(tested.score())
-        if trained is None:
+        used: dict[str, Any] = {}
+        if trained is not None:
+            used = {"train_loss": trained.loss, "train_samples": trained.samples}
+            used |= {} if trained.accuracy is None else {"train_accuracy": trained.accuracy}
+        if self.trainer.progress.step:
             epochs = round(self.trainer.epochs_done(), 6)
             entry: dict[str, Any] = {"step": self.trainer.progress.global_step, "epochs": epochs}
-            return entry | {f"test_{name}": value for name, value in score.items()}
-        entry = {"epoch": self.trainer.progress.epoch, **score, **self._clock.times()}
-        entry |= {"train_loss": trained.loss, "train_samples": trained.samples}
-        if trained.accuracy is not None:
-            entry["train_accuracy"] = trained.accuracy
+            return entry | {f"test_{name}": value for name, value in score.items()} | used
+        entry = {"epoch": self.trainer.progress.epoch, **score, **self._clock.times(), **used}
         if tested is not None:
             entry["test_samples"] = tested.samples
             entry |= {name: getattr(tested.evaluation, name) for name in ("threads", "batch_size")}

@@ -33,7 +33,7 @@ from train.run.hook import Hook
 from train.run.report import Report
 from train.tasks.task import Task
 from train.trainer import shares
-from train.trainer.progress import Progress, Scores
+from train.trainer.progress import Progress, Scores, TrainScore
 from train.trainer.trainer import Trainer
 
 
@@ -150,6 +150,12 @@ class Run:
             if not signal:
                 raise
             return None, signal
+
+    def trained(self) -> TrainScore | None:
+        """End the epoch if it is done; return its score, or that of its part in which the run ends."""
+        if self.trainer.epoch_is_done():
+            return self.trainer.finish_epoch()
+        return self.trainer.score_so_far() if self.is_over() else None
 
     def note(self, tested: Scores | None) -> tuple[bool, bool]:
         """Return whether scores are the best so far, and among the best of `--keep-best`."""

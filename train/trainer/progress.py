@@ -169,15 +169,18 @@ class Progress:
         elif rank == 0:  # a different number of ranks: one of them holds the total
             self.sums.restore([sum(column) for column in zip(*of_ranks, strict=True)])
 
-    def end_epoch(self, *, counts_correct: bool) -> TrainScore:
-        """Begin the next epoch; return the score on this one's samples, as they were used. A collective."""
+    def score(self, *, counts_correct: bool) -> TrainScore:
+        """Return the score on the samples of the current epoch, as they were used. A collective."""
         own = torch.tensor(self.sums.values(), dtype=torch.float64)
         loss, correct, samples, counted = collectives.total(own).tolist()
+        mean = loss / counted if counted else math.nan
+        return TrainScore(mean, int(correct) if counts_correct else None, int(samples))
+
+    def end_epoch(self) -> None:
+        """Begin the next epoch."""
         self.sums = Sums()
         self.epoch += 1
         self.step = 0
-        mean = loss / counted if counted else math.nan
-        return TrainScore(mean, int(correct) if counts_correct else None, int(samples))
 
     def note(self, merit: float, keep: int = 0) -> tuple[bool, bool]:
         """Note the merit of an evaluation; return whether it is the best so far, and one of the best `keep`.

@@ -227,8 +227,14 @@ class Trainer:
 
     def finish_epoch(self) -> TrainScore:
         """End the current epoch; return the score on its samples, as they were used. A collective."""
+        score = self.score_so_far()
         self.feed.begin_epoch()
-        return self.progress.end_epoch(counts_correct=isinstance(self.task, Classification))
+        self.progress.end_epoch()
+        return score
+
+    def score_so_far(self) -> TrainScore:
+        """Return the score on the samples of the current epoch, as they were used. A collective."""
+        return self.progress.score(counts_correct=isinstance(self.task, Classification))
 
     def evaluate(self) -> Score:
         """Return what train/evaluate.py would give for the bare model as it would be saved. A collective.

@@ -78,7 +78,7 @@ def test_a_long_document_is_packed_in_a_time_that_grows_with_its_length():
 
 def test_documents_without_a_position_have_none_when_packed():
     packed = Packed(DOCUMENTS, 3)
-    assert not Shard(packed).knows_position(iter(packed))
+    assert Shard(packed).state(iter(packed)) is None
 
 
 @pytest.mark.parametrize("document", [{"text": "a"}, [0.5], [[1]]], ids=["no tokens", "numbers", "rows"])

@@ -494,6 +494,18 @@ def run_longer_than_said(rank: int, size: int, folder: str) -> str:
     return runs.outcome(rank, size, data, trainings.seeded(linear), settings)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_that_ends_within_an_epoch_shows_its_loss(run_ranks, tmp_path, size):
+    settings = {"max_steps": 9, "log_every": 1}  # an epoch has six
+    said, *_ = run_ranks(size, run, str(tmp_path), "one", Counted, settings)
+    *steps, last = (entry for entry in entries_of(tmp_path) if "epoch" not in entry)
+    mean = sum(step["loss"] for step in steps[-3:]) / 3
+    assert (last["step"], last["train_samples"]) == (9, 3 * BATCH)
+    assert last["train_loss"] == pytest.approx(mean, rel=1e-12)
+    row = next(line for line in said.splitlines() if line.startswith(" step 9"))
+    assert row.split()[2] == f"{last['train_loss']:.4f}"
+
+
 def test_a_schedule_that_ends_before_the_stream_is_said(run_ranks, tmp_path):
     run_ranks(1, run_longer_than_said, str(tmp_path))
     (event,) = (entry for entry in entries_of(tmp_path) if entry.get("event"))

@@ -45,7 +45,8 @@ def test_more_files_to_test_with_are_named_by_also_test(tmp_path):
     names = [write(tmp_path / f"{n}.bin", range(10 * n + 1)) for n in (1, 2, 3)]
     config = TrainConfig(data=f"tokens:{names[0]}", task="language-model", block_size=5, test_data="fake:1")
     data = data_set.load(replace(config, test_data=f"tokens:{names[1]}"))
-    (name, other), *_ = data_set.load_others(config, [f"ood=tokens:{names[2]}"], data).items()
+    named = replace(config, also_test=(f"ood=tokens:{names[2]}",))
+    (name, other), *_ = data_set.with_others(named, data).others.items()
     assert (name, len(data.test), len(other.test)) == ("ood", 4, 6)
 
 
