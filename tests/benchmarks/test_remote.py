@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckpttool
 from benchmarks import remote
 from benchmarks.case import Case, Run, Way
 from benchmarks.children.link_server import CountedLink
-from benchmarks.remote import BARE, DOWNLOAD, FAKE, FSSPEC, HEADERS, LOCAL, OURS, Count, Hub
+from benchmarks.remote import BARE, DOWNLOAD, FAKE, FSSPEC, HEADERS, LOCAL, NEEDS, OURS, Count, Hub, Job
 from tests.support.running import ROOT
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,13 +36,40 @@ def run(folder: Path, *options: str) -> str:
     return done.stdout
 
 
-def test_a_small_inspection_of_shards_prints_every_way_and_what_the_server_counted(tmp_path: Path) -> None:
-    text = run(tmp_path, "--only", "inspect-shards", "--size", "4MB")
-    counted = {row[0]: int(row[5]) for row in cells(text, "") if row[0] in (LOCAL, OURS, DOWNLOAD, HEADERS)}
-    assert set(counted) == {LOCAL, OURS, DOWNLOAD, HEADERS}
+def shards(folder: Path, size: int) -> None:
+    """Write shards with an index, as `make_shards` does in processes of their own."""
+    state = {f"module.layers.{number}.weight": torch.ones(size // 64) for number in range(16)}
+    torch.save(state, folder.with_name("whole.pt"))
+    folder.rmdir()
+    with ckpttool.open(folder.with_name("whole.pt")) as whole:
+        ckpttool.save(whole, f"{folder}/", shard_size=size // 4)
+
+
+def told(text: str) -> None:
+    """Compare what is printed of an inspection of shards."""
+    ways = [row for row in cells(text, "") if row[0] in (LOCAL, OURS, DOWNLOAD, HEADERS)]
+    counted = {name: int(row[4]) for name, *row in ways if row[0] != "not installed"}
+    assert {LOCAL, OURS} <= set(counted)
     assert counted[LOCAL] == 0
-    assert all(counted[way] > 4 for way in (OURS, DOWNLOAD, HEADERS))
+    assert all(count > 4 for way, count in counted.items() if way != LOCAL)
     assert cells(text, f"{OURS}, round trips")[0][3] in ("met", "MISSED")
+
+
+def test_a_small_inspection_of_shards_prints_every_way_and_what_the_server_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if huggingface_hub were not installed, of which `make long` imports four."""
+    monkeypatch.setattr(remote, "is_missing", NEEDS.__contains__)
+    text = remote.measured(Job(shards, remote.inspect_shards), tmp_path, 4_000_000, 1)
+    told(text)
+    assert text.count("not installed") == 2
+
+
+@pytest.mark.long
+def test_a_small_inspection_as_a_program_compares_with_huggingface_hub(tmp_path: Path) -> None:
+    text = run(tmp_path, "--only", "inspect-shards", "--size", "4MB")
+    told(text)
+    assert {row[0] for row in cells(text, "huggingface_hub")} == {DOWNLOAD, HEADERS}
 
 
 @pytest.mark.long

@@ -305,6 +305,18 @@ SHORT = {
 }
 """The ranks, the largest difference of weights, and the epochs of each example."""
 
+FEW = """
+from examples.padded_text import Numbers
+from examples.shapes import Drawings
+
+def padded_text():
+    return Numbers(range(1, 160)), Numbers(range(800, 840))
+
+def shapes():
+    return Drawings(range(240)), Drawings(range(1000, 1040))
+"""
+"""Fewer samples of an example's data sets: steps enough to compare."""
+
 PLAIN = ["--optimizer", "sgd", "--lr", "0.02"]
 """AdamW divides by the size of each gradient, so that rounding in the smallest ones is seen in weights."""
 
@@ -321,7 +333,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Train an example briefly on one rank and on many; return its name and the folder of both runs."""
     name, folder = request.param, tmp_path_factory.mktemp("runs")
     ranks, _, epochs = SHORT[name]
-    more = [*commands(name)[0], "--epochs", epochs, *PLAIN, "--out"]
+    (folder / "few.py").write_text(FEW)
+    data = ["--data", f"{folder}/few.py:{name}"] if f"def {name}()" in FEW else []
+    more = [*commands(name)[0], *data, "--epochs", epochs, *PLAIN, "--out"]
     for launcher, run in (([sys.executable], "alone"), ([*TORCHRUN, str(ranks)], "many")):
         done = start([*launcher, *more, str(folder / run)])
         assert done.returncode == 0, done.stderr
@@ -337,6 +351,7 @@ def test_an_example_ends_with_the_same_weights_on_one_rank_and_on_many(runs: tup
     apart = ((one - many["model"][key]).abs().max().item() for key, one in alone["model"].items())
     assert max(apart) <= bound
     logs = [epochs_of(folder / run) for run in ("alone", "many")]
+    assert logs[0]
     for one, other in zip(*logs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one.get("metrics", {}) == pytest.approx(other.get("metrics", {}), rel=1e-5)

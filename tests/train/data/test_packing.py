@@ -72,8 +72,9 @@ def test_documents_that_go_on_where_they_were_left_begin_anew():
 
 
 def test_a_long_document_is_packed_in_a_time_that_grows_with_its_length():
-    """Not with its square: 25 million numbers would be moved 250,000 times."""
-    assert sum(1 for _ in Packed([list(range(1_000_000))], 4)) == 250_000
+    """Not with its square: to move four million numbers 20,000 times would take minutes."""
+    packed = Packed([list(range(4_000_000))], 4)
+    assert sum(1 for _ in itertools.islice(packed, 20_000)) == 20_000
 
 
 def test_documents_without_a_position_have_none_when_packed():

@@ -130,10 +130,16 @@ def test_a_member_that_a_sample_has_twice_is_named_and_none_of_them_is_lost(tmp_
 
 
 def test_as_many_endings_as_there_are_members(tmp_path):
-    path = archive(
-        tmp_path / "many.tar", [(f"0.{number}", b"") for number in range(1 << 16)] + [("1.0", b"")]
-    )
-    assert len(opened(path, labelled=False)) == 2
+    """Headers that differ in digits are made of one, as tarfile takes five seconds for them."""
+    name, path = b"0.00000", tmp_path / "many.tar"
+    header = tarfile.TarInfo(name.decode()).tobuf(tarfile.USTAR_FORMAT)
+    rest, after = header[len(name) : 148], header[156:]
+    checksum = int(header[148:154], 8) - sum(name)
+    with open(path, "wb") as file:
+        for member in (*(b"0.%05d" % number for number in range(1 << 16)), b"1.00000"):
+            file.write(b"".join((member, rest, b"%06o\0 " % (checksum + sum(member)), after)))
+        file.write(bytes(1024))
+    assert len(opened(str(path), labelled=False)) == 2
 
 
 @pytest.mark.parametrize(
