@@ -50,8 +50,8 @@ docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stal
 map: $(INSTALLED)  ## what each file of the package is for
 	@$(BIN)/python -m tests.test_architecture --map
 
-report: $(INSTALLED)  ## a page of `ckpttool report` to look at, and its pictures: build/report.html
-	$(BIN)/python -m tests.reporting build
+report: $(INSTALLED)  ## the pictures of the README, docs/pictures/, and the page of one, build/report.html
+	$(BIN)/python -m tests.pictures build
 
 bench: $(INSTALLED)  ## the benchmarks, next to the usual alternatives
 	$(BIN)/python -m benchmarks --record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 ROWS = 40  # How many rows there are before modules are told instead of tensors
 FEW = 8  # With fewer modules than these, the most different ones of the level below tell more
+
+TENSOR = re.compile(r"(?P<dtype>\w+) (?P<shape>\[[\d, ]*\])")  # a plain tensor, as a `Change` has it
 
 # A mark (`~` in both files, `-` only in A, `+` only in B), a name, and what differs
 Item = tuple[str, str, "Change | None"]
@@ -127,19 +130,18 @@ def brief(change: Change) -> str:
     """Return what differs in a few words: `3 -> 4`, or both types and shapes."""
     distance = change.distance
     if distance is None:
-        return printable(f"{change.a} -> {change.b}")
+        return _types(change)
     if distance.a is not None and change.a.endswith("[]"):
         return _from_to(distance.a, distance.b)
-    return f"{change.a}: {_how_many(distance)}"
+    return f"{_types(change)}: {_how_many(distance)}"
 
 
 def detailed(change: Change) -> str:
     """Return all that is known of a difference, on one line."""
     distance = change.distance
     if distance is None:
-        return printable(f"{change.a} -> {change.b}")
-    types = change.a if change.a == change.b else f"{change.a} -> {change.b}"
-    text = f"{types}: {_how_many(distance)}"
+        return _types(change)
+    text = f"{_types(change)}: {_how_many(distance)}"
     if distance.max_abs:
         steps = distance.max_ulp is not None and distance.max_ulp <= 9999
         text += f", by up to {number(distance.max_abs)}{f' ({distance.max_ulp} ulp)' if steps else ''}"
@@ -149,6 +151,20 @@ def detailed(change: Change) -> str:
         text += f"; relative {number(change.norms.relative)}"
         text += "" if change.norms.cosine is None else f", cosine {change.norms.cosine:.6f}"
     return text
+
+
+def _types(change: Change) -> str:
+    """Return what both sides are, and what they have in common once: `float32 [2×3] -> [4×3]`."""
+    sides = [TENSOR.fullmatch(side) for side in (change.a, change.b)]
+    if not (sides[0] and sides[1]):
+        return printable(change.a if change.a == change.b else f"{change.a} -> {change.b}")
+    dtypes = [side["dtype"] for side in sides if side]
+    shapes = [side["shape"].replace(", ", "×") for side in sides if side]
+    if dtypes[0] == dtypes[1]:
+        return f"{dtypes[0]} {' -> '.join(dict.fromkeys(shapes))}"
+    if shapes[0] == shapes[1]:
+        return f"{' -> '.join(dtypes)} of {shapes[0]}"
+    return f"{dtypes[0]} {shapes[0]} -> {dtypes[1]} {shapes[1]}"
 
 
 def share(count: int, of: int) -> str:

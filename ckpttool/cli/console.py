@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -55,6 +56,11 @@ class Console:
         said = to_json(versioned(data)) if self.json else in_quiet if self.quiet else text
         if said is not None:
             click.echo(said, err=self.to_stderr)
+
+    def sentence(self, text: str) -> str:
+        """Return an outcome of one line, which a terminal gets in lines that end between words."""
+        width = terminal_width(sys.stderr if self.to_stderr else sys.stdout)
+        return text if width is None else "\n".join(wrapped(text, width))
 
     def listed(self, text: str, items: Sequence[Mapping[str, object]]) -> None:
         """Print an outcome that is a list in JSON."""
@@ -260,14 +266,21 @@ def wrapped(text: str, width: int) -> list[str]:
     return wrap(text, width, break_on_hyphens=False)
 
 
+def fitting(widths: Sequence[int], width: int) -> int:
+    """Return how many columns of these widths, the first ones, fit with two spaces before each."""
+    return sum(total <= width for total in accumulate(wide + 2 for wide in widths))
+
+
 def table(
     rows: Sequence[Sequence[str]], to_the_left: Collection[int], width: int | None = None
 ) -> Iterator[str]:
-    """Yield one line per row, each column as wide as its widest cell."""
+    """Yield one line per row, each column as wide as its widest cell. Where that is wider than `width`, the
+    first column gives way, and what words in the last one leave of the line is cut."""
     widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
     if width is not None and rows:
         least = min(widths[0], 16)
-        rest = sum(widths[1:]) + 2 * (len(widths) - 1)
+        last = min(widths[-1], 16) if len(widths) - 1 in to_the_left else widths[-1]
+        rest = sum(widths[1:-1]) + last + 2 * (len(widths) - 1)
         widths[:1] = [min(widths[0], max(width - rest, least))]
     pads = [left if i in to_the_left else right for i in range(len(widths))]
     for first, *others in rows:

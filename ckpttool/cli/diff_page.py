@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..analysis.diff_rows import ROWS, Row, detailed, items_of, relative, rows_of
-from .console import coloured, columns, cut, cut_middle, left, printable, right
+from .console import coloured, columns, cut, cut_middle, fitting, left, printable, right
 
 if TYPE_CHECKING:
     from ..analysis.compare import Comparison
 
 HEADER = ("differ", "relative", "cosine", "largest")
+LEAST = 16  # columns of a name, before figures give way to it
 COLOURS = {"~": "yellow", "-": "red", "+": "green"}
 
 
@@ -43,19 +44,24 @@ def _sorted(rows: list[Row], sort: str | None) -> list[Row]:
 
 
 def _table(rows: list[Row], width: int | None) -> Iterator[str]:
-    """Yield the header, if a row has numbers, and the rows, whose names give way to a narrow terminal."""
+    """Yield the header, if a row has numbers, and the rows: names give way to the width, then figures."""
     cells = [HEADER, *(row.cells for row in rows if row.cells)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     names = [printable(row.name) for row in rows]
     if width is not None:
+        widths = widths[: fitting(widths, width - 2 - LEAST)]
         words = max((columns(row.text) for row in rows), default=0)
         others = sum(widths) + 2 * len(widths) if len(cells) > 1 else min(words + 2, width // 2)
-        names = [cut_middle(name, max(width - 2 - others, 16)) for name in names]
+        names = [cut_middle(name, max(width - 2 - others, LEAST)) for name in names]
     widest = max(map(columns, names), default=0)
+
+    def figures(row: Sequence[str]) -> list[str]:
+        return [right(cell, wide) for cell, wide in zip(row, widths, strict=False)]
+
     if len(cells) > 1:
-        yield "  " + "  ".join([" " * widest, *map(right, HEADER, widths)])
+        yield "  " + "  ".join([" " * widest, *figures(HEADER)])
     for row, name in zip(rows, names, strict=True):
-        line = "  ".join([left(name, widest), *map(right, row.cells, widths), row.text]).rstrip()
+        line = "  ".join([left(name, widest), *figures(row.cells), row.text]).rstrip()
         yield f"{_mark(row)} {cut(line, None if width is None else width - 2)}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -16,7 +17,7 @@ from .. import errors
 from ..contract import versioned
 from ..errors import CkptToolError, FileError, Mismatch, NothingToDo, RanksDiffer, UsageFault, install
 from ..files.failures import reason
-from .console import coloured, printable, to_json
+from .console import coloured, printable, terminal_width, to_json, wrapped
 
 if TYPE_CHECKING:
     from ..models.diagnosis.fit import Fit
@@ -73,7 +74,9 @@ def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> in
             return code
     label, colour = ("nothing to do:", "yellow") if isinstance(error, NothingToDo) else ("error:", "red")
     with suppress(OSError):
-        click.echo(f"{coloured(label, colour)} {printable(message)}", err=True)
+        text, width = f"{label} {printable(message)}", terminal_width(sys.stderr)
+        lines = [text] if width is None else wrapped(text, width)
+        click.echo("\n".join(lines).replace(label, coloured(label, colour), 1), err=True)
         if hint:
             click.echo(f"{coloured('hint:', 'cyan')} {printable(hint)}", err=True)
     return code

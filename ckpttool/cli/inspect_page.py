@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MAX_OTHERS = 12  # Values below one name that are shown without `-v`
 FIRST = ("hyper_parameters", "datamodule_hyper_parameters")  # Entries of a Lightning file that stand first
 FOLDED = ("loops", "callbacks")  # Entries of a Lightning file that hold its own bookkeeping
+ROOM = 10  # Columns for what is in a module, below which they stay empty
 INDENT = 14  # Columns before a fact: two spaces, and the widest label
 
 
@@ -63,11 +64,13 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     if width:
         space = width - second - third - 6  # for names and contents
         wanted = max(columns(brief) for _, brief in insides)
-        first = min(first, max(24, min(width // 2, space - wanted)))
+        first = min(first, max(min(24, space + 2), min(width // 2, space - wanted)))
+        if space - first < ROOM:
+            insides = [("", "")] * len(insides)
     yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
     for name, count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
         if width and columns(inside) > space - first:
-            inside = brief if ";" in brief else console.cut_middle(brief, max(space - first, 16))
+            inside = brief if ";" in brief else console.cut_middle(brief, max(space - first, ROOM))
         figures = f"{console.right(count, second)}  {console.right(size, third)}"
         yield cut(
             f"{console.left(console.cut_middle(name, first), first)}  {figures}  {inside}".rstrip(), width

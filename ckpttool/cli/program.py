@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from types import FrameType
@@ -36,10 +37,12 @@ from .commands import (
 )
 from .failure import Call, fail, left_by
 
+TWO_COLUMNS = 60  # of a terminal from which on options stand beside their meaning
+
 EPILOG = """\
-\b
 Exit codes: 0 done, or same; 1 differs, a check failed or nothing to do;
 2 usage; 3 unreadable, damaged or refused.
+
 `ckpttool COMMAND --help` ends in an example. Completion of commands, options
 and files: eval "$(_CKPTTOOL_COMPLETE=bash_source ckpttool)", or zsh_source.
 """
@@ -115,10 +118,36 @@ def _broken_pipe_raised() -> Iterator[None]:
         raise ReaderGone from error
 
 
+class Help(click.HelpFormatter):
+    """Help that keeps to a narrow terminal, where click's own writes 50 columns."""
+
+    def __init__(self, width: int | None = None, max_width: int | None = None) -> None:
+        if width is None:
+            width = max(min(shutil.get_terminal_size().columns, max_width or 80) - 2, 30)
+        super().__init__(width=width)
+
+    def write_dl(self, rows: Sequence[tuple[str, str]], *given: Any, **options: Any) -> None:
+        """Write names and what they mean in two columns, or one below the other."""
+        if self.width >= TWO_COLUMNS:
+            return super().write_dl(rows, *given, **options)
+        for name, meaning in rows:
+            self.write(f"{'':{self.current_indent}}{name.rstrip()}\n")
+            with self.indentation(), self.indentation():
+                self.write_text(meaning)
+        return None
+
+
+class Context(click.Context):
+    """What a command is called with."""
+
+    formatter_class = Help
+
+
 class Commands(click.Group):
     """The group of all commands, shown in our order, with suggestions for misspelt names."""
 
     sections = SECTIONS
+    context_class = Context
 
     def make_context(self, *args: Any, **given: Any) -> click.Context:
         with _broken_pipe_raised():  # --help and --version print while the arguments are parsed
@@ -136,7 +165,7 @@ class Commands(click.Group):
         except click.UsageError as error:  # click's parser does not say which command it was
             command = self.commands.get(ctx.invoked_subcommand or "")
             if error.ctx is None and command is not None:
-                error.ctx = click.Context(command, info_name=command.name, parent=ctx)
+                error.ctx = Context(command, info_name=command.name, parent=ctx)
             raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -204,6 +233,7 @@ def group() -> None:
 
 
 for member in chain.from_iterable(SECTIONS.values()):
+    member.context_class = Context
     group.add_command(member)
 
 

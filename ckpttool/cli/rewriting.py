@@ -249,7 +249,7 @@ def report_written(
     if dry:
         done, data["dry_run"] = f"would have {done}", True
     line = f"{done} -> {printable(path)} ({size}, {seconds:.2f} s)"
-    console.result("\n".join([line, *map(printable, table)]), data)
+    console.result("\n".join([console.sentence(line), *map(printable, table)]), data)
 
 
 def _warnings(console: Console, saved: Saved, versions: Sequence[str]) -> Iterator[str]:

@@ -219,3 +219,16 @@ def test_help_is_a_word_too(cli: Any) -> None:
     ran = cli("help", "inspekt")
     assert (ran.code, "did you mean inspect" in ran.err) == (2, True)
     assert cli("-V").out == cli("--version").out
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("name", ["", "inspect", "strip-prefix", "average"])
+def test_help_keeps_to_the_terminal(name: str, width: int, process: Any) -> None:
+    lines = process(*name.split(), "--help", env={"COLUMNS": str(width)}).stdout.decode().splitlines()
+    prose = [line for line in lines if "ckpttool " not in line]  # what is typed stays in one line
+    assert max(map(len, prose)) <= min(width, 100)
+    assert any(len(line) > min(width, 100) - 12 for line in prose)
+
+
+def test_examples_fit_80_columns() -> None:
+    assert [example for example in examples() if len(f"    {example}") > 80] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -100,11 +101,42 @@ def test_tables_show_the_end_of_a_name_and_all_figures(checkpoint: ckpttool.Chec
 @pytest.mark.parametrize("width", [30, 50, 80, 200])
 def test_columns_that_do_not_fit_are_named(width: int, here: Path) -> None:
     lines = measured(opened({"blocks.0.attention.query.weight": torch.rand(1200, 3) * 1e-9}, here))(width)
-    gone = [name for name in ("mean", "std") if name not in lines[0]]
-    assert (len(lines) == 3) == bool(gone)
-    if gone:
-        assert lines[-1].startswith(f"without {', '.join(gone)}"[: width - 1])
-        assert all(len(line) <= width for line in lines)
+    gone = [name for name in ("dtype", "shape", "mean", "std") if name not in lines[0]]
+    note = " ".join(lines[2:])
+    assert note == (
+        f"without {', '.join(gone)}, for which the terminal is too narrow; | cat has them" if gone else ""
+    )
+    assert all(len(line) <= width for line in lines) == bool(gone) or width == 200
+    if width >= 50:
+        assert lines[1].split()[-2:][0][-1].isdigit() and "…" not in lines[1][16:]
+
+
+@pytest.mark.parametrize(("width", "shown"), [(40, 4), (80, 5), (120, 5)])
+def test_a_long_second_name_leaves_room_for_the_first_ones(width: int, shown: int, here: Path) -> None:
+    state = {f"model.layers.{i}.attention.weight": torch.ones(3, 4) for i in range(2)}
+    state["head.weight"] = state["model.layers.0.attention.weight"]
+    lines = list(tensor_lines(tensor_rows(opened(state, here)), width))
+    assert max(map(columns, lines[:3])) <= width
+    assert lines[1].split()[1:3] == ["float32", "[3,4]"]
+    assert len(lines[2].split()) == shown
+    assert (len(lines) > 3) == (width == 40)
+    if width >= 80:
+        assert lines[1].split()[0] == "model.layers.1.attention.weight"
+        assert lines[2].split()[4].startswith("model.layers.0")
+    else:
+        assert " ".join(lines[3:]).startswith("without shared with, ")
+
+
+def test_a_narrow_terminal_shows_modules_with_their_figures(here: Path) -> None:
+    names = ["embedding.weight", "a_block_with_a_name.attention.weight", "a_block_with_a_name.norm.weight"]
+    lines = page_of(opened({name: torch.ones(1200, 34) for name in names}, here), 40)
+    place = next(i for i, line in enumerate(lines) if line.startswith("module"))
+    assert lines[place].split() == ["module", "parameters", "bytes"]
+    assert [re.split("  +", line.strip())[-2:] for line in lines[place + 1 : place + 3]] == [
+        ["122,400", "490 kB"],
+        ["40,800", "163 kB"],
+    ]
+    assert max(map(columns, lines[1:])) <= 40
 
 
 def test_deviations_and_means_give_way_before_names_and_what_is_not_finite(here: Path) -> None:

@@ -66,7 +66,7 @@ def verify(
                 note_state(console, checkpoint, state, named=True)
         _note(console, verified)
         data = {"path": file, "ok": verified.ok, **fields_of(verified, {"free": "unvouched"})}
-        return Answer(_line(file, against, verified), data, 0 if verified.ok else 1)
+        return Answer(console.sentence(_line(file, against, verified)), data, 0 if verified.ok else 1)
 
     return answer_each(files, console, answer)
 
@@ -183,7 +183,7 @@ def prove(
     for finding in proved.findings:
         console.note(f"{finding.kind}: {printable(finding.where)}: {printable(finding.message)}")
     seconds = time.perf_counter() - began
-    console.result(_proof(console, run, proved, seconds), _fields(run, proved, seconds))
+    console.result(console.sentence(_proof(console, run, proved, seconds)), _fields(run, proved, seconds))
     return 0 if proved.ok else 1
 
 

@@ -14,7 +14,7 @@ import click
 
 from ...errors import OutputExists, UsageFault
 from .. import options
-from ..console import Console, columns, cut_front, printable, table, terminal_width
+from ..console import Console, columns, cut_front, fitting, printable, table, terminal_width
 from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite
 
@@ -48,8 +48,8 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
 
     \b
     Examples:
-      ckpttool conform model.safetensors renamed.safetensors --like other-side.safetensors
-      ckpttool conform model.pt renamed.pt --like ref.pt --check-values --write-map rules.toml
+      ckpttool conform model.safetensors out.safetensors --like ref.pt
+      ckpttool conform model.pt out.pt --like ref.pt --write-map rules.toml
     """
     from ...tensors import cast
 
@@ -179,9 +179,10 @@ def _table(mapping: Sequence[Row], width: int | None) -> Iterator[str]:
             rows.append((printable(_ranged(source, row)), printable(_ranged(target, row)), *facts))
             facts = "", "", ""
     if width is not None:
-        rest = sum(max(map(columns, column)) for column in [*zip(*rows, strict=True)][2:]) + 8
-        each = max((width - rest) // 2, 16)
-        rows = [(cut_front(row[0], each), cut_front(row[1], each), *row[2:]) for row in rows]
+        widths = [max(map(columns, column)) for column in zip(*rows, strict=True)][2:]
+        shown = fitting(widths, width - 2 * 16 - 2)
+        each = max((width - sum(widths[:shown]) - 2 * shown - 2) // 2, 16)
+        rows = [(cut_front(row[0], each), cut_front(row[1], each), *row[2 : 2 + shown]) for row in rows]
     yield from table(rows, range(5), width)
 
 

@@ -79,7 +79,7 @@ def command(
 
     \b
     Examples:
-      ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048 --momentum 0.1
+      ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
     from ... import formats

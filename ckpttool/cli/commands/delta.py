@@ -43,7 +43,7 @@ def delta(job: Job, new: str, layout: str | None) -> None:
     Examples:
       ckpttool delta step-100.pt step-200.pt step-200.delta.safetensors
       ckpttool diff step-100.pt step-200.delta.safetensors
-      ckpttool delta base.safetensors tuned.safetensors patch.safetensors --as vllm
+      ckpttool delta base.safetensors tuned.safetensors out.safetensors --as vllm
     """
     from ...formats.delta import writing
 

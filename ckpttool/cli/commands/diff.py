@@ -122,7 +122,7 @@ def _report(
     width = terminal_width(sys.stdout)
     lines = details(comparison, sort) if console.verbose else page(comparison, sort, width)
     verdict = _verdict(printable(a), printable(b), comparison, limits)
-    console.result("\n".join([*lines, verdict]), {**_data(comparison, sort), **limits})
+    console.result("\n".join([*lines, console.sentence(verdict)]), {**_data(comparison, sort), **limits})
 
 
 # Fields of a comparison that JSON has otherwise, or not at all

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +14,7 @@ import click
 from ...errors import SeveralCheckpoints
 from ...words import number
 from .. import options
-from ..console import Console, columns, counted, cut, printable, show_bytes, table, terminal_width
+from ..console import Console, columns, counted, printable, show_bytes, table, terminal_width, wrapped
 from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
+TENSORS = (*STATS[:3], "bytes", "shared with")
+LEAST = 16  # columns that a name keeps
 
 
 @click.command("inspect")
@@ -177,8 +179,9 @@ def tensor_lines(
         tensor = (printable(row.name), row.type, row.sizes, str(row.nbytes), printable(row.shared_with or ""))
         cells.append((*tensor, *(_figures(stats.get(row.name)) if stats else ())))
     if width is not None:
-        return table(cells, (0, 1, 4), width)
-    header = [(*STATS[:3], "bytes", "shared with", *STATS[3:])] if stats and cells else []
+        giving_way = [("shared with", True), ("bytes", True)]
+        return _fitted((*TENSORS, *STATS[3:]), cells, giving_way, (0, 1, 4), width)
+    header = [(*TENSORS, *STATS[3:])] if stats and cells else []
     return map("\t".join, [*header, *cells])
 
 
@@ -194,17 +197,36 @@ def stats_table(
         cells.append((printable(row.name), row.type, shape, *_figures(stats.get(row.name))))
     if len(cells) == 1:
         return
-    finite = not any(stat and stat.non_finite for stat in stats.values())
-    shown = [i for i, name in enumerate(STATS) if name != "not finite" or not finite]
+    if not any(stat and stat.non_finite for stat in stats.values()):
+        cells = [line[:-1] for line in cells]
+    giving_way = [("std", False), ("mean", False), ("dtype", True), ("shape", True)]
+    yield from _fitted(STATS, cells, giving_way, (0, 1), width)
+
+
+def _fitted(
+    heads: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    giving_way: Sequence[tuple[str, bool]],
+    to_the_left: Collection[int],
+    width: int | None,
+) -> Iterator[str]:
+    """Yield a table without the columns that give way, in this order, to a narrow terminal; then name those.
+
+    Each of `giving_way` says whether names, the first column, are cut before it goes."""
     widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
-    hidden: list[str] = []
-    for name in ("std", "mean"):
-        if width is not None and sum(widths[i] + 2 for i in shown) - 2 > width:
-            shown.remove(STATS.index(name))
-            hidden.insert(0, name)
-    yield from table([[line[i] for i in shown] for line in cells], (0, 1), width)
+    shown, hidden = [*range(len(widths))], []
+    for head, after_names in giving_way if width is not None and cells else ():
+        first = min(widths[0], LEAST) if after_names else widths[0]
+        others = (min(widths[i], LEAST) if heads[i] == "shared with" else widths[i] for i in shown[1:])
+        if first + sum(wide + 2 for wide in others) > (width or 0):
+            shown.remove(heads.index(head))
+            hidden.append(head)
+    lefts = [place for place, i in enumerate(shown) if i in to_the_left]
+    yield from table([[line[i] for i in shown] for line in cells], lefts, width)
     if hidden:
-        yield cut(f"without {', '.join(hidden)}, for which the terminal is too narrow; | cat has them", width)
+        names = ", ".join(head for head in heads if head in hidden)
+        text = f"without {names}, for which the terminal is too narrow; | cat has them"
+        yield from wrapped(text, width or len(text))
 
 
 def _figures(stat: Stats | None) -> list[str]:

@@ -39,7 +39,7 @@ def strip_prefix(
     \b
     Examples:
       ckpttool strip-prefix last.pt model.safetensors
-      ckpttool strip-prefix lightning.ckpt model.pt --prefix model. --keep hyper_parameters
+      ckpttool strip-prefix lightning.ckpt model.pt --prefix model.
     """
     from ...transforms import keys
 

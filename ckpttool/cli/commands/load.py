@@ -127,7 +127,7 @@ def reload(
 
     \b
     Example:
-      ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
+      ckpttool reload last.pt --model torchvision:resnet18 --input-shape 1,3,64,64
     """
     from ...models import reloading
     from ...models.skeleton import skeleton, with_values

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import click
 
 from .. import options
-from ..console import Console, cut, table, terminal_width
+from ..console import Console, table, terminal_width, wrapped
 
 
 @click.command("maps")
@@ -36,5 +37,15 @@ def command(console: Console, name: str | None) -> None:
     ]
     ways = [f"{each['from']} {'<->' if each['reversible'] else '->'} {each['to']}" for each in found]
     rows = [(str(each["name"]), way) for each, way in zip(found, ways, strict=True)]
-    width = terminal_width(sys.stdout)  # the names, which are to be typed, stay whole
-    console.listed("\n".join(cut(line, width) for line in table(rows, (0, 1))), found)
+    console.listed("\n".join(_lines(rows, terminal_width(sys.stdout))), found)
+
+
+def _lines(rows: list[tuple[str, str]], width: int | None) -> Iterator[str]:
+    """Yield each name, which is to be typed, and what it changes, beside or below it."""
+    beside = max(len(name) for name, _ in rows) + 2
+    if width is None or all(beside + len(way) <= width for _, way in rows):
+        yield from table(rows, (0, 1))
+        return
+    for name, way in rows:
+        yield name
+        yield from (f"    {line}" for line in wrapped(way, max(width - 4, 20)))

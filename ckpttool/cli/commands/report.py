@@ -46,4 +46,4 @@ def command(
     verb = "would have written" if given["dry_run"] else "wrote"
     line = f"{verb} a page about {' and '.join(shown)} -> {printable(output)} ({show_bytes(found.nbytes)})"
     dry = {"dry_run": True} if given["dry_run"] else {}
-    console.result(line, {**fields_of(found), **dry})
+    console.result(console.sentence(line), {**fields_of(found), **dry})

@@ -78,10 +78,11 @@ def _lines(console: Console, scanned: list[Scanned]) -> list[str]:
         worst = sum(finding.dangerous for finding in file.found)  # never shortened
         shown = console.names(file.names) if worst <= 4 else ", ".join(map(printable, file.names))
         said = f": {shown}{inside}" if file.names else ""
-        lines.append(f"{printable(file.path)}: {file.verdict}{said}")
+        lines.append(console.sentence(f"{printable(file.path)}: {file.verdict}{said}"))
     counts = [(sum(file.verdict == verdict for file in scanned), verdict) for verdict in VERDICTS]
     said = ", ".join(f"{count} {verdict}" for count, verdict in counts if count)
-    return [*lines, f"scanned {counted(len(scanned), 'file')}" + (f": {said}" if said else "")]
+    total = f"scanned {counted(len(scanned), 'file')}" + (f": {said}" if said else "")
+    return [*lines, console.sentence(total)]
 
 
 def _fields(file: Scanned) -> dict[str, object]:

@@ -48,7 +48,7 @@ def command(
     \b
     Examples:
       ckpttool slim last.pt weights.pt
-      ckpttool slim --in-place runs/first --keep-newest 2 --drop optimizer --dry-run
+      ckpttool slim --in-place runs/first --keep-newest 2 --dry-run
     """
     if in_place:
         _require_sense(job, model, keep_newest)
@@ -129,7 +129,7 @@ def _in_place(job: Job, keep_newest: int, drop: tuple[str, ...]) -> None:
     data: dict[str, object] = {**fields_of(run), "freed": run.freed, "seconds": round(seconds, 4)}
     if job.dry_run:
         data["dry_run"] = True
-    console.result("\n".join([line, *table]), data)
+    console.result("\n".join([console.sentence(line), *table]), data)
 
 
 def _note_kept(console: Console, run: SlimmedRun) -> None:

@@ -71,7 +71,7 @@ def average(job: Job, weights: list[float] | None, method: str, **settings: Any)
     Examples:
       ckpttool average epoch8.pt epoch9.pt mean.safetensors
       ckpttool average epoch8.pt epoch9.pt mean.pt --weights 1,3
-      ckpttool average epoch8.pt epoch9.pt ties.pt --method ties --base base.pt --density 0.2
+      ckpttool average epoch8.pt epoch9.pt ties.pt --method ties --base base.pt
     """
     from dataclasses import replace
 
@@ -140,7 +140,7 @@ def optimizer(job: Job, to: Form, model: str | None, order: Order | None) -> Non
     Examples:
       ckpttool optimizer last.pt named.pt --to names
       ckpttool optimizer run.pt named.pt --to names --order state
-      ckpttool optimizer last.pt fitting.pt --to names --model torchvision:resnet18
+      ckpttool optimizer last.pt named.pt --to names --model torchvision:resnet18
     """
     from ...transforms.optimizer.rekey import rekeyed
 

@@ -49,11 +49,49 @@ def test_each_difference_is_a_row_and_the_last_line_counts_them(cli: Any) -> Non
 def test_verbose_lines_say_all_that_is_known(cli: Any) -> None:
     lines = cli("diff -v", "a.pt", "b.pt").out.splitlines()
     assert lines[0] == (
-        "~ w  float32 [2, 3]: 1 of 6 differs, by up to 0.5, at [1, 0]: 3 -> 3.5; "
+        "~ w  float32 [2×3]: 1 of 6 differs, by up to 0.5, at [1, 0]: 3 -> 3.5; "
         "relative 0.0655, cosine 0.998204"
     )
     assert lines[1] == "~ n  int64 []: 1 of 1 differs, by up to 2: 7 -> 9; relative 0.222, cosine 1.000000"
     assert lines[2:5] == ["~ epoch  3 -> 4", "- gone", "+ new"]
+
+
+def test_types_and_shapes_say_once_what_both_sides_have(cli: Any) -> None:
+    a = {"shape": torch.ones(2, 3), "type": torch.ones(2, 3), "both": torch.ones(2, 3), "axes": torch.ones(6)}
+    b = {"shape": torch.ones(4, 3), "type": a["type"].half(), "both": torch.ones(6).half()}
+    save_pair(a, b | {"axes": torch.tensor(1.0)})
+    assert cli("diff a.pt b.pt").out.splitlines()[:4] == [
+        "~ shape  float32 [2×3] -> [4×3]",
+        "~ type   float32 -> float16 of [2×3]",
+        "~ both   float32 [2×3] -> float16 [6]",
+        "~ axes   float32 [6] -> []",
+    ]
+    assert cli("diff -v --atol 0 a.pt b.pt").out.splitlines()[0] == "~ shape  float32 [2×3] -> [4×3]"
+    assert cli("diff a.pt b.pt --json").json["changed"][0]["a"] == "float32 [2, 3]"
+
+
+def test_a_narrow_terminal_shows_fewer_figures_and_no_line_that_is_cut_in_a_number() -> None:
+    norms = Norms(1.0, 1.0, 1.0, 0.5)
+    distance = Distance(1, 2, max_abs=1.0)
+    changes = [
+        Change(
+            f"model.layers.{i}.self_attn.q_proj.weight",
+            "values",
+            "float32 [2]",
+            "float32 [2]",
+            distance,
+            None,
+            norms,
+        )
+        for i in range(2)
+    ]
+    for width, heads in ((40, ["differ", "relative"]), (50, ["differ", "relative", "cosine"])):
+        lines = [
+            click.unstyle(line) for line in page(Comparison((), (), (*changes,), 1), sort=None, width=width)
+        ]
+        assert lines[0].split() == heads
+        assert max(map(len, lines)) <= width
+        assert [line.split()[2:4] for line in lines[1:]] == [["50%", "1"]] * 2
 
 
 def blocks(count: int) -> dict[str, torch.Tensor]:

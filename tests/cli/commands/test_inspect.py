@@ -109,10 +109,10 @@ def test_tensors_beside_the_state_are_named_with_count_and_size(cli: Any) -> Non
     assert found[0] == {"name": "run.cb", "tensors": 2, "nbytes": 32}
 
 
-def test_the_page_in_the_readme_is_what_is_printed(resnet20: Path, cli: Any, monkeypatch: Any) -> None:
+def test_the_page_in_the_docs_is_what_is_printed(resnet20: Path, cli: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(resnet20.parent)
     command = f"inspect {resnet20.name} --depth 1"
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert f"    $ ckpttool {command}\n" in text
     told = text.partition(f"    $ ckpttool {command}\n")[2].partition("    $ ")[0]
     assert textwrap.dedent(told).strip() == cli(command).out.strip()
