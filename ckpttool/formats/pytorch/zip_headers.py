@@ -61,9 +61,11 @@ def _alike(place: ByteRange, block: list[Entry], end: int, limit: int) -> list[R
     ends = [*map(add, begins, packed)]
     if ends[-1] > limit or not all(map(le, ends, headers[1:])):
         return None
-    places = map(partial(tuple.__new__, ByteRange), zip(repeat(place.source), map(place.offset.__add__, begins), packed))
-    crcs = (crc or None for crc in crcs)
-    return [*map(partial(tuple.__new__, Record), zip(names, places, sizes, crcs, methods))]
+    # NamedTuples made in a C loop, which takes a third of the time of a call each.
+    starts = map(place.offset.__add__, begins)
+    data = map(partial(tuple.__new__, ByteRange), zip(repeat(place.source), starts, packed))  # noqa: B905
+    stated = [crc or None for crc in crcs] if 0 in crcs else crcs
+    return [*map(partial(tuple.__new__, Record), zip(names, data, sizes, stated, methods, strict=True))]
 
 
 def _one_by_one(
