@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import chain, islice, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ...inert_pickle.machine import Machine, PickleFault
@@ -116,7 +117,7 @@ class Template:
 
     def written(self, key: bytes, index: int) -> bytes:
         """Return the opcodes of a tensor."""
-        return b"%b%b%b%b" % (self.head, len(key).to_bytes(4, "little"), key, self.tail(index))
+        return b"%b%b\0\0\0%b%b" % (self.head, bytes((len(key),)), key, self.tail(index))
 
     def key_at(self, data: bytes, position: int, index: int) -> bytes | None:
         """Return the key of the tensor at a position; None if the opcodes there are others."""
@@ -306,16 +307,23 @@ def _numbers(opcodes: bytes) -> tuple[int, ...]:
     return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)
 
 
+# What tensors of one form share: also where they are tagged to lie, which decides what is written of that.
+LIKE = attrgetter(
+    *("storage.kind", "storage.location", "storage.data.nbytes", "dtype.name"),
+    *("offset", "shape", "stride", "conj", "neg", "requires_grad"),
+)
+
+
 class WrittenTensors:
     """The same shortcut for what writes a pickle: what was written of one is the template of others."""
 
-    def __init__(self, key_of: Callable[[Storage], str], location_of: Callable[[Storage], str]) -> None:
-        self.key_of, self.location_of = key_of, location_of
+    def __init__(self, key_of: Callable[[Storage], str]) -> None:
+        self.key_of = key_of
         self.templates: dict[tuple[object, ...], Template] = {}
 
     def written(self, tensor: TensorRef, index: int) -> tuple[bytes, int] | None:
         """Return a tensor's opcodes, and how many values they put into the memo; None for a new form."""
-        template = self.templates.get(self._like(tensor))
+        template = self.templates.get(LIKE(tensor))
         if template is None:
             return None
         return template.written(self.key_of(tensor.storage).encode(), index), template.count
@@ -326,9 +334,4 @@ class WrittenTensors:
         if match and len(self.templates) < MOST_FORMS:
             template = Template(match)
             if template.written(match["key"], index) == opcodes:
-                self.templates[self._like(tensor)] = template
-
-    def _like(self, tensor: TensorRef) -> tuple[object, ...]:
-        storage = tensor.storage
-        stored = storage.kind, self.location_of(storage), storage.data.nbytes
-        return *stored, tensor.dtype.name, *tensor.view[2:], tensor.requires_grad
+                self.templates[LIKE(tensor)] = template

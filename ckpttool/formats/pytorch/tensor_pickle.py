@@ -250,6 +250,6 @@ def write_torch_pickle(value: object, protocol: int, device: str | None) -> tupl
         protocol=protocol,
         persistent_id=persistent_id,
         reduce_tensor=_reduce_tensor,
-        shortcut=WrittenTensors(key_of, partial(written_device, device=device)),
+        shortcut=WrittenTensors(key_of),
     )
     return data, storages
