@@ -116,8 +116,10 @@ class Checkpoint:
         Raises:
             Unsupported: the dotted paths together would fill the memory.
         """
-        named = ((path, tensor_of(value)) for path, value in self.named(contents))
-        return ((dotted(path), tensor) for path, tensor in named if tensor is not None)
+        for path, value in self.named(contents):
+            tensor = value if type(value) is TensorRef else tensor_of(value)
+            if tensor is not None:
+                yield dotted(path), tensor
 
     def storages(self) -> Iterator[tuple[str, Storage]]:
         """Yield every storage with the dotted path of the tensor that uses it.
@@ -128,7 +130,7 @@ class Checkpoint:
             Unsupported: the dotted paths together would fill the memory.
         """
         for path, value in self.named(contents):
-            tensor = tensor_of(value)
+            tensor = value if type(value) is TensorRef else tensor_of(value)
             if tensor is not None:
                 yield dotted(path), tensor.storage
             elif isinstance(value, Storage):

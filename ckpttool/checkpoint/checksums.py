@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from ..errors import Damaged
@@ -28,8 +28,16 @@ Named = tuple[str, Storage]
 PIECE = 4 << 20
 
 
-def each_once(storages: Iterable[Named]) -> Iterator[Named]:
-    """Yield storages and those that they come from once, each with the name of a tensor that uses it."""
+def each_once(storages: Iterable[Named]) -> list[Named]:
+    """Return storages and those that they come from once, each with the name of a tensor that uses it."""
+    listed = [*storages]
+    used = [*map(itemgetter(1), listed)]
+    if len({*map(id, used)}) == len(used) and not any(map(attrgetter("origins"), used)):
+        return listed  # as nearly always; a loop takes ten times as long
+    return [*_each_once(listed)]
+
+
+def _each_once(storages: Iterable[Named]) -> Iterator[Named]:
     seen: set[int] = set()
     for named in storages:
         name, used = named

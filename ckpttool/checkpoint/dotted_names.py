@@ -86,6 +86,10 @@ def named_values(
                 limit -= len(here) * sum(map(len, path)) + sum([len(at[-1]) for at, _ in here if at])
                 if limit < 0:
                     raise TooManyNames
+                if {type(item) for _, item in here} == {TensorRef}:  # 100,000 of them, in a state
+                    yield path, value
+                    yield from here
+                    continue
                 here.reverse()
                 stack += here
         yield path, value

@@ -19,7 +19,7 @@ from ..tensors.ref import Computed
 from ..tensors.source import ByteRange
 from .crc32 import combined, crc32
 from .failures import NO_ROOM
-from .gathering import TINY, Gathered
+from .gathering import TINY, Bytes, Gathered, in_rows, read_together
 from .pieces import BUFFER, MOST_THREADS, Buffers, Progress
 from .threads import cores, cut, in_order
 
@@ -154,17 +154,23 @@ class Output:
         `near` tells where computed bytes come from.
         """
         near = data if isinstance(data, ByteRange) else near
-        if data.nbytes < TINY and isinstance(data, ByteRange) and data.source.is_local:
-            self._gathered.copy(self.position, data, then)
-            self.position += data.nbytes
-            self._write_gathered(unless_few=True)
-        elif data.nbytes <= SMALL and not self._planned and (near is None or near.source.is_local):
+        if data.nbytes <= SMALL and not self._planned and (near is None or near.source.is_local):
             crc, _ = self._put_here(self.position, [data.read()], sums=bool(then))
             self.position += data.nbytes
             if then:
                 then(crc)
         else:
             self._plan(data, data.nbytes, then, near)
+
+    def taken(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
+        """Return the bytes of small ranges of files that are to be written, read together."""
+        self._progress(sum(data.nbytes for data in ranges))
+        return read_together(ranges)
+
+    def write_pieces(self, pieces: Iterable[tuple[int, Bytes]]) -> None:
+        """Write pieces to places that ascend, those that lie in a row at once; `position` stays."""
+        for position, row in in_rows(pieces):
+            self.write_at(position, row)
 
     def settle(self) -> None:
         """Write all that was appended. Raises whatever goes wrong on the way."""
@@ -173,14 +179,8 @@ class Output:
     def _write_gathered(self, *, unless_few: bool = False) -> None:
         if unless_few and not self._gathered.is_full:
             return
-        stretches, copied = self._gathered.taken()
-        for position, data in stretches:
+        for position, data in self._gathered.taken():
             self._write_now(position, data)
-        if self._written:
-            for position, nbytes in copied:
-                self._written.add(position, nbytes)
-        if copied:
-            self._progress(sum(nbytes for _, nbytes in copied))
 
     def _plan(self, data: Data, nbytes: int, then: Then | None, near: ByteRange | None) -> None:
         self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))

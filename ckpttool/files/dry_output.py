@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..tensors.ref import Computed
 from ..tensors.source import ByteRange
 from .copying import Output, Then
+from .gathering import Bytes
 
 
 class DryOutput(Output):
@@ -30,6 +31,12 @@ class DryOutput(Output):
         self.position += data.nbytes
         if then:
             then(0)
+
+    def taken(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
+        return [b""] * len(ranges)
+
+    def write_pieces(self, pieces: Iterable[tuple[int, Bytes]]) -> None:
+        pass
 
     def settle(self) -> None:
         pass
@@ -57,6 +64,11 @@ class Planned(DryOutput):
     ) -> None:
         self._note(data if isinstance(data, ByteRange) else near, data.nbytes)
         super().copy(data, then, near)
+
+    def taken(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
+        for data in ranges:
+            self._note(data, data.nbytes)
+        return super().taken(ranges)
 
     def _note(self, place: ByteRange | None, nbytes: int) -> None:
         where = (place.source.version, place.offset, place.nbytes) if place else ()

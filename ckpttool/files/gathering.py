@@ -6,73 +6,68 @@ A system call for each of 100,000 tensors costs more than its bytes do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
 from ..tensors.source import ByteRange, Source
-from .crc32 import crc32
 
 TINY = 1 << 12  # bytes from which a piece is worth system calls of its own: it may share a block
 MOST_BYTES, MOST_PIECES = 1 << 20, 2000  # that are gathered before they are written
 
-Then = Callable[[int], object]  # gets the CRC-32 of a piece
 Bytes = bytes | memoryview
 
 
+def is_tiny(data: ByteRange) -> bool:
+    """Return whether a range is worth no system call of its own, and lies in a file of this machine."""
+    return data.nbytes < TINY and data.source.is_local
+
+
+def read_together(ranges: Sequence[ByteRange]) -> list[Bytes]:
+    """Return the bytes of small ranges; neighbours in a file are read together. Damaged where it ends early."""
+    found: list[Bytes] = [b""] * len(ranges)
+    of_source = defaultdict[Source, list[tuple[int, int, int]]](list)
+    for number, (source, offset, nbytes) in enumerate(ranges):
+        of_source[source].append((offset, nbytes, number))
+    for source, wanted in of_source.items():
+        wanted.sort()
+        near = source.read_near([(offset, nbytes) for offset, nbytes, _ in wanted])
+        for (_, _, number), data in zip(wanted, near, strict=True):
+            found[number] = data
+    return found
+
+
+def in_rows(pieces: Iterable[tuple[int, Bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Yield pieces and their places, which ascend, with those that follow without a gap in one."""
+    parts, begin, end = list[Bytes](), 0, 0
+    for position, piece in pieces:
+        if position != end and parts:
+            yield begin, b"".join(parts)
+            parts = []
+        begin = begin if parts else position
+        parts.append(piece)
+        end = position + len(piece)
+    if parts:
+        yield begin, b"".join(parts)
+
+
 class Gathered:
-    """Pieces for places of a file, of memory or of files of this machine, that wait to be written."""
+    """Pieces for places of a file that wait to be written."""
 
     def __init__(self) -> None:
-        self._begin_again()
-
-    def _begin_again(self) -> None:
-        self._ready: list[tuple[int, Bytes]] = []
-        self._unread: dict[Source, list[tuple[int, int, int, Then | None]]] = defaultdict(list)
-        self._nbytes = self._count = 0
-        self._is_taken = False
+        self._pieces: list[tuple[int, bytes]] = []
+        self._nbytes = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to write; not while that is done, when headers may still be added."""
-        return not self._is_taken and (self._nbytes >= MOST_BYTES or self._count >= MOST_PIECES)
+        """Whether it is time to write."""
+        return self._nbytes >= MOST_BYTES or len(self._pieces) >= MOST_PIECES
 
     def add(self, position: int, data: bytes) -> None:
-        """Take bytes that are there already."""
-        self._ready.append((position, data))
-        self._grow(len(data))
+        """Take a piece."""
+        self._pieces.append((position, data))
+        self._nbytes += len(data)
 
-    def copy(self, position: int, data: ByteRange, then: Then | None) -> None:
-        """Take bytes that are still to be read; `then` may add others."""
-        self._unread[data.source].append((data.offset, data.nbytes, position, then))
-        self._grow(data.nbytes)
-
-    def _grow(self, nbytes: int) -> None:
-        self._nbytes += nbytes
-        self._count += 1
-
-    def taken(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, int]]]:
-        """Return stretches as long as they are in one piece, and places and sizes of what was copied."""
-        self._is_taken, copied = True, []
-        for source, wanted in self._unread.items():
-            wanted.sort(key=itemgetter(0, 1))
-            found = source.read_near([place[:2] for place in wanted])
-            for (_, nbytes, position, then), data in zip(wanted, found, strict=True):
-                self._ready.append((position, data))
-                copied.append((position, nbytes))
-                if then is not None:
-                    then(crc32(data))
-        if not self._ready:
-            self._is_taken = False
-            return [], []
-        self._ready.sort(key=itemgetter(0))
-        stretches, parts, begin, end = list[tuple[int, bytes]](), list[Bytes](), 0, 0
-        for position, piece in self._ready:
-            if position != end and parts:
-                stretches.append((begin, b"".join(parts)))
-                parts = []
-            begin = begin if parts else position
-            parts.append(piece)
-            end = position + len(piece)
-        stretches.append((begin, b"".join(parts)))
-        self._begin_again()
-        return stretches, copied
+    def taken(self) -> Iterator[tuple[int, bytes]]:
+        """Return the pieces, those without a gap between them in one, and begin again."""
+        pieces, self._pieces, self._nbytes = self._pieces, [], 0
+        return in_rows(sorted(pieces, key=itemgetter(0)))

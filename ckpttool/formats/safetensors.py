@@ -18,6 +18,7 @@ from ..checkpoint import full_json
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..errors import Damaged, Refused, Unsupported
 from ..files.copying import Output
+from ..files.gathering import MOST_PIECES, is_tiny
 from ..inert_pickle.values import OrderedDict_
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, extent, is_count
@@ -179,11 +180,26 @@ def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output)
     for name, tensor in ordered.items():
         require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
     out.write(header(path, ordered, metadata))
+    tiny: list[tuple[int, ByteRange]] = []
     for tensor in ordered.values():
-        if tensor.is_stretch:
-            out.copy(tensor.data, near=tensor.storage.place)
+        data = tensor.data if tensor.is_stretch else None
+        if isinstance(data, ByteRange) and is_tiny(data):
+            tiny.append((out.position, data))
+            out.position += data.nbytes
+        elif data is not None:
+            out.copy(data, near=tensor.storage.place)
         else:
             out.write_all(stream(tensor), tensor.nbytes, tensor.storage.place)
+        if len(tiny) == MOST_PIECES:
+            _write(tiny, out)
+    _write(tiny, out)
+
+
+def _write(tiny: list[tuple[int, ByteRange]], out: Output) -> None:
+    """Write small ranges of files to their places, and forget them."""
+    found = out.taken([data for _, data in tiny])
+    out.write_pieces(zip((position for position, _ in tiny), found, strict=True))
+    tiny.clear()
 
 
 def ties(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, str]:

@@ -224,6 +224,9 @@ def in_brief(value: object) -> str:
 LEAVES = (TensorRef, str, int, float, bytes, bytearray, complex, type(None), Global, Storage)
 
 
+LEAF_TYPES = frozenset(LEAVES)
+
+
 def walk(root: object) -> Iterator[object]:
     """Yield every container of a tree once, however often it is referred to, and all leaves; no recursion."""
     seen: set[int] = set()
@@ -280,7 +283,10 @@ class _Copier:
         """Copy a container. Mutable ones are remembered before their contents, so that a cycle finds them."""
         if isinstance(value, dict):
             self.done[key] = made = type(value)()
-            made.update((self.copy(name), self.copy(item)) for name, item in value.items())
+            if LEAF_TYPES >= {*map(type, value), *map(type, value.values())}:
+                made.update(value)
+            else:
+                made.update((self.copy(name), self.copy(item)) for name, item in value.items())
             if isinstance(value, OrderedDict_) and isinstance(made, OrderedDict_):
                 made.attributes = self.copy(value.attributes)
         elif isinstance(value, list):

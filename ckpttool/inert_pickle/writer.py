@@ -16,6 +16,7 @@ from ..tensors.ref import Storage, TensorRef
 from . import values as inert
 from .values import FROM_TYPE, ORDERED_DICT, FrozenSet_, Global, OrderedDict_, Record, Set_
 
+UINT4 = struct.Struct("<I").pack
 BATCH = 1000  # items of one SETITEMS or APPENDS, as in Python's pickler
 
 PersistentId = Callable[[Storage], tuple[object, ...]]
@@ -159,15 +160,43 @@ class _Writer:
     def save_dict(self, value: dict[object, object]) -> None:
         self.out += b"}"
         self.remember(value)
-        self.in_batches(value.items(), b"u")
+        self.set_items(value)
 
     def save_ordered(self, value: OrderedDict_) -> None:
         self.call(ORDERED_DICT, ())
         self.remember(value)
-        self.in_batches(value.items(), b"u")
+        self.set_items(value)
         if value.attributes is not None:
             self.save(value.attributes)
             self.out += b"b"
+
+    def set_items(self, value: dict[object, object]) -> None:
+        pending = iter(value.items())
+        while batch := list(islice(pending, BATCH)):
+            self.out += b"("
+            for key, item in batch:
+                if type(item) is not TensorRef or not self.save_named(key, item):
+                    self.save(key)
+                    self.save(item)
+            self.out += b"u"
+
+    def save_named(self, name: object, tensor: TensorRef) -> bool:
+        """Write a name and a tensor that is like one before; return False, nothing written, for others."""
+        index = self.count
+        if type(name) is not str or name in self.memo or index < 256 or self.level == inert.MAX_DEPTH:
+            return False
+        if self.shortcut is None or id(tensor) in self.memo:
+            return False
+        if (written := self.shortcut.written(tensor, index + 1)) is None:
+            return False
+        opcodes, count = written
+        raw = name.encode("utf-8", "surrogatepass")
+        self.out += b"X%b%br%b%b" % (UINT4(len(raw)), raw, UINT4(index), opcodes)
+        self.count = index + 1 + count
+        self.memo[name] = index
+        self.memo[id(tensor)] = index + count  # the last value is the tensor itself
+        self.kept.append(tensor)
+        return True
 
     def in_batches(self, items: Iterable[tuple[object, ...]], opcode: bytes) -> None:
         pending = iter(items)

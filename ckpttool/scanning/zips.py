@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..formats.pytorch.zip_reader import LOCAL_HEADER
+from ..formats.pytorch.zip_headers import LOCAL_HEADER
 from ..formats.pytorch.zip_writer import END, END64, FULL16, LOCATOR64, Signature
 from ..tensors.source import ByteRange
 

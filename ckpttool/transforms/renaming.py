@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from operator import methodcaller
 from typing import NamedTuple
 
 from ..errors import Collision, UsageFault
@@ -86,6 +87,8 @@ def strip_names(
     hints = PREFIXES._replace(dots=lambda old, new: f"with its dot: --prefix {prefix}.")
     if repeat and anywhere and prefix.endswith("."):
         return checked(names, partial(_without, prefix.split(".")[:-1]), hints)
+    if not repeat and not anywhere:
+        return checked(names, methodcaller("removeprefix", prefix), hints)
     # Match only where a part begins, so that `submodule.` is never taken for `module.`.
     expression = re.compile(rf"(^{'|[.]' if anywhere else ''})({re.escape(prefix)}){'+' if repeat else ''}")
     return checked(names, partial(expression.sub, r"\1"), hints)
@@ -132,9 +135,13 @@ MAPS = Hints(
 
 def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> Renaming:
     """Return the renaming that a rule makes, refused when it is not one-to-one."""
+    olds = [*names]
+    news = [*map(rule, olds)]
+    # All at once: each of 100,000 names is looked at only if something is wrong with one.
+    if len({*news}) == len(news) and "" not in news and ".." not in f".{'.'.join(news)}.":
+        return Renaming(dict(zip(olds, news, strict=True)))
     owners: dict[str, str] = {}  # new name -> old name
-    for old in names:
-        new = rule(old)
+    for old, new in zip(olds, news, strict=True):
         if new in owners:
             raise Collision(f"'{owners[new]}' and '{old}' would both be named '{new}'", hint=hints.same)
         if not new:

@@ -298,12 +298,12 @@ SLOW = """
     import sys, time
     from ckpttool import cli, formats
     from ckpttool.files.copying import Output
-    def slowly(self, data, *_, **__):
+    def slowly(self, ranges):
         self.write(b"half")
         print("writing", flush=True)
         for _ in range(3000):
             time.sleep(0.01)  # a signal that comes just before a sleep does not end it
-    Output.copy = slowly
+    Output.taken = slowly
     sys.argv = ["ckpttool", "strip-prefix", "--force", *sys.argv[1:]]
     cli.main()
 """

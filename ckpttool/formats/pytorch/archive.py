@@ -8,7 +8,8 @@ torch writes uncompressed records, and reads compressed ones too, as `zip -r` ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 from ...checkpoint.checkpoint import Remark
 from ...errors import Damaged, Refused, Unsupported
@@ -78,7 +79,7 @@ class Archive:
         """Read the tree in `data.pkl`; no storage is read, unless it is compressed."""
         try:
             data = self.bytes_of("data.pkl")
-            return read_torch_pickle(data, self.storage, parts=ZIP_PARTS, remarks=self.remarks)
+            return read_torch_pickle(data, self.storage, self.all_storages, parts=ZIP_PARTS, remarks=self.remarks)
         except PickleFault as fault:
             raise Damaged(self.source.path, str(fault)) from None
 
@@ -97,6 +98,20 @@ class Archive:
             self.remarks.append(Remark(f"storage '{key[:80]}'", said))
         self.storages[key] = Storage(data, form.kind, form.location, record.crc32, self.byteorder)
         return self.storages[key]
+
+    def all_storages(self, keys: Sequence[str], forms: Sequence[StorageForm]) -> list[Storage]:
+        """Return the storages of several keys."""
+        found = [*map(self.records.get, map(self.data.__add__, keys))]
+        records = [*filter(None, found)]
+        is_new = len({*keys}) == len(keys) == len(records) and self.storages.keys().isdisjoint(keys)
+        if is_new and {record.compression for record in records} == {STORED}:
+            kinds, locations, _, nbytes = zip(*forms, strict=True)
+            _, data, sizes, crcs, _ = zip(*records, strict=True)
+            if sizes == nbytes and all(map(DEVICE.fullmatch, {*locations})):
+                made = [*map(Storage, data, kinds, locations, crcs, repeat(self.byteorder))]
+                self.storages.update(zip(keys, made, strict=True))
+                return made
+        return [*map(self.storage, keys, forms)]
 
     def _require_size(self, key: str, form: StorageForm, size: int) -> None:
         if form.nbytes != size:

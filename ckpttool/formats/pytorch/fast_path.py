@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain, islice, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ...inert_pickle.machine import Machine, PickleFault
@@ -34,6 +36,8 @@ class StorageForm(NamedTuple):
 
 # Returns the storage of a key, the same object each time.
 FindStorage = Callable[[str, StorageForm], Storage]
+# Returns those of several keys, each of the size that its form states.
+FindStorages = Callable[[Sequence[str], Sequence[StorageForm]], Sequence[Storage]]
 
 
 def element_type(kind: str) -> DType:
@@ -113,7 +117,7 @@ class Template:
 
     def written(self, key: bytes, index: int) -> bytes:
         """Return the opcodes of a tensor."""
-        return b"%b%b%b%b" % (self.head, len(key).to_bytes(4, "little"), key, self.tail(index))
+        return b"%b%b\0\0\0%b%b" % (self.head, bytes((len(key),)), key, self.tail(index))
 
     def key_at(self, data: bytes, position: int, index: int) -> bytes | None:
         """Return the key of the tensor at a position; None if the opcodes there are others."""
@@ -132,16 +136,23 @@ class Template:
 MOST_FORMS = 4096  # that are remembered: honest files have a few dozen
 
 
-class _Form(NamedTuple):
+class _Form:
     """What tensors of one form have in common."""
 
-    template: Template
-    kind: Global  # the class under which torch pickles their storages
-    storage: StorageForm  # what their persistent ids say besides the key
-    # bytes from the beginning of the storage to the end of the tensor; 0 for a tensor without elements.
-    end: int
-    # dtype, shape, stride, offset and requires_grad.
-    tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool]
+    __slots__ = ("following", "kind", "storage", "template", "tensor")
+
+    def __init__(
+        self,
+        template: Template,
+        kind: Global,
+        storage: StorageForm,
+        tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool],
+    ) -> None:
+        self.template = template
+        self.kind = kind  # the class under which torch pickles their storages
+        self.storage = storage  # what their persistent ids say besides the key
+        self.tensor = tensor  # dtype, shape, stride, offset and requires_grad
+        self.following = self  # which form came behind this one the last time
 
     def values(self, name: str | None, key: str, tensor: TensorRef) -> list[object]:
         """Return what the opcodes of a tensor, and of the name before it, put into the memo."""
@@ -158,20 +169,18 @@ class _Form(NamedTuple):
 class TensorPattern:
     """A shortcut of the machine, taken before the name `_rebuild_tensor_v2`."""
 
-    def __init__(self, rebuild: Global, find_storage: FindStorage) -> None:
+    def __init__(self, rebuild: Global, find_storages: FindStorages) -> None:
         self.rebuild = rebuild
-        self.find_storage = find_storage
+        self.find_storages = find_storages
         self.rewrites = 0
         self._begin_again()
-        # Of each tensor whose values are not yet in the memo: where they belong, and what they are made of,
-        # in one list, as 100,000 tuples take 10 MB: its form, name and key, and itself.
+        # Of each tensor whose values are not yet in the memo: where they belong, and what they are made of.
         self.places = array("Q")
-        self.made: list[Any] = []
+        self.made: tuple[list[_Form], list[str | None], list[str], list[TensorRef]] = [], [], [], []
 
     def _begin_again(self) -> None:
         self.forms: dict[tuple[bytes, ...], _Form | None] = {}
         self.last: _Form | None = None
-        self.following: dict[int, _Form] = {}  # which form came behind another, by its id, the last time
 
     def __call__(self, machine: Machine, position: int) -> int:
         """Push the tensor at `position`, and all that follow it under a name each, as in a state dict."""
@@ -180,41 +189,56 @@ class TensorPattern:
             self._begin_again()
         if machine.far:
             return position
-        data, memo, stack = machine.data, machine.memo, machine.stack
-        at, begin, end, name = position, 0, 0, None
-        while found := self._at(machine, at, len(memo) + bool(end)):
-            form, raw_key = found
-            key = raw_key.decode()
-            storage = self.find_storage(key, form.storage)
-            if form.end > storage.data.nbytes:
-                break
-            if end:
-                try:
-                    name = data[begin:end].decode()
-                except UnicodeDecodeError:
-                    break
-                stack.append(name)
-            tensor = TensorRef(storage, *form.tensor)
-            stack.append(tensor)
-            self.places.append(len(memo))
-            self.made += form, name, key, tensor
-            memo += (None,) * (form.template.count + bool(end))
-            position = at + form.template.size(raw_key)
+        data, index = machine.data, len(machine.memo)
+        places, forms, names, keys = array("Q"), list[_Form](), list[str | None](), list[str]()
+        at, name = position, None
+        while found := self._at(machine, at, index):
+            form, key = found
+            forms.append(form)
+            names.append(name)
+            keys.append(key.decode())
+            places.append(index - (name is not None))
+            index += form.template.count
+            position = at + form.template.size(key)
             if data[position : position + 1] != TEXT:
                 break
             begin = position + 5
-            end = begin + uint4(data, position + 1)[0]
-            if data[end : end + 5] != LONG_BINPUT + len(memo).to_bytes(4, "little"):
+            end = at = begin + uint4(data, position + 1)[0]
+            if data[end : end + 5] != LONG_BINPUT + index.to_bytes(4, "little"):
                 break
-            at = end + 5
+            try:
+                name = data[begin:end].decode()
+            except UnicodeDecodeError:
+                break
+            at, index = end + 5, index + 1
+        if forms:
+            self._push(machine, places, forms, names, keys)
         return position
+
+    def _push(
+        self,
+        machine: Machine,
+        places: array[int],
+        forms: list[_Form],
+        names: list[str | None],
+        keys: list[str],
+    ) -> None:
+        """Push tensors, each but the first behind its name, and leave out what they put into the memo."""
+        storages = self.find_storages(keys, [form.storage for form in forms])
+        tensors = [TensorRef(each, *form.tensor) for each, form in zip(storages, forms, strict=True)]
+        machine.stack += islice(chain.from_iterable(zip(names, tensors, strict=True)), 1, None)
+        machine.memo += repeat(None, places[-1] + (len(names) > 1) + forms[-1].template.count - places[0])
+        self.places += places
+        for kept, new in zip(self.made, (forms, names, keys, tensors), strict=True):
+            kept += new  # type: ignore[arg-type]
 
     def recall(self, machine: Machine, index: int) -> None:
         """Put the values of the tensor that has a place in the memo there."""
         number = bisect_right(self.places, index) - 1
         if number >= 0:
-            first, (form, *made) = self.places[number], self.made[4 * number : 4 * number + 4]
-            values = form.values(*made)
+            forms, *made = self.made
+            first, (name, key, tensor) = self.places[number], (column[number] for column in made)
+            values = forms[number].values(name, key, tensor)
             if index < first + len(values):
                 machine.memo[first : first + len(values)] = values
 
@@ -223,22 +247,23 @@ class TensorPattern:
         for place in self.places:
             if machine.memo[place] is None:
                 self.recall(machine, place)
-        self.places, self.made = array("Q"), []
+        self.places, self.made = array("Q"), ([], [], [], [])
 
     def _at(self, machine: Machine, position: int, index: int) -> tuple[_Form, bytes] | None:
         """Return the form and the key of the tensor at a position; None unless it is one that fits a file."""
         last = self.last
-        form = self.following.get(id(last))
-        key = form.template.key_at(machine.data, position, index) if form else None
-        if form is None or key is None:
-            match = TENSOR.match(machine.data, position)
-            form = self._form(machine, match) if match else None
-            key = form.template.key_at(machine.data, position, index) if form else None
-            if form is None or key is None:
-                return None
-            self.following[id(last)] = form
-        self.last = form
-        return form, key
+        if last is not None:
+            form = self.last = last.following
+            if (key := form.template.key_at(machine.data, position, index)) is not None:
+                return form, key
+        match = TENSOR.match(machine.data, position)
+        new = self._form(machine, match) if match else None
+        if new is None or (key := new.template.key_at(machine.data, position, index)) is None:
+            return None
+        if last is not None:
+            last.following = new
+        self.last = new
+        return new, key
 
     def _form(self, machine: Machine, match: re.Match[bytes]) -> _Form | None:
         """Return the form of a match, which may have been there before."""
@@ -264,13 +289,11 @@ class TensorPattern:
         if not is_sized or extent(shape) * WIDEST > MAX_BYTES:
             return None
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        return _Form(
-            Template(match),
-            kind,
-            StorageForm(kind.name, location, numel, numel * dtype.itemsize),
-            end=0 if 0 in shape else (last + 1) * dtype.itemsize,
-            tensor=(dtype, shape, stride, offset, match["grad"] == b"\x88"),
-        )
+        if 0 not in shape and last >= numel:
+            return None
+        storage = StorageForm(kind.name, location, numel, numel * dtype.itemsize)
+        tensor = dtype, shape, stride, offset, match["grad"] == b"\x88"
+        return _Form(Template(match), kind, storage, tensor)
 
 
 def _referred(machine: Machine, get: bytes) -> Any:
@@ -284,16 +307,23 @@ def _numbers(opcodes: bytes) -> tuple[int, ...]:
     return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)
 
 
+# What tensors of one form share: also where they are tagged to lie, which decides what is written of that.
+LIKE = attrgetter(
+    *("storage.kind", "storage.location", "storage.data.nbytes", "dtype.name"),
+    *("offset", "shape", "stride", "conj", "neg", "requires_grad"),
+)
+
+
 class WrittenTensors:
     """The same shortcut for what writes a pickle: what was written of one is the template of others."""
 
-    def __init__(self, key_of: Callable[[Storage], str], location_of: Callable[[Storage], str]) -> None:
-        self.key_of, self.location_of = key_of, location_of
+    def __init__(self, key_of: Callable[[Storage], str]) -> None:
+        self.key_of = key_of
         self.templates: dict[tuple[object, ...], Template] = {}
 
     def written(self, tensor: TensorRef, index: int) -> tuple[bytes, int] | None:
         """Return a tensor's opcodes, and how many values they put into the memo; None for a new form."""
-        template = self.templates.get(self._like(tensor))
+        template = self.templates.get(LIKE(tensor))
         if template is None:
             return None
         return template.written(self.key_of(tensor.storage).encode(), index), template.count
@@ -304,9 +334,4 @@ class WrittenTensors:
         if match and len(self.templates) < MOST_FORMS:
             template = Template(match)
             if template.written(match["key"], index) == opcodes:
-                self.templates[self._like(tensor)] = template
-
-    def _like(self, tensor: TensorRef) -> tuple[object, ...]:
-        storage = tensor.storage
-        stored = storage.kind, self.location_of(storage), storage.data.nbytes
-        return *stored, tensor.dtype.name, *tensor.view[2:], tensor.requires_grad
+                self.templates[LIKE(tensor)] = template

@@ -24,6 +24,7 @@ from ...tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, is_cou
 from .fast_path import (
     UNTYPED,
     FindStorage,
+    FindStorages,
     StorageForm,
     TensorPattern,
     WrittenTensors,
@@ -54,13 +55,23 @@ AnyStorage = Storage | StorageView
 ZIP_PARTS, LEGACY_PARTS = 5, 6
 
 
-def read_torch_pickle(data: bytes, storage: FindStorage, *, parts: int, remarks: list[Remark]) -> Pickle:
-    """Read a pickle that torch wrote: its tensors become TensorRefs."""
+def read_torch_pickle(
+    data: bytes,
+    storage: FindStorage,
+    storages: FindStorages | None = None,
+    *,
+    parts: int,
+    remarks: list[Remark],
+) -> Pickle:
+    """Read a pickle that torch wrote: its tensors become TensorRefs.
+
+    `storages` finds many at once, where a file can have very many.
+    """
     identities = _Identities(storage, parts, remarks)
     reducers = REDUCERS | {name: partial(_rebuild_parameter, name, remarks) for name in PARAMETER}
     reducers |= {name: partial(_without_hooks, name, remarks) for name in (REBUILD_V2, REBUILD_V3)}
     reducers |= {name: partial(_rebuild_from_type, name, remarks) for name in FROM_TYPE}
-    shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)} if parts == ZIP_PARTS else {}
+    shortcuts = {} if storages is None else {REBUILD_V2: TensorPattern(REBUILD_V2, storages)}
     return read_pickle(data, persistent_load=identities.find, reducers=reducers, shortcuts=shortcuts)
 
 
@@ -239,6 +250,6 @@ def write_torch_pickle(value: object, protocol: int, device: str | None) -> tupl
         protocol=protocol,
         persistent_id=persistent_id,
         reduce_tensor=_reduce_tensor,
-        shortcut=WrittenTensors(key_of, partial(written_device, device=device)),
+        shortcut=WrittenTensors(key_of),
     )
     return data, storages

@@ -55,8 +55,7 @@ def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
     # other bytes where a file is laid out otherwise.
     archive.write(".storage_alignment", b"64")
     archive.write("byteorder", _common_byteorder(checkpoint, storages).encode())
-    for key, storage in enumerate(storages):
-        archive.copy(f"data/{key}", storage)
+    archive.copy_all(storages)
     archive.write("version", b"3\n")
     archive.write(".data/serialization_id", _serialization_id(pickle, archive.directory()))
     archive.close()

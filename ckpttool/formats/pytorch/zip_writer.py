@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...files.copying import BLOCK, Output
+from ...files.crc32 import crc32
+from ...files.gathering import MOST_PIECES, is_tiny
 from ...tensors.ref import Storage
 from ...tensors.source import ByteRange
 
@@ -25,6 +27,13 @@ PADDING_EXTRA = 0x4246  # "FB": what torch pads a local header with
 STORED, DEFLATED = 0, 8
 DESCRIPTOR, UTF8 = 8, 0x800  # sizes and checksum follow the bytes; names are UTF-8
 ALIGNMENT = 64
+
+# What all local headers, and all entries, of records below 4 GiB begin with; checksum, the size twice and the
+# length of the name; what stands between these and the place of the local header; the padding by its length.
+LOCAL_START = struct.pack("<IHHHHH", 0x04034B50, 0, UTF8, STORED, 0, 0)
+CENTRAL_START = struct.pack("<IHHHHHH", 0x02014B50, 0, 0, UTF8, STORED, 0, 0)
+ALIKE, NO_MORE, PLACE = struct.Struct("<IIIH"), bytes(12), struct.Struct("<I")
+PADDED = [struct.pack("<HH", PADDING_EXTRA, length) + b"Z" * length for length in range(ALIGNMENT)]
 
 # Bytes of a payload for which a place in a block of its own choice is worth up to a block of padding.
 SHARED = 1 << 20
@@ -47,12 +56,24 @@ class ZipWriter:
         self.out = out
         self.root = root
         self._entries: list[bytes] = []
+        # Small records that wait to be written: their entry, path, place, padding, checksum and bytes.
+        self._planned: list[tuple[int, bytes, int, bytes, int | None, ByteRange]] = []
 
     def write(self, name: str, data: bytes) -> None:
         """Write a record of bytes in memory."""
         finish = self._reserve(name, len(data))
         self.out.write(data)
         finish(zlib.crc32(data))
+
+    def copy_all(self, storages: Sequence[Storage]) -> None:
+        """Write a record `data/<number>` of each storage's bytes."""
+        for number, storage in enumerate(storages):
+            data = storage.data
+            if isinstance(data, ByteRange) and is_tiny(data):
+                self._plan(f"{self.root}/data/{number}".encode(), storage, data)
+            else:
+                self.copy(f"data/{number}", storage)
+        self._write_planned()
 
     def copy(self, name: str, storage: Storage) -> None:
         """Write a record of a storage's bytes."""
@@ -63,6 +84,33 @@ class ZipWriter:
             finish(storage.crc32)
         else:
             self.out.copy(data, self._reserve(name, data.nbytes), storage.place)
+
+    def _plan(self, path: bytes, storage: Storage, data: ByteRange) -> None:
+        """Leave room for a small record, which is read and written with others."""
+        header = self.out.position
+        start = header + LOCAL.size + len(path) + 4
+        padding = -start % ALIGNMENT
+        self._planned.append((len(self._entries), path, header, PADDED[padding], storage.crc32, data))
+        self._entries.append(b"")
+        self.out.position = start + padding + data.nbytes
+        if len(self._planned) == MOST_PIECES:
+            self._write_planned()
+
+    def _write_planned(self) -> None:
+        planned, self._planned = self._planned, []
+        found = self.out.taken([data for *_, data in planned])
+        pieces: list[tuple[int, bytes]] = []
+        for (number, path, header, extra, stated, data), raw in zip(planned, found, strict=True):
+            size, crc = data.nbytes, crc32(raw) if stated is None else stated
+            if header < FULL32:
+                alike = ALIKE.pack(crc, size, size, len(path))
+                local = b"%b%b%b\0%b%b" % (LOCAL_START, alike, bytes((len(extra),)), path, extra)
+                entry = b"%b%b%b%b%b" % (CENTRAL_START, alike, NO_MORE, PLACE.pack(header), path)
+            else:
+                local, entry = _headers(path, header, extra, size, crc)
+            pieces.append((header, b"%b%b" % (local, raw)))
+            self._entries[number] = entry
+        self.out.write_pieces(pieces)
 
     def directory(self) -> bytes:
         """Return the entries of all records, once all are written."""
@@ -96,11 +144,17 @@ class ZipWriter:
 
     def _finish(self, number: int, path: bytes, header: int, extra: bytes, size: int, crc: int) -> None:
         """Write the local header at its offset, and enter the record into the directory."""
-        narrow = min(size, FULL32)
-        version = 45 if size >= FULL32 or header >= FULL32 else 0
-        alike = (UTF8, STORED, 0, 0, crc, narrow, narrow, len(path))
-        self.out.write_at(header, LOCAL.pack(Signature.LOCAL, version, *alike, len(extra)) + path + extra)
-        wide = [size, size] * (size >= FULL32) + [header] * (header >= FULL32)
-        more = struct.pack(f"<HH{len(wide)}Q", ZIP64_EXTRA, 8 * len(wide), *wide) if wide else b""
-        rest = (len(more), 0, 0, 0, 0, min(header, FULL32))
-        self._entries[number] = CENTRAL.pack(Signature.CENTRAL, version, version, *alike, *rest) + path + more
+        local, self._entries[number] = _headers(path, header, extra, size, crc)
+        self.out.write_at(header, local)
+
+
+def _headers(path: bytes, header: int, extra: bytes, size: int, crc: int) -> tuple[bytes, bytes]:
+    """Return a record's local header, which begins at `header`, and its entry in the directory."""
+    narrow = min(size, FULL32)
+    version = 45 if size >= FULL32 or header >= FULL32 else 0
+    alike = (UTF8, STORED, 0, 0, crc, narrow, narrow, len(path))
+    local = LOCAL.pack(Signature.LOCAL, version, *alike, len(extra)) + path + extra
+    wide = [size, size] * (size >= FULL32) + [header] * (header >= FULL32)
+    more = struct.pack(f"<HH{len(wide)}Q", ZIP64_EXTRA, 8 * len(wide), *wide) if wide else b""
+    rest = (len(more), 0, 0, 0, 0, min(header, FULL32))
+    return local, CENTRAL.pack(Signature.CENTRAL, version, version, *alike, *rest) + path + more

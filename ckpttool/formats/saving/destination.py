@@ -250,7 +250,8 @@ def report(checkpoint: Checkpoint, target: Destination, state: State | None, tie
 def _devices(checkpoint: Checkpoint, values: Iterable[object]) -> tuple[str, ...]:
     """Return the devices other than the CPU that the storages among some values are written with."""
     storages = (value.storage if isinstance(value, TensorRef) else value for value in values)
-    written = (written_device(value, checkpoint.device) for value in storages if isinstance(value, Storage))
+    alike = {value.location: value for value in storages if isinstance(value, Storage)}
+    written = (written_device(value, checkpoint.device) for value in alike.values())
     return tuple(sorted({*written} - {"cpu", "meta"}))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ...checkpoint import full_json
@@ -292,7 +293,8 @@ def read_back(path: str, folder: str) -> Iterator[None]:
 
 def are_same(written: Tensors, meant: Tensors, *, values: bool, progress: Progress | None) -> bool:
     """Return whether tensors were written as they were meant: names, types and shapes, or values too."""
-    first, second = ({name: (t.dtype, t.shape) for name, t in ts.items()} for ts in (written, meant))
+    form = attrgetter("dtype", "shape")
+    first, second = (dict(zip(each, map(form, each.values()), strict=True)) for each in (written, meant))
     if not values or first != second:
         return first == second
     from ...files.digest import digest  # whose hashlib loads OpenSSL

@@ -58,7 +58,10 @@ def read(data: bytes, path: Path, *, pattern: bool) -> tuple[Any, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_pickle, "TensorPattern", Counted)
-        found = tensor_pickle.read_torch_pickle(data, storage, parts=tensor_pickle.ZIP_PARTS, remarks=[])
+        parts = tensor_pickle.ZIP_PARTS
+        found = tensor_pickle.read_torch_pickle(
+            data, storage, lambda *columns: [*map(storage, *columns)], parts=parts, remarks=[]
+        )
     return found.value, taken[0]
 
 

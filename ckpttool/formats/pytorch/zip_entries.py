@@ -1,0 +1,145 @@
+"""The entries of a zip's central directory, each checked by itself; the records that they tell of.
+
+A checkpoint may hold 100,000 records, whose entries differ in name, checksum, sizes and place alone. Such are
+read a few hundred at a time, and each rule is checked for all of them in one C loop; what differs in anything
+else is read entry by entry.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ...errors import Damaged, Unsupported
+from ...tensors.source import ByteRange
+from .zip_writer import FULL32, STORED, ZIP64_EXTRA, Signature
+
+# The fields that are read; versions, times and internal attributes between them are skipped.
+CENTRAL_ENTRY = struct.Struct("<I4xHH4xIIIHHHH2xII")
+
+# Flags: encrypted, a patch, strongly encrypted, headers masked.
+UNREADABLE = 0x1 | 0x20 | 0x40 | 0x2000
+
+# External attributes: a folder's bit in MS-DOS and torch; a symbolic link among the kinds of Unix; their
+# mask.
+FOLDER, LINK, KIND = 0x10, 0o120000 << 16, 0o170000 << 16
+
+# The bits that tell either from a regular file.
+NOT_A_FILE = FOLDER | LINK & ~(0o100000 << 16)
+
+MANY = 512  # entries that are read together
+
+WIDE_PLACE = struct.pack("<HH", ZIP64_EXTRA, 8)  # the beginning of an extra field that holds a place alone
+
+
+class Record(NamedTuple):
+    """One record."""
+
+    name: str
+    data: ByteRange  # its bytes as they are in the file
+    # bytes once inflated. crc32: CRC-32 of the inflated bytes; None where the writer left it out (0, torch's
+    # `set_crc32_options(False)`).
+    size: int
+    crc32: int | None
+    compression: int  # STORED, DEFLATED, or another number of the format's
+
+
+# What the central directory says of a record: offset of the local header, name as bytes and as text, flags,
+# compression, checksum, bytes in the file, bytes once inflated. Entries sort in the order of the file.
+Entry = tuple[int, bytes, str, int, int, int, int, int]
+
+
+def entries(place: ByteRange, count: int, raw: bytes) -> Iterator[list[Entry]]:
+    """Yield the `count` entries of the central directory `raw`, MANY at a time."""
+    end = 0
+    for done in range(0, count, MANY):
+        together = min(MANY, count - done)
+        block, end = _alike(raw, end, together) or _one_by_one(place, raw, end, together)
+        yield block
+    if end != len(raw):
+        raise Damaged(place.path, "its zip directory is longer than its entries")
+
+
+def _alike(raw: bytes, begin: int, count: int) -> tuple[list[Entry], int] | None:
+    """Return entries of one length, and where they end, if nothing is to be said of any; else None."""
+    if begin + CENTRAL_ENTRY.size > len(raw):
+        return None
+    *_, named, extra, comment, _, _, _ = CENTRAL_ENTRY.unpack_from(raw, begin)
+    entry = struct.Struct(f"{CENTRAL_ENTRY.format}{named}s{extra}s{comment}x")
+    end = begin + count * entry.size
+    if end > len(raw):
+        return None
+    columns = zip(*entry.iter_unpack(memoryview(raw)[begin:end]), strict=True)
+    signatures, flags, methods, crcs, packed, sizes, *rest, attributes, headers, raw_names, extras = columns
+    usual = [{Signature.CENTRAL}, {STORED}, {named}, {extra}, {comment}, {0}]  # no disk but the first
+    if [*map(set, (signatures, methods, *rest))] != usual or packed != sizes or FULL32 in sizes:
+        return None
+    if any(each & UNREADABLE for each in {*flags}) or any(each & NOT_A_FILE for each in {*attributes}):
+        return None
+    if FULL32 in headers:
+        if {*headers} != {FULL32} or extra != 12 or {each[:4] for each in extras} != {WIDE_PLACE}:
+            return None
+        headers = tuple(place for (place,) in struct.iter_unpack("<4xQ", b"".join(extras)))
+    try:
+        names = [*map(bytes.decode, raw_names)]
+    except UnicodeDecodeError:
+        return None
+    return [*zip(headers, raw_names, names, flags, methods, crcs, packed, sizes, strict=True)], end
+
+
+def _one_by_one(place: ByteRange, raw: bytes, end: int, count: int) -> tuple[list[Entry], int]:
+    """Return `count` entries, and where they end; refuse the first that is wrong."""
+    block: list[Entry] = []
+    for _ in range(count):
+        begin = end + CENTRAL_ENTRY.size
+        if begin > len(raw):
+            raise Damaged(place.path, "its zip directory ends early")
+        fields = CENTRAL_ENTRY.unpack_from(raw, end)
+        signature, flags, method, crc, packed, size, named, extra, comment, disk, attributes, header = fields
+        end = begin + named + extra + comment
+        if signature != Signature.CENTRAL or end > len(raw):
+            raise Damaged(place.path, "its zip directory is malformed")
+        raw_name = raw[begin : begin + named]
+        try:
+            name = raw_name.decode()
+        except UnicodeDecodeError:
+            raise Damaged(place.path, f"has a record whose name is not UTF-8: {raw_name[:40]!r}") from None
+        if FULL32 in (packed, size, header):
+            wide = raw[begin + named : begin + named + extra]
+            size, packed, header = widened(place, name, wide, size, packed, header)
+        if flags & UNREADABLE:
+            raise Unsupported(place.path, f"its record '{name[:80]}' is encrypted or a patch")
+        if disk:
+            raise Unsupported(place.path, f"its record '{name[:80]}' is in another volume of a split zip")
+        if packed != size and method == STORED:
+            raise Damaged(place.path, f"its record '{name[:80]}' has two sizes")
+        if attributes & NOT_A_FILE:
+            _require_file(place, name, attributes, size)
+        block.append((header, raw_name, name, flags, method, crc, packed, size))
+    return block, end
+
+
+def widened(place: ByteRange, name: str, extra: bytes, *narrow: int) -> list[int]:
+    """Replace the numbers that are too narrow by those of the ZIP64 extra field: size, packed, offset."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, position)
+        if position + 4 + length > len(extra):
+            break
+        if kind == ZIP64_EXTRA:
+            numbers = extra[position + 4 : position + 4 + length // 8 * 8]
+            wide = [number for (number,) in struct.iter_unpack("<Q", numbers)]
+            if len(wide) < narrow.count(FULL32):
+                break
+            return [wide.pop(0) if number == FULL32 else number for number in narrow]
+        position += 4 + length
+    raise Damaged(place.path, f"its record '{name[:80]}' lacks its ZIP64 sizes")
+
+
+def _require_file(place: ByteRange, name: str, attributes: int, size: int) -> None:
+    """Refuse a symbolic link, and a folder that holds bytes."""
+    if attributes & KIND == LINK:
+        raise Damaged(place.path, f"its record '{name[:80]}' is a symbolic link")
+    if attributes & FOLDER and size:
+        raise Damaged(place.path, f"its record '{name[:80]}' is a folder that holds bytes")
