@@ -129,6 +129,10 @@ def numbers(size=9):
 
 def net():
     return torch.nn.Linear(4, 1)
+
+def by_batch():
+    norms = torch.nn.InstanceNorm1d(4), torch.nn.BatchNorm1d(4, track_running_stats=False)
+    return torch.nn.Sequential(*norms, net())
 """
 
 
@@ -196,6 +200,16 @@ def test_a_test_set_that_can_not_be_scored_is_refused_by_name(saved, sets, capsy
     given = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "sets.py:data"]
     assert main([*given, *flags, "--out", "eval"]) == 2
     assert said in capsys.readouterr().err and not (sets / "eval").exists()
+
+
+def test_a_layer_that_normalises_by_the_batch_when_scored_is_refused(sets, capsys):
+    """Another number of ranks, or another --eval-batch, would give another score."""
+    torch.save({}, "net.pt")
+    flags = ["--model", "sets.py:by_batch", "--task", "regression", "--data", "sets.py:numbers"]
+    for program, given in ((train.main, ["--out", "run", "--batch-size", "3"]), (main, ["net.pt"])):
+        assert program([*flags, *given]) == 2
+        said = capsys.readouterr().err
+        assert "--model sets.py:by_batch: 1 keeps no running statistics" in said and said.count("\n") == 1
 
 
 def fail_on_one(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str] | None:

@@ -168,6 +168,16 @@ def check_batchnorm(
         raise UsageFault(f"--model {config.model}: torch's SyncBatchNorm works only on GPUs", hint=hint)
 
 
+def check_scored(name: str, model: nn.Module) -> None:
+    """Raise UsageFault for a layer that normalises by the batch when it is scored: no score is exact then."""
+    for layer, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None:
+            what = f"--model {name}: {layer} keeps no running statistics (track_running_stats=False)"
+            why = "so a test sample's score would depend on those in its batch"
+            hint = "give it track_running_stats=True, take GroupNorm, or train without test samples"
+            raise UsageFault(f"{what}, {why}", hint=hint)
+
+
 def _check_passes(plan: Plan, world_size: int) -> None:
     """Refuse a plan in which a rank skips a pass: in torch's SyncBatchNorm the others would wait for it."""
     for sizes in plan.splits(world_size):

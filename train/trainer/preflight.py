@@ -47,6 +47,8 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     augmented(data.train, config, len(data.classes))
     if data.test is None:
         _check_unscored(config)
+    else:
+        wrapping.check_scored(config.model, model)
     selection(config.best, task, tuple(data.others))
     _check_hook(config)
     if config.keep_deltas and not compression.is_there():
@@ -131,6 +133,7 @@ def _check_unscored(config: TrainConfig) -> None:
 
 def check_evaluation(name: str, data: Data, model: nn.Module, task: Task) -> None:
     """Raise UsageFault if a model can't be evaluated on the test samples; CheckFailed as `check`."""
+    wrapping.check_scored(name, model)
     trial = Trial(name, data, task, "test")
     try:
         outputs, batch = trial.forward(model.eval(), 1)
