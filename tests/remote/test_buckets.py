@@ -708,13 +708,26 @@ def test_an_interrupted_upload_ends_at_once_and_says_what_it_left(
     world.abort_unfinished()
 
 
-def _ctrl_c(world: World, path: Path, until: str = "partNumber", after: float = 1) -> tuple[int, str, float]:
+SLOW = 30.0
+"""Seconds within which a slow machine answers what waits for one."""
+
+
+def _ctrl_c(
+    world: World,
+    path: Path,
+    until: str = "partNumber",
+    after: float = 1,
+    ending: float = bucket_uploads.ENDING,
+) -> tuple[int, str, float]:
     """Upload a file by a command of its own; return how Ctrl-C ended it, what it said, and its seconds.
 
     It comes `after` seconds after a request; by default the library then has as many parts as it takes.
+    `ending` seconds are then waited for the upload's end.
     """
     torch.save({"w": torch.zeros(12 * bucket_uploads.PART // 4)}, path)  # more parts than go out at once
-    command = [sys.executable, "-m", "ckpttool", "convert", "-q", str(path), "s3://runs/left.safetensors"]
+    run = f"from ckpttool.remote.buckets import uploads; uploads.ENDING = {ending}; "
+    run += "from ckpttool import cli; cli.main()"
+    command = [sys.executable, "-c", run, "convert", "-q", str(path), "s3://runs/left.safetensors"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         end = time.monotonic() + 30
         while not any(until in request for request in world.proxy.requests):
@@ -747,7 +760,7 @@ def slow(request: servers.Request) -> servers.Answer:
 
 def test_the_line_of_an_interrupted_upload_says_that_nothing_stays(world: World, tmp_path: Path) -> None:
     world.proxy.set(*[slow] * 99, method="PUT", path="partNumber")
-    code, said, _ = _ctrl_c(world, tmp_path / "in.pt", after=0.2)
+    code, said, _ = _ctrl_c(world, tmp_path / "in.pt", after=0.2, ending=SLOW)
     assert (code, said) == (-signal.SIGINT, "interrupted; nothing of the upload stays\n")
     assert world.unfinished() == [] and not world.exists("left.safetensors")
 
@@ -756,7 +769,8 @@ def test_the_line_of_an_upload_that_was_interrupted_after_its_end_says_that_it_i
     world: World, tmp_path: Path
 ) -> None:
     world.proxy.set(*[slow] * 9, method="POST", path="uploadId")
-    code, said, _ = _ctrl_c(world, tmp_path / "in.pt", until="POST /runs/left.safetensors?uploadId", after=0)
+    until = "POST /runs/left.safetensors?uploadId"
+    code, said, _ = _ctrl_c(world, tmp_path / "in.pt", until=until, after=0, ending=SLOW)
     what = "s3://runs/left.safetensors was complete, and is there"
     assert (code, said) == (-signal.SIGINT, f"interrupted; {what}\n")
     assert world.exists("left.safetensors") and world.unfinished() == []
