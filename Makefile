@@ -22,8 +22,9 @@ demo: $(INSTALLED)  ## train on two ranks, strip the prefix, evaluate in one pro
 test: $(INSTALLED)  ## the test suite, about eleven minutes on two cores
 	$(PYTEST) -n 3 -m 'not long'
 
-long: $(INSTALLED)  ## the tests that take longest: whole runs, hangs, two machines, replays, restarts
+long: $(INSTALLED)  ## the tests that take longest: whole runs, hangs, two machines, replays, more random examples
 	$(PYTEST) -n 2 -m long
+	$(PYTEST) -n 2 -m 'hypothesis and not long' --hypothesis-profile more
 
 coverage: $(INSTALLED)  ## the test suite again, with the lines that no test runs
 	$(PYTEST) -n 3 -m 'not long' --cov --cov-report term-missing:skip-covered

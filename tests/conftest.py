@@ -35,8 +35,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Deterministic, so that a failure can be repeated; without a deadline, as time varies on shared machines.
 settings.register_profile(
-    "here", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+    "here", deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("more", settings.get_profile("here"), max_examples=300)  # of `make long`
 settings.register_profile("wide", settings.get_profile("here"), derandomize=False, max_examples=2000)
 settings.load_profile("here")  # another by `pytest --hypothesis-profile wide`
 

@@ -356,7 +356,7 @@ class Builder:
         return self.remembered(made)
 
 
-@settings(max_examples=120)
+@settings(max_examples=settings().max_examples * 2)
 @given(st.data())
 def test_any_tree_survives(data: st.DataObject) -> None:
     tree = Builder(data.draw).value()
@@ -734,7 +734,7 @@ NEW = st.lists(st.sampled_from(TOKENS), max_size=3)
 EDITS = st.tuples(st.integers(0, len(TOKENS)), st.integers(0, 3), NEW)
 
 
-@settings(max_examples=300)
+@settings(max_examples=settings().max_examples * 5)
 @given(st.lists(EDITS, min_size=1, max_size=3))
 def test_any_changed_text_is_read_or_refused(changes: list[tuple[int, int, list[str]]]) -> None:
     tokens = list(TOKENS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -255,7 +255,6 @@ def pipelines(draw: st.DrawFn) -> tuple[Rule, dict[str, torch.Tensor]]:
 EACH = ["transpose", "reshape", "permute-heads"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(pipelines())
 def test_any_reversible_rule_is_undone_bit_for_bit(drawn: tuple[Rule, dict[str, torch.Tensor]]) -> None:
     rule, state = drawn

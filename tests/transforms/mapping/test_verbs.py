@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
@@ -74,10 +74,6 @@ def layouts(draw: st.DrawFn, least: int = 1) -> torch.Tensor:
     return turned[tuple(slice(draw(st.integers(0, 1)), None) for _ in shape)]
 
 
-SOME = settings(max_examples=40, deadline=None)
-
-
-@SOME
 @given(layouts(), st.data())
 def test_transpose_is_torch_s_permute(tensor: torch.Tensor, data: st.DataObject) -> None:
     axes = tuple(data.draw(st.permutations(range(tensor.dim()))))
@@ -86,7 +82,6 @@ def test_transpose_is_torch_s_permute(tensor: torch.Tensor, data: st.DataObject)
     assert_bits(after(Transpose(axes=axes).inverse(), made), tensor)
 
 
-@SOME
 @given(layouts(), st.integers(1, 3), st.data())
 def test_concat_is_torch_s_cat_and_split_undoes_it(
     tensor: torch.Tensor, count: int, data: st.DataObject
@@ -99,7 +94,6 @@ def test_concat_is_torch_s_cat_and_split_undoes_it(
     assert_bits(after(Concat(axis, sizes).inverse(), made, parts=count), *parts)
 
 
-@SOME
 @given(layouts(0), st.integers(1, 3), st.data())
 def test_stack_is_torch_s_stack_and_unstack_undoes_it(
     tensor: torch.Tensor, count: int, data: st.DataObject
@@ -120,7 +114,6 @@ def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
     assert value(made).tolist() == [[0], [1], [2], [10]]
 
 
-@SOME
 @given(layouts(), st.data())
 def test_reshape_is_torch_s_reshape(tensor: torch.Tensor, data: st.DataObject) -> None:
     sizes = [n for n in range(1, tensor.numel() + 1) if tensor.numel() % n == 0] or [1]
