@@ -44,7 +44,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    """Serve the site, since a browser lets no page that it opened from a disk read the index of its search."""
+    """Serve the site: a browser lets no page from a disk read the index of its search."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
