@@ -1,4 +1,4 @@
-"""What the pages get before mkdocs renders them: links to files of the repository become their names."""
+"""What pages get around mkdocs: links to files of the repository become names, and the search gets one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import ckpttool
 
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)\)")
 REFERENCE = "reference.md"
+SEARCH = 'data-md-component="search" role="dialog"'
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -22,6 +23,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
     text = LINK.sub(shown, markdown)
     return "\n\n".join([text, *_reference()]) if place == REFERENCE else text
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Return a page's HTML with a name for its search, which the theme leaves without. mkdocs calls this."""
+    return output.replace(SEARCH, f'{SEARCH} aria-label="Search"')
 
 
 def _reference() -> list[str]:

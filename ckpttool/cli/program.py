@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from types import FrameType
@@ -126,7 +126,7 @@ class Help(click.HelpFormatter):
             width = max(min(shutil.get_terminal_size().columns, max_width or 80) - 2, 30)
         super().__init__(width=width)
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], *given: Any, **options: Any) -> None:
+    def write_dl(self, rows: Iterable[tuple[str, str]], *given: Any, **options: Any) -> None:
         """Write names and what they mean in two columns, or one below the other."""
         if self.width >= TWO_COLUMNS:
             return super().write_dl(rows, *given, **options)

@@ -28,9 +28,9 @@ def browser() -> Iterator[Any]:
 
 
 class Shown:
-    """A page in a window of its own, and what the browser said of it."""
+    """A page, by its file or URL, in a window of its own, and what the browser said of it."""
 
-    def __init__(self, browser: Any, page: Path, *, width: int = 1280, scheme: str = "light") -> None:
+    def __init__(self, browser: Any, page: Path | str, *, width: int = 1280, scheme: str = "light") -> None:
         size = {"width": width, "height": 900}
         self.context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
         self.page = self.context.new_page()
@@ -40,7 +40,7 @@ class Shown:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: self.complaints.append(f"dialog {dialog.message}"))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(page.as_uri())
+        self.page.goto(page if isinstance(page, str) else page.as_uri())
         self.page.wait_for_selector("h1")
 
     def __enter__(self) -> Shown:

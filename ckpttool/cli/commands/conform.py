@@ -170,7 +170,7 @@ def _types(conformed: Conformed) -> Iterator[str]:
 
 def _table(mapping: Sequence[Row], width: int | None) -> Iterator[str]:
     """Yield, under a header, each rule's names, one a line, with what is done and what that rests on."""
-    rows = [("from", "to", "shape", "steps", "by")]
+    rows: list[tuple[str, ...]] = [("from", "to", "shape", "steps", "by")]
     for row in mapping:
         rule, (before, after) = row.rule, row.shapes
         shape = before if before == after else f"{before} -> {after}"

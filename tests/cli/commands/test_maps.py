@@ -48,9 +48,9 @@ def test_the_maps_are_listed_with_both_ends(cli: Cli) -> None:
 
 def test_a_narrow_terminal_cuts_no_name(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maps, "terminal_width", lambda _: 50)
-    names = [line.split()[0] for line in cli("maps").out.splitlines()]
+    names = [line.split()[0] for line in cli("maps").out.splitlines() if not line.startswith(" ")]
     assert names == [each["name"] for each in cli("maps --json").json]
-    assert max(map(len, cli("maps").out.splitlines())) == 50
+    assert 40 < max(map(len, cli("maps").out.splitlines())) <= 50
 
 
 def test_a_map_is_printed_as_a_rule_file_that_map_takes(cli: Cli) -> None:
