@@ -176,7 +176,8 @@ class TensorPattern:
         self._begin_again()
         # Of each tensor whose values are not yet in the memo: where they belong, and what they are made of.
         self.places = array("Q")
-        self.made: tuple[list[_Form], list[str | None], list[str], list[TensorRef]] = [], [], [], []
+        # (forms, names, keys and tensors, each in a list)
+        self.made: list[list[Any]] = [[], [], [], []]
 
     def _begin_again(self) -> None:
         self.forms: dict[tuple[bytes, ...], _Form | None] = {}
@@ -229,8 +230,9 @@ class TensorPattern:
         machine.stack += islice(chain.from_iterable(zip(names, tensors, strict=True)), 1, None)
         machine.memo += repeat(None, places[-1] + (len(names) > 1) + forms[-1].template.count - places[0])
         self.places += places
-        for kept, new in zip(self.made, (forms, names, keys, tensors), strict=True):
-            kept += new  # type: ignore[arg-type]
+        made: tuple[list[Any], ...] = forms, names, keys, tensors
+        for kept, new in zip(self.made, made, strict=True):
+            kept += new
 
     def recall(self, machine: Machine, index: int) -> None:
         """Put the values of the tensor that has a place in the memo there."""
@@ -247,7 +249,7 @@ class TensorPattern:
         for place in self.places:
             if machine.memo[place] is None:
                 self.recall(machine, place)
-        self.places, self.made = array("Q"), ([], [], [], [])
+        self.places, self.made = array("Q"), [[], [], [], []]
 
     def _at(self, machine: Machine, position: int, index: int) -> tuple[_Form, bytes] | None:
         """Return the form and the key of the tensor at a position; None unless it is one that fits a file."""
