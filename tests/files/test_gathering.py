@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import zlib
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
