@@ -222,11 +222,10 @@ class _Comparing:
     def states(self, mine: State, theirs: State, ignore_prefix: bool) -> None:
         """Compare two models' states by name."""
         a, b = mine.tensors, theirs.tensors
-        bare = bare_names(a, b)
         if ignore_prefix:
-            self.bare = bare
-        else:
-            self.gained = shared(a, b, bare) - len(a.keys() & b.keys())
+            self.bare = bare_names(a, b)
+        elif a.keys() != b.keys():  # otherwise there is nothing to gain
+            self.gained = shared(a, b, bare_names(a, b)) - len(a.keys() & b.keys())
         left = {self.bare[1](name): name for name in b}
         for name, tensor in a.items():
             other = left.pop(self.bare[0](name), None)
@@ -248,8 +247,9 @@ class _Comparing:
 
     def tensor(self, name: str, a: TensorRef, b: TensorRef) -> None:
         self.tensors_seen += 1
-        are_numbers = has_numbers(a.dtype) and has_numbers(b.dtype)
-        comparable = a.dtype is b.dtype or (self.tolerance and are_numbers)
+        comparable = a.dtype is b.dtype
+        if not comparable and self.tolerance:
+            comparable = has_numbers(a.dtype) and has_numbers(b.dtype)
         if a.shape != b.shape or not comparable:
             why = "dtype" if a.shape == b.shape else "shape"
             self.changes.append(Change(name, why, in_words(a), in_words(b)))

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..files.gathering import MOST_PIECES, is_tiny, read_together
 from ..files.pieces import Progress
 from ..files.threads import cores, cut, map_pieces
 from ..tensors.dtypes import REAL_TYPES, DType
@@ -59,7 +61,8 @@ def distances(
     # Without a tolerance elements are the same if their bits are: -0.0 differs from 0.0, and two NaNs may
     # differ, at a distance of nothing.
     so_far = SAME
-    for piece, found in map_pieces(_compare, _pieces(pairs, tolerance), cores(WORKERS)):
+    left = _without_equal(pairs, progress)
+    for piece, found in map_pieces(_compare, _pieces(left, tolerance), cores(WORKERS)):
         if found is not SAME:
             so_far += found
         if progress and piece.nbytes:
@@ -68,6 +71,29 @@ def distances(
             if so_far.differ or so_far.tolerated:
                 yield piece.pair, replace(so_far, of=piece.pair.a.numel)
             so_far = SAME
+
+
+def _without_equal(pairs: Iterable[Pair], progress: Progress | None) -> Iterator[Pair]:
+    """Yield pairs without small ones of equal bytes, which are read together: there may be very many."""
+    following = iter(pairs)
+    while some := [*islice(following, MOST_PIECES)]:
+        tiny = {number: places for number, pair in enumerate(some) if (places := _tiny(pair))}
+        mine, theirs = (read_together([places[side] for places in tiny.values()]) for side in (0, 1))
+        equal = {n for n, x, y in zip(tiny, mine, theirs, strict=True) if bytes(x) == bytes(y)}
+        if progress and equal:
+            progress(sum(tiny[number][0].nbytes for number in equal))
+        yield from (pair for number, pair in enumerate(some) if number not in equal)
+
+
+def _tiny(pair: Pair) -> tuple[ByteRange, ByteRange] | None:
+    """Return where the values of both tensors lie, if these are small and of one type; None for others."""
+    a, b = pair.a, pair.b
+    if a.dtype is not b.dtype or not (a.is_plain and b.is_plain):
+        return None
+    one, other = a.data, b.data
+    if isinstance(one, ByteRange) and isinstance(other, ByteRange) and is_tiny(one) and is_tiny(other):
+        return one, other
+    return None
 
 
 class _Piece(NamedTuple):

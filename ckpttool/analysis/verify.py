@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from ..checkpoint.ranks import require_all
 from ..checkpoint.state import parts_beside
 from ..errors import RanksDiffer
 from ..files.failures import reason
+from ..files.gathering import MOST_PIECES, is_tiny, read_together
 from ..files.pieces import Progress, map_bytes
 from ..formats import numpy_files
 from ..formats.dcp import reading as dcp
@@ -330,16 +331,36 @@ def _non_finite(
             views.append((once, repeats))
         names.setdefault(tensor.view, []).append(name)
     non_finite_counts = [0] * len(views)
+    left = [*_without_finite([tensor for tensor, _ in views], progress)]
 
     def work(number: int, chunks: Iterator[memoryview]) -> int:
-        kind = real_dtype(views[number][0].dtype).name
+        kind = real_dtype(views[left[number]][0].dtype).name
         return sum(count_non_finite(kind, chunk) for chunk in chunks)
 
-    for piece, odd in map_bytes(work, [tensor for tensor, _ in views], PIECE, progress):
-        non_finite_counts[piece.number] += odd
+    for piece, odd in map_bytes(work, [views[number][0] for number in left], PIECE, progress):
+        non_finite_counts[left[piece.number]] += odd
     counts = [odd * repeats for odd, (_, repeats) in zip(non_finite_counts, views, strict=True)]
     named = {name: odd for odd, those in zip(counts, names.values(), strict=True) for name in those}
     yield from ((name, named[name]) for name, _ in checkpoint.tensors() if named.get(name))
+
+
+def _without_finite(tensors: Sequence[TensorRef], progress: Progress | None) -> Iterator[int]:
+    """Yield the numbers of tensors without small ones of finite values, which are read together."""
+    for first in range(0, len(tensors), MOST_PIECES):
+        numbers = range(first, min(first + MOST_PIECES, len(tensors)))
+        tiny: dict[str, dict[int, ByteRange]] = {}
+        for number in numbers:
+            data = tensors[number].data if tensors[number].is_plain else None
+            if isinstance(data, ByteRange) and is_tiny(data):
+                tiny.setdefault(real_dtype(tensors[number].dtype).name, {})[number] = data
+        finite: set[int] = set()
+        for kind, places in tiny.items():
+            found = b"".join(read_together([*places.values()]))
+            if not count_non_finite(kind, memoryview(found)):
+                finite.update(places)
+                if progress and found:
+                    progress(len(found))
+        yield from (number for number in numbers if number not in finite)
 
 
 def tensors_that_differ(checkpoint: Checkpoint, *, verify: bool = True) -> dict[str, RanksDiffer]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from ..files.gathering import MOST_PIECES
 from ..formats.pytorch import zip_writer
-from ..formats.pytorch.zip_reader import read_directory
+from ..formats.pytorch.zip_reader import Record, read_directory
 from ..formats.pytorch.zip_writer import CENTRAL, END, FULL32, LOCAL, LOCATOR64, PADDING_EXTRA, ZIP64_EXTRA
 from ..tensors.source import Source
 
@@ -40,12 +41,12 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
     ends = [header for header, _, _ in entries[1:]] + [start]
     if entries:
         free["between records"] += entries[0][0]
-    for record, (header, fields, extra), end in zip(records, entries, ends, strict=True):
-        local = LOCAL.unpack(source.read(header, LOCAL.size))
+    between = _between(source, records, [header for header, _, _ in entries], ends)
+    for record, (_, fields, extra), (before, gap) in zip(records, entries, between, strict=True):
+        local = LOCAL.unpack_from(before)
         if local[1:6] != fields[2:7]:
             faults.append((record.name, "its two headers differ in version, flags or time"))
-        behind = record.data.offset + record.data.nbytes
-        own = source.read(record.data.offset - local[-1], local[-1])
+        own = bytes(before[len(before) - local[-1] :])
         for piece in (own, extra):
             padding = b"".join(data for kind, data in _fields(piece) if kind == PADDING_EXTRA)
             wide = sum(len(data) for kind, data in _fields(piece) if kind == ZIP64_EXTRA and FULL32 in fields)
@@ -53,7 +54,6 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
             free["header fields"] += len(piece) - len(padding) - wide
             if padding.strip(b"Z"):
                 faults.append((record.name, "its padding is not what torch pads with"))
-        gap = source.read(behind, end - behind)
         descriptor = DESCRIPTORS.get(len(gap))
         if fields[3] & zip_writer.DESCRIPTOR and descriptor:
             if descriptor.unpack(gap) != (DESCRIPTOR_SIGNATURE, fields[7], record.data.nbytes, record.size):
@@ -68,6 +68,20 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
         behind -= zip_writer.END64.size + LOCATOR64.size
     free["comments"] += behind
     return faults, +free
+
+
+def _between(
+    source: Source, records: Sequence[Record], headers: Sequence[int], ends: Sequence[int]
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield what stands before each record and what stands behind it, many of them read together."""
+    for first in range(0, len(records), MOST_PIECES):
+        ranges: list[tuple[int, int]] = []
+        for number in range(first, min(first + MOST_PIECES, len(records))):
+            data = records[number].data
+            behind = data.offset + data.nbytes
+            ranges += (headers[number], data.offset - headers[number]), (behind, ends[number] - behind)
+        found = source.read_near(ranges)
+        yield from zip(found[::2], found[1::2], strict=True)
 
 
 def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[int, ...], bytes]]]:

@@ -23,7 +23,7 @@ def is_tiny(data: ByteRange) -> bool:
 
 
 def read_together(ranges: Sequence[ByteRange]) -> list[Bytes]:
-    """Return the bytes of small ranges; neighbours in a file are read together. Damaged where it ends early."""
+    """Return the bytes of small ranges; neighbours are read together. Damaged where a file ends."""
     found: list[Bytes] = [b""] * len(ranges)
     of_source = defaultdict[Source, list[tuple[int, int, int]]](list)
     for number, (source, offset, nbytes) in enumerate(ranges):

@@ -283,7 +283,7 @@ class _Copier:
         """Copy a container. Mutable ones are remembered before their contents, so that a cycle finds them."""
         if isinstance(value, dict):
             self.done[key] = made = type(value)()
-            if LEAF_TYPES >= {*map(type, value), *map(type, value.values())}:
+            if {*map(type, value), *map(type, value.values())} <= LEAF_TYPES:
                 made.update(value)
             else:
                 made.update((self.copy(name), self.copy(item)) for name, item in value.items())

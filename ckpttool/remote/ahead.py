@@ -288,6 +288,8 @@ def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
             if id(storage) not in seen:
                 jobs += ([place] for _, place in stretches if not place.source.is_local)
             seen.add(id(storage))
+        elif isinstance(data := storage.data, ByteRange) and data.source.is_local and not storage.origins:
+            continue  # nothing to ask for, as for all that is on this machine
         elif places := _places(storage, seen):
             jobs.append(places)
     if as_they_lie:

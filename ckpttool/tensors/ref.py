@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -138,6 +139,18 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
+@lru_cache(1 << 12)  # the forms of a file's tensors are few
+def are_in_a_row(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return whether elements lie one after another in row-major order, as those of no elements do."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1:
+            if step != expected and 0 not in shape:
+                return False
+            expected *= size
+    return True
+
+
 @dataclass(slots=True, eq=False)
 class TensorRef:
     """A tensor as a view of a storage, in torch's terms. Equal only to itself, like a tensor.
@@ -194,13 +207,7 @@ class TensorRef:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie one after another in row-major order (torch's definition)."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1:
-                if stride != expected and self.numel:
-                    return False
-                expected *= size
-        return True
+        return are_in_a_row(self.shape, self.stride)
 
     @property
     def is_swapped(self) -> bool:
@@ -220,7 +227,8 @@ class TensorRef:
     @property
     def data(self) -> ByteRange | Computed:
         """The bytes of the values as they are stored; only for a contiguous tensor."""
-        return self.storage.data.part(self.offset * self.dtype.itemsize, self.nbytes)
+        whole, nbytes = self.storage.data, self.nbytes
+        return whole if nbytes == whole.nbytes else whole.part(self.offset * self.dtype.itemsize, nbytes)
 
     @property
     def contents(self) -> tuple[object, ...] | None:

@@ -43,6 +43,8 @@ def require_bounded(
 
 def without_repeats(tensor: TensorRef) -> tuple[TensorRef, int]:
     """Return the tensor without the repeats of strides of 0, and how often each of its elements was there."""
+    if 0 not in tensor.stride:
+        return tensor, 1
     shape = tuple(n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride, strict=True))
     once = replace(tensor, shape=shape)
     return once, tensor.numel // once.numel if once.numel else 1

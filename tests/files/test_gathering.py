@@ -65,7 +65,11 @@ def test_a_thousand_tensors_take_a_few_system_calls(ending: str, tmp_path: Path,
     """With and without the checksums that a zip's headers need, which a file of safetensors lacks."""
     tensors = {f"layers.{i}.w": torch.full((i % 9, 3), float(i)) for i in range(1000)}
     torch.save(tensors, tmp_path / "in.pt")
-    for source, out in (("in.pt", f"one{ending}"), (f"one{ending}", f"two{ending}"), (f"two{ending}", "t.pt")):
+    for source, out in (
+        ("in.pt", f"one{ending}"),
+        (f"one{ending}", f"two{ending}"),
+        (f"two{ending}", "t.pt"),
+    ):
         with ckpttool.open(tmp_path / source) as checkpoint:
             calls.clear()
             ckpttool.save(checkpoint, tmp_path / out)

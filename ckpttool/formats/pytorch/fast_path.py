@@ -20,6 +20,7 @@ from ...inert_pickle.opcodes import uint4
 from ...inert_pickle.values import ORDERED_DICT, Global, OrderedDict_, in_brief
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ...tensors.ref import MAX_BYTES, Storage, TensorRef, extent, is_count
+from .templates import FORM, NUMBER, TENSOR, Template
 
 UNTYPED = Global("torch.storage", "UntypedStorage")
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
@@ -68,71 +69,10 @@ def storage_id(identity: object) -> tuple[str, StorageForm, tuple[str, int, int]
     return key, StorageForm(kind.name, location, numel, numel * itemsize(kind.name)), view
 
 
-# Named groups are what tensors of one form have in common, and the key; unnamed ones are memo indices.
-GET = rb"(?:h.|j....)"
-PUT = rb"r(....)"
-NUMBER = rb"(?:K.|M..|J....)"
-SIZES = rb"\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)r" % ((NUMBER,) * 4)
-PUT_UNLESS_EMPTY = rb"(?:(?<=r)(....)|(?<=\)))"
-TENSOR = re.compile(
-    rb"(?P<rebuild>%b)(?P<storage>\(\((?P<word>%b)(?P<kind>%b)X)(.\0\0\0)(?P<key>[0-9]+)" % (GET, GET, GET)
-    + rb"%b(?P<identity>(?P<location>%b)(?P<numel>%b)t)%bQ(?P<offset>%b)" % (PUT, GET, NUMBER, PUT, NUMBER)
-    + rb"(?P<shape>%b)%b(?P<stride>%b)%b" % (SIZES, PUT_UNLESS_EMPTY, SIZES, PUT_UNLESS_EMPTY)
-    + rb"(?P<end>(?P<grad>[\x88\x89])(?P<hooks>%b)\)R)%bt%bR%b" % (GET, PUT, PUT, PUT),
-    re.DOTALL,
-)
-GROUPS = TENSOR.groupindex
-FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "shape", "stride", "end")]
-KEY = GROUPS["key"]
-PUTS = [group for group in range(KEY + 1, TENSOR.groups + 1) if group not in GROUPS.values()]
-
 # The opcodes of text, four bytes of length and the text, and of a place in the memo.
 TEXT, LONG_BINPUT = b"X", b"r"
 
-LENGTHS = {length.to_bytes(4, "little"): length for length in range(1, 21)}  # of a storage's key, in digits
 WIDEST = 16  # bytes of the widest element
-
-
-class Template:
-    """The opcodes of all tensors of one form: they differ in the storage's key and the places in the memo."""
-
-    __slots__ = ("_base", "_size", "_step", "count", "head")
-
-    def __init__(self, match: re.Match[bytes]) -> None:
-        """Take the form of a tensor that matched."""
-        self.head = match["rebuild"] + match["storage"]
-        holes = [match.start(group) - match.end(KEY) for group in PUTS if match[group] is not None]
-        self.count = len(holes)  # values that one of them puts into the memo
-        # What follows the key is a number in base 256: each place in the memo is a few of its digits, and
-        # all places go up by the same.
-        tail = bytearray(match[0][match.end(KEY) - match.start() :])
-        for number, hole in enumerate(holes):
-            tail[hole : hole + 4] = number.to_bytes(4, "little")
-        self._base, self._size = int.from_bytes(tail, "little"), len(tail)
-        self._step = sum(1 << 8 * hole for hole in holes)
-
-    def tail(self, index: int) -> bytes:
-        """Return the opcodes behind the key of a tensor whose first value gets this place in the memo."""
-        return (self._base + index * self._step).to_bytes(self._size, "little")
-
-    def written(self, key: bytes, index: int) -> bytes:
-        """Return the opcodes of a tensor."""
-        return b"%b%b\0\0\0%b%b" % (self.head, bytes((len(key),)), key, self.tail(index))
-
-    def key_at(self, data: bytes, position: int, index: int) -> bytes | None:
-        """Return the key of the tensor at a position; None if the opcodes there are others."""
-        if not data.startswith(self.head, position):
-            return None
-        begin = position + len(self.head) + 4
-        end = begin + LENGTHS.get(data[begin - 4 : begin], 0)
-        key = data[begin:end]
-        return key if key.isdigit() and data.startswith(self.tail(index), end) else None
-
-    def size(self, key: bytes) -> int:
-        """Return how many bytes the opcodes of a tensor take."""
-        return len(self.head) + 4 + len(key) + self._size
-
-
 MOST_FORMS = 4096  # that are remembered: honest files have a few dozen
 
 
@@ -176,7 +116,8 @@ class TensorPattern:
         self._begin_again()
         # Of each tensor whose values are not yet in the memo: where they belong, and what they are made of.
         self.places = array("Q")
-        self.made: tuple[list[_Form], list[str | None], list[str], list[TensorRef]] = [], [], [], []
+        # (forms, names, keys and tensors, each in a list)
+        self.made: list[list[Any]] = [[], [], [], []]
 
     def _begin_again(self) -> None:
         self.forms: dict[tuple[bytes, ...], _Form | None] = {}
@@ -229,8 +170,9 @@ class TensorPattern:
         machine.stack += islice(chain.from_iterable(zip(names, tensors, strict=True)), 1, None)
         machine.memo += repeat(None, places[-1] + (len(names) > 1) + forms[-1].template.count - places[0])
         self.places += places
-        for kept, new in zip(self.made, (forms, names, keys, tensors), strict=True):
-            kept += new  # type: ignore[arg-type]
+        made: tuple[list[Any], ...] = forms, names, keys, tensors
+        for kept, new in zip(self.made, made, strict=True):
+            kept += new
 
     def recall(self, machine: Machine, index: int) -> None:
         """Put the values of the tensor that has a place in the memo there."""
@@ -247,7 +189,7 @@ class TensorPattern:
         for place in self.places:
             if machine.memo[place] is None:
                 self.recall(machine, place)
-        self.places, self.made = array("Q"), ([], [], [], [])
+        self.places, self.made = array("Q"), [[], [], [], []]
 
     def _at(self, machine: Machine, position: int, index: int) -> tuple[_Form, bytes] | None:
         """Return the form and the key of the tensor at a position; None unless it is one that fits a file."""

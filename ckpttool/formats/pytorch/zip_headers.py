@@ -14,7 +14,7 @@ from operator import add, itemgetter, le
 
 from ...errors import Damaged, Unsupported
 from ...tensors.source import ByteRange
-from .zip_entries import Entry, Record, UNREADABLE, widened
+from .zip_entries import UNREADABLE, Entry, Record, widened
 from .zip_writer import DESCRIPTOR, FULL16, FULL32, Signature
 
 LOCAL_HEADER = struct.Struct("<I2xHH4xIIIHH")
@@ -63,14 +63,12 @@ def _alike(place: ByteRange, block: list[Entry], end: int, limit: int) -> list[R
         return None
     # NamedTuples made in a C loop, which takes a third of the time of a call each.
     starts = map(place.offset.__add__, begins)
-    data = map(partial(tuple.__new__, ByteRange), zip(repeat(place.source), starts, packed))  # noqa: B905
+    data = map(partial(tuple.__new__, ByteRange), zip(repeat(place.source), starts, packed))
     stated = [crc or None for crc in crcs] if 0 in crcs else crcs
     return [*map(partial(tuple.__new__, Record), zip(names, data, sizes, stated, methods, strict=True))]
 
 
-def _one_by_one(
-    place: ByteRange, entries: list[Entry], end: int, limit: int, before: str
-) -> list[Record]:
+def _one_by_one(place: ByteRange, entries: list[Entry], end: int, limit: int, before: str) -> list[Record]:
     """Return the record of each entry; refuse the first that is wrong."""
     records: list[Record] = []
     unpack, fixed, source, base = LOCAL_HEADER.unpack_from, LOCAL_HEADER.size, place.source, place.offset

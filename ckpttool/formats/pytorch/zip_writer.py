@@ -108,7 +108,7 @@ class ZipWriter:
                 entry = b"%b%b%b%b%b" % (CENTRAL_START, alike, NO_MORE, PLACE.pack(header), path)
             else:
                 local, entry = _headers(path, header, extra, size, crc)
-            pieces.append((header, b"%b%b" % (local, raw)))
+            pieces.append((header, b"".join((local, raw))))
             self._entries[number] = entry
         self.out.write_pieces(pieces)
 

@@ -1,0 +1,65 @@
+"""What tensors of one form have in common in a pickle of torch's: their opcodes but for a key and places."""
+
+from __future__ import annotations
+
+import re
+
+# Named groups are what tensors of one form have in common, and the key; unnamed ones are memo indices.
+GET = rb"(?:h.|j....)"
+PUT = rb"r(....)"
+NUMBER = rb"(?:K.|M..|J....)"
+SIZES = rb"\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)r" % ((NUMBER,) * 4)
+PUT_UNLESS_EMPTY = rb"(?:(?<=r)(....)|(?<=\)))"
+TENSOR = re.compile(
+    rb"(?P<rebuild>%b)(?P<storage>\(\((?P<word>%b)(?P<kind>%b)X)(.\0\0\0)(?P<key>[0-9]+)" % (GET, GET, GET)
+    + rb"%b(?P<identity>(?P<location>%b)(?P<numel>%b)t)%bQ(?P<offset>%b)" % (PUT, GET, NUMBER, PUT, NUMBER)
+    + rb"(?P<shape>%b)%b(?P<stride>%b)%b" % (SIZES, PUT_UNLESS_EMPTY, SIZES, PUT_UNLESS_EMPTY)
+    + rb"(?P<end>(?P<grad>[\x88\x89])(?P<hooks>%b)\)R)%bt%bR%b" % (GET, PUT, PUT, PUT),
+    re.DOTALL,
+)
+GROUPS = TENSOR.groupindex
+FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "shape", "stride", "end")]
+KEY = GROUPS["key"]
+PUTS = [group for group in range(KEY + 1, TENSOR.groups + 1) if group not in GROUPS.values()]
+
+LENGTHS = {length.to_bytes(4, "little"): length for length in range(1, 21)}  # of a storage's key, in digits
+
+
+class Template:
+    """The opcodes of all tensors of one form: they differ in the storage's key and the places in the memo."""
+
+    __slots__ = ("_base", "_size", "_step", "count", "head")
+
+    def __init__(self, match: re.Match[bytes]) -> None:
+        """Take the form of a tensor that matched."""
+        self.head = match["rebuild"] + match["storage"]
+        holes = [match.start(group) - match.end(KEY) for group in PUTS if match[group] is not None]
+        self.count = len(holes)  # values that one of them puts into the memo
+        # What follows the key is a number in base 256: each place in the memo is a few of its digits, and
+        # all places go up by the same.
+        tail = bytearray(match[0][match.end(KEY) - match.start() :])
+        for number, hole in enumerate(holes):
+            tail[hole : hole + 4] = number.to_bytes(4, "little")
+        self._base, self._size = int.from_bytes(tail, "little"), len(tail)
+        self._step = sum(1 << 8 * hole for hole in holes)
+
+    def tail(self, index: int) -> bytes:
+        """Return the opcodes behind the key of a tensor whose first value gets this place in the memo."""
+        return (self._base + index * self._step).to_bytes(self._size, "little")
+
+    def written(self, key: bytes, index: int) -> bytes:
+        """Return the opcodes of a tensor."""
+        return b"%b%b\0\0\0%b%b" % (self.head, bytes((len(key),)), key, self.tail(index))
+
+    def key_at(self, data: bytes, position: int, index: int) -> bytes | None:
+        """Return the key of the tensor at a position; None if the opcodes there are others."""
+        if not data.startswith(self.head, position):
+            return None
+        begin = position + len(self.head) + 4
+        end = begin + LENGTHS.get(data[begin - 4 : begin], 0)
+        key = data[begin:end]
+        return key if key.isdigit() and data.startswith(self.tail(index), end) else None
+
+    def size(self, key: bytes) -> int:
+        """Return how many bytes the opcodes of a tensor take."""
+        return len(self.head) + 4 + len(key) + self._size
