@@ -95,7 +95,7 @@ cli.main()
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_command_that_is_interrupted_leaves_no_file_behind(number: int) -> None:
-    torch.save({"a": torch.ones(1000), "b": torch.ones(1000)}, "in.pt")
+    torch.save({"a": torch.ones(100_000), "b": torch.ones(100_000)}, "in.pt")  # each copied by itself
     command = [sys.executable, "-c", INTERRUPTED.replace("NUMBER", str(int(number)))]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == -number

@@ -23,10 +23,6 @@ LOCAL_HEADER = struct.Struct("<I2xHH4xIIIHH")
 WINDOW = 1 << 15
 
 
-class Overlap(Damaged):
-    """A record begins before the one listed before it ends."""
-
-
 def seen_records(place: ByteRange, blocks: Iterable[list[Entry]], limit: int) -> dict[str, Record]:
     """Find each record's bytes by its local header, which must agree with the central directory."""
     records: dict[str, Record] = {}
@@ -75,7 +71,7 @@ def _one_by_one(place: ByteRange, entries: list[Entry], end: int, limit: int, be
     window, start = b"", 0
     for header, raw_name, name, flags, method, crc, packed, size in entries:
         if header < end:
-            raise Overlap(place.path, f"its records '{before[:80]}' and '{name[:80]}' overlap")
+            raise Damaged(place.path, f"its records '{before[:80]}' and '{name[:80]}' overlap")
         length = len(raw_name)
         at, named = header - start, header - start + fixed + length
         if named > len(window):
@@ -122,7 +118,7 @@ def unseen_records(place: ByteRange, blocks: Iterable[list[Entry]], limit: int) 
         behind = DESCRIPTORS if flags & DESCRIPTOR else (0,)
         starts = [end - packed - length for length in behind if end - packed - length >= least]
         if not starts:
-            raise Overlap(place.path, f"its record '{name[:80]}' runs into the one behind it")
+            raise Damaged(place.path, f"its record '{name[:80]}' runs into the one behind it")
         start = next((start for start in starts if start % ALIGNED == 0), starts[0])
         if start - header > LONGEST_HEADER:  # nobody has written what lies between: it is read as in a file
             return seen_records(place, [listed], limit)

@@ -16,7 +16,7 @@ from ...errors import Damaged, Unsupported
 from ...tensors.source import ByteRange, Source
 from .zip_entries import MANY, entries
 from .zip_entries import Record as Record
-from .zip_headers import LOCAL_HEADER, Overlap, seen_records, unseen_records
+from .zip_headers import LOCAL_HEADER, seen_records, unseen_records
 from .zip_writer import END, END64, FULL16, FULL32, LOCATOR64, Signature
 
 # What a list of names, one a line, contains if one of them may leave the archive or is a folder's.
@@ -44,9 +44,12 @@ def read_directory(
     find = seen_records if source.is_local else unseen_records
     try:
         records = find(place, entries(place, count, raw), offset)
-    except Overlap:  # or not listed in the order of the file, as no writer of torch's does
-        listed = sorted(chain.from_iterable(entries(place, count, raw)))
-        records = find(place, [listed[i : i + MANY] for i in range(0, count, MANY)], offset)
+    except Damaged:
+        listed = [*chain.from_iterable(entries(place, count, raw))]
+        if listed == (in_order := sorted(listed)):
+            raise
+        # Not listed in the order of the file, as no writer of torch's does.
+        records = find(place, [in_order[i : i + MANY] for i in range(0, count, MANY)], offset)
     fold = str.lower if folded else str
     if len(set(map(fold, records))) != count:
         _refuse_duplicate(place, (fold(entry[2]) for block in entries(place, count, raw) for entry in block))
