@@ -1,7 +1,7 @@
 """What POSIX alone has, and what Windows does in its place: no other file asks which of the two runs.
 
 On Windows a folder has no descriptor, so it can't be locked, flushed or held. What is open can't be replaced
-or removed, whoever has it open: so what we have open is closed before, and a temporary is safe while it is written.
+or removed, whoever has it open: so we close what we have open before, and what we write is safe meanwhile.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ if IS_POSIX:
         os.fsync(file.fileno())
         os.replace(written, target)
 
-    replace: Callable[[str, str], None] = os.replace
+    def replace(written: str, target: str) -> None:
+        """Let a file, which may be open, take the place of another."""
+        os.replace(written, target)
 
     def link(old: str, new: str) -> None:
         """Give a file, or a symbolic link itself, a second name."""
