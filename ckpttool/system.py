@@ -15,7 +15,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import BinaryIO, Protocol
 
 try:
@@ -30,10 +30,7 @@ except ImportError:
 class Opened(Protocol):
     """A file that is open for reading, and can be let go of."""
 
-    @property
-    def identity(self) -> tuple[object, object]: ...
-
-    def release(self) -> None: ...
+    def release(self, replaced: Collection[object]) -> None: ...
 
 
 # ---- flags of os.open, each 0 where there is none; without O_BINARY, Windows changes line breaks ----------
@@ -325,13 +322,12 @@ else:
 
     def release(path: str) -> None:
         places = [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]
-        found = set[tuple[object, object]]()
+        found = set[object]()
         for place in places:
             with contextlib.suppress(OSError):  # there is nothing, or a link that leads nowhere
                 found.add(((facts := os.stat(place)).st_dev, facts.st_ino))
         for source in [*_open]:
-            if source.identity in found:
-                source.release()
+            source.release(found)
 
     def put(file: BinaryIO, written: str, target: str, changed: int | None = None) -> None:
         os.fsync(file.fileno())

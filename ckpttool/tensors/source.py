@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -137,11 +137,11 @@ class Source:
                 raise Damaged(self.path, "the file became shorter while it was read")
             filled += moved
 
-    def release(self) -> None:
-        """Close the descriptor, since the file is replaced; what tells it from others stays known."""
-        if self._fd >= 0:
+    def release(self, replaced: Collection[object]) -> None:
+        """Close the descriptor if the file is one of those; what tells it from others stays known."""
+        if self._fd >= 0 and self.identity in replaced:
             self._replaced = self.identity
-        self.close()
+            self.close()
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
