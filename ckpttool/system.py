@@ -49,6 +49,7 @@ ENDING = tuple(  # signals at which the process ends
 if IS_POSIX:
     SEPARATORS: tuple[str, ...] = ("/",)  # that may end the name of a folder
     REPLACES_MAPPED = True  # whether a file that is mapped can be replaced
+    PRIVATE_FOLDER = 0o700  # the mode of a folder until it gets that of the one which it replaces
 
     # ---- bytes at a place ------------------------------------------------------------------------------
 
@@ -242,6 +243,7 @@ else:
 
     SEPARATORS = "/", "\\"
     REPLACES_MAPPED = False  # error 1224
+    PRIVATE_FOLDER = 0o777  # it keeps the list of its parent, which 0o700 would not take
 
     # ---- bytes at a place --------------------------------------------------------------------------------
 
@@ -288,6 +290,8 @@ else:
     FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f]')
 
     def local(path: str) -> str:
+        if path in ("", "-"):
+            return path
         drive = ntpath.splitdrive(path)[0]
         whole = ntpath.abspath(path) if drive or len(path) > LONG or os.path is ntpath else path
         if len(whole) <= LONG or not ntpath.splitdrive(whole)[0] or whole.startswith("\\\\?\\"):

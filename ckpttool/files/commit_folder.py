@@ -69,7 +69,7 @@ def replacing_folder(
     parent = os.path.dirname(target)
     remove_abandoned(parent)
     try:
-        mode = 0o700 if exists else 0o777
+        mode = system.PRIVATE_FOLDER if exists else 0o777
         claimed = attempt.claim_folder(mode) if attempt else None
         if claimed is None:  # another process goes on with the same output
             attempt = None

@@ -55,6 +55,7 @@ def take_away() -> None:
         setattr(os, name, _refusing_opened(getattr(os, name), places))
     for name in ("utime", "chmod", "listdir", "scandir", "truncate"):
         setattr(os, name, _by_path(getattr(os, name)))
+    os.scandir = _without_identities(os.scandir)
     os.open = _no_folders(os.open)
     os.fsync = _written(os.fsync, *flags)
     builtins.open = io.open = _as_text(builtins.open)  # type: ignore[assignment]
@@ -114,6 +115,34 @@ def _by_path(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*given, **more)
 
     return by_path
+
+
+class _Entry:
+    """An entry of a folder, whose facts come from the folder: they lack device, number and links."""
+
+    def __init__(self, entry: os.DirEntry[str]) -> None:
+        self._entry = entry
+        self.name, self.path = entry.name, entry.path
+        self.is_file, self.is_dir, self.is_symlink = entry.is_file, entry.is_dir, entry.is_symlink
+
+    def stat(self, **given: Any) -> os.stat_result:
+        facts = [*self._entry.stat(**given)]
+        facts[1:4] = 0, 0, 0
+        return os.stat_result(facts)
+
+
+def _without_identities(call: Callable[..., Any]) -> Callable[..., Any]:
+    class Scanned(list[_Entry]):
+        def __enter__(self) -> Scanned:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    def scandir(path: Any = ".") -> Scanned:
+        with call(path) as entries:
+            return Scanned(map(_Entry, entries))
+
+    return scandir
 
 
 def _no_folders(call: Callable[..., int]) -> Callable[..., int]:
