@@ -1,4 +1,4 @@
-"""What POSIX alone has, and what Windows does in its place: no other file asks which of the two runs.
+"""What POSIX alone has, and what Windows does in its place: no other file of the package asks.
 
 On Windows a folder has no descriptor, so it can't be locked, flushed or held. What is open can't be replaced
 or removed, whoever has it open: so we close what we have open before, and what we write is safe meanwhile.
@@ -48,6 +48,7 @@ ENDING = tuple(  # signals at which the process ends
 
 if IS_POSIX:
     SEPARATORS: tuple[str, ...] = ("/",)  # that may end the name of a folder
+    HAS_OWNERS = True  # whether files have an owner and permissions that `os` can set
     REPLACES_MAPPED = True  # whether a file that is mapped can be replaced
     PRIVATE_FOLDER = 0o700  # the mode of a folder until it gets that of the one which it replaces
 
@@ -242,6 +243,7 @@ else:
     from weakref import WeakSet
 
     SEPARATORS = "/", "\\"
+    HAS_OWNERS = False  # a new file has the list of its folder
     REPLACES_MAPPED = False  # error 1224
     PRIVATE_FOLDER = 0o777  # it keeps the list of its parent, which 0o700 would not take
 

@@ -171,7 +171,7 @@ ACLS = ("system.posix_acl_access", "system.posix_acl_default")
 
 def keep_permissions(new: int | str, old: str) -> None:
     """Give `new` the owner, group, permissions and access control lists of `old`, as far as this user may."""
-    if not hasattr(os, "chown"):  # Windows, where a file has the list of its folder
+    if not system.HAS_OWNERS:
         return
     # Only root may give a file to another user, and only members may give it to a group. Where the group
     # can't be kept, the new file's group gets no more than everyone had.
