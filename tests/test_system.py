@@ -24,6 +24,7 @@ from ckpttool import system
 from ckpttool.remote.urls import is_url
 from tests.support.crafting import dict_of, number, safetensors_file, storage, tensor, torch_zip
 from tests.support.running import ROOT
+from tests.support.without_posix import msvcrt_of
 
 RULES = b"""[counts]\r\ni = ["layers"]\r\n[[rule]]\r\nfrom = "layer.{i}.weight"\r\nto = "blocks.{i}.w"\r\n
 [[rule]]\r\nfrom = "\xd0\xba\xd0\xbb\xd1\x8e\xd1\x87\xe2\x86\x92\xc3\x97"\r\nto = "key"\r\n"""
@@ -279,6 +280,25 @@ def test_bytes_at_a_place_leave_the_position_and_other_threads_alone(
     finally:
         os.close(fd)
     assert path.stat().st_size == 200_000
+
+
+def test_a_folder_and_a_file_are_locked_once(
+    windows: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if system.IS_POSIX:
+        import fcntl
+
+        monkeypatch.setitem(sys.modules, "msvcrt", msvcrt_of(fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    first = windows.lock_folder(str(tmp_path))
+    with pytest.raises(BlockingIOError):
+        windows.lock_folder(str(tmp_path))
+    os.close(first)
+    os.close(windows.lock_folder(str(tmp_path)))
+    nothing = windows.hold_folder(str(tmp_path))
+    with pytest.raises(OSError) as fault:  # a folder that is written has no lock, so nobody removes it
+        windows.lock(nothing)
+    assert not isinstance(fault.value, BlockingIOError)
+    os.close(nothing)
 
 
 def test_what_stays_open_elsewhere_is_named_and_both_files_stay(

@@ -42,7 +42,7 @@ def take_away() -> None:
 
     import numpy  # noqa: F401 - it asks which kernel this is
 
-    sys.modules["msvcrt"] = _msvcrt(fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    sys.modules["msvcrt"] = msvcrt_of(fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     flags = fcntl.fcntl, fcntl.F_GETFL
     for module, names in MISSING.items():
         for name in names.split():
@@ -61,7 +61,9 @@ def take_away() -> None:
     builtins.open = io.open = _as_text(builtins.open)  # type: ignore[assignment]
 
 
-def _msvcrt(flock: Callable[[int, int], None], kind: int) -> ModuleType:
+def msvcrt_of(flock: Callable[[int, int], None], kind: int) -> ModuleType:
+    """Return what locks files on Windows, made of what does here."""
+
     def locking(fd: int, mode: int, nbytes: int) -> None:
         assert (mode, nbytes) == (2, 1)
         if stat.S_ISCHR(os.fstat(fd).st_mode):
