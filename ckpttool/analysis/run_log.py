@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import system
 from ..errors import Damaged, Unreadable
 from ..files.failures import reason
 
@@ -49,7 +50,7 @@ def _entries(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would wait for a writer
+    return os.open(path, flags | system.READ)  # a named pipe would wait for a writer
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:

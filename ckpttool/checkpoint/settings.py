@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import Damaged
 from ..remote.places import exists, is_folder, open_source_at
+from ..system import join
 
 MAX_BYTES = 16 << 20
 
@@ -19,7 +20,7 @@ def settings_beside(path: str, *names: str) -> tuple[str, dict[str, Any]]:
     """
     folder = path if is_folder(path) else os.path.dirname(path)
     for name in names if path != "-" else ():
-        if exists(place := os.path.join(folder, name)):
+        if exists(place := join(folder, name)):
             return place, json_object(place)
     return "", {}
 

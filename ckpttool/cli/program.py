@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from .. import __version__
+from .. import __version__, system
 from .commands import (
     check,
     conform,
@@ -247,7 +247,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # keys may hold what the terminal can't show
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in system.ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets that, and a shell in the background
             signal.signal(number, _stop)
     try:
@@ -307,5 +307,5 @@ def _end_by(number: int, goes_on: str) -> NoReturn:
     if number == signal.SIGINT:
         with suppress(OSError):
             click.echo(f"interrupted{goes_on}", err=True)
-    os.kill(os.getpid(), number)
-    os._exit(128 + number)  # the signal is blocked
+    system.end_by(number)
+    os._exit(128 + number)  # the signal is blocked, or ends no process on this system

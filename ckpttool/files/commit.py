@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
+from .. import system
 from ..errors import UsageFault
 from .copying import no_room_named
 from .failures import NO_ROOM, reason
@@ -31,15 +32,18 @@ LINK = ".link"  # behind a name that a file is about to get
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], attempt: Attempt | None = None) -> Iterator[BinaryIO]:
+def replacing(
+    path: str | os.PathLike[str], attempt: Attempt | None = None, changed: int | None = None
+) -> Iterator[BinaryIO]:
     """Open a new binary file that takes the place of `path` when the block ends without an error.
 
     The old file stays complete until then, and readers that have it open keep it; after an error nothing of
     the new one is left, but for what an `attempt` keeps. Of a symbolic link the target is replaced. `-` is
-    standard output, to which all of it is sent at the end. Raises UsageFault where that can't be, and
-    OSError, named `path`, for a failing disk.
+    standard output, to which all of it is sent at the end. `changed` is its time of change in nanoseconds, if
+    not now. Raises UsageFault where that can't be, and OSError, named `path`, for a failing disk.
     """
-    with _to_standard_output() if os.fspath(path) == "-" else _replacing(os.fspath(path), attempt) as file:
+    name = os.fspath(path)
+    with _to_standard_output() if name == "-" else _replacing(name, attempt, changed) as file:
         yield file
 
 
@@ -58,8 +62,8 @@ def _to_standard_output() -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _replacing(path: str, attempt: Attempt | None) -> Iterator[BinaryIO]:
-    target = os.path.realpath(path)
+def _replacing(path: str, attempt: Attempt | None, changed: int | None) -> Iterator[BinaryIO]:
+    target = system.real(path)
     exists = _check_target(path, target)
     folder = os.path.dirname(target)
     remove_abandoned(folder)
@@ -79,8 +83,7 @@ def _replacing(path: str, attempt: Attempt | None) -> Iterator[BinaryIO]:
                 with no_room_named(path, every=True):
                     with contextlib.suppress(FileNotFoundError):
                         keep_permissions(fd, target)
-                    os.fsync(fd)
-                    os.replace(temporary, target)  # before the file, and with it the lock, is closed
+                    system.put(file, temporary, target, changed)
             except BaseException as error:
                 if attempt:
                     attempt.give_up(error)
@@ -92,7 +95,7 @@ def _replacing(path: str, attempt: Attempt | None) -> Iterator[BinaryIO]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
         raise
-    sync_folder(folder)
+    system.sync_folder(folder)
 
 
 def give_name(path: str, other: str) -> None:
@@ -108,18 +111,25 @@ def give_name(path: str, other: str) -> None:
             shutil.copyfileobj(source, target)
         return
     try:
-        os.replace(temporary, other)
+        system.replace(temporary, other)
     except OSError:
         os.unlink(temporary)
         raise
-    sync_folder(os.path.dirname(other))
+    system.sync_folder(os.path.dirname(other))
 
 
 def require_folder(path: str) -> None:
     """Check that an output's folder exists, before any work is done."""
-    folder = os.path.dirname(path.rstrip(os.sep))
+    require_name(path)
+    folder = os.path.dirname(path.rstrip("".join(system.SEPARATORS)))
     if folder and not os.path.lexists(folder):
         raise UsageFault(f"{path}: there is no folder {folder}", hint=f"mkdir -p {shlex.quote(folder)}")
+
+
+def require_name(path: str) -> None:
+    """Refuse an output by a name that this system can't hold, or takes for something else."""
+    if why := system.unfit_name(path):
+        raise UsageFault(f"{path}: {why}", hint="choose another output")
 
 
 def not_writable(path: str, error: OSError) -> UsageFault | OSError:
@@ -141,10 +151,11 @@ def writing_into(path: str) -> Iterator[BinaryIO]:
 
 def _check_target(path: str, target: str) -> bool:
     """Check that the target may be replaced; return whether it exists."""
+    require_name(path)
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
-        if path.endswith(os.sep):
+        if path.endswith(system.SEPARATORS):
             raise UsageFault(f"{path}: is named like a folder", hint="name a file") from None
         return False
     except OSError as error:
@@ -154,27 +165,14 @@ def _check_target(path: str, target: str) -> bool:
     return True
 
 
-def sync_folder(folder: str) -> None:
-    """Flush a folder's entries to the disk, without which a rename may not survive a power cut."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # a folder may be writable and not readable
-        return
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.EBADF, errno.EROFS}:
-            raise
-    finally:
-        os.close(fd)
-
-
 # Extended attributes in which Linux keeps access control lists (acl(5)).
 ACLS = ("system.posix_acl_access", "system.posix_acl_default")
 
 
 def keep_permissions(new: int | str, old: str) -> None:
     """Give `new` the owner, group, permissions and access control lists of `old`, as far as this user may."""
+    if not system.HAS_OWNERS:
+        return
     # Only root may give a file to another user, and only members may give it to a group. Where the group
     # can't be kept, the new file's group gets no more than everyone had.
     facts = os.stat(old)

@@ -8,8 +8,6 @@ another process put there meanwhile, moves into the new folder.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -17,8 +15,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from .. import system
 from ..errors import CkptToolError, Unreadable, UsageFault
-from .commit import keep_permissions, not_writable, sync_folder
+from .commit import keep_permissions, not_writable, require_name
 from .copying import no_room_named
 from .failures import reason
 from .temporaries import (
@@ -34,12 +33,6 @@ from .threads import signals_deferred
 
 if TYPE_CHECKING:
     from .resuming import Attempt
-
-# Arguments of renameat2 (linux/fcntl.h, linux/fs.h).
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-
-# Errors of renameat2: an old kernel, a file system that can't, a sandbox.
-NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
 T = TypeVar("T")
 
@@ -71,12 +64,12 @@ def replacing_folder(
     else is found afterwards moves into the new folder, as `NAME.other-<hex>` where that has such a name.
     Raises UsageFault where the place can't be written, or holds something neither replaced nor kept.
     """
-    target = os.path.realpath(path)
+    target = system.real(path)
     exists = _check_folder(path, target, replaced, kept)
     parent = os.path.dirname(target)
     remove_abandoned(parent)
     try:
-        mode = 0o700 if exists else 0o777
+        mode = system.PRIVATE_FOLDER if exists else 0o777
         claimed = attempt.claim_folder(mode) if attempt else None
         if claimed is None:  # another process goes on with the same output
             attempt = None
@@ -91,7 +84,7 @@ def replacing_folder(
                 unmoved(target, lambda: _keep_permissions_of_files(temporary, target, replaced(target)))
                 _link(path, kept, target, temporary)
                 keep_permissions(temporary, target)
-            sync_folder(temporary)
+            system.sync_folder(temporary)
         with signals_deferred():
             _commit(new, target, replaced, kept)
         if attempt:
@@ -105,11 +98,12 @@ def replacing_folder(
         raise
     finally:
         os.close(lock)
-    sync_folder(parent)
+    system.sync_folder(parent)
 
 
 def _check_folder(path: str, target: str, replaced: Replaced, kept: Collection[str]) -> bool:
     """Check that nothing but what is replaced or kept is in the old folder; return whether there is one."""
+    require_name(path)
     try:
         if not _exists(target):
             return False
@@ -145,7 +139,7 @@ def unmoved(folder: str, look: Callable[[], T]) -> T:
 def _held(folder: str) -> Iterator[Callable[[], bool]]:
     """Yield a function that tells whether a folder was replaced; held open, its inode can't be reused."""
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(folder, system.FOLDER)
     except OSError:  # looking into it raises a better error; what can't be listed may still be read
         yield lambda: True
         return
@@ -210,7 +204,7 @@ def _link(path: str, names: Collection[str], old: str, new: str) -> None:
     """Give files of the old folder a place in the new one too."""
     try:
         for name in names:
-            os.link(os.path.join(old, name), os.path.join(new, name), follow_symlinks=False)
+            system.link(os.path.join(old, name), os.path.join(new, name))
     except OSError as error:
         failed = not_writable(path, error)
         if isinstance(failed, OSError):
@@ -235,9 +229,9 @@ def _locked(folder: str) -> Iterator[None]:
     """Hold the lock of a folder, if there is one and its lock is free."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = os.open(folder, system.FOLDER)
             stack.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(fd)
         yield
 
 
@@ -245,37 +239,22 @@ def _put(new: str, target: str) -> str | None:
     """Put a folder in its place; return where the old one then lies, None if there was none."""
     # The new folder gets the ending of an old one first: what has the ending of a temporary is removed
     # completely when its process was killed, and that must never happen to the old one.
+    system.release(new)
     if not _exists(target):
         os.rename(new, target)
         return None
+    system.release(target)
     old = temporary_name(target, OLD)
     os.rename(new, old)
     exchanged = False
     try:
-        exchanged = _exchange(old, target)
+        exchanged = system.exchange(old, target)
     finally:
         if not exchanged:
             os.rename(old, new)
     if not exchanged:
         _swap(new, target, old)
     return old
-
-
-def _exchange(one: str, other: str) -> bool:
-    """Exchange what is at two paths in one step; return False where the system can't."""
-    import ctypes
-
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):  # another platform, or an old C library
-        return False
-    paths = map(os.fsencode, (one, other))
-    if call(AT_FDCWD, ctypes.c_char_p(next(paths)), AT_FDCWD, ctypes.c_char_p(next(paths)), RENAME_EXCHANGE):
-        number = ctypes.get_errno()
-        if number not in NO_EXCHANGE:
-            raise OSError(number, os.strerror(number), other)
-        return False
-    return True
 
 
 def _swap(new: str, target: str, old: str) -> None:

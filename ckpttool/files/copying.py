@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -15,6 +12,7 @@ from itertools import chain, zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
+from .. import system
 from ..tensors.ref import Computed
 from ..tensors.source import ByteRange
 from .crc32 import combined, crc32
@@ -136,7 +134,7 @@ class Output:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         end = position + len(view)
         while view:
-            done = os.pwrite(self.fd, view[:WRITTEN], position)
+            done = system.pwrite(self.fd, view[:WRITTEN], position)
             view = view[done:]
             position += done
         if end // FLUSHED > (end - len(data)) // FLUSHED:
@@ -278,7 +276,7 @@ class Output:
         with buffers.one() as buffer:
             for start, size in cut(nbytes, BUFFER):
                 view = buffer[:size]
-                os.preadv(self.fd, [view], position + start)  # regular file, at most BUFFER: all at once
+                system.preadv(self.fd, [view], position + start)  # regular file, at most BUFFER: all at once
                 if isinstance(data, ByteRange):
                     data.source.seen(data.offset + start, view)
                 crc = crc32(view, crc) if copy.then else 0
@@ -344,11 +342,7 @@ def _start_flushing(fd: int, start: int) -> None:
             os.posix_fadvise(fd, start, FLUSHED, os.POSIX_FADV_DONTNEED)
 
 
-FICLONERANGE = 0x4020940D  # the ioctl by which files share extents, on btrfs and XFS (linux/fs.h)
 BLOCK = 4096  # whole blocks at the same place within one in both files can be shared
-
-# Its errors where the file system, or this pair of files, can't share extents.
-NO_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS, errno.EPERM}
 
 
 def share(data: ByteRange, fd: int, position: int) -> range:
@@ -359,11 +353,6 @@ def share(data: ByteRange, fd: int, position: int) -> range:
         end -= (position + end) % BLOCK
     if (data.offset - position) % BLOCK or start >= end:
         return range(0)
-    wanted = struct.pack("qQQQ", data.source.fd, data.offset + start, end - start, position + start)
-    try:
-        fcntl.ioctl(fd, FICLONERANGE, wanted)
-    except OSError as error:
-        if error.errno not in NO_CLONE:
-            raise
-        return range(0)
-    return range(start, end)
+    source, offset = data.source.fd, data.offset + start
+    is_shared = system.share_blocks(source, offset, end - start, fd, position + start)
+    return range(start, end) if is_shared else range(0)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 from collections.abc import Iterator
 
+from .. import system
 from ..errors import UsageFault
 
 # Descriptors of the folders that this process has locked.
@@ -23,7 +22,7 @@ def _release_in_child() -> None:
         os.close(_locks.pop())
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+system.in_forked(_release_in_child)
 
 
 @contextlib.contextmanager
@@ -32,17 +31,13 @@ def locked(folder: str, shown: str) -> Iterator[None]:
 
     Raises UsageFault, which begins with `shown`, if another process has locked it.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = system.lock_folder(folder)
+    except BlockingIOError:
+        hint = "name another folder, or wait for it to end"
+        raise UsageFault(f"{shown}: another run, or slim, writes there now", hint=hint) from None
     _locks.add(fd)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            hint = "name another folder, or wait for it to end"
-            raise UsageFault(f"{shown}: another run, or slim, writes there now", hint=hint) from None
-        except OSError as error:
-            if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise  # those are of file systems that lock no folders, as NFS
         yield
     finally:
         _locks.discard(fd)

@@ -35,7 +35,7 @@ def files_in(folder: str) -> list[LinkedFile]:
         for entry in entries:
             if not entry.is_file() or entry.name.startswith("."):
                 continue
-            facts = entry.stat()
+            facts = os.stat(entry.path)  # on Windows, that of an entry does not tell files apart
             identity = facts.st_dev, facts.st_ino
             if not entry.is_symlink():
                 found.setdefault(identity, LinkedFile([], facts)).names.append(entry.name)

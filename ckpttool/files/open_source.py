@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shlex
 import shutil
 import stat
@@ -12,6 +11,7 @@ import sys
 import tempfile
 from itertools import islice
 
+from .. import system
 from ..errors import Unreadable
 from .copying import no_room_named
 from .failures import reason
@@ -27,7 +27,7 @@ def open_source_descriptor(path: str) -> int:
     if path == "-":
         return _standard_input()
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, system.READ)
     except FileNotFoundError:
         raise no_such_file(path) from None
     except OSError as error:
@@ -58,20 +58,20 @@ def allow_open_files(count: int, path: str) -> None:
     """Raise this process's soft limit of open files if a checkpoint needs it."""
     # A tensor is a place in an open file, so all files of a checkpoint stay open, and mapping one takes a
     # second descriptor. Many systems allow 1,024, and let a process raise that itself up to a hard limit.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = system.open_files_allowed()
     used = SPARE
     with contextlib.suppress(OSError):  # there is no /dev/fd, or no descriptor left to read it
         used = len(os.listdir("/dev/fd"))
     wanted = used + 2 * count + SPARE
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
+    if wanted <= soft:
         return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = min(wanted, hard)
     if allowed < used + count + 1:
         what = "is one file too many:" if count == 1 else f"consists of {count} files, and"
         hint = f"raise the limit first: ulimit -n {wanted}"
         raise Unreadable(path, f"{what} this process may open only {hard} at once", hint=hint)
     if allowed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        system.allow_open_files(int(allowed))
 
 
 MOST_NAMES = 10_000  # of a folder, that are looked at

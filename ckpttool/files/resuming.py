@@ -8,7 +8,6 @@ asked. Only an output that is copied from elsewhere is written so: a local conve
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -18,11 +17,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from .. import system
 from ..errors import Unreadable
 from .temporaries import PART, begin_of, is_at
 
 RECORD = f"{PART}.json"
-CREATED = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 NOTED = 64 << 20  # bytes, or seconds, after which the record is brought up to date
 NOTED_AFTER = 10.0
@@ -108,7 +107,7 @@ class Attempt:
         """
         if os.path.isdir(self.place):
             shutil.rmtree(self.place)
-        fd = self._claimed(lambda: os.open(self.place, CREATED, mode))
+        fd = self._claimed(lambda: os.open(self.place, system.CREATE | system.NO_LINK, mode))
         if fd is not None and not self.is_resumed:
             os.ftruncate(fd, 0)
         return None if fd is None else (fd, self.place)
@@ -121,7 +120,7 @@ class Attempt:
                 os.unlink(self.place)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.place, mode)
-            return os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return system.hold_folder(self.place)
 
         fd = self._claimed(create)
         if fd is not None and not self.is_resumed:
@@ -134,7 +133,7 @@ class Attempt:
         while True:
             fd = create()
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                system.lock(fd)
             except BlockingIOError:
                 os.close(fd)
                 return None
@@ -142,7 +141,7 @@ class Attempt:
                 break
             if is_at(fd, self.place):
                 facts = os.fstat(fd)
-                if facts.st_uid == os.geteuid() and (facts.st_nlink == 1 or stat.S_ISDIR(facts.st_mode)):
+                if system.is_mine(facts) and (facts.st_nlink == 1 or stat.S_ISDIR(facts.st_mode)):
                     break
                 self._remove()  # it is not ours, or has another name too
             os.close(fd)  # it became the output meanwhile, or is gone
@@ -180,16 +179,16 @@ class Attempt:
             file.write(json.dumps({"plan": self._plan, "files": files}).encode())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, self._record)
+        system.replace(new, self._record)
         self._unnoted, self._noted = 0, time.monotonic()
 
     def _flush(self, name: str, file: BinaryIO) -> None:
         if not file.closed:
-            os.fdatasync(file.fileno())
+            system.sync_data(file.fileno())
             return
-        fd = os.open(os.path.join(self.place, name), os.O_RDONLY | os.O_CLOEXEC)  # of a folder
+        fd = os.open(os.path.join(self.place, name), system.CHANGE)  # of a folder
         try:
-            os.fdatasync(fd)
+            system.sync_data(fd)
         finally:
             os.close(fd)
 
@@ -223,8 +222,4 @@ class Attempt:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         with contextlib.suppress(OSError):
-            fd = os.open(os.path.dirname(self.place) or ".", os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            system.sync_folder(os.path.dirname(self.place) or ".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+from .. import system
 from ..tensors.source import ByteRange, Source
 from .copying import no_room_named
 
@@ -22,6 +23,6 @@ class Spool:
         rest, start = memoryview(raw), self.source.size
         with no_room_named(tempfile.gettempdir()):
             while rest:
-                written = os.pwrite(self.source.fd, rest, self.source.size)
+                written = system.pwrite(self.source.fd, rest, self.source.size)
                 self.source.size, rest = self.source.size + written, rest[written:]
         return ByteRange(self.source, start, self.source.size - start)

@@ -10,7 +10,6 @@ restarted, must also have been left alone for a day.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import stat
@@ -18,6 +17,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
+
+from .. import system
 
 # Name endings: of a file or folder being written, and of a folder that a new one replaced.
 TEMPORARY, OLD = ".ckpttool.tmp", ".ckpttool.old"
@@ -46,7 +47,7 @@ def temporary_name(target: str, ending: str) -> str:
 
 def new_file(target: str, mode: int) -> tuple[int, str]:
     """Create a temporary file that will replace `target`; return its descriptor, which locks it, and path."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = system.CREATE | os.O_EXCL
     return _new(target, lambda path: os.open(path, flags, mode), os.unlink)
 
 
@@ -56,7 +57,7 @@ def new_folder(target: str, mode: int) -> tuple[int, str]:
     def create(path: str) -> int | None:
         os.mkdir(path, mode)
         with contextlib.suppress(FileNotFoundError):  # another process took it for abandoned meanwhile
-            return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            return system.hold_folder(path)
         return None
 
     return _new(target, create, os.rmdir)
@@ -81,7 +82,7 @@ def _new(
 def _lock_new(fd: int, path: str) -> bool:
     """Lock a new temporary; return False if another process already took it for abandoned."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        system.lock(fd)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks, on which nobody removes anything
@@ -138,18 +139,18 @@ def _claimed(path: str, boot: str) -> Iterator[bool]:
             kind = os.lstat(path).st_mode
             if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
                 # NFS locks only what is open for writing.
-                access = os.O_RDWR if stat.S_ISREG(kind) else os.O_RDONLY
-                fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                access = system.CHANGE if stat.S_ISREG(kind) else system.FOLDER
+                fd = os.open(path, access | system.NO_LINK)
                 stack.callback(os.close, fd)
         yield fd is not None and _is_abandoned(fd, path, boot)
 
 
 def _is_abandoned(fd: int, path: str, boot: str) -> bool:
     facts = os.fstat(fd)
-    if facts.st_uid != os.geteuid():
+    if not system.is_mine(facts):
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        system.lock(fd)
     except OSError:  # its writer lives, or nobody can tell
         return False
     changed = max(facts.st_mtime, facts.st_ctime)
@@ -159,9 +160,4 @@ def _is_abandoned(fd: int, path: str, boot: str) -> bool:
 @cache
 def _boot() -> str:
     """Return eight digits for this start of this kernel: all its containers share them, and its locks."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            identity = file.read()
-    except OSError:
-        identity = os.fsencode(os.uname().nodename)
-    return f"{zlib.crc32(identity):08x}"
+    return f"{zlib.crc32(system.boot()):08x}"

@@ -13,7 +13,8 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
-ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # signals at which the process ends
+from ..system import ENDING
+
 T = TypeVar("T")
 NAME = "ckpttool worker"  # of each thread that runs jobs
 GROUP = 1 << 20  # bytes of small pieces that are worth handing to a thread together

@@ -25,6 +25,7 @@ from ..remote.places import (
     uploading,
 )
 from ..remote.urls import is_url
+from ..system import join
 from ..tensors.source import Source
 from . import shards
 from .dcp import reading as dcp
@@ -74,7 +75,7 @@ def files_of_checkpoints(folder: str) -> list[str]:
 
 def _with_named(folder: str, telling: Collection[str], more: Collection[str] = ()) -> list[str]:
     """Return what indexes or DCP metadata name next to them, and more, and at the end themselves."""
-    named = {file for name in telling for file in _named_by(os.path.join(folder, name))}
+    named = {file for name in telling for file in _named_by(join(folder, name))}
     return [*sorted(named.union(more).difference(telling)), *telling]
 
 
@@ -102,7 +103,7 @@ def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
 
 def _names_of(folder: str, files: Collection[File | None]) -> list[str]:
     """Return the names that some files have in a folder."""
-    return [name for name in os.listdir(folder) if _identity_of(os.path.join(folder, name)) in files]
+    return [name for name in os.listdir(folder) if _identity_of(join(folder, name)) in files]
 
 
 def others(checkpoint: Checkpoint, path: str, kept: Collection[str]) -> list[str]:
@@ -122,7 +123,7 @@ def companions(checkpoint: Checkpoint, path: str) -> list[str]:
         return []
     read = _names_of(path, _files_read(checkpoint))
     names = sorted(name for name in os.listdir(path) if name not in read)
-    return [name for name in names if os.path.isfile(os.path.join(path, name))]
+    return [name for name in names if os.path.isfile(join(path, name))]
 
 
 def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
@@ -132,7 +133,7 @@ def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
         if is_in_place(checkpoint, path):
             return False
         read = _files_read(checkpoint)
-        return any(_identity_of(os.path.join(path, name)) in read for name in files_of_checkpoints(path))
+        return any(_identity_of(join(path, name)) in read for name in files_of_checkpoints(path))
     if (identity := _identity_of(path)) is None:
         return False
     if (checkpoint.format in NAMES or checkpoint.ranks) and identity in _files_read(checkpoint):
@@ -170,7 +171,7 @@ def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) ->
         name
         for name in listed(source)
         if not (name.startswith(".") or name in own or not_read(name) in checkpoint.unread)
-        and _identity_of(os.path.join(source, name)) not in read
+        and _identity_of(join(source, name)) not in read
     ]
 
 
@@ -223,10 +224,10 @@ def listed_beside(
     if (folder := folder or folder_of(checkpoint)) is None:
         return [], []
     names = other_files(checkpoint, path, folder)
-    below = os.path.join(folder, BELOW)
+    below = join(folder, BELOW)
     if BELOW in names and is_folder(below) and not os.path.islink(below):
         inside = [name for name in listed(below) if not name.startswith(".")]
-        names = [name for name in names if name != BELOW] + [os.path.join(BELOW, name) for name in inside]
+        names = [name for name in names if name != BELOW] + [join(BELOW, name) for name in inside]
     found = [name for name in names if _is_companion(folder, name)]
     rest = [
         name if is_inside(folder, name) else f"{name} (a link out of the folder)"
@@ -234,11 +235,11 @@ def listed_beside(
         # The latter serve a folder of DeepSpeed, and have nothing of their own.
         if name not in (*found, "latest", "zero_to_fp32.py", "zero_to_torch.py")
     ]
-    return [os.path.join(folder, name) for name in found], rest
+    return [join(folder, name) for name in found], rest
 
 
 def _is_companion(folder: str, name: str) -> bool:
-    path, base = os.path.join(folder, name), os.path.basename(name)
+    path, base = join(folder, name), os.path.basename(name)
     is_known = any(fnmatchcase(base, pattern) for pattern in COMPANIONS) and not base.endswith(shards.INDEX)
     # Tokenizers have up to 40 MB.
     is_small = is_known and is_file(path) and nbytes_of(path) <= 100_000_000
@@ -250,7 +251,7 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
     folder = output if is_folder else os.path.dirname(output) or "."
     sources: dict[str, str] = {}
     for path in paths:
-        target = os.path.join(folder, os.path.basename(path))
+        target = join(folder, os.path.basename(path))
         if (other := sources.setdefault(target, path)) != path:
             what = f"{other} and {path} would both become {target}"
             raise UsageFault(what, hint="copy one by hand, without --companions")

@@ -16,6 +16,7 @@ from ..checkpoint.ranks import HINT, Ranks
 from ..checkpoint.states import is_optimizer
 from ..errors import Damaged, UsageFault
 from ..remote.places import exists, folders_in, is_folder, names_in, open_source_at
+from ..system import join
 from . import shards
 from .dcp import reading as dcp
 from .dcp.tree import not_read
@@ -43,7 +44,7 @@ def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
     parts = [*_by_ranks(folder, take)]
     if together := _read_together(folder):
         parts.append(together)
-    if parts and exists(os.path.join(folder, dcp.METADATA)):
+    if parts and exists(join(folder, dcp.METADATA)):
         parts.append(_read(folder))
     if not parts:
         paths = rank_files.candidates(folder).paths
@@ -56,7 +57,7 @@ def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
 def _by_ranks(folder: str, take: Take) -> Iterator[Checkpoint]:
     """Yield what each framework makes of its files; none is taken by two."""
     taken: set[str] = set()
-    is_dcp = exists(os.path.join(folder, dcp.METADATA))  # whose neighbours may be anything
+    is_dcp = exists(join(folder, dcp.METADATA))  # whose neighbours may be anything
     for framework in FRAMEWORKS:
         named, telling = framework.candidates(folder)
         paths = [path for path in named if path not in taken and (not is_dcp or is_known(path))]
@@ -164,12 +165,12 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks | None:
 
 def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     """Return the command that merges each part by itself."""
-    inputs, here = list[str](), os.path.dirname(os.path.join(folder, ""))
+    inputs, here = list[str](), os.path.dirname(join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
         folders = sorted({path if is_folder(path) else os.path.dirname(path) for path in paths})
         if part.format == dcp.NAME:
-            inputs += [shlex.quote(os.path.join(path, dcp.METADATA)) for path in folders]
+            inputs += [shlex.quote(join(path, dcp.METADATA)) for path in folders]
         else:
             inputs += [shlex.quote(path) for path in folders if path != here] or [_pattern(paths)]
     return "; ".join(f"ckpttool merge {name} OUTPUT" for name in inputs)
@@ -182,7 +183,7 @@ def _pattern(paths: Sequence[str]) -> str:
     pattern = patterns.pop()
     if patterns or {name for name in names_in(folder) if fnmatchcase(name, pattern)} != {*names}:
         return shlex.join(paths)
-    return "*".join(shlex.quote(part) if part else "" for part in os.path.join(folder, pattern).split("*"))
+    return "*".join(shlex.quote(part) if part else "" for part in join(folder, pattern).split("*"))
 
 
 # Names of DCP folders that are parts of one checkpoint.
@@ -195,10 +196,10 @@ BESIDE = re.compile(r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|scaler\.pt|cu
 def _read_together(folder: str) -> Checkpoint | None:
     """Return the DCP folders in a folder as one checkpoint; None if there are none that belong together."""
     inside = names_in(folder)
-    names = [name for name in folders_in(folder) if exists(os.path.join(folder, name, dcp.METADATA))]
+    names = [name for name in folders_in(folder) if exists(join(folder, name, dcp.METADATA))]
     if not names or not all(map(TOGETHER.fullmatch, names)):
         return None
-    parts = [_read(os.path.join(folder, name)) for name in names]
+    parts = [_read(join(folder, name)) for name in names]
     tree: dict[object, object] = {}
     for part in parts:
         assert isinstance(part.tree, dict)
@@ -213,4 +214,4 @@ def _read_together(folder: str) -> Checkpoint | None:
 
 
 def _read(folder: str) -> Checkpoint:
-    return dcp.read(open_source_at(os.path.join(folder, dcp.METADATA), shown=folder))
+    return dcp.read(open_source_at(join(folder, dcp.METADATA), shown=folder))

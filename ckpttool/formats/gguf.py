@@ -23,6 +23,7 @@ from ..errors import Damaged, Unreadable, Unsupported
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
 from ..remote.places import open_source_at, prepare
+from ..system import join
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import MAX_BYTES, Computed, Storage, TensorRef, extent
 from ..tensors.source import ByteRange, Source
@@ -97,7 +98,7 @@ def _all_parts(source: Source, file: File) -> dict[int, File]:
         hint = f"call it NAME-{file.number:05d}-of-{file.total:05d}.gguf, next to the others"
         raise Unsupported(source.path, what, hint=hint)
     names = {n: f"{match['stem']}-{n:05d}-of-{file.total:05d}.gguf" for n in range(1, file.total + 1)}
-    paths = {n: os.path.join(folder, name) for n, name in names.items() if n != file.number}
+    paths = {n: join(folder, name) for n, name in names.items() if n != file.number}
     allow_open_files(len(paths), source.path)
     prepare([*paths.values()])
     files = {file.number: file}

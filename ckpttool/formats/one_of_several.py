@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..remote.places import is_folder, names_in
+from ..system import join
 from .shards import INDEX
 
 # model-00001-of-00005.safetensors: the layout of the Hugging Face Hub. Of a GGUF all files are read.
@@ -71,7 +72,7 @@ def piece_of(path: str) -> Piece | None:
     above, rank = os.path.split(folder) if folder else ("..", os.path.basename(os.getcwd()))
     if MEGATRON.fullmatch(rank):
         ranks = [other for other in names_in(above or ".") if other != rank and MEGATRON.fullmatch(other)]
-        others = [os.path.join(above, other, name) for other in ranks]
+        others = [join(above, other, name) for other in ranks]
         return _numbered(path, rank, int(re.findall(r"\d+", rank)[0]), others, OF_MEGATRON)
     for pattern, way in NUMBERED.items():
         if match := re.fullmatch(pattern, name):
@@ -84,7 +85,7 @@ def piece_of(path: str) -> Piece | None:
 def _others(folder: str, name: str, same: re.Pattern[str]) -> list[str]:
     """Return the paths of the other files of one pattern in a folder."""
     names = [other for other in names_in(folder or ".") if other != name and same.fullmatch(other)]
-    return [os.path.join(folder, other) for other in names]
+    return [join(folder, other) for other in names]
 
 
 def _numbered(path: str, name: str, number: int, others: list[str], way: str) -> Piece | None:
@@ -98,7 +99,7 @@ def _shard(path: str, match: re.Match[str]) -> Piece:
     begin, number, count, end = match.groups()
     others = _others(folder, name, re.compile(rf"{re.escape(begin)}-\d+-of-{count}{re.escape(end)}"))
     missing = int(count) - 1 - len(others)
-    whole = os.path.join(shlex.quote(folder), f"{shlex.quote(begin)}-*-of-{count}{end}")
+    whole = join(shlex.quote(folder), f"{shlex.quote(begin)}-*-of-{count}{end}")
     if any(other.endswith(INDEX) for other in names_in(folder or ".")):
         whole = shlex.quote(folder or ".")
     lacking = f"{missing} of them are not here: copy them too, then ckpttool merge"

@@ -18,6 +18,7 @@ from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
 from ..remote.places import is_inside, open_source_at, prepare
 from ..remote.urls import is_url
+from ..system import join
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.ref import MAX_AXES, MAX_BYTES, Computed, Storage, TensorRef, extent
 from ..tensors.source import ByteRange, Source
@@ -203,7 +204,7 @@ def _open_beside(source: Source, tensors: list[Tensor]) -> dict[str, Source]:
         is_plain = not {"", ".", ".."} & {*steps} and not {*odd} & {*name}
         if not is_plain or not is_inside(folder, name):
             raise Damaged(source.path, f"names a file outside its folder: {name[:80]!r}")
-    paths = {name: os.path.join(folder, name.removeprefix("./")) for name in names}
+    paths = {name: join(folder, name.removeprefix("./")) for name in names}
     allow_open_files(len(paths), source.path)
     prepare([*paths.values()])
     return {name: _open(source, name, path) for name, path in paths.items()}

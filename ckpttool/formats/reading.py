@@ -17,6 +17,7 @@ from ..files.open_source import OF_MACOS, allow_open_files
 from ..remote import places
 from ..remote.places import is_folder, names_in, open_source_at
 from ..remote.urls import canonical
+from ..system import join
 from ..tensors.source import Source
 from . import gguf, numpy_files, onnx, safetensors, shards
 from .dcp import reading as dcp
@@ -127,7 +128,7 @@ def _open_alone(name: str) -> Checkpoint:
         if not name.endswith(dcp.ENDING):  # which begins like a file of torch.save, and may be one tensor
             return read(source)
     except (Damaged, Unsupported):
-        if not places.exists(os.path.join(folder, dcp.METADATA)):
+        if not places.exists(join(folder, dcp.METADATA)):
             raise
     hint = f"name the folder: {shlex.quote(folder or '.')}"
     raise Unsupported(name, "is a part of a DCP folder, not a file of its own", hint=hint)
@@ -193,7 +194,7 @@ def _only_file(folder: str) -> str | None:
     names = names_in(folder)
     alone = [name for name in names if name in ALONE]
     has_index = any(name.endswith((INDEX, dcp.METADATA)) for name in names)
-    return os.path.join(folder, alone[0]) if len(alone) == 1 and not has_index else None
+    return join(folder, alone[0]) if len(alone) == 1 and not has_index else None
 
 
 def _open_in(name: str, folder: str) -> Checkpoint:
@@ -215,7 +216,7 @@ def _read_folder(name: str) -> Checkpoint:
         if checkpoint := frameworks.read_folder(name):
             return checkpoint
     if telling is not None:
-        return _read_telling(name, os.path.join(name, telling))
+        return _read_telling(name, join(name, telling))
     if checkpoint := shards.without_index(name, names):
         return checkpoint
     if fault := stranger_folder(name, names):

@@ -18,6 +18,7 @@ from ..checkpoint.special_tensors import SHARDED
 from ..errors import CkptToolError, SeveralCheckpoints, Unreadable
 from ..files.open_source import CHECKPOINT_ENDINGS, checkpoints_among
 from ..remote.places import identity_of, is_file, is_folder, names_in
+from ..system import join
 from .dcp.reading import ENDING, METADATA
 from .deepspeed.files import is_universal, states_in
 from .ranks.dtensor_files import WORLD, rank_in
@@ -85,7 +86,7 @@ def _age(inside: str, path: str) -> tuple[int, float]:
 
 def _below(folder: str, levels: int, seen: set[object]) -> Iterator[str]:
     names = [name for name in names_in(folder) if not name.startswith(".")]
-    for path in (os.path.join(folder, name) for name in names):
+    for path in (join(folder, name) for name in names):
         if not is_folder(path) or len(seen) >= MOST_FOLDERS:
             continue
         if (identity := identity_of(path)) in seen:  # `latest` is often a link to another
@@ -96,7 +97,7 @@ def _below(folder: str, levels: int, seen: set[object]) -> Iterator[str]:
         elif levels > 1:
             yield from _below(path, levels - 1, seen)
     for name in names:
-        path = os.path.join(folder, name)
+        path = join(folder, name)
         is_named = name.lower().endswith(CHECKPOINT_ENDINGS) and not name.endswith(INDEX)
         if is_named and not NO_MODELS.fullmatch(name) and is_file(path) and not os.path.islink(path):
             yield path
@@ -120,7 +121,7 @@ def looks_whole(folder: str, names: Collection[str]) -> bool:
 
 def nothing_known(folder: str, names: list[str], open_file: Open) -> Unreadable:
     """Return the error for a folder in which no checkpoint was found."""
-    files = [os.path.join(folder, name) for name in checkpoints_among(names)]
+    files = [join(folder, name) for name in checkpoints_among(names)]
     if files and RECORDS & {*names}:
         files.sort(key=lambda path: os.path.basename(path) != "last.pt")
         more = f" and {len(files) - 4} more" if files[4:] else ""
@@ -158,7 +159,7 @@ def _kind(path: str, open_file: Open) -> str:
 
 def _unfinished_dcp(folder: str, names: list[str]) -> Unreadable:
     """Return the error for a DCP folder without `.metadata`, which torch writes last."""
-    temporary, own = f"{METADATA}.tmp", shlex.quote(os.path.join(folder, METADATA))
+    temporary, own = f"{METADATA}.tmp", shlex.quote(join(folder, METADATA))
     hint = "take the checkpoint before this one"
     if temporary in names:
         hint += f"; if every rank had finished: mv {own}.tmp {own} && ckpttool verify {shlex.quote(folder)}"

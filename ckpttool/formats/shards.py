@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import posixpath
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,6 +28,7 @@ from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
 from ..remote import ahead
 from ..remote.places import is_folder, open_source_at, prepare
+from ..system import join
 from ..tensors.ref import TensorRef
 from ..tensors.source import Source
 from . import safetensors
@@ -137,8 +139,8 @@ def without_index(path: str, names: Iterable[str]) -> Checkpoint | None:
         commands = (f"ckpttool merge {shlex.quote(path)}/{like.pattern} OUTPUT" for like in series)
         raise Unreadable(path, "has several series of shards without an index", hint="; ".join(commands))
     file_names = [name for _, name in sorted(whole[0].items())]
-    prepare([os.path.join(path, name) for name in file_names])
-    source = open_source_at(os.path.join(path, file_names[0])).called(path)
+    prepare([join(path, name) for name in file_names])
+    source = open_source_at(join(path, file_names[0])).called(path)
     kind, shards = _read_shards(source, file_names)
     wanted = {name: {*_state_of(source, name, shard)} for name, shard in shards.items()}
     return _whole(source, kind, shards, _joined(source, shards, wanted))
@@ -167,7 +169,7 @@ def _wanted(source: Source, index: Mapping[str, Any]) -> dict[str, set[str]]:
     shards: dict[str, set[str]] = {name: set() for name in sorted(set(weight_map.values()))}
     folded: dict[str, str] = {}
     for name in shards:
-        if not name or name != os.path.normpath(name) or name[0] in "/." or "\\" in name or "\0" in name:
+        if not name or name != posixpath.normpath(name) or name[0] in "/." or "\\" in name or "\0" in name:
             raise Damaged(source.path, f"names a shard outside its folder: {name[:80]!r}")
         if (other := folded.setdefault(name.casefold(), name)) != name:
             raise Damaged(source.path, f"names a shard twice: as '{other}' and '{name}'")
@@ -180,7 +182,7 @@ def _read_shards(source: Source, names: Collection[str]) -> tuple[str, dict[str,
     """Read the shards of a folder, which the messages call by its index or itself; and their format."""
     folder = source.path if is_folder(source.path) else os.path.dirname(source.path)
     allow_open_files(len(names), source.path)
-    prepare([os.path.join(folder, name) for name in names])
+    prepare([join(folder, name) for name in names])
     shards = {name: _read_shard(source, folder, name) for name in names}
     files: dict[tuple[object, object], str] = {}
     for name, shard in shards.items():
@@ -211,7 +213,7 @@ def reader_of(source: Source) -> Format | None:
 
 
 def _read_shard(index: Source, folder: str, name: str) -> Checkpoint:
-    path = os.path.join(folder, name)
+    path = join(folder, name)
     try:
         source = open_source_at(path)
     except Unreadable as fault:
@@ -320,9 +322,9 @@ def write(folder: str, kind: str, cut: Cut, text: str, write_shard: WriteShard, 
         with contextlib.ExitStack() as stack:
             outputs = []
             for name in group:
-                file = stack.enter_context(writing_into(os.path.join(folder, name)))
+                file = stack.enter_context(writing_into(join(folder, name)))
                 outputs.append(stack.enter_context(opened(file)))
                 write_shard(name, cut[name], outputs[-1])
             settle_together(outputs)
-    with writing_into(os.path.join(folder, "".join(STEMS[kind]) + INDEX)) as file:
+    with writing_into(join(folder, "".join(STEMS[kind]) + INDEX)) as file:
         file.write(text.encode())

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 
+from .. import system
 from ..errors import Unsupported, UsageFault
 from ..remote.urls import BUCKETS, HUB, canonical, is_url
 from ..tensors.source import Source
@@ -131,7 +132,7 @@ def output_at(path: str, revision: str | None = None) -> str:
     """Return an output's URL in its one form, a path as it is; refuse a URL to which nothing is uploaded."""
     scheme = path.partition("://")[0].lower()
     if not is_url(path) or os.path.isdir(f"{scheme}:"):
-        return path
+        return system.local(path)
     if scheme not in (*BUCKETS, HUB, "file"):
         what = f"{path.partition('?')[0]}: is a URL of a kind that is not written here"
         raise UsageFault(what, hint="s3, gs, az and hf are written; for others write a file, then upload it")

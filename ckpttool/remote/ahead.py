@@ -7,7 +7,6 @@ and of the next, within bounds of requests and of memory.
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
@@ -18,6 +17,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 from weakref import WeakSet
 
+from .. import system
 from ..errors import CkptToolError
 from ..files.threads import is_dropped
 from ..tensors.ref import Computed, Storage
@@ -129,7 +129,7 @@ def _begin_again() -> None:
     _now = _Fetching()
 
 
-os.register_at_fork(after_in_child=_begin_again)
+system.in_forked(_begin_again)
 
 
 class Line:

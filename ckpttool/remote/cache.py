@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable
 
+from .. import system
 from ..errors import UsageFault
 from ..files.commit import replacing
 from .store import DATED, Facts
@@ -50,7 +51,7 @@ def kept(url: str, facts: Facts) -> Stretches:
     try:
         with open(path, "rb") as file:
             facts_of_file = os.fstat(file.fileno())
-            if facts_of_file.st_uid != os.geteuid() or facts_of_file.st_mode & 0o022:
+            if not system.is_mine_alone(facts_of_file):
                 return {}  # another user may have written what is in it
             digest, body = file.read(32), file.read(LARGEST + (1 << 20))
         os.utime(path)  # it is the least recently used that goes first

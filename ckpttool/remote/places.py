@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +78,7 @@ class Visit:
         """Return the names in a folder; where nothing lists it, those that tell what checkpoint it is."""
         if (entries := self.entries(folder)) is not None:
             return sorted(entry.name for entry in entries)
-        urls = {os.path.join(folder, name): name for name in TELLING}
+        urls = {posixpath.join(folder, name): name for name in TELLING}
         for url in urls:
             self.begun(url)
         found, failed = list[str](), list[Exception]()
@@ -246,7 +247,7 @@ def uploading(
             return
         written = os.listdir(local) if os.path.isdir(local) else []
         names = sorted(written, key=lambda name: (name.endswith(LAST), name))
-        files = {os.path.join(key, name): os.path.join(local, name) for name in names} or {key: local}
+        files = {posixpath.join(key, name): os.path.join(local, name) for name in names} or {key: local}
         if expect is not None:
             expect(sum(map(os.path.getsize, files.values())))
         store.put(files, replace=replace, progress=progress)
@@ -321,9 +322,11 @@ def is_inside(folder: str, name: str) -> bool:
     home, place = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
     # The hub's cache has snapshots/REVISION/onnx/config.json -> ../../../blobs/HASH.
     cache, of_cache, _ = f"{home}/".rpartition("/snapshots/")
-    return os.path.commonpath([home, place]) == home or (
-        bool(of_cache) and os.path.dirname(place) == os.path.join(cache, "blobs")
-    )
+    try:
+        common = os.path.commonpath([home, place])
+    except ValueError:  # on another drive
+        return False
+    return common == home or (bool(of_cache) and os.path.dirname(place) == os.path.join(cache, "blobs"))
 
 
 def is_file(path: str) -> bool:

@@ -10,6 +10,7 @@ import os
 import re
 from typing import NamedTuple
 
+from .. import system
 from ..errors import Unreadable, Unsupported
 
 OFFLINE = "CKPTTOOL_OFFLINE"  # the variable that --offline sets
@@ -48,8 +49,10 @@ def canonical(path: str, revision: str | None = None) -> str:
     Raises:
         Unsupported: URLs of this scheme are not read. Unreadable: the URL is malformed, or holds a password.
     """
-    if path in _queries or not is_url(path):
+    if path in _queries:
         return path
+    if not is_url(path):
+        return system.local(path)
     match = URL.match(path)
     assert match is not None
     scheme, rest = match[1].lower(), match[2]
@@ -103,7 +106,7 @@ def _local(path: str, rest: str) -> str:
         raise Unreadable(
             path, f"names a file of the machine {host}", hint="name a file of this one: file:///PATH"
         )
-    return unquote(slash + name)
+    return system.path_of_url(unquote(slash + name))
 
 
 def _web(scheme: str, rest: str) -> str:

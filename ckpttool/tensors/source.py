@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from .. import system
 from ..errors import Damaged, Unreadable
 
 NEAR, TOGETHER = 1 << 12, 1 << 20  # bytes between two ranges that are read along, and of one read
@@ -25,6 +26,8 @@ class Source:
         # Called with the offset and the bytes of whatever is read, in the thread that reads.
         self.observers: list[Observer] = []
         self.size = os.fstat(fd).st_size
+        self._replaced: tuple[object, object] | None = None
+        system.opened(self)
 
     @property
     def fd(self) -> int:
@@ -52,6 +55,8 @@ class Source:
     @property
     def identity(self) -> tuple[object, object]:
         """What two sources share exactly when they are the same file: its device and inode."""
+        if self._replaced:
+            return self._replaced
         facts = os.fstat(self.fd)
         return facts.st_dev, facts.st_ino
 
@@ -86,7 +91,7 @@ class Source:
     def _read(self, offset: int, nbytes: int) -> bytes:
         data = b""
         while len(data) < nbytes:
-            piece = os.pread(self.fd, nbytes - len(data), offset + len(data))
+            piece = system.pread(self.fd, nbytes - len(data), offset + len(data))
             if not piece:
                 raise Damaged(self.path, "the file became shorter while it was read")
             data += piece
@@ -127,10 +132,16 @@ class Source:
     def _fill(self, offset: int, view: memoryview) -> None:
         filled = 0
         while filled < len(view):
-            moved = os.preadv(self.fd, [view[filled:]], offset + filled)
+            moved = system.preadv(self.fd, [view[filled:]], offset + filled)
             if not moved:
                 raise Damaged(self.path, "the file became shorter while it was read")
             filled += moved
+
+    def release(self, replaced: Collection[object]) -> None:
+        """Close the descriptor if the file is one of those; what tells it from others stays known."""
+        if self._fd >= 0 and self.identity in replaced:
+            self._replaced = self.identity
+            self.close()
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""

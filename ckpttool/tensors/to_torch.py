@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from .. import system
 from ..errors import Unsupported
 from .dtypes import DTYPES
 from .ref import Computed, TensorRef
@@ -42,7 +43,7 @@ def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> di
         else:
             key = id(tensor.storage)
             if key not in storages:
-                can_be = mapped and data.source.is_local
+                can_be = mapped and data.source.is_local and system.REPLACES_MAPPED
                 storages[key] = _mapped(data, maps) if can_be else _read(data)
             empty = torch.empty(0, dtype=dtype)
             made[name] = empty.set_(storages[key], tensor.offset, tensor.shape, tensor.stride)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from .. import system
 from ..errors import Damaged, Refused
 from .ref import Computed, TensorRef
 
@@ -226,7 +227,7 @@ def _window(tensor: TensorRef, begin: int, end: int) -> memoryview:
         first = begin - begin % size
         elements = memoryview(where.part(first, end + -end % size - first).read())
         return elements[begin - first :][: end - begin]
-    if not where.source.is_local:
+    if not (where.source.is_local and system.REPLACES_MAPPED):
         return memoryview(where.part(begin, end - begin).read())
     skip = (where.offset + begin) % mmap.ALLOCATIONGRANULARITY
     length, offset = skip + end - begin, where.offset + begin - skip

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from math import inf
 from operator import methodcaller
 from typing import NamedTuple
 
+from .. import system
 from ..errors import Collision, UsageFault
 
 KEY_SECONDS: float = 2  # of one expression on one key
@@ -194,22 +193,13 @@ class _Watch:
 
 @contextmanager
 def _time_limit() -> Iterator[_Watch]:
-    """Raise TooSlow in the matching of one key that takes too long; only in the main thread."""
+    """Raise TooSlow in the matching of one key that takes too long; only where something interrupts `re`."""
     watch = _Watch()
-    is_main = threading.current_thread() is threading.main_thread()
-    # A handler that Python can't restore is None.
-    if not is_main or signal.getsignal(signal.SIGVTALRM) is None:
-        yield watch
-        return
-    # `re` backtracks without end on some keys, and only a signal interrupts it. Others use SIGALRM.
-    handler = signal.signal(signal.SIGVTALRM, watch.check)
-    timer = signal.setitimer(signal.ITIMER_VIRTUAL, TICK, TICK)
-    try:
-        yield watch
-    finally:
-        watch.begun = inf
-        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
-        signal.signal(signal.SIGVTALRM, handler)
+    with system.every(TICK, watch.check):  # it backtracks without end on some keys
+        try:
+            yield watch
+        finally:
+            watch.begun = inf
 
 
 def _applied(rules: Iterable[tuple[str, str]], watch: _Watch) -> Callable[[str], str]:

@@ -13,6 +13,7 @@ import torch
 from pytest import MonkeyPatch
 
 import ckpttool
+from ckpttool import system
 from ckpttool.checkpoint.checksums import Checksums
 from ckpttool.errors import Damaged
 from ckpttool.tensors.values import stream
@@ -162,13 +163,13 @@ def test_every_byte_of_a_large_tensor_counts(place: str, tmp_path: Path) -> None
 def test_bytes_of_a_checksummed_file_are_read_once(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     path = saved({"long": LONG, "w": WEIGHT}, tmp_path / "in.pt")
     moved: list[int] = []
-    preadv = os.preadv
+    preadv = system.preadv
 
     def counted(fd: int, buffers: list[Any], at: int) -> int:
         moved.append(preadv(fd, buffers, at))
         return moved[-1]
 
-    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(system, "preadv", counted)
     with ckpttool.open(path) as checkpoint:
         ckpttool.save(checkpoint, tmp_path / "out.safetensors")
     assert sum(moved) == LONG.nbytes + WEIGHT.nbytes

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
+from ckpttool import system
 from ckpttool.files import temporaries
 
 
@@ -35,7 +36,7 @@ def flush_after_the_rename() -> None:
 def follow_links() -> None:
     """Follow links when abandoned temporaries are looked for."""
     os.lstat = os.stat
-    os.O_NOFOLLOW = 0
+    system.NO_LINK = 0
     temporaries._is_abandoned = lambda fd, path, boot: True
 
 
@@ -51,6 +52,7 @@ def trust_short_writes() -> None:
 
     for name in ("write", "writev", "pwrite", "pwritev"):
         setattr(os, name, complete(getattr(os, name)))
+    system.pwrite = os.pwrite
 
 
 def leave_temporaries() -> None:

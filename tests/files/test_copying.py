@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from pytest import MonkeyPatch
 
+from ckpttool import system
 from ckpttool.errors import CkptToolError, Damaged, Unreadable
 from ckpttool.files import copying, pieces, threads
 from ckpttool.files.copying import Output, settle_together
@@ -62,9 +63,9 @@ EXPECTED = b"head" + CONTENT[1000:201_000] + b"middle" + CONTENT[5:8] + b"tail"
 
 
 def test_blocks_moved_in_part_are_completed(source: Source, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    preadv, pwrite = os.preadv, os.pwrite
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:999]], at))
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:500], at))
+    preadv, pwrite = system.preadv, system.pwrite
+    monkeypatch.setattr(system, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:999]], at))
+    monkeypatch.setattr(system, "pwrite", lambda fd, data, at: pwrite(fd, data[:500], at))
     steps: list[int] = []
     assert copied(source, tmp_path / "out", steps.append) == EXPECTED
     assert sum(steps) == 200_003
@@ -78,14 +79,14 @@ def test_a_copy_file_range_of_0_copies_all(source: Source, tmp_path: Path, monke
 
 
 def test_a_full_disk_raises_its_own_error(source: Source, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    pwrite = os.pwrite
+    pwrite = system.pwrite
 
     def full(fd: int, data: bytes, at: int) -> int:
         if at > 100_000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(fd, data, at)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(system, "pwrite", full)
     with pytest.raises(OSError) as fault:
         copied(source, tmp_path / "out")
     assert fault.value.errno == errno.ENOSPC
@@ -162,7 +163,7 @@ def test_an_interrupted_copy_leaves_no_thread(source: Source, tmp_path: Path) ->
 
 def test_several_files_are_written_by_turns(source: Source, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     order, pwrite = list[int](), os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, *more: order.append(fd) or pwrite(fd, *more))
+    monkeypatch.setattr(system, "pwrite", lambda fd, *more: order.append(fd) or pwrite(fd, *more))
     wanted = {"a": (0, 200_000), "b": (7, 250_000), "c": (99, 3)}
     with contextlib.ExitStack() as stack:
         outputs = []

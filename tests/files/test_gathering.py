@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool import system
 from ckpttool.errors import Damaged
 from ckpttool.files import gathering
 from ckpttool.files.copying import Output
@@ -31,8 +32,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The system calls that read and write, by name."""
     made: list[str] = []
     for name in ("pread", "preadv", "pwrite"):
-        whole = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, whole=whole, name=name: (made.append(name), whole(*a))[1])
+        whole = getattr(system, name)
+        monkeypatch.setattr(
+            system, name, lambda *a, whole=whole, name=name: (made.append(name), whole(*a))[1]
+        )
     return made
 
 

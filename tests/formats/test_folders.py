@@ -14,7 +14,7 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.files import commit_folder
+from ckpttool import system
 from tests.support.running import Cli, Ran, assert_says
 from tests.support.saved import convert
 
@@ -150,13 +150,13 @@ def test_other_files_of_a_changed_folder_stay(source: Path, folder: Path, cli: C
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_came_meanwhile_stays(folder: Path, in_place: bool, cli: Cli, monkeypatch: MonkeyPatch) -> None:
-    sync_folder = commit_folder.sync_folder
+    sync_folder = system.sync_folder
 
     def meanwhile(path: str) -> None:
         (folder / "trainer_state.json").write_text("{}")
         sync_folder(path)
 
-    monkeypatch.setattr(commit_folder, "sync_folder", meanwhile)
+    monkeypatch.setattr(system, "sync_folder", meanwhile)
     ran = cli("strip-prefix", folder if in_place else folder.with_name("in.pt"), folder, "--force")
     assert ran.code == 0
     assert (folder / "trainer_state.json").read_text() == "{}"

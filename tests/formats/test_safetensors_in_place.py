@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool import system
 from ckpttool.errors import Damaged
 from ckpttool.files import copying
 from ckpttool.files.copying import Output
@@ -270,7 +271,8 @@ def crash(at: int, half: bool) -> None:
         return changing
 
     for name in CHANGING:
-        setattr(os, name, wrapped(getattr(os, name), name))
+        owner = system if name == "pwrite" else os
+        setattr(owner, name, wrapped(getattr(owner, name), name))
 
 
 def ends_after(calls: int, half: bool, action: Callable[[], object]) -> bool:

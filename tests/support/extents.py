@@ -6,12 +6,13 @@ import errno
 import os
 import struct
 
+from ckpttool import system
 from ckpttool.files import copying
 
 
 def clone_range(fd: int, request: int, wanted: bytes) -> int:
     """Do what the ioctl does, by copying; refuse what is not whole blocks, but for the end of both files."""
-    assert request == copying.FICLONERANGE
+    assert request == system.FICLONERANGE
     source, start, nbytes, position = struct.unpack("qQQQ", wanted)
     end, size = start + nbytes, os.fstat(source).st_size
     aligned = not (start % copying.BLOCK or position % copying.BLOCK)

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from ckpttool import formats
 from ckpttool.distributed import collectives, divided, nested
 from ckpttool.errors import Damaged, FileError
-from ckpttool.files.commit import sync_folder
 from ckpttool.files.digest import sha256_of_file
 from ckpttool.files.failures import naming
+from ckpttool.system import sync_folder
 from ckpttool.tensors.ref import TensorRef
 from ckpttool.tensors.to_torch import loaded_tensor
 

@@ -28,6 +28,7 @@ from ...files.open_source import allow_open_files
 from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
 from ...remote.places import exists, is_folder, open_source_at, prepare
+from ...system import join
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import MAX_BYTES, BadTensor, TensorRef, is_count
@@ -167,7 +168,7 @@ class _Items:
         self.check_overlaps()
 
     def path_of(self, name: str) -> str:
-        return os.path.join(self.folder, name)
+        return join(self.folder, name)
 
     def place(self, name: str, info: Mapping[str, Any]) -> ByteRange | None:
         extensions = info.get("transform_descriptors")

@@ -5,7 +5,6 @@ Needs no torch. What frameworks add to a folder is here too: Lightning's `meta.p
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from ...errors import Damaged, Refused
 from ...inert_pickle.reader import PickleFault
 from ...inert_pickle.values import Global, OrderedDict_, Record, in_brief, remade, tensor_of, walk
 from ...remote.places import exists, open_source_at
+from ...system import join
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import MAX_AXES, Storage, is_count
 from ..pytorch import zip as torch_zip
@@ -207,9 +207,9 @@ def with_extras(checkpoint: Checkpoint, folder: str) -> Checkpoint:
     """Return the checkpoint of a DCP folder with these files' contents; what is left out is named."""
     # That of Lightning's Trainer gets the form of its whole checkpoints, which the Trainer loads on any
     # number of ranks: source, lightning/pytorch/utilities/consolidate_checkpoint.py.
-    if exists(os.path.join(folder, COMMON)):
+    if exists(join(folder, COMMON)):
         checkpoint = replace(checkpoint, unread=(*checkpoint.unread, not_read(COMMON)))
-    path, tree = os.path.join(folder, META), checkpoint.tree
+    path, tree = join(folder, META), checkpoint.tree
     if not exists(path) or not isinstance(tree, dict):
         return checkpoint
     source = open_source_at(path)

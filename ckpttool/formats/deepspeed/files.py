@@ -15,6 +15,7 @@ from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged, Unreadable, Unsupported, UsageFault
 from ...inert_pickle.values import Record
 from ...remote.places import exists, folders_in, is_folder, names_in, open_source_at
+from ...system import join
 from ...tensors.source import Source
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
@@ -73,11 +74,11 @@ def candidates(folder: str) -> Candidates:
     """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there."""
     if here := states_in(folder):
         return Candidates(here)
-    below = [name for name in folders_in(folder) if not is_universal(os.path.join(folder, name))]
-    tags = {name: states for name in below if (states := states_in(os.path.join(folder, name)))}
+    below = [name for name in folders_in(folder) if not is_universal(join(folder, name))]
+    tags = {name: states for name in below if (states := states_in(join(folder, name)))}
     if not tags:
         return Candidates([])
-    hint = f"name one: {', '.join(shlex.quote(os.path.join(folder, tag)) for tag in [*tags][:4])}"
+    hint = f"name one: {', '.join(shlex.quote(join(folder, tag)) for tag in [*tags][:4])}"
     named = named_by(folder, LATEST)
     if named is None:
         if len(tags) > 1:
@@ -85,7 +86,7 @@ def candidates(folder: str) -> Candidates:
         return Candidates(tags.popitem()[1])
     tag, source = named
     if tag not in tags:
-        if is_universal(os.path.join(folder, tag)):
+        if is_universal(join(folder, tag)):
             return Candidates([])
         raise Damaged(source.path, f"names the checkpoint {tag[:80]!r}, which is not next to it", hint=hint)
     return Candidates(tags[tag], (source,))
@@ -93,7 +94,7 @@ def candidates(folder: str) -> Candidates:
 
 def named_by(folder: str, telling: str) -> tuple[str, Source] | None:
     """Return the folder that a file such as `latest` names, with the open file; None if there is none."""
-    path = os.path.join(folder, telling)
+    path = join(folder, telling)
     if not exists(path) or is_folder(path):  # OLMo's `latest` is a link to a folder
         return None
     source = open_source_at(path)
@@ -102,15 +103,15 @@ def named_by(folder: str, telling: str) -> tuple[str, Source] | None:
 
 def is_universal(folder: str) -> bool:
     """Return whether `ds_to_universal.py` wrote a folder."""
-    zero = os.path.join(folder, ZERO)
+    zero = join(folder, ZERO)
     if "\0" in folder or os.path.basename(folder) in ("", ".", "..") or not is_folder(zero):
         return False
-    telling = (SETTINGS, *(os.path.join(name, "fp32.pt") for name in names_in(zero)))
-    return any(exists(os.path.join(zero, name)) for name in telling)
+    telling = (SETTINGS, *(join(name, "fp32.pt") for name in names_in(zero)))
+    return any(exists(join(zero, name)) for name in telling)
 
 
 def states_in(folder: str) -> list[str]:
-    return [os.path.join(folder, name) for name in names_in(folder) if OURS.fullmatch(name)]
+    return [join(folder, name) for name in names_in(folder) if OURS.fullmatch(name)]
 
 
 def is_ours(path: str) -> bool:

@@ -22,6 +22,7 @@ from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
 from ...inert_pickle.values import in_brief, tensor_of
 from ...remote.places import exists, names_in
+from ...system import join
 from ...tensors.ref import TensorRef, contiguous_stride
 from ..ranks.merge_trees import merged
 from ..ranks.pieces import Candidates, RankFile, Take, Wholes, require_rank, whole_of
@@ -53,17 +54,17 @@ def candidates(folder: str) -> Candidates:
         return Candidates([])
     for telling in (LATEST, "latest_universal"):
         if (named := named_by(folder, telling)) is not None:
-            inside = os.path.join(folder, named[0])
+            inside = join(folder, named[0])
             return Candidates(_files_in(inside), (named[1],)) if is_universal(inside) else Candidates([])
     return Candidates([])
 
 
 def _files_in(folder: str) -> list[str]:
-    zero = os.path.join(folder, ZERO)
-    folders = [os.path.join(zero, name) for name in names_in(zero)]
-    paths = [os.path.join(inside, name) for inside in folders for name in names_in(inside)]
+    zero = join(folder, ZERO)
+    folders = [join(zero, name) for name in names_in(zero)]
+    paths = [join(inside, name) for inside in folders for name in names_in(inside)]
     states = [path for path in paths if path.endswith(".pt")]
-    return [*states_in(folder), *states, *filter(exists, [os.path.join(zero, SETTINGS)])]
+    return [*states_in(folder), *states, *filter(exists, [join(zero, SETTINGS)])]
 
 
 def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
@@ -80,7 +81,7 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     groups = _groups(parts, run)
     for name in chain.from_iterable(groups):
         if WEIGHTS not in parts.states.get(name, ()):
-            missing = os.path.join(ZERO, name, f"{WEIGHTS}.pt")
+            missing = join(ZERO, name, f"{WEIGHTS}.pt")
             raise Damaged(path, f"has no {missing}", hint="copy the folder again, with all that is below it")
     tree = _tree(run, parts, groups, wholes)
     tree["optimizer"] = optimizer = _optimizer(run, parts, groups)

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from ...errors import CkptToolError, FileError, Unreadable
 from ...files.failures import naming
+from ...system import join
 from .. import safetensors
 from .header import ENTRY, base_name
 
@@ -32,7 +33,7 @@ def base_of(path: str) -> str | None:
         raise
     metadata = safetensors.parse_object(path, raw, "its header").get(safetensors.METADATA)
     text = metadata.get(ENTRY) if isinstance(metadata, dict) else None
-    return os.path.join(os.path.dirname(path), base_name(path, text)) if isinstance(text, str) else None
+    return join(os.path.dirname(path), base_name(path, text)) if isinstance(text, str) else None
 
 
 def chain(path: str) -> list[str]:

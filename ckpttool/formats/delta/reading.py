@@ -15,6 +15,7 @@ from ...checkpoint.full_encoding import usual_kind
 from ...errors import Damaged, Refused, Unreadable
 from ...remote import places
 from ...remote.urls import is_url
+from ...system import join
 from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.source import ByteRange, Source
 from . import compression
@@ -100,7 +101,7 @@ def _with_bases(file: Checkpoint, open_file: Open) -> Iterator[Checkpoint]:
 
 def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
     name = read_header(file).base.name
-    path = os.path.join(os.path.dirname(file.source.place), name)
+    path = join(os.path.dirname(file.source.place), name)
     if not name or file.path == "-" or not places.exists(path):
         shown = f"'{name}'" if name else "a checkpoint from standard input"
         what = f"is a delta, and its base, {shown}, does not lie beside it"

@@ -29,6 +29,7 @@ from ...errors import Damaged, Unsupported
 from ...files.open_source import CHECKPOINT_ENDINGS
 from ...inert_pickle.values import tensor_of
 from ...remote.places import names_in
+from ...system import join
 from .agreement import step_of
 from .device_meshes import Mesh
 from .merge_trees import merged
@@ -64,10 +65,10 @@ def candidates(folder: str) -> Candidates:
     named = [name for name in names if rank_in(name) and name.endswith(CHECKPOINT_ENDINGS)]
     for name in named:
         if (first := SECOND.sub("", name)) != name and first in names:
-            path = os.path.join(folder, name)
+            path = join(folder, name)
             hint = f"remove one of them: rm {shlex.quote(path)}"
             raise Damaged(path, f"is a second download of {first}, by its name", hint=hint)
-    return Candidates([os.path.join(folder, name) for name in named])
+    return Candidates([join(folder, name) for name in named])
 
 
 @dataclass(frozen=True, slots=True)

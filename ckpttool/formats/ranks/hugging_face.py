@@ -20,6 +20,7 @@ from ...checkpoint.special_tensors import attributes, shape_of
 from ...errors import Damaged
 from ...inert_pickle.values import OrderedDict_
 from ...remote.places import names_in
+from ...system import join
 from ...tensors.ref import TensorRef
 from ..safetensors import parse_object
 from .pieces import MAX_RANKS, Candidates, Piece, Take, Wholes, whole_of
@@ -34,7 +35,7 @@ OWN = (SHARDING, "DCP_VERSION")
 
 def candidates(folder: str) -> Candidates:
     """Return the files in a folder that are named as the writer names them."""
-    return Candidates([os.path.join(folder, name) for name in names_in(folder) if FILE.fullmatch(name)])
+    return Candidates([join(folder, name) for name in names_in(folder) if FILE.fullmatch(name)])
 
 
 def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ... import system
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.dotted_names import contents, dotted
 from ...checkpoint.state import State
@@ -80,7 +81,7 @@ def destination(
 
 def format_of_name(path: str, new_folder: str = folders.NAMES[0]) -> str | None:
     """Return the format that a path asks for by its ending or by what is there; None if it asks for none."""
-    if path.endswith("/") or os.path.isdir(path):
+    if path.endswith(system.SEPARATORS) or os.path.isdir(path):
         return folders.kind_of(path) or new_folder
     return ENDINGS.get(os.path.splitext(path)[1].lower())
 
@@ -142,7 +143,7 @@ def require_place(checkpoint: Checkpoint, target: Destination, force: bool, kept
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # writing tells why
         return
-    is_named_as_folder = path.endswith("/") or os.path.splitext(path)[1].lower() not in ENDINGS
+    is_named_as_folder = path.endswith(system.SEPARATORS) or os.path.splitext(path)[1].lower() not in ENDINGS
     is_place = target.is_folder and is_named_as_folder and os.path.isdir(path)
     if is_place and not unmoved(path, lambda: os.listdir(path)):
         return  # an empty folder has nothing to lose

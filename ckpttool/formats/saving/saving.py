@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ... import system
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums, each_once, reads_of, require_made
@@ -151,9 +152,7 @@ class SavePlan:
             plan.write(index.encode())
         else:
             self._write(plan)
-        attempt = Attempt(
-            os.path.realpath(self.path), plan.hash.hexdigest(), resume=resume, computed=computed
-        )
+        attempt = Attempt(system.real(self.path), plan.hash.hexdigest(), resume=resume, computed=computed)
         if resume:
             begun = "begun from the start, as no earlier attempt of the same plan is here"
             TRAFFIC.remark(f"{self.path}: {'gone on with' if attempt.is_resumed else begun}")
@@ -175,12 +174,10 @@ class SavePlan:
         """Write the output and put it in place."""
         if self.format in folders.NAMES:
             return self._write_folder(opened, check, attempt)
-        with replacing(self.path, attempt) as file:
+        with replacing(self.path, attempt, self.time) as file:
             with opened(file) as out:
                 self._write(out)
             check(read(Source(self.path, os.dup(file.fileno()))))
-            if self.time is not None:
-                os.utime(file.fileno(), ns=(self.time, self.time))
         return self._saved(out.position)
 
     def _write_folder(self, opened: shards.Opened, check: Check, attempt: Attempt | None) -> Saved:

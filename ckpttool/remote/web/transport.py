@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
+from ... import system
 from ...errors import Unreadable
 from ..busy import CODE, next_step, seconds_asked
 from ..patience import Patience
@@ -97,7 +98,8 @@ class Transport:
         From a server that ignores ranges it returns the first bytes while `expected` is None, and raises
         Unranged after that.
         """
-        room = _room(stop - start) if expected and expected.size else io.BytesIO()
+        # Its pages go back at once, where a thread's heap keeps what was freed.
+        room = system.memory(stop - start) if expected and expected.size else io.BytesIO()
         response = self._patiently(
             Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
         )
@@ -247,15 +249,6 @@ class Transport:
                     self._pools[way] = manager_by(*way[:2], self._patience.stall)
                 self._managers[host] = self._pools[way]
             return self._managers[host]
-
-
-def _room(nbytes: int) -> mmap.mmap:
-    """Return memory of its own pages, which go back at once: a thread's heap keeps what was freed."""
-    room = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            room.madvise(mmap.MADV_HUGEPAGE)  # new small pages cost more than the bytes that come
-    return room
 
 
 def _proxy(scheme: str, host: str) -> str | None:

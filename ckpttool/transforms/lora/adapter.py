@@ -22,6 +22,7 @@ from ...errors import Damaged, Refused, Unreadable, Unsupported
 from ...formats.reading import open as open_any
 from ...remote.places import exists, is_file
 from ...remote.urls import canonical
+from ...system import join
 from ...tensors.ref import TensorRef
 
 CONFIG = "adapter_config.json"
@@ -171,14 +172,14 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
         (1, 'base_model.model.0.lora_A.weight')
     """
     path = canonical(os.fspath(folder))
-    settings = os.path.join(path, CONFIG)
+    settings = join(path, CONFIG)
     if is_file(path):
         above, name = os.path.split(path)
-        if name not in WEIGHTS or not exists(os.path.join(above, CONFIG)):
+        if name not in WEIGHTS or not exists(join(above, CONFIG)):
             return Adapter(open_any(path), {}, is_of_peft=False)
-        path, settings = above, os.path.join(above, CONFIG)
+        path, settings = above, join(above, CONFIG)
     elif not exists(settings):
-        of_diffusers = (os.path.join(path, name) for name in OF_DIFFUSERS)
+        of_diffusers = (join(path, name) for name in OF_DIFFUSERS)
         if (file := next(filter(exists, of_diffusers), None)) is not None:
             return Adapter(open_any(file), {}, is_of_peft=False)
     try:
@@ -188,7 +189,7 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
             "ADAPTER is the folder that PEFT's save_pretrained wrote, or a file of kohya's or diffusers'"
         )
         raise
-    weights = next(filter(exists, (os.path.join(path, name) for name in WEIGHTS)), None)
+    weights = next(filter(exists, (join(path, name) for name in WEIGHTS)), None)
     if weights is None:
         raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     return Adapter(open_any(weights), config)

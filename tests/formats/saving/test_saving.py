@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch._subclasses import FakeTensorMode
 
 import ckpttool
+from ckpttool import system
 from ckpttool.batchnorm.pool_files import pool_states
 from ckpttool.errors import CkptToolError, Damaged, NoState, OutputExists, Refused, UsageFault
 from ckpttool.files.copying import Output
@@ -273,13 +274,13 @@ def reads(monkeypatch: MonkeyPatch) -> list[int]:
     seen: list[int] = []
 
     def count(name: str, size: Callable[[Any], int]) -> None:
-        call = getattr(os, name)
+        call = getattr(system, name)
 
         def read(fd: int, wanted: Any, offset: int) -> Any:
             seen.append(size(wanted))
             return call(fd, wanted, offset)
 
-        monkeypatch.setattr(os, name, read)
+        monkeypatch.setattr(system, name, read)
 
     count("pread", int)
     count("preadv", lambda buffers: sum(map(len, buffers)))

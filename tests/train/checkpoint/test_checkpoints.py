@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool import system
 from ckpttool.errors import FileError
 from ckpttool.files import commit
 from tests.ranks import runs, trainings
@@ -277,9 +278,9 @@ def test_an_error_of_the_folder_after_the_file_got_its_name_is_no_error_of_the_p
             seen.append(error)
             raise
 
-    for name in ("sync_folder", "keep_permissions"):  # behind the rename, and before it
+    for module, name in ((system, "sync_folder"), (commit, "keep_permissions")):  # behind the rename; before
         with monkeypatch.context() as patch, pytest.raises(FileError, match="error"):
-            patch.setattr(commit, name, failing(errno.EIO))
+            patch.setattr(module, name, failing(errno.EIO))
             state = {"a": torch.full((2,), len(placed))}
             checkpoint_files.write(state, str(tmp_path), ["last.pt"], placing=placing, placed=placed)
         assert (placed, len(seen)) == (["last.pt"], int(name != "sync_folder"))

@@ -1,0 +1,413 @@
+"""What POSIX alone has, and what Windows does in its place: no other file of the package asks.
+
+On Windows a folder has no descriptor, so it can't be locked, flushed or held. What is open can't be replaced
+or removed, whoever has it open: so we close what we have open before, and what we write is safe meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import BinaryIO, Protocol
+
+try:
+    import fcntl
+    import resource
+
+    IS_POSIX = hasattr(os, "pread")
+except ImportError:
+    IS_POSIX = False
+
+
+class Opened(Protocol):
+    """A file that is open for reading, and can be let go of."""
+
+    def release(self, replaced: Collection[object]) -> None: ...
+
+
+# ---- flags of os.open, each 0 where there is none; without O_BINARY, Windows changes line breaks ----------
+
+BINARY = getattr(os, "O_BINARY", 0)
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+READ = os.O_RDONLY | BINARY | getattr(os, "O_NONBLOCK", 0)  # a named pipe would wait for a writer
+CHANGE = os.O_RDWR | BINARY | getattr(os, "O_NONBLOCK", 0)
+CREATE = os.O_RDWR | os.O_CREAT | BINARY
+FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)  # on Windows a PermissionError
+
+ENDING = tuple(  # signals at which the process ends
+    number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if (number := getattr(signal, name, None))
+)
+
+if IS_POSIX:
+    SEPARATORS: tuple[str, ...] = ("/",)  # that may end the name of a folder
+    HAS_OWNERS = True  # whether files have an owner and permissions that `os` can set
+    REPLACES_MAPPED = True  # whether a file that is mapped can be replaced
+    PRIVATE_FOLDER = 0o700  # the mode of a folder until it gets that of the one which it replaces
+
+    # ---- bytes at a place ------------------------------------------------------------------------------
+
+    pread = os.pread
+    pwrite: Callable[[int, bytes | bytearray | memoryview, int], int] = os.pwrite
+    preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
+    sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
+
+    FICLONERANGE = 0x4020940D  # the ioctl by which files share extents, on btrfs and XFS (linux/fs.h)
+
+    # Its errors where the file system, or this pair of files, can't share extents.
+    NO_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS, errno.EPERM}
+
+    def share_blocks(source: int, offset: int, nbytes: int, target: int, position: int) -> bool:
+        """Let a file share whole blocks of another; return whether the file system can."""
+        wanted = struct.pack("qQQQ", source, offset, nbytes, position)
+        try:
+            fcntl.ioctl(target, FICLONERANGE, wanted)
+        except OSError as error:
+            if error.errno not in NO_CLONE:
+                raise
+            return False
+        return True
+
+    def memory(nbytes: int) -> mmap.mmap:
+        """Return memory of its own pages, in large ones where the kernel has them."""
+        room = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                room.madvise(mmap.MADV_HUGEPAGE)
+        return room
+
+    # ---- files and folders in their places ---------------------------------------------------------------
+
+    real: Callable[[str], str] = os.path.realpath
+    join: Callable[..., str] = os.path.join  # of a folder, or its URL, and names
+
+    def local(path: str) -> str:
+        """Return the path as the system takes it."""
+        return path
+
+    path_of_url = local
+
+    def unfit_name(path: str) -> str | None:
+        """Return what keeps a path from being the name of an output; None if nothing does."""
+        return None
+
+    def opened(source: Opened) -> None:
+        """Note that a file is open, to be closed before it is replaced where it has to be."""
+
+    def release(path: str) -> None:
+        """Close what this process has open of a file, or of those in a folder, where it has to be."""
+
+    def put(file: BinaryIO, written: str, target: str, changed: int | None = None) -> None:
+        """Flush a new file to the disk, and let it take the place of its target.
+
+        `changed` is its time of change in nanoseconds, if it is not now. The lock of the file, if it has one,
+        stays until it is closed: where Windows has it closed before, others wait a day before they remove it.
+        """
+        if changed is not None:
+            os.utime(file.fileno(), ns=(changed, changed))
+        os.fsync(file.fileno())
+        os.replace(written, target)
+
+    def replace(written: str, target: str) -> None:
+        """Let a file, which may be open, take the place of another."""
+        os.replace(written, target)
+
+    def link(old: str, new: str) -> None:
+        """Give a file, or a symbolic link itself, a second name."""
+        os.link(old, new, follow_symlinks=False)
+
+    def sync_folder(folder: str) -> None:
+        """Flush a folder's entries to the disk, without which a rename may not survive a power cut."""
+        try:
+            fd = os.open(folder, FOLDER)
+        except PermissionError:  # a folder may be writable and not readable
+            return
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.EBADF, errno.EROFS}:
+                raise
+        finally:
+            os.close(fd)
+
+    # Arguments of renameat2 (linux/fcntl.h, linux/fs.h).
+    AT_FDCWD, RENAME_EXCHANGE = -100, 2
+
+    # Errors of renameat2: an old kernel, a file system that can't, a sandbox.
+    NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+
+    def exchange(one: str, other: str) -> bool:
+        """Exchange what is at two paths in one step; return False where the system can't."""
+        import ctypes
+
+        try:
+            call = ctypes.CDLL(None, use_errno=True).renameat2
+        except (AttributeError, OSError, TypeError):  # another platform, or an old C library
+            return False
+        first, second = (ctypes.c_char_p(os.fsencode(path)) for path in (one, other))
+        if call(AT_FDCWD, first, AT_FDCWD, second, RENAME_EXCHANGE):
+            number = ctypes.get_errno()
+            if number not in NO_EXCHANGE:
+                raise OSError(number, os.strerror(number), other)
+            return False
+        return True
+
+    # ---- locks and owners -------------------------------------------------------------------------------
+
+    def lock(fd: int) -> None:
+        """Lock a file or folder. Raises BlockingIOError where another has it locked, OSError if none can."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def hold_folder(path: str) -> int:
+        """Return a descriptor of a folder."""
+        return os.open(path, FOLDER | NO_LINK)
+
+    def lock_folder(path: str) -> int:
+        """Return a descriptor that locks a folder until it is closed. Raises as `lock` does."""
+        fd = os.open(path, FOLDER)
+        try:
+            lock(fd)
+        except OSError as error:
+            # The others are of file systems that lock no folders, as NFS.
+            if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
+                os.close(fd)
+                raise
+        return fd
+
+    def is_mine(facts: os.stat_result) -> bool:
+        """Return whether a file is this user's."""
+        return facts.st_uid == os.geteuid()
+
+    def is_mine_alone(facts: os.stat_result) -> bool:
+        """Return whether a file is this user's, and no other may write to it."""
+        return is_mine(facts) and not facts.st_mode & 0o022
+
+    def boot() -> bytes:
+        """Return what tells this start of this machine from others: temporaries of now are those of one."""
+        try:
+            with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+                return file.read()
+        except OSError:
+            return os.fsencode(os.uname().nodename)
+
+    # ---- the process ------------------------------------------------------------------------------------
+
+    def open_files_allowed() -> tuple[float, float]:
+        """Return how many files this process may have open, and how many it may allow itself."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return tuple(math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]
+
+    def allow_open_files(count: int) -> None:
+        """Allow this process as many open files, at most what it may."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    def in_forked(call: Callable[[], object]) -> None:
+        """Have a function called in each process that is forked from this one."""
+        os.register_at_fork(after_in_child=call)
+
+    def end_by(number: int) -> None:
+        """End by a signal itself: only then does a shell stop a loop in which this program runs."""
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    @contextlib.contextmanager
+    def every(seconds: float, call: Callable[..., object]) -> Iterator[None]:
+        """Call a function between opcodes, and within `re`, each time this process has worked so long.
+
+        Nothing is called in a thread that is not the main one.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        # A handler that Python can't restore is None. Others use SIGALRM.
+        if not is_main or (before := signal.getsignal(signal.SIGVTALRM)) is None:
+            yield
+            return
+        signal.signal(signal.SIGVTALRM, call)
+        timer = signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
+            signal.signal(signal.SIGVTALRM, before)
+
+else:
+    import ntpath
+    import posixpath
+    import re
+    from weakref import WeakSet
+
+    SEPARATORS = "/", "\\"
+    HAS_OWNERS = False  # a new file has the list of its folder
+    REPLACES_MAPPED = False  # error 1224
+    PRIVATE_FOLDER = 0o777  # it keeps the list of its parent, which 0o700 would not take
+
+    # ---- bytes at a place --------------------------------------------------------------------------------
+
+    _moving = threading.Lock()  # one for all: duplicates of a descriptor share its position
+
+    @contextlib.contextmanager
+    def _at(fd: int, offset: int) -> Iterator[None]:
+        with _moving:
+            before = os.lseek(fd, 0, os.SEEK_CUR)
+            os.lseek(fd, offset, os.SEEK_SET)
+            try:
+                yield
+            finally:
+                os.lseek(fd, before, os.SEEK_SET)
+
+    def pread(fd: int, length: int, offset: int, /) -> bytes:
+        with _at(fd, offset):
+            return os.read(fd, length)
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+        done = 0
+        for buffer in buffers:
+            data = pread(fd, len(buffer), offset + done)
+            buffer[: len(data)] = data
+            done += len(data)
+        return done
+
+    def pwrite(fd: int, data: bytes | bytearray | memoryview, offset: int, /) -> int:
+        with _at(fd, offset):
+            return os.write(fd, data)
+
+    sync_data = os.fsync
+
+    def share_blocks(source: int, offset: int, nbytes: int, target: int, position: int) -> bool:
+        return False
+
+    def memory(nbytes: int) -> mmap.mmap:
+        return mmap.mmap(-1, nbytes)
+
+    # ---- files and folders in their places ---------------------------------------------------------------
+
+    LONG = 160  # characters, beyond which names of ours next to a path or in it may be too long
+    RESERVED = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\s*(\..*)?", re.IGNORECASE)
+    FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f]')
+
+    def local(path: str) -> str:
+        if path in ("", "-"):
+            return path
+        drive = ntpath.splitdrive(path)[0]
+        whole = ntpath.abspath(path) if drive or len(path) > LONG or os.path is ntpath else path
+        if len(whole) <= LONG or not ntpath.splitdrive(whole)[0] or whole.startswith("\\\\?\\"):
+            return path
+        end = "\\" * path.endswith(("/", "\\"))
+        return (f"\\\\?\\UNC{whole[1:]}" if whole.startswith("\\\\") else f"\\\\?\\{whole}") + end
+
+    def real(path: str) -> str:
+        return local(os.path.realpath(path))
+
+    def join(folder: str, *names: str) -> str:
+        return posixpath.join(folder, *names) if "://" in folder else os.path.join(folder, *names)
+
+    def path_of_url(path: str) -> str:
+        return path[1:] if re.match(r"/[A-Za-z]:", path) else path
+
+    def unfit_name(path: str) -> str | None:
+        rest = ntpath.splitdrive(path)[1] if not path.startswith("\\\\?\\") else path[6:]
+        for name in re.split(r"[/\\]", rest):
+            if RESERVED.fullmatch(name):
+                return f"'{name}' is the name of a device on Windows"
+            if found := FORBIDDEN.search(name):
+                return f"'{name}' has a character that no name has on Windows: {found[0]!r}"
+            if name.endswith((".", " ")) and name not in (".", ".."):
+                return f"'{name}' ends in a dot or a space, which Windows takes off"
+        return None
+
+    _open: WeakSet[Opened] = WeakSet()
+
+    def opened(source: Opened) -> None:
+        _open.add(source)
+
+    def release(path: str) -> None:
+        places = [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]
+        found = set[object]()
+        for place in places:
+            with contextlib.suppress(OSError):  # there is nothing, or a link that leads nowhere
+                found.add(((facts := os.stat(place)).st_dev, facts.st_ino))
+        for source in [*_open]:
+            source.release(found)
+
+    def put(file: BinaryIO, written: str, target: str, changed: int | None = None) -> None:
+        os.fsync(file.fileno())
+        file.close()
+        if changed is not None:
+            os.utime(written, ns=(changed, changed))
+        replace(written, target)
+
+    PATIENCE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.0)  # seconds: what looks for viruses opens new files too
+
+    def replace(written: str, target: str) -> None:
+        release(written)
+        release(target)
+        for seconds in PATIENCE:
+            with contextlib.suppress(PermissionError):
+                return os.replace(written, target)
+            time.sleep(seconds)
+        raise PermissionError(errno.EACCES, "another program has it open, or this one has it mapped", target)
+
+    def link(old: str, new: str) -> None:
+        os.link(old, new)
+
+    def sync_folder(folder: str) -> None:
+        """NTFS writes the changes of a folder into its journal itself."""
+
+    def exchange(one: str, other: str) -> bool:
+        return False
+
+    # ---- locks and owners -------------------------------------------------------------------------------
+
+    def lock(fd: int) -> None:
+        import msvcrt
+
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        except PermissionError as error:
+            raise BlockingIOError(errno.EAGAIN, "is locked") from error
+
+    def hold_folder(path: str) -> int:
+        return os.open(os.devnull, os.O_RDONLY)  # which can't be locked either
+
+    def lock_folder(path: str) -> int:
+        fd = os.open(os.path.join(path, ".ckpttool.lock"), CREATE | getattr(os, "O_TEMPORARY", 0))
+        try:
+            lock(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def is_mine(facts: os.stat_result) -> bool:
+        return True  # whether another user may write is in lists that `os` does not show
+
+    is_mine_alone = is_mine
+
+    _random = os.urandom(4)
+
+    def boot() -> bytes:
+        return _random
+
+    # ---- the process ------------------------------------------------------------------------------------
+
+    def open_files_allowed() -> tuple[float, float]:
+        return 8192, 8192  # the most that its C library has
+
+    def allow_open_files(count: int) -> None:
+        pass
+
+    def in_forked(call: Callable[[], object]) -> None:
+        pass
+
+    def end_by(number: int) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def every(seconds: float, call: Callable[..., object]) -> Iterator[None]:
+        yield  # nothing there interrupts `re`
