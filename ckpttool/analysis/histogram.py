@@ -44,6 +44,7 @@ class Histogram:
                 self._widen(exponent - self._exponent)
             self._exponent = exponent
             cells = np.floor(np.ldexp(block.astype("f8"), -exponent)).astype("i8")
+            cells[(block < 0) & (cells == 0)] = -1  # of a number too small to be scaled
             self._insert(int(cells.min()), np.bincount(cells - cells.min()))
         self.count += len(block)
 
@@ -95,4 +96,4 @@ def _exponent(least: float, most: float) -> int:
 
 
 def _cell(value: float, exponent: int) -> int:
-    return math.floor(math.ldexp(value, -exponent))
+    return math.floor(math.ldexp(value, -exponent)) or -(value < 0)
