@@ -24,7 +24,7 @@ test: $(INSTALLED)  ## the test suite, about eleven minutes on two cores
 
 long: $(INSTALLED)  ## the tests that take longest: whole runs, hangs, two machines, replays, more random examples
 	$(PYTEST) -n 2 -m long
-	$(PYTEST) -n 2 -m 'hypothesis and not long' --hypothesis-profile more
+	$(PYTEST) -n 2 -m 'hypothesis and not long' --hypothesis-profile more --timeout 600
 
 coverage: $(INSTALLED)  ## the test suite again, with the lines that no test runs
 	$(PYTEST) -n 3 -m 'not long' --cov --cov-report term-missing:skip-covered

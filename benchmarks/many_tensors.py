@@ -27,6 +27,7 @@ def set_up(tensors: int, folder: Path, size: int) -> Case:
         Way(".pt to .safetensors", tool(strip, source, safetensors), safetensors),
         Way(".pt to .pt", tool(strip, source, pickled), pickled),
         Way("diff of two", tool("diff", source, same)),
+        Way("verify", tool("verify", source)),
     ]
     targets = [at_most_seconds(way, seconds * tensors / MANY) for way, seconds in SECONDS.items()]
     targets += [peak_at_most(way, PEAK * tensors // MANY) for way in SECONDS]

@@ -162,12 +162,8 @@ def slim_in_place(
             by_name = {file.names[0]: file for file in files}
             in_order = sorted(slimmed, key=lambda result: result.after)  # the disk may be full
             each = [_replace(folder, by_name[result.name], names, **choices) for result in in_order]
-            for fault in [fault for fault in each if fault]:
-                done = (
-                    f"it stays as it was, and {counted(each.count(None), 'other checkpoint')} became smaller"
-                )
-                fault.hint = f"{done}; {fault.hint}" if fault.hint else done
-                raise fault
+            if failed := [fault for fault in each if fault]:
+                raise _stayed(failed, each.count(None))
     return SlimmedRun(folder, slimmed, kept)
 
 
@@ -287,6 +283,16 @@ def _replace(folder: str, file: LinkedFile, names: Sequence[str], **choices: Any
     except _Stays as reason:  # it was replaced by another since it was looked at
         return Refused(first, str(reason))
     return None
+
+
+def _stayed(failed: Sequence[CkptToolError], done: int) -> CkptToolError:
+    """Return the first error of several, whose hint tells of the others, and of what was done."""
+    first, *rest = failed
+    said = f"it stays as it was, and {counted(done, 'other checkpoint')} became smaller"
+    if rest:
+        said += f"; these stay too: {'; '.join(error.message for error in rest)}"
+    first.hint = f"{said}; {first.hint}" if first.hint else said
+    return first
 
 
 def _nothing(folder: str, kept: Sequence[Slimmed]) -> NothingToDo:

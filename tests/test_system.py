@@ -129,7 +129,7 @@ def ran(folder: Path, commands: list[tuple[int, list[str]]], *half: str) -> None
 
 
 def written(folder: Path) -> dict[str, str]:
-    """Return the digests of all files in a folder, but for times in pages and the lock of a run."""
+    """Return the digests of all files in a folder, but for the lock of a run."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".ckpttool.lock")
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
@@ -358,4 +358,4 @@ def test_the_trainer_says_that_it_needs_posix(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr == "error: the trainer runs on Linux and macOS\nhint: on Windows, run it in WSL\n"
+    assert done.stderr == "error: the trainer runs on Linux\nhint: on Windows, run it in WSL\n"

@@ -6,7 +6,7 @@ import sys
 from ckpttool.system import IS_POSIX
 
 if not IS_POSIX:
-    sys.stderr.write("error: the trainer runs on Linux and macOS\nhint: on Windows, run it in WSL\n")
+    sys.stderr.write("error: the trainer runs on Linux\nhint: on Windows, run it in WSL\n")
     raise SystemExit(2)
 
 # `python train/main.py` puts this folder first on the import path, where its data/, config/ and run/ would

@@ -25,7 +25,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -213,16 +213,30 @@ def load(job: Job) -> str:
     from ckpttool.files.digest import digest
     from ckpttool.models.reloading import reload
     from train.checkpoint import parts
+    from train.trainer.progress import OWN
 
     config = job.config
-    earlier = [path for name in ("", *job.data.others) for path in prepare_output(config, name)]
+    earlier = [file for name in (OWN, *job.data.others) for file in prepare_output(config, name)]
+    require_no_others(config, job.data.others)
     path = parts.named_in(config.checkpoint)
     loaded = reload(path, job.model, state=config.state)
     with formats.open(path) as checkpoint:
         of_state = digest(checkpoint.state(loaded.state).tensors)
-    for path in earlier:  # last: an earlier evaluation is kept until the new one can begin
-        os.remove(path)
+    for file in earlier:  # last: an earlier evaluation is kept until the new one can begin
+        os.remove(file)
     return of_state
+
+
+def require_no_others(config: EvaluateConfig, names: Collection[str]) -> None:
+    """Refuse to replace an evaluation that has the scores of a test set which this one does not score."""
+    if config.out is None or not os.path.isfile(os.path.join(config.out, STATEMENT)):
+        return
+    for entry in sorted(os.listdir(config.out)):
+        if entry not in names and os.path.isfile(os.path.join(config.out, entry, STATEMENT)):
+            what = f"--out {config.out}: holds the scores of another test set, '{entry}'"
+            raise OutputExists(
+                what, hint=f"give another folder, --also-test {entry}=DATA too, or remove {entry}/"
+            )
 
 
 def prepare_output(config: EvaluateConfig, name: str) -> list[str]:
@@ -264,9 +278,11 @@ def write(job: Job, folder: str, score: Score, predicted: Predictions | None) ->
 
 def as_json(job: Job, scores: Scores) -> dict[str, Any]:
     """Return the result as `--json` prints it."""
-    own, *_ = scores.values()
+    from train.trainer.progress import OWN
+
+    own = scores[OWN]
     basis = {"threads": own.evaluation.threads, "batch_size": own.evaluation.batch_size}
-    tests = {name: score.score() for name, score in scores.items() if name}
+    tests = {name: score.score() for name, score in scores.items() if name != OWN}
     result = {"checkpoint": job.config.checkpoint, **own.score(), **basis}
     return versioned(result | ({"tests": tests} if tests else {}))
 

@@ -202,7 +202,8 @@ class CheckpointRow:
         format: None where it can't be read.
         nbytes: its size.
         problem: why it is not whole; empty where it is.
-        optimizer: whether an optimizer's state is in it, without which a training can't go on.
+        optimizer: whether an optimizer's state is in it, without which a training can't go on; None where
+            that isn't known: of a file that can't be read, and of a folder that may have it in another file.
     """
 
     path: str
@@ -210,7 +211,7 @@ class CheckpointRow:
     format: str | None
     nbytes: int
     problem: str
-    optimizer: bool = False
+    optimizer: bool | None = None
 
 
 def checkpoint_rows(folder: str) -> list[CheckpointRow]:
@@ -230,7 +231,7 @@ def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
             elif not is_folder(path) and (piece := piece_of(path)) and piece.others:
                 problem = f"it is {piece.what}"
             stated = ranks.step if ranks and step is None else step
-            trained = any(map(is_optimizer, walk(checkpoint.tree)))
+            trained = any(map(is_optimizer, walk(checkpoint.tree))) or (None if is_folder(path) else False)
             return CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem, trained)
     except CkptToolError as error:
         reason = error.reason if isinstance(error, FileError) else error.message

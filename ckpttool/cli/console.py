@@ -60,7 +60,7 @@ class Console:
     def sentence(self, text: str) -> str:
         """Return an outcome of one line, which a terminal gets in lines that end between words."""
         width = terminal_width(sys.stderr if self.to_stderr else sys.stdout)
-        return text if width is None else "\n".join(wrapped(text, width))
+        return text if width is None else "\n".join(wrapped(text, width, whole_words=True))
 
     def listed(self, text: str, items: Sequence[Mapping[str, object]]) -> None:
         """Print an outcome that is a list in JSON."""
@@ -73,7 +73,9 @@ class Console:
         if not (self.quiet or self.json):
             width = None if pasted else terminal_width(sys.stderr)
             with suppress(OSError):  # a note that can't be printed does not fail the command
-                click.echo(text if width is None else "\n".join(wrapped(text, width)), err=True)
+                click.echo(
+                    text if width is None else "\n".join(wrapped(text, width, whole_words=True)), err=True
+                )
 
     def names(self, names: Sequence[str]) -> str:
         """Join the first few names, or with -v all of them."""
@@ -257,13 +259,16 @@ def right(text: str, width: int) -> str:
     return " " * (width - columns(text)) + text
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """Break `text` between words into lines of at most `width` columns; break longer words where they end."""
+def wrapped(text: str, width: int, *, whole_words: bool = False) -> list[str]:
+    """Break `text` between words into lines of at most `width` columns.
+
+    A longer word is broken where a line ends; with `whole_words` it stays whole, as a path to be copied.
+    """
     if _is_narrow(text):
         from textwrap import wrap
     else:
         from wcwidth import wrap
-    return wrap(text, width, break_on_hyphens=False)
+    return wrap(text, width, break_on_hyphens=False, break_long_words=not whole_words)
 
 
 def fitting(widths: Sequence[int], width: int) -> int:

@@ -75,7 +75,7 @@ def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> in
     label, colour = ("nothing to do:", "yellow") if isinstance(error, NothingToDo) else ("error:", "red")
     with suppress(OSError):
         text, width = f"{label} {printable(message)}", terminal_width(sys.stderr)
-        lines = [text] if width is None else wrapped(text, width)
+        lines = [text] if width is None else wrapped(text, width, whole_words=True)
         click.echo("\n".join(lines).replace(label, coloured(label, colour), 1), err=True)
         if hint:
             click.echo(f"{coloured('hint:', 'cyan')} {printable(hint)}", err=True)

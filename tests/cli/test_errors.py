@@ -342,3 +342,21 @@ def test_colour_is_for_terminals_without_NO_COLOR(off: dict[str, str], monkeypat
     os.close(there)
     assert (b"\x1b[" in os.read(here, 10_000)) == (not off)
     os.close(here)
+
+
+def test_a_path_in_an_error_is_not_broken_by_a_narrow_terminal() -> None:
+    here, there = pty.openpty()
+    path = "missing/" + "x" * 90 + ".pt"
+    command = [sys.executable, "-m", "ckpttool", "inspect", path]
+    subprocess.run(
+        command,
+        stderr=there,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"COLUMNS": "40"},
+        timeout=30,
+        check=False,
+    )
+    os.close(there)
+    said = os.read(here, 10_000).decode()
+    assert path in said and "no such file" in said
+    os.close(here)

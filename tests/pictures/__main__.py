@@ -1,6 +1,6 @@
 """`make report`: the pictures of README.md, and the page that one of them shows, build/report.html.
 
-The terminal needs rich, the page a Chromium; what is missing is said, and its pictures stay as they are.
+The terminal needs rich, the pictures of the page a Chromium; without that their old ones stay, which is said.
 """
 
 from __future__ import annotations

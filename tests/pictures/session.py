@@ -99,5 +99,5 @@ def _in_terminal(command: str, folder: Path) -> str:
     except OSError:  # how Linux says that the other side has closed
         pass
     os.close(ours)
-    running.wait()
+    assert running.wait() in (0, 1), written.decode()  # 1: `diff` and `scan` have something to say
     return written.decode().replace("\r\n", "\n")

@@ -83,8 +83,9 @@ class Pool:
 
     def _send(self, number: int) -> None:
         for rank in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid or 0, number)
+            if pid := rank.process.pid:  # 0 would be our own group
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def close(self) -> None:
         for rank in self.ranks:

@@ -50,4 +50,5 @@ def test_the_site_is_built_strictly_and_asks_no_other_server(site: Path) -> None
     assert {"index.html", "errors/orig-mod.html", "reference.html"} <= set(pages)
     asked = re.compile(r"<(?:link[^>]*stylesheet[^>]*href|script[^>]*src|img[^>]*src)=\"?https?://")
     assert [name for name, page in pages.items() if asked.search(page)] == []
+    assert 'aria-label="Search"' in pages["index.html"]
     assert (site / "search" / "search_index.json").stat().st_size > 100_000

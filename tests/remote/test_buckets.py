@@ -751,7 +751,7 @@ def _ctrl_c(path: Path, gate: Gate, waiting: int, *, opens: bool = True) -> tupl
         begin = time.monotonic()
         running.send_signal(signal.SIGINT)
         if opens:
-            time.sleep(0.1)  # for the signal
+            time.sleep(1)  # for the signal, on a slow machine
             gate.opened.set()
         _, said = running.communicate(timeout=60)
     gate.opened.set()

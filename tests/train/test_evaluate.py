@@ -180,6 +180,8 @@ def test_more_test_sets_of_another_task_have_its_metrics(sets, capsys):
     own, other = capsys.readouterr().out.splitlines()
     assert own.startswith("net.pt: loss ") and own.endswith("9 samples, on 1 rank")
     assert other.startswith("few: loss ") and other.endswith("3 samples, on 1 rank")
+    assert main([*given[:-2], "--force"]) == 2  # whose scores would stay in eval/few
+    assert "--out eval: holds the scores of another test set, 'few'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from train.data.lane import Shard
 from train.data.samples import IGNORED
 
 LAST = torch.tensor([IGNORED])  # the target of a document's last token
-END = object()
+END = object()  # of the documents; any value may be one
 NAMES = ("input_ids", "tokens", "ids")  # of the tokens in a document that is a mapping
 
 
@@ -72,11 +72,8 @@ class Blocks:
 
     def _fill(self) -> None:
         """Read documents until there are tokens for a block."""
-        inputs, targets, count = (
-            [self.inputs[self.at :]],
-            [self.targets[self.at :]],
-            len(self.inputs) - self.at,
-        )
+        inputs, targets = [self.inputs[self.at :]], [self.targets[self.at :]]
+        count = len(inputs[0])
         while count < self.block and (document := next(self.documents, END)) is not END:
             numbers = _tokens(document)
             inputs.append(numbers)

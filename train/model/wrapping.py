@@ -174,7 +174,7 @@ def check_scored(name: str, model: nn.Module) -> None:
         if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None:
             what = f"--model {name}: {layer} keeps no running statistics (track_running_stats=False)"
             why = "so a test sample's score would depend on those in its batch"
-            hint = "give it track_running_stats=True, take GroupNorm, or train without test samples"
+            hint = "give it track_running_stats=True, or take GroupNorm"
             raise UsageFault(f"{what}, {why}", hint=hint)
 
 

@@ -56,9 +56,9 @@ def describe(data: Data) -> str:
 
 def _kind(stream: Stream, shape: str) -> str:
     """Return what a stream consists of."""
-    packed = stream.shards[0].source
-    if isinstance(packed, Packed):
-        return f"a stream of packed blocks of {packed.block} tokens"
+    source = stream.shards[0].source
+    if isinstance(source, Packed):
+        return f"a stream of packed blocks of {source.block} tokens"
     length = "" if stream.length is None else f"{stream.length:,} "
     return f"a stream of {length}samples{shape}"
 

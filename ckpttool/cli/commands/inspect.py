@@ -206,19 +206,20 @@ def stats_table(
 def _fitted(
     heads: Sequence[str],
     cells: Sequence[Sequence[str]],
-    giving_way: Sequence[tuple[str, bool]],
+    giving_way: Sequence[tuple[str, bool]],  # and whether names, the first column, are cut before it goes
     to_the_left: Collection[int],
     width: int | None,
 ) -> Iterator[str]:
-    """Yield a table without the columns that give way, in this order, to a narrow terminal; then name those.
-
-    Each of `giving_way` says whether names, the first column, are cut before it goes."""
+    """Yield a table without the columns that give way, in this order, to a narrow terminal; name those."""
+    if width is None or not cells:
+        yield from table(cells, to_the_left, width)
+        return
     widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
     shown, hidden = [*range(len(widths))], []
-    for head, after_names in giving_way if width is not None and cells else ():
+    for head, after_names in giving_way:
         first = min(widths[0], LEAST) if after_names else widths[0]
         others = (min(widths[i], LEAST) if heads[i] == "shared with" else widths[i] for i in shown[1:])
-        if first + sum(wide + 2 for wide in others) > (width or 0):
+        if first + sum(wide + 2 for wide in others) > width:
             shown.remove(heads.index(head))
             hidden.append(head)
     lefts = [place for place, i in enumerate(shown) if i in to_the_left]
@@ -226,7 +227,7 @@ def _fitted(
     if hidden:
         names = ", ".join(head for head in heads if head in hidden)
         text = f"without {names}, for which the terminal is too narrow; | cat has them"
-        yield from wrapped(text, width or len(text))
+        yield from wrapped(text, width)
 
 
 def _figures(stat: Stats | None) -> list[str]:
@@ -242,9 +243,7 @@ def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) 
     rows = [("checkpoint", "step", "format", "bytes", "")]
     for entry in entries:
         path, step = os.path.relpath(entry.path, folder), "" if entry.step is None else str(entry.step)
-        # Of a folder the optimizer may lie in a file beside the model's.
-        resumable = entry.optimizer or os.path.isdir(entry.path)
-        verdict = "whole" if resumable else "whole, without an optimizer"
+        verdict = "whole, without an optimizer" if entry.optimizer is False else "whole"
         if entry.problem:
             verdict = f"no: {entry.problem}"
         rows.append((path, step, entry.format or "", show_bytes(entry.nbytes), verdict))

@@ -262,6 +262,17 @@ def test_the_newest_stays_where_no_file_has_an_optimizer(here, cli):
     assert ("ema" in load(here / RUN / "1.pt"), "ema" in load(here / RUN / "2.pt")) == (False, True)
 
 
+def test_of_several_damaged_checkpoints_each_is_named(run, cli):
+    for name, weight in (("step-1.pt", b"\0\0\x80\x3f"), ("step-2.pt", b"\0\0\0\x40")):
+        raw = bytearray((run / name).read_bytes())
+        raw[raw.index(weight * 8)] ^= 1
+        (run / name).write_bytes(raw)
+        os.utime(run / name, (1, 1))
+    ran = cli("slim", "--in-place", RUN, "--keep-newest", 1)
+    assert ran.code == 3 and "1 other checkpoint became smaller; these stay too: " in ran.err
+    assert "step-1.pt: the bytes" in ran.err and "step-2.pt: the bytes" in ran.err
+
+
 def test_a_damaged_checkpoint_stays_and_is_named(run, cli):
     raw = bytearray((run / "step-1.pt").read_bytes())
     raw[raw.index(b"\0\0\x80\x3f" * 8)] ^= 1  # in the weights, which are all 1
