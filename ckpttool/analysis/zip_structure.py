@@ -42,7 +42,7 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
     if entries:
         free["between records"] += entries[0][0]
     between = _between(source, records, [header for header, _, _ in entries], ends)
-    for record, (_, fields, extra), (before, gap) in zip(records, entries, between, strict=True):
+    for record, (_, fields, extra), end, (before, after) in zip(records, entries, ends, between, strict=True):
         local = LOCAL.unpack_from(before)
         if local[1:6] != fields[2:7]:
             faults.append((record.name, "its two headers differ in version, flags or time"))
@@ -54,32 +54,34 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
             free["header fields"] += len(piece) - len(padding) - wide
             if padding.strip(b"Z"):
                 faults.append((record.name, "its padding is not what torch pads with"))
-        descriptor = DESCRIPTORS.get(len(gap))
+        gap = end - record.data.offset - record.data.nbytes
+        descriptor = DESCRIPTORS.get(gap)
         if fields[3] & zip_writer.DESCRIPTOR and descriptor:
-            if descriptor.unpack(gap) != (DESCRIPTOR_SIGNATURE, fields[7], record.data.nbytes, record.size):
+            if descriptor.unpack(after) != (DESCRIPTOR_SIGNATURE, fields[7], record.data.nbytes, record.size):
                 faults.append((record.name, "the descriptor behind it does not fit it"))
         else:
-            free["between records"] += len(gap)
+            free["between records"] += gap
     size = sum(CENTRAL.size + fields[10] + fields[11] + fields[12] for _, fields, _ in entries)
     free["comments"] += sum(fields[12] for _, fields, _ in entries)
-    behind = source.size - start - size - END.size
-    if behind >= zip_writer.END64.size + LOCATOR64.size:
+    rest = source.size - start - size - END.size
+    if rest >= zip_writer.END64.size + LOCATOR64.size:
         free["header fields"] += FREE_AT_END
-        behind -= zip_writer.END64.size + LOCATOR64.size
-    free["comments"] += behind
+        rest -= zip_writer.END64.size + LOCATOR64.size
+    free["comments"] += rest
     return faults, +free
 
 
 def _between(
     source: Source, records: Sequence[Record], headers: Sequence[int], ends: Sequence[int]
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield what stands before each record and what stands behind it, many of them read together."""
+    """Yield what stands before each record and behind it, as far as a descriptor may; many read together."""
     for first in range(0, len(records), MOST_PIECES):
         ranges: list[tuple[int, int]] = []
         for number in range(first, min(first + MOST_PIECES, len(records))):
             data = records[number].data
             behind = data.offset + data.nbytes
-            ranges += (headers[number], data.offset - headers[number]), (behind, ends[number] - behind)
+            longest = min(ends[number] - behind, max(DESCRIPTORS))  # what lies there may fill the memory
+            ranges += (headers[number], data.offset - headers[number]), (behind, longest)
         found = source.read_near(ranges)
         yield from zip(found[::2], found[1::2], strict=True)
 

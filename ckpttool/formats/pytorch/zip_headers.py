@@ -42,8 +42,8 @@ def _alike(place: ByteRange, block: list[Entry], end: int, limit: int) -> list[R
     local = struct.Struct(f"{LOCAL_HEADER.format}{named}s")
     if {*map(len, raw_names)} != {named} or headers[-1] + local.size > limit or headers[0] < end:
         return None
-    if not all(map(le, headers, headers[1:])):
-        return None
+    if not all(map(le, headers, headers[1:])) or FULL32 in packed or FULL32 in sizes:
+        return None  # a size of FULL32 itself has to be said again in a ZIP64 field
     found = place.source.read_near([(place.offset + header, local.size) for header in headers])
     signatures, *own, lengths, extras, own_names = zip(*local.iter_unpack(b"".join(found)), strict=True)
     if own_names != raw_names or {*signatures} != {Signature.LOCAL} or {*lengths} != {named}:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import io
 import random
+import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckpttool.errors import FileError
+from ckpttool.analysis.zip_structure import zip_frame
+from ckpttool.errors import Damaged, FileError
 from ckpttool.files.copying import Output
 from ckpttool.formats.pytorch import zip_entries, zip_headers
-from ckpttool.formats.pytorch.zip_writer import FULL32, ZipWriter
+from ckpttool.formats.pytorch.zip_writer import (
+    CENTRAL,
+    END,
+    END64,
+    FULL32,
+    LOCAL,
+    LOCATOR64,
+    STORED,
+    ZIP64_EXTRA,
+    Signature,
+    ZipWriter,
+)
 from ckpttool.tensors.ref import Storage
 from tests.support.zips import directory, place_of
 
@@ -102,3 +116,39 @@ def test_storages_written_together_have_the_same_bytes(begin: int, stated: bool,
             file.seek(begin)
             found.append((entries, out.position, file.read()))
     assert found[0] == found[1]
+
+
+def test_a_size_that_fills_32_bits_needs_its_zip64_field_in_both_headers(tmp_path: Path) -> None:
+    """A record of exactly 4 GiB - 1, whose local header lacks the field; the file is sparse."""
+    name, path = b"r/data/0", tmp_path / "x"
+    wide = struct.pack("<HHQQ", ZIP64_EXTRA, 16, FULL32, FULL32)
+    with open(path, "wb") as file:
+        alike = (0, STORED, 0, 0, 0, FULL32, FULL32, len(name))
+        file.write(LOCAL.pack(Signature.LOCAL, 45, *alike, 0) + name)
+        offset = file.seek(FULL32, 1)
+        entry = CENTRAL.pack(Signature.CENTRAL, 45, 45, *alike, len(wide), 0, 0, 0, 0, 0) + name + wide
+        file.write(entry + END64.pack(Signature.END64, 44, 45, 45, 0, 0, 1, 1, len(entry), offset))
+        file.write(LOCATOR64.pack(Signature.LOCATOR64, 0, offset + len(entry), 1))
+        file.write(END.pack(Signature.END, 0, 0, 1, 1, len(entry), FULL32, 0))
+    assert answer(path) == one_by_one(path)
+    with pytest.raises(Damaged, match="lacks its ZIP64 sizes"):
+        directory(place_of(path))
+
+
+def test_bytes_between_records_are_counted_and_not_read(tmp_path: Path) -> None:
+    gap, entries, path = 64 << 20, b"", tmp_path / "x"
+    with open(path, "wb") as file:
+        for name in (b"r/data/0", b"r/data/1"):
+            alike = (0, STORED, 0, 0, 0, 0, 0, len(name))
+            entries += CENTRAL.pack(Signature.CENTRAL, 0, 0, *alike, 0, 0, 0, 0, 0, file.tell()) + name
+            file.write(LOCAL.pack(Signature.LOCAL, 0, *alike, 0) + name)
+            offset = file.seek(gap, 1)
+        file.write(entries + END.pack(Signature.END, 0, 0, 2, 2, len(entries), offset, 0))
+    place = place_of(path)
+    tracemalloc.start()
+    try:
+        _, free = zip_frame(place.source)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+    assert free["between records"] == 2 * gap
