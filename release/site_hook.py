@@ -1,4 +1,6 @@
-"""What pages get around mkdocs: links to files of the repository become names, and the search gets one."""
+"""What pages get around mkdocs: links to files of the repository become names, the search gets one, and code
+blocks lose the words that only tests read.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 import ckpttool
 
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)\)")
+FENCE = re.compile(r"^( *```\w+) .+$", re.MULTILINE)  # mkdocs takes no word behind the language
 REFERENCE = "reference.md"
 SEARCH = 'data-md-component="search" role="dialog"'
 
@@ -21,7 +24,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(place), match[2]))
         return f"`{target.removeprefix('../')}`" if target.startswith("../") else match[0]
 
-    text = LINK.sub(shown, markdown)
+    text = FENCE.sub(r"\1", LINK.sub(shown, markdown))
     return "\n\n".join([text, *_reference()]) if place == REFERENCE else text
 
 
