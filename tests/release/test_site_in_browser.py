@@ -90,7 +90,7 @@ def test_search_finds_a_page_by_the_text_of_its_error(chromium: Any, address: st
         assert any("errors/unexpected-key-module.html" in link for link in links[:3])
         first.click()
         shown.page.wait_for_url(re.compile("h="))
-        assert shown.page.locator("mark").count() > 0
+        shown.page.locator("mark").first.wait_for()
         assert shown.complaints == []
 
 
