@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .lazy import attributes
+from .lazy import attributes, views_in
 
 __version__ = "0.1.0"
 
@@ -114,3 +114,5 @@ else:
             "transforms.selection": "drop select slim with_metadata",
         },
     )
+
+views_in("ckpttool.notebook")

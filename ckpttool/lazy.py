@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+_views = ""
+
 
 def attributes(
     package: str, modules: Mapping[str, str]
@@ -34,11 +36,17 @@ def attributes(
     return __getattr__, lambda: sorted(home), list(home)
 
 
+def views_in(module: str) -> None:
+    """Name the module of the functions that `shown_by` calls; it knows the classes, so stands above them."""
+    global _views
+    _views = module
+
+
 def shown_by(view: str) -> Callable[[Any], str]:
-    """Return a `_repr_html_` that is a function of `ckpttool.notebook`, which knows the classes it shows."""
+    """Return a `_repr_html_` that is a function of the module which `views_in` was given."""
 
     def _repr_html_(self: Any) -> str:
-        html: str = getattr(import_module("ckpttool.notebook"), view)(self)
+        html: str = getattr(import_module(_views), view)(self)
         return html
 
     return _repr_html_
