@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ..contract import versioned
-from ..files.pieces import Progress
 from ..words import counted as counted
 from ..words import printable as printable
 from ..words import show_bytes as show_bytes
 from ..words import show_names as show_names
 
 if TYPE_CHECKING:
+    from ..files.pieces import Progress
     from ..remote.store import Traffic
 
 BAR_FROM = 64 << 20  # bytes of work from which a progress bar is drawn

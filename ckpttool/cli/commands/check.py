@@ -6,7 +6,6 @@ import os
 import shlex
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -164,6 +163,8 @@ def prove(
       ckpttool prove runs/a --from 0 --to 20
       ckpttool prove runs/a -- --data folder:elsewhere
     """
+    from pathlib import Path
+
     from ...proving import proof
     from ...proving.replay import Replay
 
