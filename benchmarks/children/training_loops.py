@@ -199,5 +199,14 @@ def nanogpt(after_step: AfterStep, batch: int, folder: str) -> None:
 def tokens(after_step: AfterStep, batch: int, folder: str) -> None:
     """Train on the same file with `--data tokens:`."""
     data = ["--data", f"tokens:{token_file(folder)}", "--block-size", str(BLOCK), "--task", "language-model"]
-    model = ["--model", f"{__file__}:language_model", "--optimizer", "adamw", "--lr", "0.001"]
-    _ours(after_step, batch, os.path.join(folder, "tokens"), [*data, *model])
+    model = ["--model", f"{__file__}:language_model"]
+    recipe = [
+        "--optimizer",
+        "adamw",
+        "--lr",
+        "0.001",
+        "--weight-decay",
+        "0.01",
+        "--decay-norms",
+    ]  # AdamW's own
+    _ours(after_step, batch, os.path.join(folder, "tokens"), [*data, *model, *recipe])

@@ -130,12 +130,25 @@ def total(values: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: another dtype, whose sums are not exact enough to be divided afterwards.
     """
+    return begin_total(values)()
+
+
+def begin_total(values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Send what `total` sums; return what waits for the sum and returns it. It may be called once.
+
+    What every rank sends in between, such as the gradients of a backward pass, hides the time of the message.
+    """
     if values.dtype not in (torch.int64, torch.float64):
         raise TypeError(f"sums over ranks are int64 or float64, not {values.dtype}")
     summed = values.detach().to(transport.device(), copy=True)
-    if world_size() > 1:
-        dist.all_reduce(summed, op=dist.ReduceOp.SUM)
-    return summed.cpu()
+    work = dist.all_reduce(summed, op=dist.ReduceOp.SUM, async_op=True) if world_size() > 1 else None
+
+    def wait() -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        return summed.cpu()
+
+    return wait
 
 
 def gather(value: T) -> list[T]:

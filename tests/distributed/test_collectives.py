@@ -156,6 +156,20 @@ def test_totals_of_counts_are_exact_and_do_not_change_the_argument(run_ranks, si
     assert [own for _, own in answers] == [[2**53 + 1, rank] for rank in range(size)]
 
 
+def add_around_another_message(rank: int, world_size: int) -> Any:
+    counts = torch.tensor([1.0, rank], dtype=torch.float64)
+    wait = collectives.begin_total(counts)
+    counts.zero_()
+    between = collectives.gather(rank)
+    return between, wait().tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_total_that_was_begun_is_of_what_was_sent_whatever_is_sent_in_between(run_ranks, size):
+    expected = (list(range(size)), [float(size), float(sum(range(size)))])
+    assert run_ranks(size, add_around_another_message) == [expected] * size
+
+
 def test_totals_in_float32_are_refused():
     with pytest.raises(TypeError, match="int64 or float64"):
         collectives.total(torch.zeros(1))

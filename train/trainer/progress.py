@@ -102,14 +102,14 @@ class Sums:
         self.samples: int | float = 0
         self.count: torch.Tensor | float = 0
 
-    def add(
-        self, loss: torch.Tensor, count: float | torch.Tensor, correct: torch.Tensor | None, *, samples: int
-    ) -> None:
+    def add(self, loss: torch.Tensor, count: float | torch.Tensor, *, samples: int) -> None:
         """Add what one forward pass gave."""
         self.loss = self.loss + loss.detach().double()
-        self.correct = self.correct + (0 if correct is None else correct.detach())
         self.samples += samples
         self.count = self.count + count
+
+    def add_correct(self, correct: torch.Tensor | None) -> None:
+        self.correct = self.correct + (0 if correct is None else correct.detach())
 
     def merge(self, other: Sums) -> None:
         for name in self.NAMES:

@@ -78,6 +78,7 @@ def take_step(
     with trainer.log.phase("reduce"):
         gradients.sum_over_ranks()
         collectives.broadcast_into(model.buffers())  # which are those of virtual rank 0
+        trainer.tell(sums)
         step, counted = trainer.average_over_count(step, sums)
     with trainer.log.phase("update"):
         norm = trainer.update(counted)
@@ -104,7 +105,8 @@ def _pass_all(
             loss_of_mean = precision.scale(loss / step.global_size)
         with log.phase("backward", loss_of_mean):
             loss_of_mean.backward()
-        sums.add(loss, count, task.correct(outputs, batch), samples=samples)
+        sums.add(loss, count, samples=samples)
+        sums.add_correct(task.correct(outputs, batch))
     return sums.samples > before
 
 
