@@ -116,7 +116,7 @@ class Contents:
         self.pickles += read.count
         self._keep(part, read.names)
         if read.fault:
-            self._fault(part, read.fault)
+            self._fault(part._replace(is_sure=part.is_sure or read.is_sure), read.fault)
         for raw in _bytes_in(read.values):
             inner, _ = self.room.put([raw])
             self.look(Part(inner, (*part.where, "bytes in it"), is_sure=False))
