@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from ckpttool.scanning import pickles, unpacking, walking
 from ckpttool.scanning.scan import scan
 from ckpttool.scanning.verdicts import DANGEROUS, SAFE, UNKNOWN, UNREADABLE, Scanned
-from tests.support.crafting import call, dict_of, name, program, safetensors_file, text, torch_zip
+from tests.support.crafting import call, dict_of, name, program, safetensors_file, storage, text, torch_zip
 from tests.support.running import ROOT
 from tests.support.scan_corpus import ATTACKS, HONEST, MKDIR, PAYLOAD, tarred, written, zipped
 
@@ -308,6 +308,11 @@ def test_storages_of_numbers_are_not_taken_for_pickles(tmp_path: Path) -> None:
     assert one(tmp_path / "a.pt").verdict == SAFE
     torch.save(torch.frombuffer(data, dtype=torch.uint8), tmp_path / "b.pt")
     assert one(tmp_path / "b.pt").found[0].where == "b/data/0"
+
+
+def test_a_pickle_is_looked_at_though_another_calls_it_numbers(tmp_path: Path) -> None:
+    torch_zip(tmp_path / "a.pt", dict_of({"w": storage(1, key="evil.pkl")}), {"evil.pkl": PAYLOAD})
+    assert one(tmp_path / "a.pt").names == ("os.mkdir",)
 
 
 def test_records_that_nothing_refers_to_are_looked_at(tmp_path: Path) -> None:
