@@ -132,9 +132,9 @@ class Checksums:
         self.__exit__()
         # Checksums first: they are of what others, which have digests, are made of.
         for number in self._differing(progress):
-            raise self._damaged(*self._named[number], "checksum")
+            raise unmatched(self._checkpoint, *self._named[number])
         for sums in self._unequal(progress):
-            raise self._damaged(sums.name, sums.storage, "digest")
+            raise unmatched(self._checkpoint, sums.name, sums.storage, "digest")
 
     def damaged(self, progress: Progress | None = None) -> list[Named]:
         """Return the storages whose bytes do not match what is stated, when everything was read."""
@@ -174,12 +174,13 @@ class Checksums:
             pass
         return [sums for sums in self._digests if not sums.agrees()]
 
-    def _damaged(self, name: str, storage: Storage, kind: str) -> Damaged:
-        checkpoint, path = self._checkpoint, storage.data.path
-        files = {source.path for source in (checkpoint.source, *checkpoint.shards)}
-        whole = checkpoint.path if path in files else path  # the folder, not one of its files
-        hint = None if whole == "-" else f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
-        return Damaged(path, f"the bytes of '{name[:80]}' do not match their {kind}", hint=hint)
+
+def unmatched(checkpoint: Checkpoint, name: str, storage: Storage, kind: str = "checksum") -> Damaged:
+    """Return the error for a storage whose bytes do not match what is stated of them."""
+    path, files = storage.data.path, {source.path for source in (checkpoint.source, *checkpoint.shards)}
+    whole = checkpoint.path if path in files else path  # the folder, not one of its files
+    hint = None if whole == "-" else f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
+    return Damaged(path, f"the bytes of '{name[:80]}' do not match their {kind}", hint=hint)
 
 
 def _is_summed(storage: Storage, every: bool) -> bool:

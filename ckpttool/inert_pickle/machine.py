@@ -7,6 +7,7 @@ instead, checks the type of every operand, and bounds its memory. `opcodes` read
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
@@ -104,16 +105,23 @@ class Shortcut(Protocol):
 class PickleFault(ValueError):
     """The pickle is malformed, or does what no checkpoint may. Format readers add the file's name.
 
+    Python's own machine may go on where this one does not.
+
     Attributes:
         names: those that the pickle mentions before: Python would have called them by then.
-        called: whether it makes an object by one of them, other than those that are understood.
+        called: whether it makes an object by one of them that can be imported, other than those that are
+            understood.
     """
 
     names: frozenset[Global] = frozenset()
     called = False
 
 
-class CutShort(PickleFault):
+class Malformed(PickleFault):
+    """What Python's own machine stops at too, in what is no pickle, or at the end of what has run."""
+
+
+class CutShort(Malformed):
     """The data ends inside the pickle, so far as can be told."""
 
 
@@ -127,6 +135,20 @@ class Stop(Exception):
 def fault(what: str) -> NoReturn:
     """Raise PickleFault."""
     raise PickleFault(what)
+
+
+def malformed(what: str) -> NoReturn:
+    """Raise Malformed."""
+    raise Malformed(what)
+
+
+# A module, or the way to a class in it; a part of a name is also that of a file.
+_PATH = re.compile(r"\w{1,255}(\.\w{1,255})*")
+
+
+def is_importable(value: object) -> bool:
+    """Return whether a value is a name that could be one of Python's."""
+    return type(value) is Global and all(map(_PATH.fullmatch, (value.module, value.name)))
 
 
 class Machine:
@@ -155,7 +177,7 @@ class Machine:
         self.far: dict[int, Any] = {}  # values whose index does not follow on the one before
         self.rewrites = 0  # how often a value in the memo was replaced
         self.names: set[Global] = set()  # also of values that were dropped since
-        self.called = False  # a Record was made
+        self.called = False  # a Record was made, of a name that could be one
         self.after_build = after_build
         self.protocol = 0
         self.key = KeyGuard(self.size).check
@@ -223,7 +245,7 @@ class Machine:
         elif index in self.far:
             self.stack.append(self.far[index])
         else:
-            fault(f"its pickle refers to value {index}, which it has not stored")
+            malformed(f"its pickle refers to value {index}, which it has not stored")
 
     # What opcodes do to the values on the stack.
 
@@ -243,7 +265,7 @@ class Machine:
         target = self.stack[-1]
         keys, pairs = items[::2], zip(items[::2], items[1::2], strict=False)
         if len(items) % 2:
-            fault("its pickle has a key without a value")
+            malformed("its pickle has a key without a value")
         if isinstance(target, dict) and {*map(type, keys)} == {str}:
             target.update(pairs)
         elif isinstance(target, dict):
@@ -267,7 +289,7 @@ class Machine:
             value = self.calls[known](self, args)
         if value is None:
             self.spend(RECORD)
-            self.called = True
+            self.called = self.called or is_importable(callable)
             value = Record(how, callable, args, kwargs)
         self.stack.append(value)
 

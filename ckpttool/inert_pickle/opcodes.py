@@ -6,13 +6,14 @@ Source: the `pickletools` module of the standard library.
 from __future__ import annotations
 
 import codecs
+import re
 import struct
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .machine import SET, Machine, Stop, fault
-from .values import Set_
+from .machine import SET, Machine, Stop, fault, is_importable, malformed
+from .values import Global, Set_
 
 MAX_DIGITS = 4300  # of an integer written as text: Python's own limit
 MAX_NAME = 1000  # characters in the name of a class or function: messages and lists repeat it
@@ -31,7 +32,7 @@ def decoded(what: str, decode: Callable[[bytes], Any], raw: bytes) -> Any:
     try:
         return decode(raw)
     except ValueError:
-        fault(f"its pickle has {what}")
+        malformed(f"its pickle has {what}")
 
 
 # UTF-8 with lone surrogates, which Python's pickler writes as file names may hold them
@@ -51,7 +52,7 @@ def string(raw: bytes) -> str | bytes:
 def quoted_string(raw: bytes) -> Any:
     """A string of Python 2 in quotation marks."""
     if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
-        fault("its pickle has a malformed string")
+        malformed("its pickle has a malformed string")
     return string(decoded("a malformed string", codecs.escape_decode, raw[1:-1])[0])
 
 
@@ -61,16 +62,30 @@ def signed(raw: bytes) -> int:
 
 
 def integer(raw: bytes) -> int:
-    """An integer in decimal digits."""
-    digits = raw.removeprefix(b"-")
-    if not digits.isdigit() or len(digits) > MAX_DIGITS:
-        fault("its pickle has a malformed integer")
+    """An integer as Python's source has it."""
+    if not _NUMBER.fullmatch(raw):
+        malformed("its pickle has a malformed integer")
+    if len(raw) > MAX_DIGITS or _OCTAL.fullmatch(raw):
+        fault("its pickle has an integer that readers take for different ones")
+    number: int = decoded("a malformed integer", lambda text: int(text, 0), raw)
+    return number
+
+
+def index(raw: bytes) -> int:
+    """An index of the memo in decimal digits."""
+    if not _INDEX.fullmatch(raw) or len(raw) > MAX_DIGITS:
+        malformed("its pickle has a malformed index")
     return int(raw)
 
 
 def integer_or_bool(raw: bytes) -> int:
     """An integer in decimal digits, with Python 2's `L` or not; `00` and `01` are False and True."""
     return {b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else integer(raw.removesuffix(b"L"))
+
+
+_NUMBER, _INDEX = re.compile(rb"\s*[-+]?[0-9]\w*\s*"), re.compile(rb"\s*\+?[0-9]+(_[0-9]+)*\s*")
+# Leading zeros, which Python's module in C takes for octal, and the one in Python for a mistake
+_OCTAL = re.compile(rb"\s*[-+]?0[0-7]+\s*")
 
 
 # Functions that make operations: these differ only in a width, a constant or an action.
@@ -161,17 +176,17 @@ def popping(count: int, act: Callable[..., object]) -> Operation:
 
 
 def unknown(m: Machine, position: int) -> int:
-    fault(f"its pickle has an unknown opcode {m.data[position - 1]:#04x} at byte {position - 1}")
+    malformed(f"its pickle has an unknown opcode {m.data[position - 1]:#04x} at byte {position - 1}")
 
 
 def unsupported(m: Machine, position: int) -> int:
-    fault("its pickle refers to something outside the file (extension registry or out-of-band buffer)")
+    malformed("its pickle refers to something outside the file (extension registry or out-of-band buffer)")
 
 
 def proto(m: Machine, position: int) -> int:
     m.protocol = m.data[position]
     if m.protocol > 5:
-        fault(f"its pickle has protocol {m.protocol}, newer than 5")
+        malformed(f"its pickle has protocol {m.protocol}, newer than 5")
     return position + 1
 
 
@@ -230,8 +245,9 @@ def global_(m: Machine, position: int) -> int:
 def stack_global(m: Machine, module: Any, name: Any) -> None:
     if type(name) is not str or type(module) is not str:
         fault("its pickle has a name that is not text")
-    if len(module) + len(name) > MAX_NAME:
-        fault(f"its pickle has a name of {len(module) + len(name)} characters")
+    if (length := len(module) + len(name)) > MAX_NAME:
+        refuse = fault if is_importable(Global(module, name)) else malformed
+        refuse(f"its pickle has a name of {length} characters")
     m.name(module, name)
 
 
@@ -299,10 +315,10 @@ OPCODES: dict[bytes, Operation] = {
     b"0": pop,
     b"1": grouped(lambda m, items: None),
     b"2": popping(1, lambda m, value: m.stack.extend((value, value))),
-    b"g": line(lambda m, raw: m.get(integer(raw))),
+    b"g": line(lambda m, raw: m.get(index(raw))),
     b"h": indexed("<B", Machine.get),
     b"j": indexed("<I", Machine.get),
-    b"p": line(lambda m, raw: m.put(integer(raw), m.stack[-1])),
+    b"p": line(lambda m, raw: m.put(index(raw), m.stack[-1])),
     b"q": indexed("<B", lambda m, index: m.put(index, m.stack[-1])),
     b"r": indexed("<I", lambda m, index: m.put(index, m.stack[-1])),
     b"\x94": memoize,

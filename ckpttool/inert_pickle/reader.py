@@ -19,6 +19,7 @@ from .machine import (
     Call,
     CutShort,
     Machine,
+    Malformed,
     PersistentLoad,
     Reducers,
     Shortcut,
@@ -139,13 +140,16 @@ def read_pickle(
     except (EOFError, struct.error):
         fault: PickleFault = CutShort(MALFORMED)
     except IndexError:
-        fault = PickleFault(MALFORMED)
+        fault = Malformed(MALFORMED)
     except BadKey as key:
         fault = PickleFault(f"its pickle uses {key} as a key")
     except PickleFault as own:
         fault = own
     fault.names, fault.called = frozenset(machine.names) | fault.names, machine.called or fault.called
-    raise fault from None
+    try:
+        raise fault from None
+    finally:
+        del fault  # its traceback holds this frame, and so the machine
 
 
 def _run(machine: Machine, position: int) -> NoReturn:

@@ -7,6 +7,10 @@ import random
 import time
 from dataclasses import dataclass
 
+SLOWEST = (
+    1000  # bytes a second below which an answer counts as stalled, though one byte comes after the other
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -27,6 +31,11 @@ class Patience:
         # Who waits shorter for a byte does not want to wait longer between attempts either.
         bounds = {"first_wait": min(0.5, stall / 10), "longest_wait": min(30.0, stall)}
         return cls(stall, **bounds) if stall > 0 else cls()  # type: ignore[arg-type]
+
+    @property
+    def longest(self) -> float:
+        """Seconds that all attempts may take together, without the bytes that arrive."""
+        return self.attempts * (self.stall + self.longest_wait)
 
     def wait(self, attempt: int, asked: float | None = None) -> None:
         """Sleep before attempt number 1, 2, …: as long as the server asked, or longer each time."""

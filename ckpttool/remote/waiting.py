@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def interruptible(job: Callable[[], T]) -> T:
-    """Run a job, so that Ctrl-C or another signal ends the wait for it; the job then ends by itself."""
+class Unanswered(Exception):
+    """An answer does not end, though its bytes come one after another; the text says within which time."""
+
+
+def interruptible(job: Callable[[], T], seconds: float) -> T:
+    """Run a job, so that Ctrl-C or another signal ends the wait for it; the job then ends by itself.
+
+    Raises Unanswered after so many seconds.
+    """
     # Handlers run only in the main thread, between its own instructions.
-    return job() if threading.current_thread() is not threading.main_thread() else started(job).result()
+    return ended(started(job), seconds)
+
+
+def ended(outcome: Future[T], seconds: float) -> T:
+    """Return what a job returns. Raises Unanswered after so many seconds."""
+    if wait([outcome], seconds).not_done:  # a library's bound on silence says nothing of an answer that drips
+        raise Unanswered(f"{seconds:.3g} s")
+    return outcome.result()
 
 
 def started(job: Callable[[], T]) -> Future[T]:

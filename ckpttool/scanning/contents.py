@@ -116,7 +116,7 @@ class Contents:
         self.pickles += read.count
         self._keep(part, read.names)
         if read.fault:
-            self._fault(part, read.fault)
+            self._fault(part._replace(is_sure=part.is_sure or read.is_sure), read.fault)
         for raw in _bytes_in(read.values):
             inner, _ = self.room.put([raw])
             self.look(Part(inner, (*part.where, "bytes in it"), is_sure=False))
@@ -150,7 +150,8 @@ class Contents:
         numbers: set[str] = set()
         storages: tuple[str, ...] = ()  # the folders of torch's, whose bytes may look like anything
         for record in sorted(records.values(), key=lambda record: not record.name.endswith(".pkl")):
-            if record.name in numbers or not record.data.nbytes:
+            is_pickle = record.name.lower().endswith(PICKLED)  # whatever another one calls a storage
+            if (record.name in numbers and not is_pickle) or not record.data.nbytes:
                 continue
             is_sure = part.is_sure and not record.name.startswith(storages)
             inner = Part(record.data, (*part.where, record.name[:200]), is_sure)

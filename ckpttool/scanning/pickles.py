@@ -5,13 +5,12 @@ The inert machine runs each; a pickle that breaks off has run up to there, so it
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import partial
 
 from ..formats.pytorch import legacy
 from ..inert_pickle.known_names import is_dangerous
-from ..inert_pickle.machine import CutShort, PickleFault
+from ..inert_pickle.machine import CutShort, Malformed, PickleFault, is_importable
 from ..inert_pickle.numpy_values import DTYPE
 from ..inert_pickle.reader import Pickle, read_pickle
 from ..inert_pickle.values import Global, Record, walk
@@ -25,7 +24,6 @@ MAX_IN_A_ROW = 10_000  # pickles
 MAX_NESTED = 20  # pickles of joblib's arrays in pickles of joblib's arrays
 OF_TORCH = 5  # pickles of a legacy file of torch, before its storages
 
-IDENTIFIER = re.compile(r"[\w.]+")
 JOBLIB_ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"
 OF_BYTES = ("ByteStorage", "CharStorage")  # whose elements may be a pickle, as those of _extra_state are
 
@@ -40,6 +38,7 @@ class Read:
         values: what the pickles hold.
         numbers: keys of torch's storages of numbers: their bytes are values, whatever they look like.
         fault: why the bytes can't be read as pickles, where they claim to be some.
+        is_sure: they are one by what it did before, whatever else they may be.
     """
 
     count: int = 0
@@ -47,6 +46,14 @@ class Read:
     values: list[object] = field(default_factory=list)
     numbers: set[str] = field(default_factory=set)
     fault: str | None = None
+    is_sure: bool = False
+
+    def take_fault(self, fault: PickleFault, is_claimed: bool) -> None:
+        """Note a pickle that breaks off: its names, and why it does."""
+        ran = fault.called or not isinstance(fault, Malformed)
+        self.names |= _counted(fault, is_claimed)
+        self.is_sure = self.is_sure or ran
+        self.fault = str(fault) if is_claimed or ran else None
 
 
 def is_pickle(head: bytes) -> bool:
@@ -59,8 +66,9 @@ def read_in_a_row(
 ) -> Read:
     """Read the pickles with which a place begins.
 
-    What does not begin as a pickle may be one of protocol 0 or 1, or anything else. Its names count where the
-    pickle ends, where one was called before it broke off, or where one is of what attacks use.
+    What does not begin as a pickle may be one all the same, or anything else. Its names count where the
+    pickle ends, where one was called before it broke off, or where one is of what attacks use. That it breaks
+    off is a fault where a name was called, or where Python's own machine might have gone on.
 
     Args:
         place: the bytes.
@@ -95,20 +103,17 @@ def _read_one(rest: ByteRange, place: ByteRange, found: Read, is_claimed: bool) 
         pickle = legacy.read_unsized(rest, plain.read)
     except PickleFault as fault:
         if not plain.arrays:
-            found.names |= _counted(fault, is_claimed)
+            found.take_fault(fault, is_claimed)
             is_cut = rest.offset + rest.nbytes < place.offset + place.nbytes
             if is_cut and isinstance(fault, CutShort):
                 found.fault = f"its pickle is longer than {rest.nbytes} bytes"
-            elif is_claimed:
-                found.fault = str(fault)
             return None
         # pickle.load would take the array's bytes for opcodes, joblib.load does not.
         found.names |= {name for name in fault.names if is_dangerous(name)}
         try:
             pickle = legacy.read_unsized(rest, arrays.read)
         except PickleFault as own:
-            found.names |= _counted(own, is_claimed)
-            found.fault = str(own) if is_claimed else None
+            found.take_fault(own, is_claimed)
             return None
     found.names |= pickle.names | plain.names | arrays.names
     found.values.append(pickle.value)
@@ -119,11 +124,7 @@ def _counted(fault: PickleFault, is_claimed: bool) -> set[Global]:
     """Return the names that count of a pickle that breaks off."""
     if is_claimed or fault.called:
         return {*fault.names}
-    return {
-        name
-        for name in fault.names
-        if is_dangerous(name) and IDENTIFIER.fullmatch(name.module) and IDENTIFIER.fullmatch(name.name)
-    }
+    return {name for name in fault.names if is_dangerous(name) and is_importable(name)}
 
 
 class _Loader:

@@ -71,6 +71,7 @@ def _scanned(path: str, allow: Collection[str]) -> Scanned:
         return unreadable(path, reason(error))
     finally:
         source.close()
+        contents.room.close()
     return Scanned.of(path, contents.names, tuple(contents.problems), contents.pickles, allow)
 
 

@@ -75,6 +75,11 @@ class Room:
             return ByteRange(inside, start, inside.size - start), fault
         return ByteRange(inside, start, inside.size - start), None
 
+    def close(self) -> None:
+        """Give the disk its room back: what is left of a fault may keep this for long."""
+        if self._spool is not None:
+            self._spool.source.close()
+
 
 def unpacked(place: ByteRange, name: str, engine: Engine) -> Iterator[bytes]:
     """Yield what a stream unpacks to, and the streams behind it. Raises Damaged where it is damaged."""

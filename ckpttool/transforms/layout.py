@@ -85,6 +85,9 @@ def _by_pattern(
             raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
             changed[key] = change(key, changed.get(key, tensors[key]), sizes)
+    from .quantization.recognise import require_unpacked  # many modules, which are needed here alone
+
+    require_unpacked(checkpoint, target, "its codes can't be laid out without their scales", names=changed)
     return _with_tensors(checkpoint, target, changed), tuple(changed)
 
 

@@ -21,6 +21,7 @@ from tests.fault.scenarios import SCENARIOS, Scenario
 from tests.fault.supervised import KILL, SHORT, SHORTENED, TERM, Fault, Ran
 from tests.fault.system_calls import CALLS, CHANGE, MOVE
 
+LEAST = 10  # faults of each scenario that are tried however late it is
 ERRORS = ("ENOSPC", "EIO", "EDQUOT", "EINTR")
 HOW = (*ERRORS, SHORT, KILL, TERM)
 
@@ -90,7 +91,7 @@ def try_scenario(
     every = faults(bench.dry, seed)
     tried.possible = len(every)
     for number, fault in enumerate(every):
-        if number >= most or time.monotonic() > until:
+        if number >= most or (number >= LEAST and time.monotonic() > until):
             break
         tried.note(bench.try_fault(fault))
     for name in ("pristine", "run"):

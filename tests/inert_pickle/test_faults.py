@@ -78,6 +78,8 @@ FAULTS = {
     "a line without end": b"\x80\x02I12",
     "a number of letters": b"Iabc\n.",
     "a number of 5,000 digits": b"I" + b"9" * 5000 + b"\n.",
+    "a number in base 8 or 10": b"I010\n.",
+    "a memo by a negative number": b"Np0\ng-1\n.",
     "a float of letters": b"Fabc\n.",
     "an open quotation": b"S'abc\n.",
     "no quotation": b"Sabc\n.",

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -158,7 +159,8 @@ def test_an_empty_object_has_facts_too(world: World, runs: Bucket) -> None:
     assert runs.head("empty", 10) == (b"", Facts(0, hashlib.md5(usedforsecurity=False).hexdigest()))
 
 
-def test_ranges_come_with_one_request_each_from_many_threads(world: World, runs: Bucket) -> None:
+def test_ranges_come_with_one_request_each_from_many_threads(world: World) -> None:
+    runs = Bucket("s3", "runs", replace(HASTE, stall=30))  # a slow machine's answers are not asked for again
     _, facts = runs.head("step-1/model.pt", 0)
     world.proxy.set()
     got: dict[int, bytes] = {}
@@ -787,23 +789,62 @@ def test_the_line_of_an_upload_that_was_interrupted_after_its_end_says_that_it_i
     assert world.exists("left.safetensors") and world.unfinished() == []
 
 
+def long_drip(request: servers.Request) -> servers.Answer:
+    answer = servers.dripping(request)
+    return answer._replace(body=answer.body.ljust(1000))
+
+
 def test_an_answer_to_an_upload_that_drips_ends_in_bounded_time(
     world: World, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "UPLOADING", 1)
     monkeypatch.setattr(bucket_uploads, "ENDING", 0.1)
 
-    def dripping(request: servers.Request) -> servers.Answer:
-        answer = servers.dripping(request)
-        return answer._replace(body=answer.body.ljust(1000))
-
-    world.proxy.set(*[dripping] * 9, method="POST", path="uploadId")
+    world.proxy.set(*[long_drip] * 9, method="POST", path="uploadId")
     begin = time.monotonic()
     with pytest.raises(Unreadable, match=r"answer to the upload does not end within 1\.5 s") as error:
         Bucket("s3", "runs", HASTE).put({"dripping": file}, replace=True)
     assert time.monotonic() - begin < 6
     assert "see whether it is there: ckpttool inspect s3://runs/dripping" in said(error)
     world.abort_unfinished()
+
+
+def test_so_does_the_answer_that_begins_one(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "UPLOADING", 1)
+    monkeypatch.setattr(bucket_uploads, "ENDING", 0.1)
+    (tmp_path / "large").write_bytes(bytes(17 << 20))
+    world.proxy.set(*[long_drip] * 9, method="POST", path="uploads")
+    begin = time.monotonic()
+    with pytest.raises(Unreadable, match=r"answer to the upload does not end within 1\.5 s"):
+        Bucket("s3", "runs", HASTE).put({"dripping": f"{tmp_path / 'large'}"}, replace=True)
+    assert time.monotonic() - begin < 6
+    world.abort_unfinished()
+
+
+@pytest.mark.parametrize(
+    ("ask", "drip", "seconds"),
+    [
+        (lambda bucket: bucket.entries("step-1"), long_drip, r"1\.8"),
+        (lambda bucket: bucket.head("step-1/model.pt", 500), servers.dripping, r"2\.3"),
+        (lambda bucket: bucket.read("step-1/model.pt", Facts(9, ""), 0, 500), servers.dripping, r"2\.3"),
+    ],
+    ids=["a listing", "a beginning", "some bytes"],
+)
+def test_an_answer_that_drips_ends_in_bounded_time(
+    ask: Callable[[Bucket], object],
+    drip: Callable[[servers.Request], servers.Answer],
+    seconds: str,
+    world: World,
+    runs: Bucket,
+) -> None:
+    world.proxy.set(*[drip] * 9, method="GET")
+    begin = time.monotonic()
+    what = rf"s3://runs/step-1/.*: the server's answer does not end within {seconds} s"
+    with pytest.raises(Unreadable, match=what):
+        ask(runs)
+    assert time.monotonic() - begin < 8
 
 
 @pytest.mark.parametrize("code", ["SlowDown", "ServerBusy", "InternalError"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import json
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from ckpttool.scanning import pickles, unpacking, walking
 from ckpttool.scanning.scan import scan
 from ckpttool.scanning.verdicts import DANGEROUS, SAFE, UNKNOWN, UNREADABLE, Scanned
-from tests.support.crafting import dict_of, name, program, safetensors_file, text, torch_zip
+from tests.support.crafting import call, dict_of, name, program, safetensors_file, storage, text, torch_zip
 from tests.support.running import ROOT
 from tests.support.scan_corpus import ATTACKS, HONEST, MKDIR, PAYLOAD, tarred, written, zipped
 
@@ -117,12 +118,64 @@ def test_dangerous_names_come_first_and_decide(tmp_path: Path) -> None:
         (b"cos\nsystem\n\xff", True),  # of what attacks use
         (b"cat\ndog\n\xff", False),  # a list of words
         (b"class A:\n  os.system\n", False),
+        (b"(in English)\nand more words\n", False),  # (, i, and the two lines of a name
+        (b"Introduction\n", False),
+        (b"good morning\n", False),
+        (b"L2 norm\n", False),
     ],
 )
 def test_names_of_what_begins_in_no_way_count_where_it_is_a_pickle(
     data: bytes, counts: bool, tmp_path: Path
 ) -> None:
     assert (of(data, tmp_path / "a.bin").verdict != SAFE) == counts
+
+
+def _of_bytes(raw: bytes) -> bytes:
+    """Text that only Python makes: what `str(raw, "ascii")` returns."""
+    return call(name("builtins", "str"), b"B" + struct.pack("<I", len(raw)) + raw, text("ascii"))
+
+
+_MKDIR = b"cos\nmkdir\n(S'canary'\ntR."
+# Before the call stands what Python's machine takes, and the inert one does not, or did not.
+GOING_ON = {
+    "a number in base 16": b"I0x1\n0" + _MKDIR,
+    "a number behind a space": b"I 1\n0" + _MKDIR,
+    "a number with a separator": b"I1_0\n0" + _MKDIR,
+    "a long number in base 16": b"L0x10L\n0" + _MKDIR,
+    "a number in base 8": b"I010\n0" + _MKDIR,
+    "a number of many digits": b"I0x" + b"1" * 5000 + b"\n0" + _MKDIR,
+    "an index behind a space": b"Np 1\n0" + _MKDIR,
+    "an index with a sign": b"Np+1\n0" + _MKDIR,
+    "no state for a list": b"]Nb0" + _MKDIR,
+    "items appended to bytes": b"\x96" + bytes(8) + b"(K\x01e0" + _MKDIR,
+    "an item of a list": b"]NaK\0K\1s0" + _MKDIR,
+    "a state set twice": b"ctypes\nSimpleNamespace\n(tR}b}b0" + _MKDIR,
+    "a deep key": b"})" + b"\x85" * 60 + b"Ns0" + _MKDIR,
+    "many sets": b"\x8f0" * 800_000 + _MKDIR,
+    "a long line": b"S'" + bytes(17 << 20) + b"'\n0" + _MKDIR,
+    "a name of computed text": _of_bytes(b"os") + _of_bytes(b"mkdir") + b"\x93(S'canary'\ntR.",
+    "computed arguments": b"cbuiltins\nlist\ncbuiltins\ntuple\n(]tRR0"
+    + (_of_bytes(b"os") + _of_bytes(b"mkdir") + b"\x93(S'canary'\ntR."),
+}
+
+
+@pytest.mark.parametrize("what", GOING_ON)
+def test_a_pickle_that_begins_in_no_way_is_never_safe_where_python_goes_on(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert of(GOING_ON[what], tmp_path / "a.bin").verdict in (DANGEROUS, UNREADABLE)
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(GOING_ON[what])
+    assert (tmp_path / "canary").is_dir()
+
+
+def test_so_is_one_that_is_a_file_of_safetensors_too(tmp_path: Path) -> None:
+    attack = GOING_ON["a name of computed text"]
+    quoted = json.dumps({"__metadata__": {"format": "pt"}}).encode()
+    size = b"(U\x08\0\0\0\0\0"  # as a pickle: a group, and text of five bytes of this and three of the header
+    header = (quoted[:3] + attack).ljust(int.from_bytes(size, "little"))
+    path = tmp_path / "a.safetensors"
+    assert of(size + header, path).verdict == UNREADABLE
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -257,6 +310,11 @@ def test_storages_of_numbers_are_not_taken_for_pickles(tmp_path: Path) -> None:
     assert one(tmp_path / "b.pt").found[0].where == "b/data/0"
 
 
+def test_a_pickle_is_looked_at_though_another_calls_it_numbers(tmp_path: Path) -> None:
+    torch_zip(tmp_path / "a.pt", dict_of({"w": storage(1, key="evil.pkl")}), {"evil.pkl": PAYLOAD})
+    assert one(tmp_path / "a.pt").names == ("os.mkdir",)
+
+
 def test_records_that_nothing_refers_to_are_looked_at(tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "a.pt", dict_of({}), more={"archive/extra/x": PAYLOAD})
     assert one(path).found[0].where == "archive/extra/x"
@@ -297,6 +355,20 @@ def test_a_folder_of_very_many_files_is_looked_at_whole(tmp_path: Path) -> None:
     (tmp_path / "z.bin").write_bytes(PAYLOAD)
     found = scan(tmp_path)
     assert (len(found), found[-1].verdict) == (1501, DANGEROUS)
+
+
+def test_very_many_files_take_neither_descriptors_nor_memory(tmp_path: Path) -> None:
+    for number in range(100):  # each is unpacked into a temporary file, and is no pickle
+        (tmp_path / f"{number}.gz").write_bytes(gzip.compress(b"cat\n%d" % number))
+    gc.collect()
+    gc.disable()  # as the program does
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        assert {file.verdict for file in scan(tmp_path)} == {SAFE}
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert gc.collect() < 100  # objects; what was read into each of them is many
+    finally:
+        gc.enable()
 
 
 def test_folders_deeper_than_are_looked_at_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+PATIENCE = 180_000  # milliseconds for a page, or for something on it: other programs may have the machine
 WIDTHS = {"wide": 1280, "narrow": 400}
 
 
@@ -22,7 +23,7 @@ def browser() -> Iterator[Any]:
     if path is None:
         pytest.skip("needs Chromium, which is not installed (apt-get install chromium)")
     with driver.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path)
+        started = playwright.chromium.launch(executable_path=path, timeout=PATIENCE)
         yield started
         started.close()
 
@@ -33,6 +34,7 @@ class Shown:
     def __init__(self, browser: Any, page: Path | str, *, width: int = 1280, scheme: str = "light") -> None:
         size = {"width": width, "height": 900}
         self.context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
+        self.context.set_default_timeout(PATIENCE)
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         self.requests: list[str] = []

@@ -37,6 +37,19 @@ VIEWS: dict[str, torch.Tensor] = {
 }
 
 
+@pytest.mark.parametrize("name", ["m.weight", "m.weight_scale"])
+@pytest.mark.parametrize(("change", "sizes"), [(permute, (1, 0)), (reshape, (64, 1))])
+def test_codes_and_scales_are_not_laid_out_apart(
+    name: str, change: Any, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    packed = torch.rand(64, 1).to(torch.float8_e4m3fn)
+    state = {"m.weight": packed, "m.weight_scale": torch.rand(64, 1), "other": torch.rand(64, 1)}
+    checkpoint = opened(state, tmp_path)
+    with pytest.raises(Refused, match=f"'{name}' is packed"):
+        change(checkpoint, [(name, sizes)])
+    assert change(checkpoint, [("other", sizes)])[1] == ("other",)
+
+
 @pytest.mark.parametrize("axes", [*itertools.permutations(range(3))], ids=str)
 @pytest.mark.parametrize("view", VIEWS)
 def test_axes_are_permuted_as_torch_permutes_them(view: str, axes: tuple[int, ...], tmp_path: Path) -> None:

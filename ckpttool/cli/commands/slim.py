@@ -118,6 +118,8 @@ def _in_place(job: Job, keep_newest: int, drop: tuple[str, ...]) -> None:
         )
     seconds = time.perf_counter() - started
     _note_kept(console, run)
+    left_out = dict.fromkeys(name for file in run.slimmed for name in file.left_out)
+    console.note_names("left out" if not job.dry_run else "would be left out", [*left_out])
     done = "would have slimmed" if job.dry_run else "slimmed"
     line = f"{done} {counted(len(run.slimmed), 'checkpoint')} in {printable(run.path)}: "
     line += f"{show_bytes(run.freed)} free ({seconds:.2f} s)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
-from ...checkpoint.checksums import Checksums
+from ...checkpoint.checksums import Checksums, unmatched
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Refused
 from ...files.pieces import Progress
@@ -59,6 +59,7 @@ class _Job:
     path: str
     progress: Progress
     base_name: str | None
+    compares: bool  # checksums of what is read
 
 
 def delta(
@@ -90,7 +91,8 @@ def delta(
             values of the same tensors can be had.
         state: for `vllm`, the dotted path of the model's state in both; found when None.
         base_name: the name under which the base will lie beside the delta; its own when None.
-        verify: True: apply what was written to the base, and compare the digest.
+        verify: True: apply what was written to the base, and compare the digest. False: do not compare the
+            checksums of what is read either.
         force: replace an existing file.
         dry_run: write nothing; the same result.
         progress: called with the number of bytes of the newer one after each piece.
@@ -115,7 +117,7 @@ def delta(
         before = _versions(older, newer)
         if expect is not None:
             expect(newer.nbytes * (2 if verify else 1))
-        job = _Job(older, newer, name, progress or (lambda count: None), base_name)
+        job = _Job(older, newer, name, progress or (lambda count: None), base_name, verify is not False)
         file, entries, digest = _patch(job, state) if layout == VLLM else _delta(job)
         _require_unchanged(before, _versions(older, newer))
         saved = save(file, name, to=SAFETENSORS, verify=verify, force=force, dry_run=dry_run)
@@ -145,7 +147,7 @@ def _delta(job: _Job) -> Made:
     own = "".join(f"{step}." for step in state.path) if state else ""
     ways = {SAME, SPARSE, NEW} | ({XOR} if compression.is_there() else set())
     pairs = {name: _pair(name, tensor, of_base, own, prefix) for name, tensor in flat.tensors.items()}
-    made = Encoder(job.path, ways=frozenset(ways)).encode(pairs, job.progress)
+    made = _encoded(job, pairs, frozenset(ways))
     values = {name: entry.digest for name, entry in made.entries.items()}
     digest = digest_of_state(new, flat.tensors, values, job.progress)
     own_name = "" if base.path == "-" else _name_of(base)
@@ -186,13 +188,30 @@ def _patch(job: _Job, where: str | None) -> Made:
                 f"'{name[:80]}' is {said[1]}, and {said[0]} in {job.base.path}: a patch changes values alone"
             )
             raise Refused(job.new.path, what, hint="leave out --as vllm")
+        if (kind := new[name].dtype).safetensors is None:
+            raise Refused(job.new.path, f"'{name[:80]}' is {kind.name}, a type that safetensors lacks")
         if new[name].numel > INT32:
             raise Refused(job.new.path, f"'{name[:80]}' has places that int32 can't name")
     pairs = {name: Pair(name, new[name], old[name], name) for name in new}
-    made = Encoder(job.path, ways=frozenset((SAME, SPARSE))).encode(pairs, job.progress)
+    made = _encoded(job, pairs, frozenset((SAME, SPARSE)))
     shapes = {name: entry.shape for name, entry in made.entries.items() if entry.kind == SPARSE}
     texts = {"shapes": json.dumps(shapes, ensure_ascii=False, separators=(",", ":"))}
     return _file(job.new.source, made, OF_TORCH | texts), made.entries, None
+
+
+def _encoded(job: _Job, pairs: Mapping[str, Pair], ways: frozenset[str]) -> Encoded:
+    """Encode tensors. Raises Damaged where what was read has another checksum than its file states."""
+    made = Encoder(job.path, ways=ways).encode(pairs, job.progress)
+    for name, pair in pairs.items() if job.compares else ():
+        entry = made.entries[name]
+        read = [(job.new, pair.new, entry.crc32)]
+        if pair.base is not None and entry.kind != NEW:
+            read.append((job.base, pair.base, entry.base_crc32))
+        for checkpoint, tensor, crc in read:
+            is_whole = tensor.is_stretch and tensor.nbytes == tensor.storage.nbytes
+            if is_whole and tensor.storage.crc32 not in (None, crc):
+                raise unmatched(checkpoint, name, tensor.storage)
+    return made
 
 
 def _file(source: Source, made: Encoded, texts: Mapping[str, str]) -> Checkpoint:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import Damaged, OutputExists, Unreadable
 from ...files.failures import naming
 from ...files.threads import cut
-from ..patience import Patience
+from ..patience import SLOWEST, Patience
 from ..store import TRAFFIC, Entry, Facts, Missing, Progress, changed
-from ..waiting import interruptible
+from ..waiting import Unanswered, interruptible
 from .errors import named, status_of
 from .settings import UPLOADING, Settings, connected, settings_of
-from .uploads import BACK, Unanswered, upload
+from .uploads import BACK, upload
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
@@ -30,6 +30,8 @@ LEFTOVERS = {  # where parts of an upload go that nobody has ended
     "gs": "a rule AbortIncompleteMultipartUpload of the bucket {} removes them",
     "az": "the container {} drops them after a week",
 }
+T = TypeVar("T")
+
 BEHIND_ALL = "\U0010ffff"  # sorts behind every name in a folder
 
 
@@ -59,7 +61,7 @@ class Bucket:
         with self._named(key):
             if nbytes:
                 try:
-                    return self._get(key, {"range": (0, nbytes)})
+                    return self._get(key, {"range": (0, nbytes)}, nbytes)
                 except self._library_error as error:
                     if status_of(error) != 416:  # no byte is in any range of an empty object
                         raise
@@ -77,7 +79,7 @@ class Bucket:
             options["if_match"] = f'"{facts.identity}"'
         with self._named(key):
             try:
-                data, now = self._get(key, options)
+                data, now = self._get(key, options, nbytes)
             except PreconditionError:
                 raise changed(self.shown(key)) from None
             except self._library_error as error:
@@ -203,7 +205,14 @@ class Bucket:
         if not key or key.startswith("/") or key.endswith("/"):
             raise Unreadable(self.shown(key), "is the name of a folder, or a key that can't be addressed")
 
-    def _get(self, key: str, options: GetOptions) -> tuple[bytes, Facts]:
+    def _answer(self, key: str, ask: Callable[[], T], nbytes: int = 0) -> T:
+        """Return what the library does; `nbytes` are those of the answer that may be many."""
+        try:
+            return interruptible(ask, self._patience.longest + nbytes / SLOWEST)
+        except Unanswered as late:
+            raise Unreadable(self.shown(key), f"the server's answer does not end within {late}") from None
+
+    def _get(self, key: str, options: GetOptions, nbytes: int) -> tuple[bytes, Facts]:
         import obstore
 
         def ask() -> tuple[bytes, Any]:
@@ -211,7 +220,7 @@ class Bucket:
             return bytes(got.bytes()), got.meta
 
         TRAFFIC.count()
-        data, meta = interruptible(ask)
+        data, meta = self._answer(key, ask, nbytes)
         TRAFFIC.count(0, len(data))
         return data, _facts(meta)
 
@@ -219,7 +228,7 @@ class Bucket:
         import obstore
 
         TRAFFIC.count()
-        return _facts(interruptible(lambda: obstore.head(self._reader, key)))
+        return _facts(self._answer(key, lambda: obstore.head(self._reader, key)))
 
     def _below(self, folder: str) -> Iterator[ObjectMeta]:
         """Yield the objects below a folder, but of a sub-folder that fills a page only some."""
@@ -247,7 +256,7 @@ class Bucket:
             listing = obstore.list(self._reader, folder or None, offset=after, chunk_size=PAGE)
         for number in itertools.count():
             with self._named(folder):
-                page = interruptible(lambda: next(listing, None))
+                page = self._answer(_prefix(folder), lambda: next(listing, None))
             if page is None:
                 return
             TRAFFIC.count(min(number, 1))

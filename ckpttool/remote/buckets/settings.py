@@ -67,10 +67,9 @@ def _is_plain(config: dict[str, Any]) -> bool:
 def _retries(patience: Patience) -> dict[str, Any]:
     waits = {"init_backoff": patience.first_wait, "max_backoff": patience.longest_wait, "base": 2}
     backoff = {name: value if name == "base" else timedelta(seconds=value) for name, value in waits.items()}
-    longest = patience.attempts * (patience.stall + patience.longest_wait)
     return {
         "max_retries": patience.attempts - 1,
-        "retry_timeout": timedelta(seconds=longest),
+        "retry_timeout": timedelta(seconds=patience.longest),
         "backoff": backoff,
     }
 

@@ -7,14 +7,14 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from ...files.failures import naming
 from ..store import TRAFFIC, Progress
-from ..waiting import started
+from ..waiting import Unanswered, ended, started
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -27,9 +27,6 @@ WHOLE = 16 << 20  # bytes that go out in one request
 BACK = 8 << 20  # bytes that are read back at a time
 ENDING = 2.0  # seconds that an interrupted upload may take to be aborted
 LAST = 3  # times what one part may take: the last parts, and the answer to all
-
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -51,10 +48,6 @@ class Sent:
 
 class Stopped(BaseException):
     """The upload was given up; raised where the library asks for the next bytes."""
-
-
-class Unanswered(Exception):
-    """The parts were sent, and the server's answer does not end; the text says within how many seconds."""
 
 
 def upload(
@@ -94,7 +87,7 @@ def _put_whole(
     sent = Sent(len(data), [hashlib.md5(data, usedforsecurity=False).digest()], is_whole=True)
     mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
     TRAFFIC.count()
-    _ended(started(lambda: obstore.put(store, key, data, mode=mode, use_multipart=False)), longest)
+    ended(started(lambda: obstore.put(store, key, data, mode=mode, use_multipart=False)), LAST * longest)
     progress(len(data))
     return sent
 
@@ -133,9 +126,9 @@ def _put_parts(
 
     outcome = started(put)
     try:
-        for nbytes in iter(handed_over.get, None):
+        while (nbytes := _next(handed_over, LAST * longest)) is not None:
             progress(nbytes)
-        _ended(outcome, longest)
+        ended(outcome, LAST * longest)
     except BaseException as error:
         stop.set()
         # Until the library has asked for the next part, and aborted the upload.
@@ -147,12 +140,12 @@ def _put_parts(
     return sent
 
 
-def _ended(outcome: Future[T], longest: float) -> T:
-    """Return the outcome of an upload whose bytes the library has."""
-    seconds = LAST * longest
-    if wait([outcome], seconds).not_done:  # its bound on silence says nothing of an answer that drips
-        raise Unanswered(f"{seconds:g} s")
-    return outcome.result()
+def _next(handed_over: SimpleQueue[int | None], seconds: float) -> int | None:
+    """Return how many bytes the library takes next. Raises Unanswered where it still waits for a server."""
+    try:
+        return handed_over.get(timeout=seconds)
+    except Empty:
+        raise Unanswered(f"{seconds:.3g} s") from None
 
 
 def _pieces(file: BinaryIO, part: int, sent: Sent) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from urllib.request import getproxies_environment, proxy_bypass
 from ... import system
 from ...errors import Unreadable
 from ..busy import CODE, next_step, seconds_asked
-from ..patience import Patience
+from ..patience import SLOWEST, Patience
 from ..store import TRAFFIC, Bytes, Facts, Forbidden, Missing, changed
 from .connections import Fault, manager_by, named
 from .wanted import Wanted, identity
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
 
 REDIRECTS = 5  # that are followed for one request
-SLOWEST = 1000  # bytes a second below which a body counts as stalled, though one byte comes after the other
 PIECE = 1 << 20  # bytes of a body that are taken from a connection at a time
 LONGEST_PAGE = 64 << 20  # bytes of an answer that is no object
 LEFT = 1 << 12  # bytes of a body that nobody wants which cost less to read than a new connection

@@ -21,6 +21,7 @@ from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.values import same_values
 from ..mapping.applying import apply
 from ..mapping.rules import Rules
+from ..quantization.recognise import require_unpacked
 from ..selection import replace_state
 from .modules import Module
 from .numbering import require_order
@@ -144,6 +145,9 @@ def _conformed(
         hint = "write the state alone first: ckpttool slim"
         raise Refused(path, "its optimizer's state can't follow a vocabulary that is padded", hint=hint)
     changed, mapped = apply(checkpoint, rules, state=state, optimizers=optimizers)
+    now, before = changed.state(state).tensors, target.tensors
+    moved = {old for new, olds in mapped.names.items() for old in olds if now[new].view != before[old].view}
+    require_unpacked(checkpoint, target, "its codes can't be laid out without their scales", names=moved)
     if optimizers:
         require_order(changed, state, theirs)
     padded = _resized_names(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -148,10 +148,23 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
     return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings)
 
 
-def require_unpacked(checkpoint: Checkpoint, state: State, why: str, dtype: str = "bfloat16") -> None:
-    """Raise Refused where a tensor of a state is packed: its codes and scales are numbers only together."""
-    apart = (each.name for each in subclasses(state, checkpoint.metadata))
-    name = next(chain((lead for lead, _ in _leads(state.tensors)), apart), None)
+def require_unpacked(
+    checkpoint: Checkpoint,
+    state: State,
+    why: str,
+    dtype: str = "bfloat16",
+    names: Collection[str] | None = None,
+) -> None:
+    """Raise Refused where a tensor of a state is packed: its codes and scales are numbers only together.
+
+    Args:
+        names: those that are asked about, codes or scales; None for all of the state.
+    """
+    apart = (name for each in subclasses(state, checkpoint.metadata) for name in (each.name, *each.keys))
+    packed = chain((lead for lead, _ in _leads(state.tensors)), apart)
+    if names is not None:
+        packed = chain(packed, (name for name in names if name.endswith(PARTS)))
+    name = next((name for name in packed if names is None or name in names), None)
     if name is not None:
         path = shlex.quote(checkpoint.path)
         hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype {dtype}"

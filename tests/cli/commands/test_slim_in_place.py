@@ -65,6 +65,13 @@ def load(path: Path) -> Any:
 # ---- what it does --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("flag", "said"), [("--dry-run", "would be left out"), ("--no-verify", "left out")])
+def test_what_is_left_out_is_named_another_model_too(flag, said, run, cli):
+    write(run, "step-1.pt", 1, ema={"module.w": torch.rand(40, 30)})
+    ran = cli("slim", "--in-place", RUN, "--keep-newest", 2, flag)
+    assert ran.code == 0 and f"\n{said}: optimizer, step, ema\n" in ran.err
+
+
 def test_older_checkpoints_lose_the_optimizer_and_nothing_else_and_keep_links_and_times(run, cli):
     before = contents(run)
     ran = cli("slim", "--in-place", RUN, "--keep-newest", 2, "--drop", "optimizer")

@@ -17,6 +17,7 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.errors import Damaged, Refused
 from ckpttool.formats.delta import blocks, encoding
 from ckpttool.formats.delta.writing import Delta
 from tests.support.comparing import assert_same
@@ -263,3 +264,26 @@ def counted(monkeypatch: MonkeyPatch, kind: type[Any], made: list[tuple[str, int
         make(self, number, out)
 
     monkeypatch.setattr(kind, "make", noted)
+
+
+@pytest.mark.parametrize("names", [("bad.pt", "new.pt"), ("base.pt", "bad.pt")], ids=["base", "new"])
+@pytest.mark.parametrize("layout", [None, "vllm"])
+def test_neither_side_may_be_damaged(layout: str | None, names: tuple[str, str], here: Path) -> None:
+    for name, number in (("base.pt", 1.0), ("new.pt", 2.0)):
+        torch.save({"w": torch.full((300, 300), number), "same": torch.ones(300)}, name)
+    for name in ("base.pt", "new.pt"):
+        if name not in names:
+            raw = bytearray(Path(name).read_bytes())
+            raw[len(raw) // 2] ^= 1  # in the middle of w
+            Path("bad.pt").write_bytes(raw)
+    with pytest.raises(Damaged, match=r"bad\.pt: the bytes of 'w' do not match their checksum"):
+        ckpttool.delta(*names, "d.safetensors", layout=layout)
+    assert not Path("d.safetensors").exists()
+    ckpttool.delta(*names, "d.safetensors", layout=layout, verify=False)
+
+
+def test_a_patch_refuses_a_type_that_safetensors_lacks_by_name(here: Path) -> None:
+    for name in ("base.pt", "new.pt"):
+        torch.save({"w": torch.rand(3, dtype=torch.complex128)}, name)
+    with pytest.raises(Refused, match=r"new\.pt: 'w' is complex128, a type that safetensors lacks"):
+        ckpttool.delta("base.pt", "new.pt", "d.safetensors", layout="vllm")

@@ -697,3 +697,12 @@ def test_buffers_may_stand_in_another_order_where_momentum_tells_which_they_are(
         else:
             with pytest.raises(Refused, match="nothing says which of 5 tensors are some"):
                 ckpttool.conform(checkpoint, tmp_path / "ref.pt")
+
+
+def test_codes_are_renamed_and_never_turned_without_their_scales(tmp_path: Path) -> None:
+    codes = torch.rand(64, 128).to(torch.float8_e4m3fn)
+    state = {"m.weight": codes, "m.weight_scale": torch.rand(64, 1)}
+    with pytest.raises(Refused, match=r"'m\.weight' is packed, and its codes can't be laid out without"):
+        brought(state, {**state, "m.weight": torch.rand(128, 64).to(codes.dtype)}, tmp_path)
+    made, _ = brought(state, renamed(state, {"m": "layers"}), tmp_path)
+    assert made["layers.weight"].view(torch.uint8).equal(codes.view(torch.uint8))
