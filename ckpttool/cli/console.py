@@ -277,7 +277,7 @@ def right(text: str, width: int) -> str:
 def wrapped(text: str, width: int, *, whole_words: bool = False) -> list[str]:
     """Break `text` between words into lines of at most `width` columns.
 
-    A longer word is broken behind a dot, slash or underscore, or else where a line ends; with `whole_words`
+    A longer word is broken behind a dot or slash, else an underscore, else where a line ends; with `whole_words`
     it stays whole, as a path to be copied.
     """
     lines: list[str] = []
@@ -297,7 +297,7 @@ def _parts(word: str, width: int) -> Iterator[str]:
     """Yield a word in parts of at most `width` columns."""
     while columns(word) > width:
         head = _clip(word, 0, max(width, 2))
-        end = max(head.rfind(sign) for sign in "._/") + 1 or max(len(head), 1)
+        end = max(head.rfind("."), head.rfind("/")) + 1 or head.rfind("_") + 1 or max(len(head), 1)
         yield word[:end]
         word = word[end:]
     yield word

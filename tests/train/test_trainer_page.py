@@ -28,7 +28,6 @@ from train.config.training import TrainConfig
 
 DOCS = ROOT / "docs"
 PAGE, MACHINES = DOCS / "flags.md", DOCS / "several-machines.md"
-# In this order: later pages use the runs and the own.py of earlier ones.
 TASKS = ("trainer", "own-code", "streams", "optimizers", "saving", "same-bits", "sharding", "log")
 BEGIN, END = "<!-- flags -->\n", "<!-- /flags -->"
 BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -77,9 +76,9 @@ def test_every_flag_of_the_program_is_on_the_page():
 # ---- the commands --------------------------------------------------------------------------------------
 
 
-def blocks(language: str, name: str = "") -> list[str]:
-    pages = "".join((DOCS / f"{task}.md").read_text(encoding="utf-8") for task in TASKS)
-    return [text for lang, title, text in BLOCK.findall(pages) if (lang, title) == (language, name)]
+def blocks(language: str, name: str = "", *, pages: tuple[str, ...] = TASKS) -> list[str]:
+    text = "".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in pages)
+    return [block for lang, title, block in BLOCK.findall(text) if (lang, title) == (language, name)]
 
 
 def commands(text: str) -> list[str]:
@@ -115,13 +114,26 @@ def run(command: str, folder: Path) -> str:
 PATHS = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_commands_of_the_pages_run_one_after_another(folder, monkeypatch):
-    pytest.importorskip("matplotlib")
-    for text in blocks("sh"):
+def follow(page: str, folder: Path) -> None:
+    for text in blocks("sh", pages=(page,)):
         for command in commands(text):
             run(command, folder)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in TASKS if page != "log"])
+def test_the_commands_of_a_page_run_one_after_another(page, folder):
+    follow(page, folder)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_page_about_the_log_draws_and_reads_the_runs_of_the_first_page(folder, monkeypatch):
+    pytest.importorskip("matplotlib")
+    if not (folder / "runs" / "two").exists():
+        follow("trainer", folder)
+    follow("log", folder)
     assert (folder / "curves.png").exists()
     (code,) = blocks("python", "log")
     found: dict[str, Any] = {}
