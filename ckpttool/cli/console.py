@@ -277,8 +277,8 @@ def right(text: str, width: int) -> str:
 def wrapped(text: str, width: int, *, whole_words: bool = False) -> list[str]:
     """Break `text` between words into lines of at most `width` columns.
 
-    A longer word is broken behind a dot or slash, else an underscore, else where a line ends; with `whole_words`
-    it stays whole, as a path to be copied.
+    A longer word is broken behind a dot or slash, else an underscore, else where a line ends. With
+    `whole_words` it stays whole, as a path to be copied.
     """
     lines: list[str] = []
     line = ""

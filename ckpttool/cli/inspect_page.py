@@ -130,12 +130,12 @@ def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
         most = len(rows) if everything else MAX_OTHERS
         yield from ((printable(row.name), value_in_words(row)) for row in rows[:most])
         if len(rows) > most:
-            yield f"{printable(name)}.…", f"{len(rows) - most:,} more: -v shows them all"
+            yield f"{printable(name)}.…", f"{len(rows) - most:,} more (-v)"
     most = len(summary.other_tensors) if everything else MAX_OTHERS
     for held in summary.other_tensors[:most]:
         yield printable(held.name), f"{counted(held.tensors, 'tensor')}, {show_bytes(held.nbytes)}"
     if len(summary.other_tensors) > most:
-        yield "…", f"{len(summary.other_tensors) - most:,} more with tensors: -v shows them all"
+        yield "…", f"{len(summary.other_tensors) - most:,} more with tensors (-v)"
 
 
 def _bookkeeping(name: str, rows: Sequence[OtherRow]) -> str:
