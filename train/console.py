@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
+import textwrap
+from typing import TextIO
 
 from ckpttool.errors import CheckFailed
 from ckpttool.files.failures import reason
@@ -34,10 +37,25 @@ def show(text: str) -> None:
         raise
 
 
+def folded(line: str, stream: TextIO, *, indent: int = 0) -> str:
+    """Return a line broken between words for the terminal that `stream` is; as it is if that is none."""
+    if not stream.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    lines = textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines)
+
+
 def note(text: str) -> None:
-    """Print a line on stderr at once, if stderr can be written: no program ends because it can't."""
+    """Print lines on stderr at once, if stderr can be written: no program ends because it can't.
+
+    For a terminal they are broken between words, except those that begin with a blank, to be pasted.
+    """
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        lines = (line if line.startswith(" ") else folded(line, sys.stderr) for line in text.split("\n"))
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

@@ -293,9 +293,8 @@ def as_lines(job: Job, scores: Scores) -> str:
 
     size = job.place.world_size
     on = f", on {size} rank{'s' * (size != 1)}"
-    return "\n".join(
-        f"{name or job.config.checkpoint}: {in_words(score)}{on}" for name, score in scores.items()
-    )
+    lines = (f"{name or job.config.checkpoint}: {in_words(score)}{on}" for name, score in scores.items())
+    return "\n".join(console.folded(line, sys.stdout) for line in lines)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -187,6 +188,20 @@ def coloured(word: str, colour: str) -> str:
     return word if os.environ.get("NO_COLOR") else click.style(word, fg=colour, bold=True)
 
 
+def say(label: str, colour: str, text: str, *, command: re.Pattern[str] | None = None) -> None:
+    """Print text on stderr, behind a coloured label.
+
+    A terminal gets it in lines that end between words, and what `command` finds whole, on a line of its own.
+    """
+    whole, width = f"{label} {text}", terminal_width(sys.stderr)
+    lines = [whole]
+    if width is not None and columns(whole) > width:
+        found = command and command.search(whole)
+        lines = wrapped(whole[: found.start()] if found else whole, width, whole_words=True)
+        lines += [found[0]] if found else []
+    click.echo("\n".join(lines).replace(label, coloured(label, colour), 1), err=True)
+
+
 @contextmanager
 def stdout_kept_for_results() -> Iterator[None]:
     """Send to stderr what the user's own code prints meanwhile: stdout is for JSON, or a script for sh."""
@@ -262,13 +277,36 @@ def right(text: str, width: int) -> str:
 def wrapped(text: str, width: int, *, whole_words: bool = False) -> list[str]:
     """Break `text` between words into lines of at most `width` columns.
 
-    A longer word is broken where a line ends; with `whole_words` it stays whole, as a path to be copied.
+    A longer word is broken behind a dot or slash, else an underscore, else where a line ends. With
+    `whole_words` it stays whole, as a path to be copied.
     """
-    if _is_narrow(text):
-        from textwrap import wrap
-    else:
-        from wcwidth import wrap
-    return wrap(text, width, break_on_hyphens=False, break_long_words=not whole_words)
+    lines: list[str] = []
+    line = ""
+    for gap, word in re.findall(r"(\s*)(\S+)", text):
+        gap = " " * len(gap)
+        for part in [word] if whole_words else _parts(word, width):
+            if columns(line + gap + part) <= width:
+                line += gap + part
+            else:
+                lines, line = lines + [line] * bool(line), part
+            gap = ""
+    return [*lines, line] if line else lines
+
+
+def _parts(word: str, width: int) -> Iterator[str]:
+    """Yield a word in parts of at most `width` columns."""
+    while columns(word) > width:
+        head = _clip(word, 0, max(width, 2))
+        end = max(head.rfind("."), head.rfind("/")) + 1 or head.rfind("_") + 1 or max(len(head), 1)
+        yield word[:end]
+        word = word[end:]
+    yield word
+
+
+def without(heads: Sequence[str], width: int) -> list[str]:
+    """Return lines that name what a table leaves out in a narrow terminal; none if that is nothing."""
+    said = f"without {', '.join(heads)}, for which the terminal is too narrow; | cat has them"
+    return wrapped(said, width) if heads else []
 
 
 def fitting(widths: Sequence[int], width: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..analysis.diff_rows import ROWS, Row, detailed, items_of, relative, rows_of
-from .console import coloured, columns, cut, cut_middle, fitting, left, printable, right
+from .console import coloured, columns, cut_middle, fitting, left, printable, right, without, wrapped
 
 if TYPE_CHECKING:
     from ..analysis.compare import Comparison
@@ -27,14 +27,14 @@ def page(comparison: Comparison, sort: str | None, width: int | None) -> Iterato
         yield "  -v shows every tensor"
 
 
-def details(comparison: Comparison, sort: str | None) -> Iterator[str]:
+def details(comparison: Comparison, sort: str | None, width: int | None) -> Iterator[str]:
     """Yield a line for every difference, with all that is known of it; `sort` as for `page`."""
     rows = [
         Row(mark, name, detailed(change) if change else "", relative=relative(change))
         for mark, name, change in items_of(comparison)
     ]
     for row in _sorted(rows, sort):
-        yield f"{_mark(row)} {printable(row.name)}" + (f"  {row.text}" if row.text else "")
+        yield from _lines(row, printable(row.name), width)
 
 
 def _sorted(rows: list[Row], sort: str | None) -> list[Row]:
@@ -44,7 +44,9 @@ def _sorted(rows: list[Row], sort: str | None) -> list[Row]:
 
 
 def _table(rows: list[Row], width: int | None) -> Iterator[str]:
-    """Yield the header, if a row has numbers, and the rows: names give way to the width, then figures."""
+    """Yield the header, if a row has numbers, and the rows: names give way to the width, then figures, which
+    are named then.
+    """
     cells = [HEADER, *(row.cells for row in rows if row.cells)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     names = [printable(row.name) for row in rows]
@@ -61,8 +63,19 @@ def _table(rows: list[Row], width: int | None) -> Iterator[str]:
     if len(cells) > 1:
         yield "  " + "  ".join([" " * widest, *figures(HEADER)])
     for row, name in zip(rows, names, strict=True):
-        line = "  ".join([left(name, widest), *figures(row.cells), row.text]).rstrip()
-        yield f"{_mark(row)} {cut(line, None if width is None else width - 2)}"
+        yield from _lines(row, "  ".join([left(name, widest), *figures(row.cells)]), width)
+    if width is not None and len(cells) > 1:
+        yield from without(HEADER[len(widths) :], width)
+
+
+def _lines(row: Row, start: str, width: int | None) -> Iterator[str]:
+    """Yield a row: its mark, name and figures, and what differs in words; below those if it does not fit."""
+    line = f"{start}  {row.text}" if row.text else start.rstrip()
+    if width is None or not row.text or columns(line) + 2 <= width:
+        yield f"{_mark(row)} {line}"
+        return
+    yield f"{_mark(row)} {start.rstrip()}"
+    yield from (f"    {part}" for part in wrapped(row.text, max(width - 4, LEAST)))
 
 
 def _mark(row: Row) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -17,7 +17,7 @@ from .. import errors
 from ..contract import versioned
 from ..errors import CkptToolError, FileError, Mismatch, NothingToDo, RanksDiffer, UsageFault, install
 from ..files.failures import reason
-from .console import coloured, printable, terminal_width, to_json, wrapped
+from .console import printable, say, to_json
 
 if TYPE_CHECKING:
     from ..models.diagnosis.fit import Fit
@@ -30,6 +30,9 @@ HINTS = {
     errno.EROFS: "the file system is read-only: send the output elsewhere",
     errno.EMFILE: "allow more open files: ulimit -n 65536",
 }
+
+# What is to be pasted, in a hint
+COMMAND = re.compile(r"\b(?:ckpttool|hf|ls|pip|python|torchrun|ulimit) [a-z-].*")
 
 # Options of most commands, which some type before the command
 SHARED = ("-q", "--quiet", "-v", "--verbose", "--json", "--force", "--dry-run", "--state")
@@ -74,11 +77,9 @@ def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> in
             return code
     label, colour = ("nothing to do:", "yellow") if isinstance(error, NothingToDo) else ("error:", "red")
     with suppress(OSError):
-        text, width = f"{label} {printable(message)}", terminal_width(sys.stderr)
-        lines = [text] if width is None else wrapped(text, width, whole_words=True)
-        click.echo("\n".join(lines).replace(label, coloured(label, colour), 1), err=True)
+        say(label, colour, printable(message))
         if hint:
-            click.echo(f"{coloured('hint:', 'cyan')} {printable(hint)}", err=True)
+            say("hint:", "cyan", printable(hint), command=COMMAND)
     return code
 
 

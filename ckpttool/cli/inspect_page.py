@@ -59,32 +59,36 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     insides = [_inside(branch, usual, closed=level == deepest) for level, branch in shown]
     counts = [f"{branch.parameters:,}" for _, branch in shown]
     sizes = [show_bytes(branch.nbytes) for _, branch in shown]
-    first, third = max(map(columns, names)), max(map(len, sizes))
+    first, third = max(columns(name) for name, _ in names), max(map(len, sizes))
     second = max(len("parameters"), *map(len, counts))
+    gone = False
     if width:
         space = width - second - third - 6  # for names and contents
         wanted = max(columns(brief) for _, brief in insides)
         first = min(first, max(min(24, space + 2), min(width // 2, space - wanted)))
-        if space - first < ROOM:
+        if gone := space - first < ROOM and wanted > 0:
             insides = [("", "")] * len(insides)
     yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
-    for name, count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
+    for (name, short), count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
+        shown_name = name if columns(name) <= first else console.cut_middle(short, first)
         if width and columns(inside) > space - first:
             inside = brief if ";" in brief else console.cut_middle(brief, max(space - first, ROOM))
         figures = f"{console.right(count, second)}  {console.right(size, third)}"
-        yield cut(
-            f"{console.left(console.cut_middle(name, first), first)}  {figures}  {inside}".rstrip(), width
-        )
+        yield cut(f"{console.left(shown_name, first)}  {figures}  {inside}".rstrip(), width)
+    if width and gone:
+        yield from console.without(["shapes"], width)
     if len(lines) > len(shown):
         yield f"and {len(lines) - len(shown):,} more: -v shows them all"
 
 
-def _module(level: int, branch: Branch, where: str) -> str:
+def _module(level: int, branch: Branch, where: str) -> tuple[str, str]:
+    """Return a module's name, indented, with how many there are, in full and in fewer words."""
     name = printable(branch.name)
     if not level:
         name = f"{where}.{name}" if where and name else where or name or "the file itself"
-    copies = f" ({branch.copies} identical)" if branch.copies > 1 else ""
-    return "  " * level + name + copies
+    name = "  " * level + name
+    both = (f" ({branch.copies} identical)", f" ×{branch.copies}") if branch.copies > 1 else ("", "")
+    return name + both[0], name + both[1]
 
 
 def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
@@ -126,12 +130,12 @@ def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
         most = len(rows) if everything else MAX_OTHERS
         yield from ((printable(row.name), value_in_words(row)) for row in rows[:most])
         if len(rows) > most:
-            yield f"{printable(name)}.…", f"{len(rows) - most:,} more: -v shows them all"
+            yield f"{printable(name)}.…", f"{len(rows) - most:,} more (-v)"
     most = len(summary.other_tensors) if everything else MAX_OTHERS
     for held in summary.other_tensors[:most]:
         yield printable(held.name), f"{counted(held.tensors, 'tensor')}, {show_bytes(held.nbytes)}"
     if len(summary.other_tensors) > most:
-        yield "…", f"{len(summary.other_tensors) - most:,} more with tensors: -v shows them all"
+        yield "…", f"{len(summary.other_tensors) - most:,} more with tensors (-v)"
 
 
 def _bookkeeping(name: str, rows: Sequence[OtherRow]) -> str:

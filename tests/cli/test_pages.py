@@ -267,3 +267,30 @@ def test_attributes_of_a_whole_pickled_model_are_named_as_left_out(command: str,
     assert ran.json["left_out"] == ["model.class_names", "model.stride", "model.note", "epoch"]
     assert "model.class_names" in cli(f"{command} whole.pt again.safetensors").err
     assert cli("convert whole.pt out.pt --json").json["left_out"] == []
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_modules_that_are_alike_are_counted_and_contents_that_do_not_fit_are_named(
+    width: int, here: Path
+) -> None:
+    names = [f"encoder.layers.{i}.attention" for i in range(3)]
+    names = [f"{name}.{part}.weight" for name in names for part in ("query", "key")]
+    state = {name: torch.ones(1200, 34) for name in [*names, "head.weight"]}
+    lines = page_of(opened(state, here), width)
+    assert any(("×3" if width == 40 else "(3 identical)") in line for line in lines)
+    note = "without shapes, for which the terminal is too narrow; | cat has them"
+    assert (note in " ".join(" ".join(lines).split())) == (width == 40)
+    assert max(map(columns, lines[1:])) <= width
+
+
+def test_names_in_facts_are_broken_behind_their_dots() -> None:
+    assert wrapped("of model.module.1.running_mean, b", 20) == ["of model.module.1.", "running_mean, b"]
+    assert wrapped("num_batches_tracked", 12) == ["num_batches_", "tracked"]
+    assert wrapped("/a/long/path/of/a/file", 12) == ["/a/long/", "path/of/a/", "file"]
+    assert wrapped("  a  b\nc", 80) == ["  a  b c"] and wrapped("", 8) == []
+    assert wrapped("a.long.name of it", 6, whole_words=True) == ["a.long.name", "of it"]
+
+
+@given(words.filter(str.strip), st.integers(1, 9))
+def test_each_word_is_shown_whole_or_in_parts_whatever_the_width(text: str, width: int) -> None:
+    assert "".join(wrapped(text, width)).replace(" ", "") == text.replace(" ", "")

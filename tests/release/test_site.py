@@ -41,7 +41,7 @@ def test_a_link_out_of_the_pages_becomes_the_name_of_the_file(page: str, link: s
 def test_a_code_block_loses_what_only_tests_read() -> None:
     """mkdocs would take the block, and all up to the next one, for something else."""
     text = "```sh nodes\ntorchrun a b\n```\n\n- x\n\n  ```python\n  a b\n  ```\n"
-    assert rendered(text, "trainer.md") == text.replace(" nodes", "")
+    assert rendered(text, "log.md") == text.replace(" nodes", "")
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -22,7 +22,7 @@ PAGES = [
     "errors/unexpected-key-module",
     "tasks",
     "cli",
-    "dialects",
+    "conform",
     "distributed",
     "trainer",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,3 +207,22 @@ def test_a_hundred_thousand_tensors_are_there_in_a_second(chromium: Any, tmp_pat
     page.wait_for_selector(".found:not(:empty)")
     assert page.inner_text(".found") == "25,000 tensors found"
     context.close()
+
+
+@pytest.mark.long
+def test_a_run_of_one_point_shows_it_in_the_middle_with_its_value(chromium: Any, tmp_path: Path) -> None:
+    step = {"step": 4, "epochs": 1.0, "steps": 4, "loss": 2.31, "lr": 0.1, "samples_per_second": 800.0}
+    epoch = {"epoch": 1, "loss": 2.31, "accuracy": 1.0, "correct": 9, "samples": 9, "lr": 0.1}
+    (tmp_path / "log.jsonl").write_text(f"{json.dumps(step)}\n{json.dumps(epoch)}\n")
+    ckpttool.report(tmp_path, tmp_path / "run.html")
+    with Shown(chromium, tmp_path / "run.html") as shown:
+        assert shown.complaints == []
+        charts = shown.page.locator(".chart").all()
+        assert len(charts) == 4
+        for chart in charts:
+            points = [
+                [float(dot.get_attribute(at)) for at in ("cx", "cy")] for dot in chart.locator("circle").all()
+            ]
+            assert points and all(x == 231 and 10 <= y <= 208 for x, y in points)
+            assert chart.locator(".reading").inner_text().startswith("epoch 1: ")
+        assert "-" not in "".join(charts[1].locator("text").all_text_contents())  # no share is below zero

@@ -1,4 +1,7 @@
-"""docs/trainer.md: its flags are those of the program, and its commands run. `make docs` writes the flags."""
+"""The trainer's pages: docs/flags.md has the flags of the program, and commands of the others run.
+
+`make docs` writes the flags.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from tests.support.generated_page import generated, regenerate
 from train.config import command_line, flags
 from train.config.training import TrainConfig
 
-PAGE, MACHINES = ROOT / "docs" / "trainer.md", ROOT / "docs" / "several-machines.md"
+DOCS = ROOT / "docs"
+PAGE, MACHINES = DOCS / "flags.md", DOCS / "several-machines.md"
+TASKS = ("trainer", "own-code", "streams", "optimizers", "saving", "same-bits", "sharding", "log")
 BEGIN, END = "<!-- flags -->\n", "<!-- /flags -->"
 BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -39,7 +44,7 @@ def reference() -> str:
 def _lines() -> Iterator[str]:
     fields = [field for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
     for group in flags.GROUPS:
-        yield from ("", f"### {group.capitalize()}", "")
+        yield from ("", f"## {group.capitalize()}", "")
         for field in fields:
             if field.metadata["group"] == group:
                 yield f"- `{_usage(field)}`: {field.metadata['help']}"
@@ -59,7 +64,7 @@ def write(page: Path = PAGE) -> None:
 
 
 def test_the_page_says_what_the_program_says():
-    assert generated(PAGE, BEGIN, END) == reference(), "docs/trainer.md is stale: run `make docs`"
+    assert generated(PAGE, BEGIN, END) == reference(), "docs/flags.md is stale: run `make docs`"
 
 
 def test_every_flag_of_the_program_is_on_the_page():
@@ -71,12 +76,9 @@ def test_every_flag_of_the_program_is_on_the_page():
 # ---- the commands --------------------------------------------------------------------------------------
 
 
-def blocks(language: str, name: str = "") -> list[str]:
-    return [
-        text
-        for lang, title, text in BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-        if (lang, title) == (language, name)
-    ]
+def blocks(language: str, name: str = "", *, pages: tuple[str, ...] = TASKS) -> list[str]:
+    text = "".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in pages)
+    return [block for lang, title, block in BLOCK.findall(text) if (lang, title) == (language, name)]
 
 
 def commands(text: str) -> list[str]:
@@ -87,7 +89,7 @@ def commands(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which the page's commands can run as they stand."""
+    """Return a folder in which the commands of the pages can run as they stand."""
     folder = tmp_path_factory.mktemp("page")
     for name in ("train", "examples"):
         (folder / name).symlink_to(ROOT / name)
@@ -112,13 +114,26 @@ def run(command: str, folder: Path) -> str:
 PATHS = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_commands_of_the_page_run_one_after_another(folder, monkeypatch):
-    pytest.importorskip("matplotlib")
-    for text in blocks("sh"):
+def follow(page: str, folder: Path) -> None:
+    for text in blocks("sh", pages=(page,)):
         for command in commands(text):
             run(command, folder)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in TASKS if page != "log"])
+def test_the_commands_of_a_page_run_one_after_another(page, folder):
+    follow(page, folder)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_page_about_the_log_draws_and_reads_the_runs_of_the_first_page(folder, monkeypatch):
+    pytest.importorskip("matplotlib")
+    if not (folder / "runs" / "two").exists():
+        follow("trainer", folder)
+    follow("log", folder)
     assert (folder / "curves.png").exists()
     (code,) = blocks("python", "log")
     found: dict[str, Any] = {}

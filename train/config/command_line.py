@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -166,8 +167,9 @@ def program(name: str) -> str:
     return path if below.startswith(os.pardir) else below
 
 
-def to_paste(words: Sequence[str], columns: int = 80) -> str:
+def to_paste(words: Sequence[str]) -> str:
     """Return a command for a shell, indented, broken before a flag where a line would be too long."""
+    columns = min(shutil.get_terminal_size().columns, 80)
     lines = [" "]
     for number, word in enumerate(words):
         quoted = shlex.quote(word)

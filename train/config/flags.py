@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -14,6 +16,9 @@ from train import console
 
 # The headings of the help, in order; a configuration may have others, which come first.
 GROUPS = ("data", "task", "scores", "model", "training", "optimizer", "saving", "log", "ranks", "settings")
+
+# Columns of a terminal from which on a flag and its help stand side by side.
+NARROW = 70
 
 # What other trainers call a flag.
 ELSEWHERE = {
@@ -32,11 +37,22 @@ ELSEWHERE = {
 }
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Texts broken between words alone; in a narrow terminal they stand below their flags."""
+
+    def __init__(self, prog: str) -> None:
+        width = shutil.get_terminal_size().columns
+        super().__init__(prog, max_help_position=24 if width >= NARROW else 8, width=width - 2)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises UsageFault instead of exiting, and prints the help on rank 0 alone."""
 
     def __init__(self, program: str, usage: str, about: str, examples: str) -> None:
-        options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        options: dict[str, Any] = {"formatter_class": HelpFormatter}
         options |= {"prog": program, "usage": f"python {program} {usage}"}
         # An abbreviated flag would reach torchrun's ranks under a name that is not recognised.
         super().__init__(**options, description=about, epilog=examples, allow_abbrev=False)

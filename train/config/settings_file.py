@@ -27,7 +27,7 @@ from ckpttool.transforms.mapping.toml_text import lines, text
 NAME = "config.toml"
 # How a run's own file begins, which no other file may be overwritten by.
 MARK = "# Settings of a run of train/main.py"
-HEAD = f"{MARK}: the names are those of its flags, and what stands behind a # is the default.\n"
+HEAD = f"{MARK}.\n# The names are those of its flags, and what stands behind a # is the default.\n"
 ABOUT = "about"
 
 # Flags that say where settings come from.

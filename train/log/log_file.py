@@ -3,7 +3,7 @@
 A line with `epoch` ends an epoch and has the scores on the test set. A line with `step` is about the steps
 since the line before (train/log/step_log.py); with `test_loss` it is a score in the middle of an epoch, and
 with `event` what happened in that step: a save that failed or was waited for, or a signal.
-docs/trainer.md lists the fields; `ckpttool.analysis.run_log` reads them.
+docs/log.md lists the fields; `ckpttool.analysis.run_log` reads them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 
 from ckpttool.distributed.plan import Plan, dealt_sizes
@@ -96,7 +97,8 @@ def recipe(config: TrainConfig) -> str:
 
 
 def in_lines(recipe: str) -> str:
-    """Return a recipe with line breaks between its parts, for 80 columns with eight before each line."""
+    """Return a recipe broken between its parts, for at most 80 columns with eight before each line."""
+    width = min(shutil.get_terminal_size().columns, 80) - 8
     unbreakable = recipe.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
-    lines = textwrap.wrap(unbreakable, width=72, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(unbreakable, width=max(width, 16), break_long_words=False, break_on_hyphens=False)
     return f"\n{'':8}".join(lines).replace("\N{NO-BREAK SPACE}", " ")

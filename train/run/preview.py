@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 from ckpttool.contract import versioned
@@ -46,10 +47,12 @@ def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None
         console.show(json.dumps(entries(plan, world_size, config.epochs)))
         return
     width = shutil.get_terminal_size((80, 24)).columns
-    lines = [*_heading(plan, world_size, data_name), "", *table(plan, world_size, width), ""]
+    heading = [console.folded(line, sys.stdout, indent=8) for line in _heading(plan, world_size, data_name)]
+    said = sentences(plan, world_size)
     if config.rank_share == "auto":
-        lines.append("--rank-share auto: shares are equal until the speeds of the ranks have been measured")
-    console.show("\n".join(lines + sentences(plan, world_size)))
+        said = ["--rank-share auto: shares are equal until the speeds of the ranks have been measured", *said]
+    said = [console.folded(line, sys.stdout) for line in said]
+    console.show("\n".join([*heading, "", *table(plan, world_size, width), "", *said]))
 
 
 def entries(plan: Plan, world_size: int, epochs: int) -> list[dict[str, object]]:

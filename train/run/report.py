@@ -23,16 +23,16 @@ from train.checkpoint.files import BEST, LAST
 from train.config import command_line
 from train.launch.stopping import Stop
 from train.log import log_file
+from train.run import score_table
 from train.run.bar import Bar, Clock
 from train.run.header import header
+from train.run.score_table import ScoreTable
 from train.tasks.builtin import Classification
 from train.trainer.progress import OWN, Score, Scores, TrainScore, in_words
 from train.trainer.trainer import Trainer
 
 # Steps in which nothing counts that are said; the log has all.
 SHOWN = 3
-# What a line has in addition to the epoch and a task's metrics.
-FIXED_COLUMNS = len("  train loss   test loss  seconds  best")
 
 
 class Report:
@@ -44,7 +44,8 @@ class Report:
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
-        self.metrics = self._metrics()
+        metrics = None if isinstance(trainer.task, Classification) else [*trainer.task.metrics]
+        self._table = ScoreTable(self._width(), metrics, shutil.get_terminal_size((120, 24)).columns)
         self._bar = Bar(trainer, shown=self.speaks and sys.stderr.isatty())
         self._when = ""
         self._uncounted = trainer.progress.uncounted
@@ -64,19 +65,14 @@ class Report:
         if config.accumulate > 1 and (why := self.trainer.depends_on_passes()):
             remarks = [*remarks, ("note", f"not the training of --accumulate 1: {why}")]
         for word, remark in remarks:
-            console.say(f"{word:<6}  {remark}")
+            words = [f"{word:<6}", *[" " * 6] * remark.count("\n")]
+            for first, line in zip(words, remark.split("\n"), strict=True):
+                console.say(console.folded(f"{first}  {line.strip()}", sys.stdout, indent=8))
         if self.trainer.progress.epoch < config.epochs:
-            console.say(self._heading())
-
-    def _heading(self) -> str:
-        """Return the heading of the lines of scores."""
-        correct = "  correct" * self._has_classes()
-        right = correct and f"{correct}{'':13}"
-        columns = "".join(f"  {name:>{width}}" for name, width in self.metrics)
-        return f"\n{'epoch':>{self._width()}}  train loss{correct}   test loss{right}{columns}  seconds"
-
-    def _has_classes(self) -> bool:
-        return isinstance(self.trainer.task, Classification)
+            if hidden := ", ".join(self._table.hidden):
+                note = f"note    without {hidden}, for which the terminal is too narrow; the log has them"
+                console.say(console.folded(note, sys.stdout, indent=8))
+            console.say(f"\n{self._table.heading()}")
 
     def _width(self) -> int:
         """Return the columns of `3/10`, or of `2.50/10` where scores come in the middle of epochs."""
@@ -90,17 +86,6 @@ class Report:
         if progress.step and self.trainer.feed.known_steps is None:
             return f"step {progress.global_step}"
         return f"{self.trainer.epochs_done():.2f}/{epochs}" if progress.step else f"{progress.epoch}/{epochs}"
-
-    def _metrics(self) -> list[tuple[str, int]]:
-        """Return the task's metrics that fit on a line, with their widths; the log has all."""
-        columns, left = [], shutil.get_terminal_size().columns - self._width() - FIXED_COLUMNS
-        for name in () if self._has_classes() else self.trainer.task.metrics:
-            width = max(len(name), len("1.234e-05"))
-            left -= width + 2
-            if left < 0:
-                break
-            columns.append((name, width))
-        return columns
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
         """Yield the steps of an epoch, counted on a progress bar."""
@@ -143,19 +128,20 @@ class Report:
         self.trainer.log.write(entry, self.trainer.progress.global_step)
 
     def _line(self, trained: TrainScore | None, tested: Score | None, best: bool) -> str:
-        columns = [f"{self._done():>{self._width()}}", f"{trained.loss:10.4f}" if trained else " " * 10]
-        if self._has_classes():
-            columns.append(f"{trained.accuracy:7.2%}" if trained else " " * 7)
-        columns.append(f"{tested.loss:10.4f}" if tested else " " * 10)
-        if self._has_classes():
-            right = tested if isinstance(tested, Certificate) else None
-            counted = f"({right.correct}/{right.samples})" if right else ""
-            columns.append(f"{right.accuracy:7.2%} {counted:>12}" if right else " " * 20)
-        for name, width in self.metrics:
-            value = tested.metrics.get(name) if isinstance(tested, LossCertificate) else None
-            columns.append(f"{value:{width}.4g}" if isinstance(value, int | float) else " " * width)
-        columns.append(f"{self._clock.seconds():7.1f}{'  best' * best}")
-        return "  ".join(columns)
+        cells = {score_table.SECONDS: f"{self._clock.seconds():.1f}"}
+        if trained:
+            cells[score_table.TRAIN_LOSS] = f"{trained.loss:.4f}"
+            if trained.accuracy is not None:
+                cells[score_table.TRAIN_RIGHT] = f"{trained.accuracy:.2%}"
+        if tested:
+            cells[score_table.TEST_LOSS] = f"{tested.loss:.4f}"
+        if isinstance(tested, Certificate):
+            cells[score_table.TEST_RIGHT] = f"{tested.accuracy:.2%}"
+            cells[score_table.COUNTED] = f"({tested.correct}/{tested.samples})"
+        if isinstance(tested, LossCertificate):
+            values = tested.metrics.items()
+            cells |= {name: f"{value:.4g}" for name, value in values if isinstance(value, int | float)}
+        return self._table.line(self._done(), cells, best=best)
 
     def _entry(self, trained: TrainScore | None, tested: Score | None) -> dict[str, Any]:
         """Return the object for the log: an epoch's has `epoch`, one in the middle of an epoch `step`."""

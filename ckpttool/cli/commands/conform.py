@@ -14,7 +14,7 @@ import click
 
 from ...errors import OutputExists, UsageFault
 from .. import options
-from ..console import Console, columns, cut_front, fitting, printable, table, terminal_width
+from ..console import Console, columns, cut_front, fitting, printable, table, terminal_width, without
 from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ...transforms.conforming.conform import Conformed
     from ...transforms.conforming.rules import Row
 
+HEADS = ("from", "to", "shape", "steps", "by")
 LINES = 41  # of the table, with its header; -v shows all
 
 
@@ -141,9 +142,12 @@ def _outcome(conformed: Conformed, like: str, console: Console) -> Outcome:
     if conformed.proven:
         done += f", {conformed.proven} proven equal bit for bit"
     verbose = console.verbose
-    lines = [*_table(conformed.table, terminal_width(sys.stderr if console.to_stderr else sys.stdout))]
+    width = terminal_width(sys.stderr if console.to_stderr else sys.stdout)
+    lines, gone = _table(conformed.table, width)
     if len(lines) > LINES and not verbose:
         lines = [*lines[:LINES], f"… and {len(lines) - LINES} more lines (-v)"]
+    if width is not None:
+        lines += without(gone, width)
     outcome = Outcome(done, conformed.renamed, result=conformed, table=lines, untrue=FILES)
     outcome.fields = {"mapping": [_entry(row) for row in conformed.table]}
     for said, names in (
@@ -168,9 +172,12 @@ def _types(conformed: Conformed) -> Iterator[str]:
         yield f"{count} tensors are {mine} here and {theirs} there: {hint}"
 
 
-def _table(mapping: Sequence[Row], width: int | None) -> Iterator[str]:
-    """Yield, under a header, each rule's names, one a line, with what is done and what that rests on."""
-    rows: list[tuple[str, ...]] = [("from", "to", "shape", "steps", "by")]
+def _table(mapping: Sequence[Row], width: int | None) -> tuple[list[str], Sequence[str]]:
+    """Return, under a header, each rule's names, one a line, with what is done and what that rests on.
+
+    Return the heads of the columns that do not fit, too.
+    """
+    rows: list[tuple[str, ...]] = [HEADS]
     for row in mapping:
         rule, (before, after) = row.rule, row.shapes
         shape = before if before == after else f"{before} -> {after}"
@@ -178,12 +185,13 @@ def _table(mapping: Sequence[Row], width: int | None) -> Iterator[str]:
         for source, target in zip_longest(rule.sources, rule.targets, fillvalue=""):
             rows.append((printable(_ranged(source, row)), printable(_ranged(target, row)), *facts))
             facts = "", "", ""
+    shown = len(HEADS) - 2
     if width is not None:
         widths = [max(map(columns, column)) for column in zip(*rows, strict=True)][2:]
         shown = fitting(widths, width - 2 * 16 - 2)
         each = max((width - sum(widths[:shown]) - 2 * shown - 2) // 2, 16)
         rows = [(cut_front(row[0], each), cut_front(row[1], each), *row[2 : 2 + shown]) for row in rows]
-    yield from table(rows, range(5), width)
+    return [*table(rows, range(5), width)], HEADS[2 + shown :]
 
 
 def _ranged(text: str, row: Row) -> str:

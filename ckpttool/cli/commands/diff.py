@@ -120,7 +120,7 @@ def _report(
         pairs = counted(comparison.same_files, "tensor lies", "tensors lie")
         console.note(f"{pairs} in files whose hashes are the same, and were not read")
     width = terminal_width(sys.stdout)
-    lines = details(comparison, sort) if console.verbose else page(comparison, sort, width)
+    lines = details(comparison, sort, width) if console.verbose else page(comparison, sort, width)
     verdict = _verdict(printable(a), printable(b), comparison, limits)
     console.result("\n".join([*lines, console.sentence(verdict)]), {**_data(comparison, sort), **limits})
 

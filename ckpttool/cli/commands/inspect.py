@@ -14,7 +14,7 @@ import click
 from ...errors import SeveralCheckpoints
 from ...words import number
 from .. import options
-from ..console import Console, columns, counted, printable, show_bytes, table, terminal_width, wrapped
+from ..console import Console, columns, counted, printable, show_bytes, table, terminal_width, without
 from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:
@@ -224,10 +224,7 @@ def _fitted(
             hidden.append(head)
     lefts = [place for place, i in enumerate(shown) if i in to_the_left]
     yield from table([[line[i] for i in shown] for line in cells], lefts, width)
-    if hidden:
-        names = ", ".join(head for head in heads if head in hidden)
-        text = f"without {names}, for which the terminal is too narrow; | cat has them"
-        yield from wrapped(text, width)
+    yield from without([head for head in heads if head in hidden], width)
 
 
 def _figures(stat: Stats | None) -> list[str]:

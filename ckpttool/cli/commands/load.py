@@ -158,7 +158,7 @@ def reload(
     note_fields(console, loaded)
     console.note_names("on the meta device, without values, as no file holds them", without_values)
     forward = f"\nforward pass: {list(input_shape)} -> {shape}" if input_shape else ""
-    console.result(_line(loaded, model, seconds) + forward, data)
+    console.result(console.sentence(_line(loaded, model, seconds)) + forward, data)
 
 
 def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .. import options
-from ..console import Console, coloured, counted, printable, to_json
+from ..console import Console, counted, printable, say, to_json
 
 if TYPE_CHECKING:
     from ...scanning.verdicts import Scanned
@@ -62,8 +62,7 @@ def _say_unreadable(scanned: list[Scanned]) -> None:
     for file in scanned:
         for problem in file.problems:
             where = f"{file.path}: {problem.where}" if problem.where else file.path
-            label = coloured("unreadable:", "yellow")
-            click.echo(f"{label} {printable(where)}: {printable(problem.reason)}", err=True)
+            say("unreadable:", "yellow", f"{printable(where)}: {printable(problem.reason)}")
 
 
 def _lines(console: Console, scanned: list[Scanned]) -> list[str]:

@@ -1,6 +1,6 @@
 /* Curves over the epochs of a training, the time of its steps, and evaluations. */
 
-const SIZE = { width: 420, height: 240, left: 52, right: 10, top: 10, bottom: 28 };
+const SIZE = { width: 420, height: 240, left: 52, right: 10, top: 10, bottom: 32 };
 const SPREAD = 50; // from this ratio of the most to the least on, the axis is logarithmic
 
 function trainingOf({ runs, panels, seconds }) {
@@ -19,10 +19,11 @@ function chart(title, curves, quantity) {
   const all = curves.flatMap((curve) => curve.points).filter(([, value]) => value !== null);
   const values = all.map(([, value]) => value);
   const [low, high] = values.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
-  const end = all.reduce((most, [at]) => Math.max(most, at), 0) || 1;
+  const last = all.reduce((most, [at]) => Math.max(most, at), 0) || 1;
+  const end = all.every(([at]) => at === last) ? 2 * last : last; // what happened at one place stands in the middle
   const logarithmic = low > 0 && high > SPREAD * low && !["lr", "samples_per_second"].includes(quantity);
   const fromZero = ["lr", "samples_per_second", "seconds"].includes(quantity) && !logarithmic;
-  const y = axis(fromZero ? 0 : low, high, logarithmic);
+  const y = low === high && isShare(quantity) ? axis(0, 1, false) : axis(fromZero ? 0 : low, high, logarithmic);
   const x = (at) => SIZE.left + (at / end) * (SIZE.width - SIZE.left - SIZE.right);
   const drawn = svg("svg", { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, role: "img", "aria-label": `${title}: ${curves.map(inWords).join("; ")}` });
   drawn.append(...axes(y, x, end, quantity));
@@ -38,7 +39,7 @@ function inWords({ name, points }) {
 
 function axis(low, high, logarithmic) {
   if (!Number.isFinite(low)) [low, high] = [0, 1];
-  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  if (low === high) [low, high] = low ? [Math.min(0, 2 * low), Math.max(0, 2 * low)] : [0, 1];
   const scale = logarithmic ? Math.log10 : (value) => value;
   const [from, to] = [scale(low), scale(high)];
   const tall = SIZE.height - SIZE.top - SIZE.bottom;
@@ -63,14 +64,18 @@ function decades(low, high) {
 }
 
 function axes(y, x, end, quantity) {
-  const percent = quantity.endsWith("accuracy");
+  const percent = isShare(quantity);
   const right = SIZE.width - SIZE.right;
   const lines = y.ticks.flatMap((value) => [
     svg("line", { class: "grid", x1: SIZE.left, x2: right, y1: y.place(value), y2: y.place(value) }),
     svg("text", { x: SIZE.left - 6, y: y.place(value) + 4, "text-anchor": "end" }, percent ? `${Number((100 * value).toPrecision(4))}%` : short(value)),
   ]);
-  const below = ticks(0, end).map((at) => svg("text", { x: x(at), y: SIZE.height - 12, "text-anchor": "middle" }, short(at)));
-  return [...lines, ...below, svg("text", { x: right, y: SIZE.height - 1, "text-anchor": "end" }, "epochs")];
+  const below = ticks(0, end).map((at) => svg("text", { x: x(at), y: SIZE.height - 16, "text-anchor": "middle" }, short(at)));
+  return [...lines, ...below, svg("text", { x: right, y: SIZE.height - 4, "text-anchor": "end" }, "epochs")];
+}
+
+function isShare(quantity) {
+  return quantity.endsWith("accuracy");
 }
 
 function short(value) {
@@ -86,7 +91,7 @@ function line({ run, kind, points }, x, y) {
   const dots = kind !== "training" || known.length < 4 ? known.filter((_, i) => i % Math.ceil(known.length / 30) === 0) : [];
   return [
     ...(kind === "training, by epoch" ? [] : [svg("path", { d: path || "M0 0", class: `${colour} ${style}` })]),
-    ...dots.map(([at, value]) => svg("circle", { cx: x(at), cy: y(value), r: kind === "test" ? 3.5 : 2.5, class: colour })),
+    ...dots.map(([at, value]) => svg("circle", { cx: x(at), cy: y(value), r: known.length === 1 ? 4.5 : kind === "test" ? 3.5 : 2.5, class: colour })),
   ];
 }
 
@@ -103,7 +108,7 @@ function readable(drawn, curves, x, quantity) {
     mark.setAttribute("x2", x(at));
     drawn.append(mark);
     const known = curves.map((curve) => [curve.name, curve.points.filter((point) => point[0] <= at).pop()]).filter(([, point]) => point);
-    const percent = quantity.endsWith("accuracy");
+    const percent = isShare(quantity);
     const words = known.map(([name, [, value]]) => `${name} ${value === null ? "no number" : percent ? `${inShort(100 * value, 4)}%` : inShort(value, 4)}`);
     said.textContent = `epoch ${Number(at.toPrecision(4))}: ${words.join(", ")}`;
   };
@@ -119,6 +124,7 @@ function readable(drawn, curves, x, quantity) {
     event.preventDefault();
     show(place + step);
   });
+  if (places.length === 1) show(0);
   return el("div", {}, frame, said);
 }
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpttool
 from ckpttool.analysis.compare import Change, Comparison
 from ckpttool.analysis.compare_values import Norms
 from ckpttool.analysis.distances import Distance
-from ckpttool.cli.diff_page import page
+from ckpttool.cli.diff_page import details, page
 
 
 def save_pair(a: object, b: object) -> None:
@@ -91,7 +92,8 @@ def test_a_narrow_terminal_shows_fewer_figures_and_no_line_that_is_cut_in_a_numb
         ]
         assert lines[0].split() == heads
         assert max(map(len, lines)) <= width
-        assert [line.split()[2:4] for line in lines[1:]] == [["50%", "1"]] * 2
+        assert [line.split()[2:4] for line in lines[1:3]] == [["50%", "1"]] * 2
+        assert lines[3].startswith("without ")
 
 
 def blocks(count: int) -> dict[str, torch.Tensor]:
@@ -317,3 +319,35 @@ def test_both_sides_are_grouped_at_one_depth(cli: Any) -> None:
     lines = cli("diff a.pt b.pt").out.splitlines()
     names = {line[0]: line.split()[1] for line in lines if ".*" in line}
     assert names["-"].count(".") == names["+"].count("."), lines
+
+
+def on_terminal(
+    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], width: int, *, verbose: bool
+) -> list[str]:
+    """Return the lines of the page about two states, without colours."""
+    save_pair(a, b)
+    comparison = ckpttool.diff("a.pt", "b.pt")
+    lines = details(comparison, None, width) if verbose else page(comparison, None, width)
+    return [click.unstyle(line) for line in lines]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("verbose", [False, True])
+def test_words_that_do_not_fit_beside_a_name_stand_below_it(width: int, verbose: bool, here: Path) -> None:
+    name = "encoder.layers.0.attention.self.query.weight"
+    a = {name: torch.ones(64, 64), "head.weight": torch.ones(10, 64), "moved": torch.ones(3)}
+    b = {name: a[name].bfloat16(), "head.weight": torch.ones(12, 64), "moved": torch.zeros(3)}
+    lines = on_terminal(a, b, width, verbose=verbose)
+    assert max(len(line) for line in lines if name not in line) <= width
+    said = " ".join(" ".join(lines).split())
+    assert "float32 -> bfloat16 of [64×64]" in said and "float32 [10×64] -> [12×64]" in said
+    below = [line for line in lines if line.startswith("    ") and "float32" in line]
+    assert bool(below) == (width == 40)
+
+
+def test_figures_that_do_not_fit_are_named(here: Path) -> None:
+    a, b = {"layer.weight": torch.ones(3)}, {"layer.weight": torch.tensor([1.0, 2.0, 3.0])}
+    narrow, wide = (on_terminal(a, b, width, verbose=False) for width in (40, 80))
+    note = "without cosine, largest, for which the terminal is too narrow; | cat has them"
+    assert " ".join(narrow[2:]) == note
+    assert len(wide) == 2 and wide[0].split() == ["differ", "relative", "cosine", "largest"]

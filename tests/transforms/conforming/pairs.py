@@ -2,7 +2,7 @@
 
     python -m tests.transforms.conforming.pairs [WORD…] [--write[=PAGE]] [--record]
 
-`--write` puts the table into docs/dialects.md, and `--record` what some of the pairs are into recorded.json,
+`--write` puts the table into docs/conform.md, and `--record` what some of the pairs are into recorded.json,
 for machines without the libraries. Words choose the pairs whose names have one of them.
 """
 
@@ -26,7 +26,7 @@ from tests.support.running import ROOT
 from tests.support.two_dialects import State, checksum
 from tests.transforms.conforming.architectures import Made, Pair, equal, pairs
 
-PAGE = ROOT / "docs" / "dialects.md"
+PAGE = ROOT / "docs" / "conform.md"
 MARKS = "<!-- pairs -->\n", "<!-- /pairs -->"
 RECORDED = Path(__file__).parent / "recorded.json"
 # Pairs that tests know without the libraries

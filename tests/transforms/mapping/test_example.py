@@ -1,4 +1,4 @@
-"""The rule file on the page of dialects does what the page says of it."""
+"""The rule file on the page of maps does what the page says of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.dialects import LLAMA
 from tests.support.mapped import assert_reversible, random_state
 from tests.support.running import ROOT
 
-PAGE = (ROOT / "docs" / "dialects.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "maps.md").read_text(encoding="utf-8")
 
 
 def the_example() -> Rules:

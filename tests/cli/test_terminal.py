@@ -1,0 +1,83 @@
+"""What goes to a terminal is folded between words, and what is to be pasted stays whole."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.cli.commands.conform import _table
+from ckpttool.cli.commands.scan import _say_unreadable
+from ckpttool.cli.console import say
+from ckpttool.cli.failure import COMMAND, fail
+from ckpttool.errors import Damaged
+from ckpttool.scanning.scan import named_in, scan_each
+from ckpttool.transforms.conforming.conform import conform
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+
+
+def said(call: Callable[[], object]) -> list[str]:
+    """Return the lines that a call prints on a terminal of 40 columns, without colours."""
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        call()
+    return click.unstyle(terminal.getvalue()).splitlines()
+
+
+def test_an_error_and_its_hint_are_folded() -> None:
+    error = Damaged("in.pt", "is cut short: the zip directory at its end is missing")
+    lines = said(lambda: fail(error, as_json=False))
+    assert max(map(len, lines)) <= 40
+    assert lines[0].startswith("error: in.pt: is cut") and "hint: copy or download it again, or use" in lines
+
+
+def test_a_command_in_a_hint_stays_whole_on_a_line_of_its_own() -> None:
+    command = "ckpttool merge a/long/folder/of/a/run OUT --take-rank 3"
+    lines = said(lambda: say("hint:", "cyan", f"take one rank's values: {command}", command=COMMAND))
+    assert lines == ["hint: take one rank's values:", command]
+
+
+def test_a_short_hint_is_one_line() -> None:
+    hint = "ckpttool convert --help"
+    assert said(lambda: say("hint:", "cyan", hint, command=COMMAND)) == [f"hint: {hint}"]
+
+
+def test_what_can_t_be_scanned_is_said_in_lines_that_fit(here: Path) -> None:
+    torch.save({"w": torch.ones(300)}, "cut.pt")
+    Path("cut.pt").write_bytes(Path("cut.pt").read_bytes()[:900])
+    scanned = [*scan_each(named_in(["cut.pt"]))]
+    lines = said(lambda: _say_unreadable(scanned))
+    assert lines[0].startswith("unreadable: cut.pt: ") and len(lines) > 1
+    assert max(map(len, lines)) <= 40
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(40, ["shape", "steps", "by"]), (120, [])])
+def test_columns_of_conform_that_do_not_fit_are_told(width: int, hidden: list[str], here: Path) -> None:
+    shapes = {"convolution": (32, 48, 3, 3), "projection": (64, 16)}
+    torch.save(
+        {f"encoder.blocks.{i}.{n}.weight": torch.ones(s) for i in (0, 1) for n, s in shapes.items()}, "a.pt"
+    )
+    shapes = {"conv": (32, 48, 3, 3), "proj": (16, 64)}
+    torch.save(
+        {f"backbone.layers.{i}.{n}.weight": torch.ones(s) for i in (0, 1) for n, s in shapes.items()}, "b.pt"
+    )
+    with ckpttool.open("a.pt") as checkpoint:
+        _, conformed = conform(checkpoint, "b.pt")
+        lines, gone = _table(conformed.table, width)
+    assert list(gone) == hidden
+    assert lines[0].split() == ["from", "to", *(["shape", "steps", "by"] if not hidden else [])]
+    assert max(map(len, lines)) <= width

@@ -1,0 +1,45 @@
+"""What a program prints on a terminal: lines that end between words; elsewhere one line stays one line."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from train import console
+from train.config import command_line
+
+LONG = "error: --data folder:nowhere: no such folder (give folder:PATH with a sub-folder for each class)"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_terminal_gets_lines_that_end_between_words(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    console.note(f"{LONG}\n  python train/main.py --a-command-to-paste --that-is-longer-than-forty-columns")
+    *lines, command, end = terminal.getvalue().split("\n")
+    assert " ".join(lines) == LONG and len(lines) > 1
+    assert max(map(len, lines)) <= columns
+    assert command.endswith("--that-is-longer-than-forty-columns") and end == ""
+
+
+def test_a_file_gets_the_line_as_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    console.note(LONG)
+    assert capsys.readouterr().err == f"{LONG}\n"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_the_help_breaks_no_word_and_keeps_to_the_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text, end, _ = command_line.train_parser().format_help().partition("\nexamples:")
+    assert end and "torch.distributed.checkpoint" in text.split() and "--grad-checkpoint" in text
+    helps = [line for line in text.splitlines() if not line.startswith(("  -", "usage", "Train"))]
+    assert max(map(len, helps)) <= columns
+    assert not any(line.endswith("-") for line in helps)
