@@ -24,7 +24,8 @@ from ...tensors.ref import Storage, TensorRef
 from ...tensors.source import ByteRange
 from ...tensors.values import require_bounded
 from . import compression
-from .blocks import UNSIGNED, fill_values, planes
+from .blocks import fill_values
+from .differences import UNSIGNED, few_places, packable
 from .header import BLOCK, NEW, SAME, SPARSE, XOR, Entry
 
 INT32 = 1 << 31  # elements that places of four bytes can name
@@ -160,13 +161,14 @@ class Encoder:
         if not changed:
             return _Block(crc, crc)
         frame = places = told = b""
+        where = few_places(before, changed)
         if task.wants_xor:
             if not hasattr(_of_thread, "compress"):
                 _of_thread.compress = compression.compressor()
-            frame = _of_thread.compress(planes(before))
+            frame = _of_thread.compress(packable(before, where))
         packed = changed * (task.place + values.itemsize)
         if task.wants_sparse and (packed <= len(new) or NEW not in self.ways):
-            where = np.flatnonzero(before != 0)  # fast for booleans alone
+            where = np.flatnonzero(before) if where is None else where
             told = values[where].tobytes()
             places = (where + piece.start // values.itemsize).astype(f"<i{task.place}").tobytes()
         return _Block(crc32(new), crc, changed, frame, places, told)
