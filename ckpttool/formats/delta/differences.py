@@ -1,8 +1,8 @@
 """The XOR of a block with the base's as bytes that zstd packs well and fast, and back. Imports numpy.
 
-Of a step most elements are the base's, and of what a fine-tune moves nearly all first bytes. Zeros are left out,
-of the elements and then of each byte plane, where they are most of it: zstd takes more time and more room for
-runs of zeros that end at random places.
+A step leaves most elements as they were, and a fine-tune the highest byte of most. Zeros are left out, of
+the elements and then of each byte plane of those that changed, where they are most of it: for runs of zeros
+that end at random places zstd takes more time, and more room.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def packable(changes: NDArray[Any], places: Places | None) -> memoryview:
         if few is not None:
             out[at : at + len(items)] = items
         at += len(items)
-    return memoryview(out[:at])
+    return out[:at].data
 
 
 def unpack(raw: bytes, values: NDArray[Any]) -> None:
@@ -107,7 +107,7 @@ def _xor_plane(values: NDArray[Any], number: int, places: Places | None, items: 
 
 
 def _put_gaps(out: Bytes, at: int, places: Places | None) -> int:
-    """Write how many items are left out before each that is not, and how many bytes that takes; return the end.
+    """Write how many items are left out before each that is not, after the bytes that takes; return the end.
 
     A gap is as many bytes of 255 as go into it, and the rest as one byte.
     """
@@ -125,7 +125,7 @@ def _put_gaps(out: Bytes, at: int, places: Places | None) -> int:
         end = begin + int(ends[-1])
         out[begin:end] = GOES_ON
         out[begin:end][ends - 1] = rest
-    SIZE.pack_into(out, at, end - begin)
+    SIZE.pack_into(out.data, at, end - begin)
     return end
 
 
@@ -145,7 +145,7 @@ class _Reader:
         """Return which of `count` items were not left out; None if none was."""
         import numpy as np
 
-        (size,) = SIZE.unpack(self.take(SIZE.size))
+        (size,) = SIZE.unpack(self.take(SIZE.size).data)
         if not size:
             return None
         gaps = self.take(size)
