@@ -157,11 +157,11 @@ class Encoder:
         task, crc = piece.task, crc32(base)
         values, before = (np.frombuffer(each, UNSIGNED[task.pair.new.dtype.itemsize]) for each in (new, base))
         before ^= values
-        changed = int(np.count_nonzero(before))
+        where = few_places(before)
+        changed = int(np.count_nonzero(before)) if where is None else len(where)
         if not changed:
             return _Block(crc, crc)
         frame = places = told = b""
-        where = few_places(before, changed)
         if task.wants_xor:
             if not hasattr(_of_thread, "compress"):
                 _of_thread.compress = compression.compressor()

@@ -22,7 +22,7 @@ from ckpttool.formats.delta.header import BLOCK
 
 
 def packed(changes: np.ndarray) -> bytes:
-    return bytes(packable(changes, few_places(changes, np.count_nonzero(changes))))
+    return bytes(packable(changes, few_places(changes)))
 
 
 def assert_kept(changes: np.ndarray) -> bytes:
