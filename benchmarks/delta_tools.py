@@ -130,10 +130,12 @@ def _row(kind: str, name: str, new: Path, files: Mapping[str, Path], turns: list
     for results, against in zip(turns, (READ, COPY), strict=True):
         seconds = median(run.seconds for run in results[name])
         row.append(f"{seconds:.2f} s ({ratio(results, name, against):.1f} ×)")
-    return [*row, show_size(max(peak(results, name) for results in turns))]
+    cpu = " + ".join(f"{median(run.cpu for run in results[name]):.2f}" for results in turns)
+    return [*row, f"{cpu} s", show_size(max(peak(results, name) for results in turns))]
 
 
-HEADER = ["what changed", "tool", "smaller", f"packed (× {READ})", f"made again (× {COPY})", "memory"]
+HEADER = ["what changed", "tool", "smaller", f"packed (× {READ})", f"made again (× {COPY})"]
+HEADER += ["of the processors", "memory"]
 
 
 def _versions() -> str:
