@@ -104,7 +104,7 @@ def _verdicts(case: Case, results: Results) -> list[Row]:
 
 def _limit(target: Target) -> str:
     if target.limit == math.inf:
-        return "the floor"
+        return "no target" if target.at_least else "the floor"
     return f"{'≥' if target.at_least else '≤'} {target.show(target.limit)}"
 
 

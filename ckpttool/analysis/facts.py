@@ -28,6 +28,9 @@ def facts_of(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     most = 1_000_000 if everything else 6
     if summary.commit:
         yield "commit", summary.commit
+    if summary.made_of:
+        files = [f"{printable(name)} ({show_bytes(size)})" for name, size in summary.made_of.items()]
+        yield "made of", show_names(files, most)
     if summary.ranks is not None:
         yield from _run(summary.ranks, most)
     yield from _state(summary, most)

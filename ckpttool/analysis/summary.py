@@ -14,6 +14,7 @@ from ..checkpoint.module_tree import Branch, outline
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State, parts_beside
+from ..formats.delta.reading import NAME as DELTA
 from ..formats.reading import File, opened
 from ..inert_pickle.known_names import is_dangerous, names_in, names_that_run, unknown_names
 from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
@@ -63,7 +64,8 @@ class Summary:
     Attributes:
         path: the file as it was named.
         format: its format, as `torch-zip`.
-        nbytes: its size.
+        nbytes: its size; of a delta with what it is built on.
+        made_of: of a delta the sizes of its files by name, its own first and its base's last.
         state: dotted path of the model's state, `""` for the file itself, None when there is none.
         model: the class of the pickled model that holds the state; None when a dict does.
         other_states: further dicts of tensors that a user may have meant.
@@ -125,6 +127,7 @@ class Summary:
     unclear: tuple[str, ...] = ()
     parts_in: str | None = field(default=None, metadata={"json": False})
     commit: str | None = None
+    made_of: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         what = f"{self.format}, {show_bytes(self.nbytes)}, {counted(self.keys, 'tensor')}"
@@ -202,7 +205,13 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         unclear=tuple(fault.message for fault in packed.faults),
         parts_in=(parts_beside(checkpoint.tree) or {}).get("folder"),
         commit=checkpoint.source.commit or None,
+        made_of=_made_of(checkpoint),
     )
+
+
+def _made_of(checkpoint: Checkpoint) -> dict[str, int]:
+    files = reversed(checkpoint.shards) if checkpoint.format == DELTA else ()
+    return {source.path: source.size for source in files if source.size}
 
 
 def _calls(tree: object) -> Iterator[str]:

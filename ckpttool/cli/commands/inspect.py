@@ -144,7 +144,7 @@ def _fields(
     summary: Summary, rows: Iterable[TensorRow], stats: Mapping[str, Stats | None]
 ) -> dict[str, object]:
     here, renamed = summary.here, {"nbytes": "bytes", "unused": "unused_bytes", "running": "could_run"}
-    absent = [name for name in ("ranks", "commit") if not getattr(summary, name)]
+    absent = [name for name in ("ranks", "commit", "made_of") if not getattr(summary, name)]
     own = ("likes", "modules", "here", "outside", "other", *absent)
     return fields_of(summary, renamed, without=own) | {
         "dtypes": here.dtypes,

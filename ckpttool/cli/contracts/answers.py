@@ -24,7 +24,7 @@ def inspect() -> list[Fields]:
         "size?": (int, "the number of entries of a container"),
     }
     file: Fields = {
-        **fields_like(Summary, renamed, without=own, maybe=("ranks", "commit")),
+        **fields_like(Summary, renamed, without=own, maybe=("ranks", "commit", "made_of")),
         "dtypes": (dict[str, int], "dtype -> how many tensors of the state have it"),
         "devices": (dict[str, int], "device -> how many tensors of the state are tagged with it"),
         "state_bytes": (int, "bytes of the state's tensors, ties counted once"),

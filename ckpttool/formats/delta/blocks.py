@@ -14,13 +14,12 @@ from ...tensors.ref import Computed, TensorRef
 from ...tensors.source import ByteRange
 from ...tensors.values import read_into, stretches
 from . import compression
+from .differences import UNSIGNED, BadDifference, largest, unpack
 from .header import BLOCK
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-UNSIGNED = {width: f"<u{width}" for width in (1, 2, 4, 8)}  # numpy's types of that many bytes
 
 # Places that are read together: 1 MiB of them, of 8 bytes each.
 MANY = 1 << 17
@@ -65,47 +64,9 @@ def fill_values(tensor: TensorRef, start: int, out: memoryview) -> None:
         done += part.nbytes
 
 
-def planes(values: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return the first byte of each element, then the second of each, and so on.
-
-    The next call of a thread writes over what this returned.
-    """
-    import numpy as np
-
-    width = values.itemsize
-    apart = _scratch("planes", "u1", width * len(values)).reshape(width, -1)
-    shifted = _scratch("shifted", values.dtype.str, len(values))
-    for number, plane in enumerate(apart):
-        np.right_shift(values, np.array(8 * number, values.dtype), out=shifted)
-        np.copyto(plane, shifted, casting="unsafe")
-    return apart
-
-
-def xor_planes(values: NDArray[Any], apart: NDArray[np.uint8]) -> None:
-    """XOR elements in place with others whose bytes lie in planes."""
-    import numpy as np
-
-    other = _scratch("shifted", values.dtype.str, len(values))
-    for number, plane in enumerate(apart):
-        np.copyto(other, plane)
-        if number:
-            np.left_shift(other, np.array(8 * number, values.dtype), out=other)
-        values ^= other
-
-
-def _scratch(name: str, kind: str, count: int) -> NDArray[Any]:
-    """Return memory of this thread, which is used again: new pages cost more than what is done in them."""
-    import numpy as np
-
-    kept: dict[tuple[str, str], NDArray[Any]] = _of_thread.__dict__.setdefault("scratch", {})
-    if (name, kind) not in kept:
-        kept[name, kind] = np.empty(BLOCK // np.dtype(kind).itemsize, kind)
-    return kept[name, kind][:count]
-
-
 @dataclass
 class Xored:
-    """The values of a base, XORed with what the frames of a payload hold.
+    """The values of a base, XORed with the differences that the frames of a payload hold.
 
     A payload is the frame of each block, one after another, and at its end the size of each as 4 bytes,
     little-endian. A size of 0 stands for a block that is the base's.
@@ -126,14 +87,12 @@ class Xored:
         if not hasattr(_of_thread, "decompress"):
             compression.require(self.payload.path)
             _of_thread.decompress = compression.decompressor()
-        frame = memoryview(self.payload.part(begin, end - begin).read())
+        frame, width = memoryview(self.payload.part(begin, end - begin).read()), self.base.dtype.itemsize
         try:
-            raw = _of_thread.decompress(frame, len(out))
-        except compression.BadFrame as fault:
+            raw = _of_thread.decompress(frame, largest(len(out), width))
+            unpack(raw, np.frombuffer(out, UNSIGNED[width]))
+        except (compression.BadFrame, BadDifference) as fault:
             raise self._damaged(f"frame {number} {fault}") from None
-        kind = UNSIGNED[self.base.dtype.itemsize]
-        apart = np.frombuffer(raw, np.uint8).reshape(self.base.dtype.itemsize, -1)
-        xor_planes(np.frombuffer(out, kind), apart)
 
     @cached_property
     def _places(self) -> NDArray[np.int64]:

@@ -62,9 +62,9 @@ def compressor() -> Compress:
 
 
 def decompressor() -> Decompress:
-    """Return what unpacks a frame of exactly a stated number of bytes, for one thread.
+    """Return what unpacks a frame that states its size, a given number of bytes at most, for one thread.
 
-    It raises BadFrame for any other frame, and takes no more memory than was stated.
+    It raises BadFrame for any other frame, and takes no more memory than was given.
     """
     if _find("compression.zstd"):
         return _with_standard_library
@@ -72,22 +72,25 @@ def decompressor() -> Decompress:
 
     unpack = zstandard.ZstdDecompressor().decompress
 
-    def decompress(frame: memoryview, nbytes: int) -> bytes:
+    def decompress(frame: memoryview, most: int) -> bytes:
         try:
-            if zstandard.frame_content_size(frame) != nbytes:  # it sizes the output, whatever is allowed
+            if (
+                not 0 <= zstandard.frame_content_size(frame) <= most
+            ):  # it sizes the output, whatever is allowed
                 raise BadFrame("is of another size")
-            return unpack(frame, max_output_size=nbytes, allow_extra_data=False)
+            return unpack(frame, max_output_size=most, allow_extra_data=False)
         except zstandard.ZstdError:
             raise BadFrame("is damaged") from None
 
     return decompress
 
 
-def _with_standard_library(frame: memoryview, nbytes: int) -> bytes:
+def _with_standard_library(frame: memoryview, most: int) -> bytes:
     from compression import zstd
 
     try:
-        if zstd.get_frame_info(frame).decompressed_size != nbytes:
+        nbytes = zstd.get_frame_info(frame).decompressed_size
+        if nbytes is None or nbytes > most:
             raise BadFrame("is of another size")
         unpacker = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 23})
         block: bytes = unpacker.decompress(frame, nbytes + 1)

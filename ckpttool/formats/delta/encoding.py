@@ -24,7 +24,8 @@ from ...tensors.ref import Storage, TensorRef
 from ...tensors.source import ByteRange
 from ...tensors.values import require_bounded
 from . import compression
-from .blocks import UNSIGNED, fill_values, planes
+from .blocks import fill_values
+from .differences import UNSIGNED, few_places, packable
 from .header import BLOCK, NEW, SAME, SPARSE, XOR, Entry
 
 INT32 = 1 << 31  # elements that places of four bytes can name
@@ -156,17 +157,18 @@ class Encoder:
         task, crc = piece.task, crc32(base)
         values, before = (np.frombuffer(each, UNSIGNED[task.pair.new.dtype.itemsize]) for each in (new, base))
         before ^= values
-        changed = int(np.count_nonzero(before))
+        where = few_places(before)
+        changed = int(np.count_nonzero(before)) if where is None else len(where)
         if not changed:
             return _Block(crc, crc)
         frame = places = told = b""
         if task.wants_xor:
             if not hasattr(_of_thread, "compress"):
                 _of_thread.compress = compression.compressor()
-            frame = _of_thread.compress(planes(before))
+            frame = _of_thread.compress(packable(before, where))
         packed = changed * (task.place + values.itemsize)
         if task.wants_sparse and (packed <= len(new) or NEW not in self.ways):
-            where = np.flatnonzero(before != 0)  # fast for booleans alone
+            where = np.flatnonzero(before) if where is None else where
             told = values[where].tobytes()
             places = (where + piece.start // values.itemsize).astype(f"<i{task.place}").tobytes()
         return _Block(crc32(new), crc, changed, frame, places, told)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import Damaged, Refused, Unreadable, UsageFault
 from ckpttool.formats.delta import applying, reading
+from ckpttool.words import show_bytes
 from tests.support.running import Cli, assert_says
 
 STEPS = 4
@@ -55,6 +56,17 @@ def test_every_reading_command_takes_a_chain(chain: list[str], cli: Cli, name: s
             torch.equal(loaded[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in expected
         )
         assert checkpoint.state()["b"].numpy().tobytes() == expected["b"].numpy().tobytes()
+
+
+def test_inspect_names_the_size_of_each_delta_and_of_its_base(chain: list[str], cli: Cli) -> None:
+    files = ["d2.safetensors", "d1.safetensors", "0.safetensors"]
+    sizes = {name: Path(name).stat().st_size for name in files}
+    said = cli("inspect", "d2.safetensors", "--json").json
+    assert said["made_of"] == sizes and [*said["made_of"]] == files
+    assert said["bytes"] == sum(sizes.values())
+    shown = ", ".join(f"{name} ({show_bytes(size)})" for name, size in sizes.items())
+    assert f"\n  made of     {shown}\n" in cli("inspect", "d2.safetensors").out
+    assert "made_of" not in cli("inspect", "0.safetensors", "--json").json
 
 
 def test_apply_takes_several_deltas(chain: list[str], cli: Cli) -> None:

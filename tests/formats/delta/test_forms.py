@@ -35,6 +35,14 @@ def second_reader(delta: Path, base: Path) -> tuple[dict[str, np.ndarray], Any]:
         places = {name: entry["data_offsets"] for name, entry in header.items()}
         return {name: raw[8 + size + a : 8 + size + b] for name, (a, b) in places.items()}, texts
 
+    def kept(raw: bytes, at: int, count: int) -> tuple[np.ndarray, int]:
+        """Which of `count` items were not left out, and where what follows their gaps begins."""
+        (size,) = struct.unpack_from("<I", raw, at)
+        gaps = np.frombuffer(raw, np.uint8, size, at + 4)
+        ends = np.flatnonzero(gaps < 255)
+        places = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
+        return places if size else np.arange(count), at + 4 + size
+
     parts, texts = opened(delta)
     older, _ = opened(base)
     said = json.loads(texts["ckpttool.delta"])
@@ -59,8 +67,14 @@ def second_reader(delta: Path, base: Path) -> tuple[dict[str, np.ndarray], Any]:
             for number, size in enumerate(sizes):
                 rows = slice(number * said["block"] // width, (number + 1) * said["block"] // width)
                 if size:
-                    planes = zstandard.decompress(own[0][at : at + size])
-                    values[rows] ^= np.frombuffer(planes, np.uint8).reshape(width, -1).T
+                    raw = zstandard.decompress(own[0][at : at + size])
+                    elements, place = kept(raw, 0, len(values[rows]))
+                    changed = np.zeros((len(elements), width), np.uint8)
+                    for plane in changed.T:
+                        some, place = kept(raw, place, len(elements))
+                        plane[some] = np.frombuffer(raw, np.uint8, len(some), place)
+                        place += len(some)
+                    values[rows][elements] ^= changed
                 at += size
         made[name] = values.reshape(-1)
     for name, entry in said["tensors"].items():

@@ -98,6 +98,9 @@ def unsized(raw: bytes) -> bytes:
     return zstandard.ZstdCompressor(write_content_size=False).compress(raw)
 
 
+# The only element that changed lies behind the last, after gaps of 255 bytes; one byte plane of it changed.
+OUTSIDE = struct.pack("<I", 2057) + b"\xff" * 2056 + b"\x08" + bytes(4) + b"\1" + struct.pack("<IB", 1, 255)
+
 FRAMES: dict[str, Callable[[], list[bytes]]] = {
     "a bomb": lambda: [bomb(), b""],
     "one that states no size": lambda: [unsized(bytes(1 << 20)), b""],
@@ -105,6 +108,7 @@ FRAMES: dict[str, Callable[[], list[bytes]]] = {
     "one that is too short": lambda: [zstandard.compress(bytes(5)), b""],
     "no frame": lambda: [b"no frame at all", b""],
     "two frames as one": lambda: [zstandard.compress(bytes(1 << 20)) + zstandard.compress(b"x"), b""],
+    "a place outside of its block": lambda: [zstandard.compress(OUTSIDE), b""],
     "too few frames": lambda: [zstandard.compress(bytes(1 << 20))],
     "nothing": list,
 }

@@ -17,6 +17,7 @@ from ckpttool.errors import Damaged, UsageFault
 from ckpttool.formats.delta import compression
 from tests.ranks import runs, trainings
 from tests.ranks.programs import start
+from tests.support.kept_steps import EVERY, SETTINGS, delta, same, state_of, steps_in, whole
 from tests.support.odd_state import odd_state
 from tests.support.run_log import entries_of
 from train.checkpoint import deltas, parts
@@ -25,38 +26,10 @@ from train.checkpoint import saver as saving
 from train.checkpoint.files import DELTA, numbered
 from train.checkpoint.format import read
 from train.config import command_line
-from train.config.shared import Every
 from train.main import steps_of_epoch
 from train.run import folder as folders
 from train.tasks import builtin as tasks
 from train.trainer import preflight
-
-EACH = {"save_every": Every(1, "steps")}
-SETTINGS = {**EACH, "ema": 0.9, "optimizer": "adamw", "momentum": None, "keep_best": 1}
-EVERY = 3
-
-
-def whole(*steps: int) -> set[str]:
-    return {numbered(step) for step in steps}
-
-
-def delta(*steps: int) -> set[str]:
-    return {numbered(step, ending=DELTA) for step in steps}
-
-
-def steps_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if path.name.startswith("step-")}
-
-
-def state_of(folder: Path, step: int) -> Path:
-    """Return a file of the state of a step, the delta if there is one."""
-    path = folder / numbered(step, ending=DELTA)
-    return path if path.exists() else folder / numbered(step)
-
-
-def same(one: Path, other: Path) -> bool:
-    """Return whether two checkpoints hold the same, to the last bit, but for what says how they were kept."""
-    return runs.different(read(str(one)), read(str(other))) == []
 
 
 @pytest.fixture(scope="module")
