@@ -71,8 +71,22 @@ def read_torch_pickle(
     reducers = REDUCERS | {name: partial(_rebuild_parameter, name, remarks) for name in PARAMETER}
     reducers |= {name: partial(_without_hooks, name, remarks) for name in (REBUILD_V2, REBUILD_V3)}
     reducers |= {name: partial(_rebuild_from_type, name, remarks) for name in FROM_TYPE}
-    shortcuts = {} if storages is None else {REBUILD_V2: TensorPattern(REBUILD_V2, storages)}
-    return read_pickle(data, persistent_load=identities.find, reducers=reducers, shortcuts=shortcuts)
+    if storages is None:
+        return read_pickle(data, persistent_load=identities.find, reducers=reducers)
+    pattern = TensorPattern(REBUILD_V2, storages)
+
+    def after(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Let what was matched before have its storages first, and its remarks, as without the shortcut."""
+        return lambda argument: (pattern.find(), function(argument))[1]
+
+    reducers = {name: after(reducer) for name, reducer in reducers.items()}
+    try:
+        shortcuts = {REBUILD_V2: pattern}
+        return read_pickle(
+            data, persistent_load=after(identities.find), reducers=reducers, shortcuts=shortcuts
+        )
+    finally:
+        pattern.find()  # what is wrong with one of them was so before the fault that ended the reading
 
 
 def _remark(remarks: list[Remark], name: str, message: str) -> None:
