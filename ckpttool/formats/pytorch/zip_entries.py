@@ -47,7 +47,7 @@ class Record(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """What the central directory says of some records: a column for each field, in the order of the entries."""
+    """What the central directory says of some records: a column for each field, in the entries' order."""
 
     headers: Sequence[int]  # offsets of the local headers
     raw_names: Sequence[bytes]

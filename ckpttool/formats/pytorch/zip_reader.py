@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 from ...errors import Damaged, Unsupported
 from ...tensors.source import ByteRange, Source
-from .zip_entries import entries, in_columns, rows
 from .zip_entries import Record as Record
+from .zip_entries import entries, in_columns, rows
 from .zip_headers import LOCAL_HEADER, seen_records, unseen_records
 from .zip_writer import END, END64, FULL16, FULL32, LOCATOR64, Signature
 
