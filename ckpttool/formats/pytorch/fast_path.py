@@ -12,7 +12,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ...inert_pickle.machine import Machine, PickleFault
@@ -20,7 +19,7 @@ from ...inert_pickle.opcodes import uint4
 from ...inert_pickle.values import ORDERED_DICT, Global, OrderedDict_, in_brief
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ...tensors.ref import MAX_BYTES, Storage, TensorRef, extent, is_count
-from .templates import FORM, NUMBER, TENSOR, Template
+from .templates import FORM, MOST_FORMS, NUMBER, TENSOR, Template
 
 UNTYPED = Global("torch.storage", "UntypedStorage")
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
@@ -74,7 +73,6 @@ TEXT, LONG_BINPUT = b"X", b"r"
 GETS = {b"h": 2, b"j": 5}  # and of a reference to one, with its bytes
 
 WIDEST = 16  # bytes of the widest element
-MOST_FORMS = 4096  # that are remembered: honest files have a few dozen
 TOGETHER = 1000  # storages that are found together
 NOWHERE: Any = None  # the storage of a tensor until it is found
 NONE = StorageForm("", "", 0, 0)
@@ -271,33 +269,3 @@ def _referred(machine: Machine, get: bytes) -> Any:
 def _numbers(opcodes: bytes) -> tuple[int, ...]:
     numbers = re.findall(NUMBER, opcodes, re.DOTALL)
     return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)
-
-
-# What tensors of one form share: also where they are tagged to lie, which decides what is written of that.
-LIKE = attrgetter(
-    *("storage.kind", "storage.location", "storage.data.nbytes", "dtype.name"),
-    *("offset", "shape", "stride", "conj", "neg", "requires_grad"),
-)
-
-
-class WrittenTensors:
-    """The same shortcut for what writes a pickle: what was written of one is the template of others."""
-
-    def __init__(self, key_of: Callable[[Storage], str]) -> None:
-        self.key_of = key_of
-        self.templates: dict[tuple[object, ...], Template] = {}
-
-    def written(self, tensor: TensorRef, index: int) -> tuple[bytes, int] | None:
-        """Return a tensor's opcodes, and how many values they put into the memo; None for a new form."""
-        template = self.templates.get(LIKE(tensor))
-        if template is None:
-            return None
-        return template.written(self.key_of(tensor.storage).encode(), index), template.count
-
-    def learn(self, tensor: TensorRef, opcodes: bytes, index: int) -> None:
-        """Take what was written of a tensor for others of its form, unless it holds more than a template."""
-        match = TENSOR.fullmatch(opcodes)
-        if match and len(self.templates) < MOST_FORMS:
-            template = Template(match)
-            if template.written(match["key"], index) == opcodes:
-                self.templates[LIKE(tensor)] = template

@@ -22,6 +22,8 @@ FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "s
 KEY = GROUPS["key"]
 PUTS = [group for group in range(KEY + 1, TENSOR.groups + 1) if group not in GROUPS.values()]
 
+MOST_FORMS = 4096  # that are remembered: honest files have a few dozen
+
 
 class Template:
     """The opcodes of all tensors of one form: they differ in the storage's key and the places in the memo."""

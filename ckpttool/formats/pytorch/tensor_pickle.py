@@ -27,11 +27,11 @@ from .fast_path import (
     FindStorages,
     StorageForm,
     TensorPattern,
-    WrittenTensors,
     element_type,
     itemsize,
     storage_id,
 )
+from .writing_tensors import WrittenTensors
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
 REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
@@ -77,7 +77,12 @@ def read_torch_pickle(
 
     def after(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Let what was matched before have its storages first, and its remarks, as without the shortcut."""
-        return lambda argument: (pattern.find(), function(argument))[1]
+
+        def called(argument: Any) -> Any:
+            pattern.find()
+            return function(argument)
+
+        return called
 
     reducers = {name: after(reducer) for name, reducer in reducers.items()}
     try:
