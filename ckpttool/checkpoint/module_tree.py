@@ -78,7 +78,7 @@ class _Entries(NamedTuple):
     forms: list[_Form]
 
     def part(self, begin: int, end: int) -> _Entries:
-        return _Entries(*(column[begin:end] for column in self))
+        return _Entries(self.names[begin:end], self.tensors[begin:end], self.forms[begin:end])
 
 
 def outline(tensors: Mapping[str, TensorRef]) -> Branch:
@@ -115,7 +115,8 @@ def _branch(name: str, entries: _Entries, start: int, copies: int, times: int, l
     own, rows = _parted(entries, start) if levels else (entries, [])
     times *= copies
     inside = [
-        _branch(row.label, row.first, start + len(row.name) + 1, row.count, times, levels - 1) for row in rows
+        _branch(row.label, row.first, start + len(row.name) + 1, row.copies, times, levels - 1)
+        for row in rows
     ]
     if inside and own.names:  # tensors next to modules get their own lines, above them
         inside[:0] = [_leaf(entry, start, times) for entry in zip(*own, strict=True)]
@@ -134,13 +135,13 @@ class _Row(NamedTuple):
 
     name: str  # of the first
     last: str
-    count: int
+    copies: int
     first: _Entries  # what is in the first
 
     @property
     def label(self) -> str:
         last = _place(self.last)
-        return self.name if self.count == 1 or not last else f"{self.name}-{last[1]}"
+        return self.name if self.copies == 1 or not last else f"{self.name}-{last[1]}"
 
 
 def _parted(entries: _Entries, start: int) -> tuple[_Entries, list[_Row]]:
