@@ -79,7 +79,7 @@ def _without_equal(pairs: Iterable[Pair], progress: Progress | None) -> Iterator
     while some := [*islice(following, MOST_PIECES)]:
         tiny = {number: places for number, pair in enumerate(some) if (places := _tiny(pair))}
         mine, theirs = (read_together([places[side] for places in tiny.values()]) for side in (0, 1))
-        equal = {n for n, x, y in zip(tiny, mine, theirs, strict=True) if bytes(x) == bytes(y)}
+        equal = {n for n, x, y in zip(tiny, mine, theirs, strict=True) if x == y}
         if progress and equal:
             progress(sum(tiny[number][0].nbytes for number in equal))
         yield from (pair for number, pair in enumerate(some) if number not in equal)

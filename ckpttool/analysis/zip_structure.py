@@ -73,7 +73,7 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
 
 def _between(
     source: Source, records: Sequence[Record], headers: Sequence[int], ends: Sequence[int]
-) -> Iterator[tuple[memoryview, memoryview]]:
+) -> Iterator[tuple[bytes, bytes]]:
     """Yield what stands before each record and behind it, as far as a descriptor may; many read together."""
     for first in range(0, len(records), MOST_PIECES):
         ranges: list[tuple[int, int]] = []

@@ -6,7 +6,7 @@ The tree is made from names alone: `layers.0.attn.weight` is a tensor `weight` i
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -70,7 +70,15 @@ class _Form(NamedTuple):
     nbytes: int
 
 
-_Entry = tuple[str, TensorRef, _Form]
+class _Entries(NamedTuple):
+    """Some tensors of a state, in columns: a tuple for each of 100,000 takes longer to make than to use."""
+
+    names: list[str]
+    tensors: list[TensorRef]
+    forms: list[_Form]
+
+    def part(self, begin: int, end: int) -> _Entries:
+        return _Entries(self.names[begin:end], self.tensors[begin:end], self.forms[begin:end])
 
 
 def outline(tensors: Mapping[str, TensorRef]) -> Branch:
@@ -79,7 +87,7 @@ def outline(tensors: Mapping[str, TensorRef]) -> Branch:
     return _branch(shared, _entries(tensors), len(shared + dot), 1, 1, MAX_LEVELS)
 
 
-def _entries(tensors: Mapping[str, TensorRef]) -> list[_Entry]:
+def _entries(tensors: Mapping[str, TensorRef]) -> _Entries:
     """Return each tensor with its form, in C loops where possible: there may be a hundred thousand."""
     tied, is_buffer = _tied(tensors), methodcaller("endswith", BUFFERS)
     types, shapes = (map(attrgetter(name), tensors.values()) for name in ("dtype.name", "shape"))
@@ -89,7 +97,7 @@ def _entries(tensors: Mapping[str, TensorRef]) -> list[_Entry]:
     for key, tensor in of_key.items():
         numel = 0 if key[2] else tensor.numel
         forms[key] = _Form(*key[:3], 0 if key[3] else numel, numel * tensor.dtype.itemsize)
-    return list(zip(tensors, tensors.values(), map(forms.__getitem__, keys), strict=True))
+    return _Entries([*tensors], [*tensors.values()], [*map(forms.__getitem__, keys)])
 
 
 def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
@@ -102,43 +110,81 @@ def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
     return {name for name, tensor in shared if first.setdefault(tensor.view, name) != name}
 
 
-def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: int, levels: int) -> Branch:
+def _branch(name: str, entries: _Entries, start: int, copies: int, times: int, levels: int) -> Branch:
     """Return one module."""
-    own, modules = _parted(entries, start) if levels else (entries, {})
+    own, rows = _parted(entries, start) if levels else (entries, [])
     times *= copies
     inside = [
-        _branch(_label(row), modules[row[0]], start + len(row[0]) + 1, len(row), times, levels - 1)
-        for row in _rows(modules, start)
+        _branch(row.label, row.first, start + len(row.name) + 1, row.copies, times, levels - 1)
+        for row in rows
     ]
-    if inside and own:  # tensors next to modules get their own lines, above them
-        inside[:0] = [_leaf(entry, start, times) for entry in own]
-        own = []
+    if inside and own.names:  # tensors next to modules get their own lines, above them
+        inside[:0] = [_leaf(entry, start, times) for entry in zip(*own, strict=True)]
+        own = own.part(0, 0)
     if len(inside) == 1 and copies == 1:  # the module around it needs no line
         only = inside[0]
         return replace(only, name=f"{name}.{only.name}" if name else only.name)
-    forms = [form for _, _, form in entries]
+    forms = entries.forms
     parameters, nbytes = (times * sum(map(attrgetter(each), forms)) for each in ("parameters", "nbytes"))
-    tensors = tuple((key[start:], tensor) for key, tensor, _ in own)
-    return Branch(name, copies, parameters, nbytes, len(entries) * times, tensors, tuple(inside))
+    tensors = tuple((key[start:], tensor) for key, tensor, _ in zip(*own, strict=True))
+    return Branch(name, copies, parameters, nbytes, len(forms) * times, tensors, tuple(inside))
 
 
-def _parted(entries: list[_Entry], start: int) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
-    """Return a module's own tensors, and those of each child module."""
-    own: list[_Entry] = []
-    modules: dict[str, list[_Entry]] = defaultdict(list)
-    for entry in entries:
-        name = entry[0]
+class _Row(NamedTuple):
+    """Identical modules in a row."""
+
+    name: str  # of the first
+    last: str
+    copies: int
+    first: _Entries  # what is in the first
+
+    @property
+    def label(self) -> str:
+        last = _place(self.last)
+        return self.name if self.copies == 1 or not last else f"{self.name}-{last[1]}"
+
+
+def _parted(entries: _Entries, start: int) -> tuple[_Entries, list[_Row]]:
+    """Return a module's own tensors, and the rows of its child modules."""
+    if row := _one_row(entries, start):
+        return entries.part(0, 0), [row]
+    own = _Entries([], [], [])
+    modules: dict[str, _Entries] = {}
+    for name, tensor, form in zip(*entries, strict=True):
         end = name.find(".", start)
-        (own if end < 0 else modules[name[start:end]]).append(entry)
-    return own, modules
+        place = own if end < 0 else modules.get(name[start:end])
+        if place is None:
+            place = modules[name[start:end]] = _Entries([], [], [])
+        place.names.append(name)
+        place.tensors.append(tensor)
+        place.forms.append(form)
+    return own, [*_rows(modules, start)]
 
 
-def _leaf(entry: _Entry, start: int, times: int) -> Branch:
+def _one_row(entries: _Entries, start: int) -> _Row | None:
+    """Return the row that a module is made of, if it is one with ascending numbers; compared as a whole."""
+    names, _, forms = entries
+    end = names[0].find(".", start) if names else -1
+    place = _place(names[0][start:end]) if end >= 0 else None
+    if place is None:
+        return None
+    head, (text, number) = names[0][: end + 1], place
+    of_one = next((at for at, name in enumerate(names) if not name.startswith(head)), len(names))
+    count, rest = divmod(len(names), of_one)
+    if rest or count == 1 or number + count > MAX_NUMBER or forms != forms[:of_one] * count:
+        return None
+    begin, inside = names[0][:start] + text, [name[end:] for name in names[:of_one]]
+    if names != [f"{begin}{n}{tail}" for n in range(number, number + count) for tail in inside]:
+        return None
+    return _Row(names[0][start:end], f"{text}{number + count - 1}", count, entries.part(0, of_one))
+
+
+def _leaf(entry: tuple[str, TensorRef, _Form], start: int, times: int) -> Branch:
     name, tensor, form = entry
     return Branch(name[start:], 1, form.parameters * times, form.nbytes * times, times, (("", tensor),))
 
 
-def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]]:
+def _rows(modules: Mapping[str, _Entries], start: int) -> Iterator[_Row]:
     """Yield rows of modules: each follows the last, continues its numbering, and is identical."""
     names: Iterable[str] = modules
     if all(map(str.isdecimal, modules)):  # safetensors has 10 before 2
@@ -153,21 +199,18 @@ def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]
             number += 1
         else:
             if row:
-                yield row
+                yield _Row(row[0], row[-1], len(row), modules[row[0]])
             row = []
             text, number = _place(name) or (name, MAX_NUMBER)
         row.append(name)
         before, expected = kind, f"{text}{number + 1}" if number < MAX_NUMBER else None
     if row:
-        yield row
+        yield _Row(row[0], row[-1], len(row), modules[row[0]])
 
 
-def _kind(entries: list[_Entry], start: int) -> _Kind:
+def _kind(entries: _Entries, start: int) -> _Kind:
     """Return what makes two modules identical: types, shapes and names of tensors, in their order."""
-    if len(entries) == 1:
-        ((name, _, form),) = entries
-        return form, name[start:]
-    return *(form for _, _, form in entries), *(name[start:] for name, _, _ in entries)
+    return *entries.forms, *(name[start:] for name in entries.names)
 
 
 _Kind = tuple[_Form | str, ...]
@@ -181,11 +224,6 @@ def _place(name: str) -> tuple[str, int] | None:
         found = NUMBERED.fullmatch(name)
         return (found[1], int(found[2])) if found else None
     return text, int(digits)
-
-
-def _label(row: list[str]) -> str:
-    last = _place(row[-1])
-    return row[0] if len(row) == 1 or not last else f"{row[0]}-{last[1]}"
 
 
 def tensors_in_words(branch: Branch, usual: str, most: int, *, brief: bool = False) -> str:

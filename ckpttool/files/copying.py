@@ -17,7 +17,7 @@ from ..tensors.ref import Computed
 from ..tensors.source import ByteRange
 from .crc32 import combined, crc32
 from .failures import NO_ROOM
-from .gathering import TINY, Bytes, Gathered, in_rows, read_together
+from .gathering import TINY, Gathered, in_rows, read_together
 from .pieces import BUFFER, MOST_THREADS, Buffers, Progress
 from .threads import cores, cut, in_order
 
@@ -160,12 +160,12 @@ class Output:
         else:
             self._plan(data, data.nbytes, then, near)
 
-    def taken(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
+    def taken(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of small ranges of files that are to be written, read together."""
         self._progress(sum(data.nbytes for data in ranges))
         return read_together(ranges)
 
-    def write_pieces(self, pieces: Iterable[tuple[int, Bytes]]) -> None:
+    def write_pieces(self, pieces: Iterable[tuple[int, bytes]]) -> None:
         """Write pieces to places that ascend, those that lie in a row at once; `position` stays."""
         for position, row in in_rows(pieces):
             self.write_at(position, row)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from ..tensors.ref import Computed
 from ..tensors.source import ByteRange
 from .copying import Output, Then
-from .gathering import Bytes
 
 
 class DryOutput(Output):
@@ -32,10 +31,10 @@ class DryOutput(Output):
         if then:
             then(0)
 
-    def taken(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
+    def taken(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         return [b""] * len(ranges)
 
-    def write_pieces(self, pieces: Iterable[tuple[int, Bytes]]) -> None:
+    def write_pieces(self, pieces: Iterable[tuple[int, bytes]]) -> None:
         pass
 
     def settle(self) -> None:
@@ -65,7 +64,7 @@ class Planned(DryOutput):
         self._note(data if isinstance(data, ByteRange) else near, data.nbytes)
         super().copy(data, then, near)
 
-    def taken(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
+    def taken(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         for data in ranges:
             self._note(data, data.nbytes)
         return super().taken(ranges)

@@ -14,17 +14,15 @@ from ..tensors.source import ByteRange, Source
 TINY = 1 << 12  # bytes from which a piece is worth system calls of its own: it may share a block
 MOST_BYTES, MOST_PIECES = 1 << 20, 2000  # that are gathered before they are written
 
-Bytes = bytes | memoryview
-
 
 def is_tiny(data: ByteRange) -> bool:
     """Return whether a range is worth no system call of its own, and lies in a file of this machine."""
     return data.nbytes < TINY and data.source.is_local
 
 
-def read_together(ranges: Sequence[ByteRange]) -> list[Bytes]:
+def read_together(ranges: Sequence[ByteRange]) -> list[bytes]:
     """Return the bytes of small ranges; neighbours are read together. Damaged where a file ends."""
-    found: list[Bytes] = [b""] * len(ranges)
+    found: list[bytes] = [b""] * len(ranges)
     of_source = defaultdict[Source, list[tuple[int, int, int]]](list)
     for number, (source, offset, nbytes) in enumerate(ranges):
         of_source[source].append((offset, nbytes, number))
@@ -36,9 +34,9 @@ def read_together(ranges: Sequence[ByteRange]) -> list[Bytes]:
     return found
 
 
-def in_rows(pieces: Iterable[tuple[int, Bytes]]) -> Iterator[tuple[int, bytes]]:
+def in_rows(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
     """Yield pieces and their places, which ascend, with those that follow without a gap in one."""
-    parts, begin, end = list[Bytes](), 0, 0
+    parts, begin, end = list[bytes](), 0, 0
     for position, piece in pieces:
         if position != end and parts:
             yield begin, b"".join(parts)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
-from operator import le, sub
+from json.encoder import encode_basestring
+from operator import attrgetter, le, sub
 from typing import Any
 
 from ..checkpoint import full_json
@@ -21,7 +23,7 @@ from ..files.copying import Output
 from ..files.gathering import MOST_PIECES, is_tiny
 from ..inert_pickle.values import OrderedDict_
 from ..tensors.dtypes import DTYPES, DType
-from ..tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, extent, is_count
+from ..tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, count_of, extent, is_count
 from ..tensors.source import ByteRange, Source
 from ..tensors.values import require_bounded, stream
 
@@ -176,9 +178,10 @@ def _form(source: Source, name: str, type_name: str, shape: Shape) -> tuple[DTyp
 
 def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output) -> None:
     """Write tensors; each name gets its own copy of the values."""
-    ordered = dict(sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0])))
+    ordered = in_order(path, tensors)
     for name, tensor in ordered.items():
-        require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
+        if not tensor.is_stretch:  # which has no more bytes than its storage
+            require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
     out.write(header(path, ordered, metadata))
     tiny: list[tuple[int, ByteRange]] = []
     for tensor in ordered.values():
@@ -193,6 +196,16 @@ def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output)
         if len(tiny) == MOST_PIECES:
             _write(tiny, out)
     _write(tiny, out)
+
+
+def in_order(path: str, tensors: Tensors) -> Tensors:
+    """Return tensors in the library's order; refuse the first that the format can't hold."""
+    types = [*map(attrgetter("dtype.safetensors"), tensors.values())]
+    if METADATA in tensors or None in types:
+        for name, tensor in tensors.items():
+            _require_holdable(path, name, tensor)
+    ordered = sorted(zip(map(RANK.__getitem__, types), tensors, tensors.values(), strict=True))
+    return {name: tensor for _, name, tensor in ordered}
 
 
 def _write(tiny: list[tuple[int, ByteRange]], out: Output) -> None:
@@ -221,26 +234,29 @@ def without_ties(texts: Mapping[str, str], tensors: Tensors) -> tuple[dict[str, 
     return kept, tuple(f"metadata '{name[:80]}' ('{text[:80]}')" for name, text in mistaken.items())
 
 
-def _rank(path: str, name: str, tensor: TensorRef) -> int:
+def _require_holdable(path: str, name: str, tensor: TensorRef) -> None:
     if name == METADATA:
         reason = f"safetensors can't hold a tensor named '{name}'"
         raise Refused(path, reason, hint="write a .pt file instead")
     if tensor.dtype.safetensors is None:
         reason = f"safetensors can't hold '{name}': it has no type {tensor.dtype.name}"
         raise Refused(path, reason, hint="write a .pt file instead, which keeps every type")
-    return RANK[tensor.dtype.safetensors]
 
 
 def header(path: str, tensors: Tensors, metadata: Mapping[str, str], fill: int = 0) -> bytes:
     """Return the length and the JSON of a file."""
-    header: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
-    offset = 0
-    for name, tensor in tensors.items():
-        place = offset, offset + tensor.nbytes
-        header[name] = {"dtype": tensor.dtype.safetensors, "shape": tensor.shape, "data_offsets": place}
-        offset = place[1]
+    entries = [f'"{METADATA}":{_json(dict(sorted(metadata.items())))}'] if metadata else []
+    likes = [*map(attrgetter("dtype.safetensors", "shape", "dtype.itemsize"), tensors.values())]
+    # What stands between a name and its place, and the bytes, for each form.
+    forms = {like: (_form_text(*like[:2]), count_of(like[1]) * like[2]) for like in {*likes}}
+    begin = 0
+    # Each name is quoted as json quotes it; an object for each of 100,000 entries takes four times as long.
+    for name, like in zip(map(encode_basestring, tensors), likes, strict=True):
+        form, nbytes = forms[like]
+        entries.append(f"{name}{form}{begin},{begin + nbytes}]}}")
+        begin += nbytes
     try:
-        raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        raw = f"{{{','.join(entries)}}}".encode()
     except UnicodeEncodeError as error:
         key = error.object[max(error.start - 20, 0) : error.end].encode("utf-8", "backslashreplace").decode()
         raise Refused(path, f"a key is not valid Unicode: …{key}", hint="write a .pt file instead") from None
@@ -249,6 +265,14 @@ def header(path: str, tensors: Tensors, metadata: Mapping[str, str], fill: int =
     if len(raw) > MAX_HEADER:
         raise Refused(path, "its names need a header of more than 100 MB", hint="write a .pt file instead")
     return struct.pack("<Q", len(raw)) + raw
+
+
+def _form_text(dtype: str | None, shape: Shape) -> str:
+    """Return what a tensor's entry says before its place."""
+    return f':{{"dtype":{_json(dtype)},"shape":{_json(shape)},"data_offsets":['
+
+
+_json = partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
 
 
 # The names and values of an object.

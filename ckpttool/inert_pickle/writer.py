@@ -16,7 +16,6 @@ from ..tensors.ref import Storage, TensorRef
 from . import values as inert
 from .values import FROM_TYPE, ORDERED_DICT, FrozenSet_, Global, OrderedDict_, Record, Set_
 
-UINT4 = struct.Struct("<I").pack
 BATCH = 1000  # items of one SETITEMS or APPENDS, as in Python's pickler
 
 PersistentId = Callable[[Storage], tuple[object, ...]]
@@ -28,6 +27,14 @@ class Shortcut(Protocol):
 
     def written(self, tensor: TensorRef, index: int) -> tuple[bytes, int] | None:
         """Return opcodes that put so many values into the memo, from `index` on; None for a new form."""
+
+    def in_a_row(
+        self, items: Iterable[tuple[object, object]], memo: dict[object, int], index: int
+    ) -> tuple[list[bytes], int]:
+        """Return the opcodes of names and tensors up to the first that is none, or of a new form.
+
+        Puts names and tensors into the memo, and returns where the next value belongs there.
+        """
 
     def learn(self, tensor: TensorRef, opcodes: bytes, index: int) -> None:
         """Take note of a tensor's opcodes, whose first value got this place in the memo."""
@@ -174,29 +181,24 @@ class _Writer:
         pending = iter(value.items())
         while batch := list(islice(pending, BATCH)):
             self.out += b"("
-            for key, item in batch:
-                if type(item) is not TensorRef or not self.save_named(key, item):
-                    self.save(key)
-                    self.save(item)
+            done = 0
+            while done < len(batch):
+                if written := self.save_in_a_row(batch, done):
+                    done += written
+                    continue
+                for part in batch[done]:
+                    self.save(part)
+                done += 1
             self.out += b"u"
 
-    def save_named(self, name: object, tensor: TensorRef) -> bool:
-        """Write a name and a tensor that is like one before; return False, nothing written, for others."""
-        index = self.count
-        if type(name) is not str or name in self.memo or index < 256 or self.level == inert.MAX_DEPTH:
-            return False
-        if self.shortcut is None or id(tensor) in self.memo:
-            return False
-        if (written := self.shortcut.written(tensor, index + 1)) is None:
-            return False
-        opcodes, count = written
-        raw = name.encode("utf-8", "surrogatepass")
-        self.out += b"X%b%br%b%b" % (UINT4(len(raw)), raw, UINT4(index), opcodes)
-        self.count = index + 1 + count
-        self.memo[name] = index
-        self.memo[id(tensor)] = index + count  # the last value is the tensor itself
-        self.kept.append(tensor)
-        return True
+    def save_in_a_row(self, batch: list[tuple[object, object]], begin: int) -> int:
+        """Write names and tensors that are like ones before, as far as they go; return how many."""
+        if self.shortcut is None or self.count < 256 or self.level == inert.MAX_DEPTH:
+            return 0
+        opcodes, self.count = self.shortcut.in_a_row(islice(batch, begin, None), self.memo, self.count)
+        self.out += b"".join(opcodes)
+        self.kept += (tensor for _, tensor in islice(batch, begin, begin + len(opcodes)))
+        return len(opcodes)
 
     def in_batches(self, items: Iterable[tuple[object, ...]], opcode: bytes) -> None:
         pending = iter(items)

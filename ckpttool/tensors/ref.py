@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import Refused, Unsupported
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 2**63 - 1
 DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
-FEW_AXES = 8  # sizes whose product is soon known, whatever they are
 MAX_AXES = 64  # some operations of torch stop there
 
 
@@ -131,6 +129,12 @@ def extent(shape: Iterable[int]) -> int:
     return total
 
 
+@lru_cache(1 << 12)  # the shapes of a file's tensors are few
+def count_of(shape: tuple[int, ...]) -> int:
+    """Return the number of elements of a shape, MAX_BYTES + 1 at most."""
+    return 0 if 0 in shape else extent(shape)
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the stride of each dimension in row-major order, as torch has it: a size of 0 counts as 1."""
     stride = [1] * len(shape)
@@ -189,9 +193,7 @@ class TensorRef:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        if len(self.shape) <= FEW_AXES and (count := prod(self.shape)) <= MAX_BYTES:
-            return count
-        return 0 if 0 in self.shape else extent(self.shape)
+        return count_of(self.shape)
 
     @property
     def view(self) -> tuple[object, ...]:
@@ -202,7 +204,7 @@ class TensorRef:
     @property
     def nbytes(self) -> int:
         """Bytes of the values, whatever else the storage holds."""
-        return self.numel * self.dtype.itemsize
+        return count_of(self.shape) * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:

@@ -11,8 +11,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import chain, islice, repeat
-from operator import attrgetter
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from ...inert_pickle.machine import Machine, PickleFault
@@ -20,7 +19,7 @@ from ...inert_pickle.opcodes import uint4
 from ...inert_pickle.values import ORDERED_DICT, Global, OrderedDict_, in_brief
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ...tensors.ref import MAX_BYTES, Storage, TensorRef, extent, is_count
-from .templates import FORM, NUMBER, TENSOR, Template
+from .templates import FORM, MOST_FORMS, NUMBER, TENSOR, Template
 
 UNTYPED = Global("torch.storage", "UntypedStorage")
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
@@ -71,27 +70,31 @@ def storage_id(identity: object) -> tuple[str, StorageForm, tuple[str, int, int]
 
 # The opcodes of text, four bytes of length and the text, and of a place in the memo.
 TEXT, LONG_BINPUT = b"X", b"r"
+GETS = {b"h": 2, b"j": 5}  # and of a reference to one, with its bytes
 
 WIDEST = 16  # bytes of the widest element
-MOST_FORMS = 4096  # that are remembered: honest files have a few dozen
+TOGETHER = 1000  # storages that are found together
+NOWHERE: Any = None  # the storage of a tensor until it is found
+NONE = StorageForm("", "", 0, 0)
+
+
+# What is compared of a tensor: the opcodes before the key of its storage, where the key begins and ends, and
+# the template of what follows.
+_Parts = tuple[bytes, int, int, int, int, int, int]
+# A tensor's dtype, shape, stride, offset and requires_grad.
+_Description = tuple[DType, tuple[int, ...], tuple[int, ...], int, bool]
 
 
 class _Form:
-    """What tensors of one form have in common."""
+    """What tensors of one form have in common, with the number of digits in the key of their storage."""
 
-    __slots__ = ("following", "kind", "storage", "template", "tensor")
+    __slots__ = ("following", "kind", "parts", "storage", "tensor")
 
-    def __init__(
-        self,
-        template: Template,
-        kind: Global,
-        storage: StorageForm,
-        tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool],
-    ) -> None:
-        self.template = template
+    def __init__(self, parts: _Parts, kind: Global, storage: StorageForm, tensor: _Description) -> None:
+        self.parts = parts
         self.kind = kind  # the class under which torch pickles their storages
         self.storage = storage  # what their persistent ids say besides the key
-        self.tensor = tensor  # dtype, shape, stride, offset and requires_grad
+        self.tensor = tensor
         self.following = self  # which form came behind this one the last time
 
     def values(self, name: str | None, key: str, tensor: TensorRef) -> list[object]:
@@ -107,7 +110,10 @@ class _Form:
 
 
 class TensorPattern:
-    """A shortcut of the machine, taken before the name `_rebuild_tensor_v2`."""
+    """A shortcut of the machine, taken before the name `_rebuild_tensor_v2`.
+
+    Tensors are pushed before their storages are known; `find` finds those of all that were pushed.
+    """
 
     def __init__(self, rebuild: Global, find_storages: FindStorages) -> None:
         self.rebuild = rebuild
@@ -116,12 +122,15 @@ class TensorPattern:
         self._begin_again()
         # Of each tensor whose values are not yet in the memo: where they belong, and what they are made of.
         self.places = array("Q")
-        # (forms, names, keys and tensors, each in a list)
-        self.made: list[list[Any]] = [[], [], [], []]
+        self.forms = list[_Form]()
+        self.names = list[str | None]()
+        self.keys = list[bytes]()
+        self.tensors = list[TensorRef]()
+        self.found = 0  # how many of these have their storages
 
     def _begin_again(self) -> None:
-        self.forms: dict[tuple[bytes, ...], _Form | None] = {}
-        self.last: _Form | None = None
+        self.known: dict[tuple[bytes | int, ...], _Form | None] = {}
+        self.last = _Form((b"", 0, 0, 0, 0, 0, 0), self.rebuild, NONE, (DTYPES["uint8"], (), (), 0, False))
 
     def __call__(self, machine: Machine, position: int) -> int:
         """Push the tensor at `position`, and all that follow it under a name each, as in a state dict."""
@@ -130,91 +139,101 @@ class TensorPattern:
             self._begin_again()
         if machine.far:
             return position
-        data, index = machine.data, len(machine.memo)
-        places, forms, names, keys = array("Q"), list[_Form](), list[str | None](), list[str]()
-        at, name = position, None
-        while found := self._at(machine, at, index):
-            form, key = found
-            forms.append(form)
-            names.append(name)
-            keys.append(key.decode())
-            places.append(index - (name is not None))
-            index += form.template.count
-            position = at + form.template.size(key)
-            if data[position : position + 1] != TEXT:
+        data, memo, push = machine.data, machine.memo, machine.stack.append
+        startswith, form = data.startswith, self.last
+        at, index, name, is_new = position, len(memo), None, False
+        end = index
+        while True:
+            before, form = form, form.following
+            head, key_at, key_end, base, step, size, count = form.parts
+            key, tail = data[at + key_at : at + key_end], (base + index * step).to_bytes(size, "little")
+            if not (startswith(head, at) and key.isdigit() and startswith(tail, at + key_end)):
+                new, form = self._at(machine, at), before
+                if new is None or new is form.following:  # it was compared just now
+                    break
+                form.following = new
+                continue
+            tensor = TensorRef(NOWHERE, *form.tensor)
+            self.places.append(index - is_new)
+            self.forms.append(form)
+            self.names.append(name if is_new else None)
+            self.keys.append(key)
+            self.tensors.append(tensor)
+            if name is not None:
+                push(name)
+            push(tensor)
+            position, end = at + key_end + size, index + count
+            following = self._name(machine, position, end)
+            if following is None:
                 break
-            begin = position + 5
-            end = at = begin + uint4(data, position + 1)[0]
-            if data[end : end + 5] != LONG_BINPUT + index.to_bytes(4, "little"):
-                break
-            try:
-                name = data[begin:end].decode()
-            except UnicodeDecodeError:
-                break
-            at, index = end + 5, index + 1
-        if forms:
-            self._push(machine, places, forms, names, keys)
+            name, is_new, at = following
+            index = end + is_new
+        self.last = form
+        memo += repeat(None, end - len(memo))
         return position
 
-    def _push(
-        self,
-        machine: Machine,
-        places: array[int],
-        forms: list[_Form],
-        names: list[str | None],
-        keys: list[str],
-    ) -> None:
-        """Push tensors, each but the first behind its name, and leave out what they put into the memo."""
-        storages = self.find_storages(keys, [form.storage for form in forms])
-        tensors = [TensorRef(each, *form.tensor) for each, form in zip(storages, forms, strict=True)]
-        machine.stack += islice(chain.from_iterable(zip(names, tensors, strict=True)), 1, None)
-        machine.memo += repeat(None, places[-1] + (len(names) > 1) + forms[-1].template.count - places[0])
-        self.places += places
-        made: tuple[list[Any], ...] = forms, names, keys, tensors
-        for kept, new in zip(self.made, made, strict=True):
-            kept += new
+    def _name(self, machine: Machine, position: int, index: int) -> tuple[str | None, bool, int] | None:
+        """Return the name before a tensor, whether it gets this place in the memo, and where it ends.
+
+        The tensors of a list have none; the names of an optimizer's have a place already.
+        """
+        data = machine.data
+        opcode = data[position : position + 1]
+        if opcode == TEXT:
+            begin = position + 5
+            end = begin + uint4(data, position + 1)[0]
+            if data[end : end + 5] != LONG_BINPUT + index.to_bytes(4, "little"):
+                return None
+            try:
+                return data[begin:end].decode(), True, end + 5
+            except UnicodeDecodeError:
+                return None
+        end = position + GETS.get(opcode, 0)
+        value = _referred(machine, data[position:end]) if position < end <= machine.size else None
+        if value is self.rebuild:
+            return None, False, position
+        return (value, False, end) if type(value) is str else None
+
+    def find(self) -> None:
+        """Find the storages of all tensors that were pushed."""
+        first, self.found = self.found, len(self.keys)
+        for begin in range(first, self.found, TOGETHER):
+            some = slice(begin, begin + TOGETHER)
+            keys = b" ".join(self.keys[some]).decode().split(" ")
+            storages = self.find_storages(keys, [form.storage for form in self.forms[some]])
+            for tensor, storage in zip(self.tensors[some], storages, strict=True):
+                tensor.storage = storage
 
     def recall(self, machine: Machine, index: int) -> None:
         """Put the values of the tensor that has a place in the memo there."""
         number = bisect_right(self.places, index) - 1
         if number >= 0:
-            forms, *made = self.made
-            first, (name, key, tensor) = self.places[number], (column[number] for column in made)
-            values = forms[number].values(name, key, tensor)
+            self.find()
+            first, name, key = self.places[number], self.names[number], self.keys[number].decode()
+            values = self.forms[number].values(name, key, self.tensors[number])
             if index < first + len(values):
                 machine.memo[first : first + len(values)] = values
 
     def settle(self, machine: Machine) -> None:
         """Put the values of all tensors into the memo."""
+        self.find()
         for place in self.places:
             if machine.memo[place] is None:
                 self.recall(machine, place)
-        self.places, self.made = array("Q"), [[], [], [], []]
+        self.places, self.found = array("Q"), 0
+        self.forms, self.names, self.keys, self.tensors = [], [], [], []
 
-    def _at(self, machine: Machine, position: int, index: int) -> tuple[_Form, bytes] | None:
-        """Return the form and the key of the tensor at a position; None unless it is one that fits a file."""
-        last = self.last
-        if last is not None:
-            form = self.last = last.following
-            if (key := form.template.key_at(machine.data, position, index)) is not None:
-                return form, key
+    def _at(self, machine: Machine, position: int) -> _Form | None:
+        """Return the form of the tensor at a position, which may have been there before."""
         match = TENSOR.match(machine.data, position)
-        new = self._form(machine, match) if match else None
-        if new is None or (key := new.template.key_at(machine.data, position, index)) is None:
+        if match is None:
             return None
-        if last is not None:
-            last.following = new
-        self.last = new
-        return new, key
-
-    def _form(self, machine: Machine, match: re.Match[bytes]) -> _Form | None:
-        """Return the form of a match, which may have been there before."""
-        like = match.group(*FORM)
-        if like not in self.forms:
-            if len(self.forms) >= MOST_FORMS:
+        like = (*match.group(*FORM), len(match["key"]))
+        if like not in self.known:
+            if len(self.known) >= MOST_FORMS:
                 self._begin_again()
-            self.forms[like] = self._new_form(machine, match)
-        return self.forms[like]
+            self.known[like] = self._new_form(machine, match)
+        return self.known[like]
 
     def _new_form(self, machine: Machine, match: re.Match[bytes]) -> _Form | None:
         """Return what the references and numbers of a match mean; None unless it is a tensor of torch's."""
@@ -235,7 +254,10 @@ class TensorPattern:
             return None
         storage = StorageForm(kind.name, location, numel, numel * dtype.itemsize)
         tensor = dtype, shape, stride, offset, match["grad"] == b"\x88"
-        return _Form(Template(match), kind, storage, tensor)
+        template, digits = Template(match), len(match["key"])
+        head = template.head + digits.to_bytes(4, "little")
+        parts = (head, len(head), len(head) + digits, *template.numbers)
+        return _Form(parts, kind, storage, tensor)
 
 
 def _referred(machine: Machine, get: bytes) -> Any:
@@ -247,33 +269,3 @@ def _referred(machine: Machine, get: bytes) -> Any:
 def _numbers(opcodes: bytes) -> tuple[int, ...]:
     numbers = re.findall(NUMBER, opcodes, re.DOTALL)
     return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)
-
-
-# What tensors of one form share: also where they are tagged to lie, which decides what is written of that.
-LIKE = attrgetter(
-    *("storage.kind", "storage.location", "storage.data.nbytes", "dtype.name"),
-    *("offset", "shape", "stride", "conj", "neg", "requires_grad"),
-)
-
-
-class WrittenTensors:
-    """The same shortcut for what writes a pickle: what was written of one is the template of others."""
-
-    def __init__(self, key_of: Callable[[Storage], str]) -> None:
-        self.key_of = key_of
-        self.templates: dict[tuple[object, ...], Template] = {}
-
-    def written(self, tensor: TensorRef, index: int) -> tuple[bytes, int] | None:
-        """Return a tensor's opcodes, and how many values they put into the memo; None for a new form."""
-        template = self.templates.get(LIKE(tensor))
-        if template is None:
-            return None
-        return template.written(self.key_of(tensor.storage).encode(), index), template.count
-
-    def learn(self, tensor: TensorRef, opcodes: bytes, index: int) -> None:
-        """Take what was written of a tensor for others of its form, unless it holds more than a template."""
-        match = TENSOR.fullmatch(opcodes)
-        if match and len(self.templates) < MOST_FORMS:
-            template = Template(match)
-            if template.written(match["key"], index) == opcodes:
-                self.templates[LIKE(tensor)] = template

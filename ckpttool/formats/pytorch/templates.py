@@ -22,13 +22,13 @@ FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "s
 KEY = GROUPS["key"]
 PUTS = [group for group in range(KEY + 1, TENSOR.groups + 1) if group not in GROUPS.values()]
 
-LENGTHS = {length.to_bytes(4, "little"): length for length in range(1, 21)}  # of a storage's key, in digits
+MOST_FORMS = 4096  # that are remembered: honest files have a few dozen
 
 
 class Template:
     """The opcodes of all tensors of one form: they differ in the storage's key and the places in the memo."""
 
-    __slots__ = ("_base", "_size", "_step", "count", "head")
+    __slots__ = ("count", "head", "numbers")
 
     def __init__(self, match: re.Match[bytes]) -> None:
         """Take the form of a tensor that matched."""
@@ -40,26 +40,12 @@ class Template:
         tail = bytearray(match[0][match.end(KEY) - match.start() :])
         for number, hole in enumerate(holes):
             tail[hole : hole + 4] = number.to_bytes(4, "little")
-        self._base, self._size = int.from_bytes(tail, "little"), len(tail)
-        self._step = sum(1 << 8 * hole for hole in holes)
-
-    def tail(self, index: int) -> bytes:
-        """Return the opcodes behind the key of a tensor whose first value gets this place in the memo."""
-        return (self._base + index * self._step).to_bytes(self._size, "little")
+        # That number for the place 0, what each place adds to it, its bytes, and how many places there are.
+        step = sum(1 << 8 * hole for hole in holes)
+        self.numbers = int.from_bytes(tail, "little"), step, len(tail), self.count
 
     def written(self, key: bytes, index: int) -> bytes:
-        """Return the opcodes of a tensor."""
-        return b"%b%b\0\0\0%b%b" % (self.head, bytes((len(key),)), key, self.tail(index))
-
-    def key_at(self, data: bytes, position: int, index: int) -> bytes | None:
-        """Return the key of the tensor at a position; None if the opcodes there are others."""
-        if not data.startswith(self.head, position):
-            return None
-        begin = position + len(self.head) + 4
-        end = begin + LENGTHS.get(data[begin - 4 : begin], 0)
-        key = data[begin:end]
-        return key if key.isdigit() and data.startswith(self.tail(index), end) else None
-
-    def size(self, key: bytes) -> int:
-        """Return how many bytes the opcodes of a tensor take."""
-        return len(self.head) + 4 + len(key) + self._size
+        """Return the opcodes of a tensor whose first value gets this place in the memo."""
+        base, step, size, _ = self.numbers
+        tail = (base + index * step).to_bytes(size, "little")
+        return b"%b%b\0\0\0%b%b" % (self.head, bytes((len(key),)), key, tail)

@@ -27,11 +27,11 @@ from .fast_path import (
     FindStorages,
     StorageForm,
     TensorPattern,
-    WrittenTensors,
     element_type,
     itemsize,
     storage_id,
 )
+from .writing_tensors import WrittenTensors
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
 REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
@@ -71,8 +71,27 @@ def read_torch_pickle(
     reducers = REDUCERS | {name: partial(_rebuild_parameter, name, remarks) for name in PARAMETER}
     reducers |= {name: partial(_without_hooks, name, remarks) for name in (REBUILD_V2, REBUILD_V3)}
     reducers |= {name: partial(_rebuild_from_type, name, remarks) for name in FROM_TYPE}
-    shortcuts = {} if storages is None else {REBUILD_V2: TensorPattern(REBUILD_V2, storages)}
-    return read_pickle(data, persistent_load=identities.find, reducers=reducers, shortcuts=shortcuts)
+    if storages is None:
+        return read_pickle(data, persistent_load=identities.find, reducers=reducers)
+    pattern = TensorPattern(REBUILD_V2, storages)
+
+    def after(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Let what was matched before have its storages first, and its remarks, as without the shortcut."""
+
+        def called(argument: Any) -> Any:
+            pattern.find()
+            return function(argument)
+
+        return called
+
+    reducers = {name: after(reducer) for name, reducer in reducers.items()}
+    try:
+        shortcuts = {REBUILD_V2: pattern}
+        return read_pickle(
+            data, persistent_load=after(identities.find), reducers=reducers, shortcuts=shortcuts
+        )
+    finally:
+        pattern.find()  # what is wrong with one of them was so before the fault that ended the reading
 
 
 def _remark(remarks: list[Remark], name: str, message: str) -> None:

@@ -10,11 +10,11 @@ import struct
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain, repeat
-from operator import add, itemgetter, le
+from operator import add, le
 
 from ...errors import Damaged, Unsupported
 from ...tensors.source import ByteRange
-from .zip_entries import UNREADABLE, Entry, Record, widened
+from .zip_entries import UNREADABLE, Entries, Entry, Record, have_all, in_columns, rows, widened
 from .zip_writer import DESCRIPTOR, FULL16, FULL32, Signature
 
 LOCAL_HEADER = struct.Struct("<I2xHH4xIIIHH")
@@ -23,36 +23,39 @@ LOCAL_HEADER = struct.Struct("<I2xHH4xIIIHH")
 WINDOW = 1 << 15
 
 
-def seen_records(place: ByteRange, blocks: Iterable[list[Entry]], limit: int) -> dict[str, Record]:
+def seen_records(place: ByteRange, blocks: Iterable[Entries], limit: int) -> dict[str, Record]:
     """Find each record's bytes by its local header, which must agree with the central directory."""
     records: dict[str, Record] = {}
     end, before = 0, ""
     for block in blocks:
         found = _alike(place, block, end, limit) or _one_by_one(place, block, end, limit, before)
-        records.update(zip(map(itemgetter(0), found), found, strict=True))
+        records.update(zip(block.names, found, strict=True))
         before, data = found[-1][:2]
         end = data.offset - place.offset + data.nbytes
     return records
 
 
-def _alike(place: ByteRange, block: list[Entry], end: int, limit: int) -> list[Record] | None:
+def _alike(place: ByteRange, block: Entries, end: int, limit: int) -> list[Record] | None:
     """Return records whose headers say the same in the same words, if all is well with them; else None."""
-    headers, raw_names, names, flags, methods, crcs, packed, sizes = zip(*block, strict=True)
+    headers, raw_names, names, flags, methods, crcs, packed, sizes = block
     named = len(raw_names[0])
-    local = struct.Struct(f"{LOCAL_HEADER.format}{named}s")
+    local = struct.Struct(f"<14xIII2xH{named}s")
     if {*map(len, raw_names)} != {named} or headers[-1] + local.size > limit or headers[0] < end:
         return None
-    if not all(map(le, headers, headers[1:])) or FULL32 in packed or FULL32 in sizes:
+    if {*flags} != {flags[0]} or {*methods} != {methods[0]} or FULL32 in packed or FULL32 in sizes:
         return None  # a size of FULL32 itself has to be said again in a ZIP64 field
-    found = place.source.read_near([(place.offset + header, local.size) for header in headers])
-    signatures, *own, lengths, extras, own_names = zip(*local.iter_unpack(b"".join(found)), strict=True)
-    if own_names != raw_names or {*signatures} != {Signature.LOCAL} or {*lengths} != {named}:
+    if not all(map(le, headers, headers[1:])):
         return None
-    if own != [flags, methods, crcs, packed, sizes]:
-        # Zeros stand where a data descriptor behind the record has checksum and sizes.
-        is_behind = all(each & DESCRIPTOR for each in {*flags})
-        if own[:2] != [flags, methods] or not is_behind or {*chain(*own[2:])} != {0}:
-            return None
+    lines = place.source.read_near([(place.offset + header, local.size) for header in headers])
+    found = b"".join(lines)
+    in_common = (0, Signature.LOCAL, "<I"), (6, flags[0], "<H"), (8, methods[0], "<H"), (26, named, "<H")
+    if not all(have_all(found, local.size, at, struct.pack(form, n)) for at, n, form in in_common):
+        return None
+    *own, extras, own_names = zip(*local.iter_unpack(found), strict=True)
+    if own_names != raw_names:
+        return None
+    if own != [crcs, packed, sizes] and not (flags[0] & DESCRIPTOR and {*chain(*own)} == {0}):
+        return None  # zeros stand where a data descriptor behind the record has checksum and sizes
     begins = [header + local.size + extra for header, extra in zip(headers, extras, strict=True)]
     ends = [*map(add, begins, packed)]
     if ends[-1] > limit or not all(map(le, ends, headers[1:])):
@@ -64,12 +67,12 @@ def _alike(place: ByteRange, block: list[Entry], end: int, limit: int) -> list[R
     return [*map(partial(tuple.__new__, Record), zip(names, data, sizes, stated, methods, strict=True))]
 
 
-def _one_by_one(place: ByteRange, entries: list[Entry], end: int, limit: int, before: str) -> list[Record]:
+def _one_by_one(place: ByteRange, block: Entries, end: int, limit: int, before: str) -> list[Record]:
     """Return the record of each entry; refuse the first that is wrong."""
     records: list[Record] = []
     unpack, fixed, source, base = LOCAL_HEADER.unpack_from, LOCAL_HEADER.size, place.source, place.offset
     window, start = b"", 0
-    for header, raw_name, name, flags, method, crc, packed, size in entries:
+    for header, raw_name, name, flags, method, crc, packed, size in rows([block]):
         if header < end:
             raise Damaged(place.path, f"its records '{before[:80]}' and '{name[:80]}' overlap")
         length = len(raw_name)
@@ -104,12 +107,12 @@ LONGEST_HEADER = LOCAL_HEADER.size + 2 * FULL16
 DESCRIPTORS = (16, 24, 12, 20)
 
 
-def unseen_records(place: ByteRange, blocks: Iterable[list[Entry]], limit: int) -> dict[str, Record]:
+def unseen_records(place: ByteRange, blocks: Iterable[Entries], limit: int) -> dict[str, Record]:
     """Find each record's bytes by where the next one begins; its local header is checked when they are read.
 
     The headers lie all over a file, and each would be a request of its own where it is not on this machine.
     """
-    listed = [*chain.from_iterable(blocks)]
+    listed = [*rows(blocks)]
     ends = [*(entry[0] for entry in listed[1:]), limit]
     records: dict[str, Record] = {}
     for entry, end in zip(listed, ends, strict=True):
@@ -121,7 +124,7 @@ def unseen_records(place: ByteRange, blocks: Iterable[list[Entry]], limit: int) 
             raise Damaged(place.path, f"its record '{name[:80]}' runs into the one behind it")
         start = next((start for start in starts if start % ALIGNED == 0), starts[0])
         if start - header > LONGEST_HEADER:  # nobody has written what lies between: it is read as in a file
-            return seen_records(place, [listed], limit)
+            return seen_records(place, in_columns(listed), limit)
         data = ByteRange(place.source, place.offset + start, packed)
         check = partial(_check_header, place, entry, start)
         place.source.guard(data.offset, packed, place.offset + header, check)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from itertools import chain
 
 from ...errors import Damaged, Unsupported
 from ...tensors.source import ByteRange, Source
-from .zip_entries import MANY, entries
 from .zip_entries import Record as Record
+from .zip_entries import entries, in_columns, rows
 from .zip_headers import LOCAL_HEADER, seen_records, unseen_records
 from .zip_writer import END, END64, FULL16, FULL32, LOCATOR64, Signature
 
@@ -45,15 +44,16 @@ def read_directory(
     try:
         records = find(place, entries(place, count, raw), offset)
     except Damaged:
-        listed = [*chain.from_iterable(entries(place, count, raw))]
+        listed = [*rows(entries(place, count, raw))]
         if listed == (in_order := sorted(listed)):
             raise
         # Not listed in the order of the file, as no writer of torch's does.
-        records = find(place, [in_order[i : i + MANY] for i in range(0, count, MANY)], offset)
-    fold = str.lower if folded else str
-    if len(set(map(fold, records))) != count:
-        _refuse_duplicate(place, (fold(entry[2]) for block in entries(place, count, raw) for entry in block))
+        records = find(place, in_columns(in_order), offset)
     names = "\n" + "\n".join(records) + "\n"
+    different = {*map(str.lower, records)} if folded and names != names.lower() else records
+    if len(different) != count:
+        fold = str.lower if folded else str
+        _refuse_duplicate(place, (fold(entry[2]) for entry in rows(entries(place, count, raw))))
     if any(sign in names for sign in SUSPECT):
         for name, record in records.items():
             _require_plain(place, name, record.size)
