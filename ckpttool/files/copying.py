@@ -227,7 +227,8 @@ class Output:
             crc, end = self._put_here(position, data.make(0, nbytes), sums=bool(copy.then))
             copy.wrote(position, crc, end - position)
         elif not self._shares(copy):
-            for start, size in cut(nbytes, self._in_a_row):
+            together = data.together if isinstance(data, Computed) else 0
+            for start, size in cut(nbytes, max(self._in_a_row, together)):
                 is_there = self._has(data, position + start, size)
                 move = self._sum if is_there else self._put
                 yield partial(move, buffers, copy, data.part(start, size), position + start, size)
@@ -257,7 +258,7 @@ class Output:
         self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int, nbytes: int
     ) -> _Block:
         """Write a block, from any thread; progress is for the caller's."""
-        with buffers.one() as buffer:
+        with buffers.one(data.together if isinstance(data, Computed) else None) as buffer:
             chunks = data.chunks(buffer)
             crc, _ = self._write_chunks(position, chunks, lambda _: None, sums=bool(copy.then))
         return self, copy, position, crc, nbytes

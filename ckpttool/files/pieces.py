@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from mmap import mmap
 from typing import NamedTuple, TypeVar
 
-from ..tensors.ref import Computed, TensorRef
+from ..tensors.ref import LARGEST, Computed, TensorRef
 from ..tensors.source import ByteRange
 from ..tensors.values import stream
 from .threads import cores, cut, map_pieces
@@ -21,19 +21,20 @@ T = TypeVar("T")
 
 
 class Buffers:
-    """Memory of BUFFER bytes for each thread that reads; a buffer that was given back is used again."""
+    """Memory for each thread that reads; a buffer that was given back is used again."""
 
     def __init__(self) -> None:
         self._spare: list[memoryview] = []
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[memoryview]:
-        """Yield a buffer that no other thread uses."""
+    def one(self, nbytes: int | None = None) -> Iterator[memoryview]:
+        """Yield a buffer that no other thread uses, of BUFFER bytes, or of LARGEST at most."""
         try:
             buffer = self._spare.pop()
         except IndexError:  # not asked first: another thread may take the last one in between
-            buffer = memoryview(mmap(-1, BUFFER))  # begins with a page, which the kernel copies faster
-        yield buffer
+            # It begins with a page, which the kernel copies faster; what is not used of it takes no memory.
+            buffer = memoryview(mmap(-1, LARGEST))
+        yield buffer[: nbytes or BUFFER]
         self._spare.append(buffer)
 
 

@@ -141,13 +141,20 @@ class Caster:
                 yield values
 
     def without_overflow(self, values: NDArray[Any]) -> NDArray[Any] | None:
-        """Return float32 values, CHUNK bytes at most, in the wanted type; None where one overflows.
+        """Return float32 values in the wanted type; None where one overflows.
 
         For values that become elements of the result, in whatever number: nothing is counted.
         """
+        import numpy as np
+
+        raw, made = _bytes(values.reshape(-1)), np.empty(values.shape, carrier(self.to))
         with self._conversion(DTYPES["float32"]) as conversion:
-            made, overflows = conversion.convert(_bytes(values.reshape(-1)))
-            return None if overflows is not None else made.reshape(values.shape).copy()
+            for start in range(0, len(raw), CHUNK):
+                part, overflows = conversion.convert(raw[start : start + CHUNK])
+                if overflows is not None:
+                    return None
+                made.reshape(-1)[start // 4 :][: len(part)] = part
+        return made
 
     @contextmanager
     def _conversion(self, source: DType) -> Iterator[Conversion]:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...tensors.cast import Caster, carrier
 from ...tensors.dtypes import DTYPES, numpy_type
-from ...tensors.ref import Computed, TensorRef
+from ...tensors.ref import LARGEST, Computed, TensorRef
 from .fields import Sizes, boxes_in
 from .formula import FLOAT, Formula
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PIECE = 1 << 19  # elements whose codes and table are held at a time
+PIECE = 1 << 21  # elements whose codes and table are held at a time: each takes hundreds of calls of Python
 TILE = 1 << 16  # elements that are looked up together, so that numpy's indices stay in the processor's cache
 KEPT = 8 << 20  # bytes of an array that the allocator keeps
 
@@ -34,7 +34,8 @@ def rounded(formula: Formula, caster: Caster, shape: Sizes) -> TensorRef:
     _keep_freed_memory()
     data = tensor.storage.data
     assert isinstance(data, Computed)
-    looked_up = Computed.filling(data.path, data.nbytes, _Lookup(formula, caster, data).fill)
+    fill = _Lookup(formula, caster, data).fill
+    looked_up = Computed.filling(data.path, data.nbytes, fill, together=LARGEST)
     storage = replace(tensor.storage, data=replace(looked_up, require=data.require))
     return replace(tensor, storage=storage)
 

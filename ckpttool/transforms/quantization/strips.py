@@ -19,8 +19,9 @@ from .fields import Field, Sizes, carried, elements
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-STRIP, KEPT = 2 << 20, 12  # bytes of a strip, and how many are kept
+STRIP, KEPT = 4 << 20, 12  # bytes of a strip, and how many are kept
 FEWEST = 16  # rows of a strip: of longer rows each box is read alone
+APART = 64  # bytes between rows in memory: a power of two from one to the next, and a column evicts itself
 
 
 @dataclass(slots=True)
@@ -82,16 +83,18 @@ def _columns(whole: Field, tensor: TensorRef, at: Sizes, count: int) -> NDArray[
 
     data: Any
     data, width, rows = tensor.storage.data, tensor.dtype.itemsize, tensor.shape[-2]
+    nbytes = count * width
+    raw = np.empty((rows, nbytes + APART), np.uint8)
+    values: NDArray[Any] = raw[:, :nbytes].view(carried(tensor.dtype))
     is_here = isinstance(data, ByteRange) and data.source.is_local
-    if not (is_here and tensor.stride[-1] == 1) or tensor.is_swapped:
+    if count == tensor.shape[-1] or not (is_here and tensor.stride[-1] == 1) or tensor.is_swapped:
         box = whole.read((*at[:-1], 0, at[-1]), (*(1 for _ in at[:-1]), rows, count))
-        return box.reshape(rows, count)
-    raw = np.empty(rows * count * width, np.uint8)
-    view = memoryview(raw)  # type: ignore[arg-type]
+        values[...] = box.reshape(rows, count)
+        return values
+    view = memoryview(raw.reshape(-1))  # type: ignore[arg-type]
     outer = sum(i * step for i, step in zip(at[:-1], tensor.stride, strict=False))
-    start = data.offset + (tensor.offset + outer + at[-1]) * width
+    start, step = data.offset + (tensor.offset + outer + at[-1]) * width, nbytes + APART
     for row in range(rows):
-        part = view[row * count * width : (row + 1) * count * width]
+        part = view[row * step : row * step + nbytes]
         data.source.fill(start + row * tensor.stride[-2] * width, part)
-    values: NDArray[Any] = raw.view(carried(tensor.dtype)).reshape(rows, count)
     return values

@@ -82,8 +82,9 @@ def test_gptq(bits: int, dtype: torch.dtype, is_permuted: bool, tmp_path: Path, 
     assert sum(looked_up) == expected.numel()
 
 
-def test_tables_of_more_than_65536_numbers(tmp_path: Path, looked_up: list[int]) -> None:
-    codes, scale = fp8(300, 600), torch.rand(300, 1)
+@pytest.mark.parametrize("rows", [300, 1100])  # more numbers than 16 bits count, and than are cast at once
+def test_large_tables(rows: int, tmp_path: Path, looked_up: list[int]) -> None:
+    codes, scale = fp8(rows, 600), torch.rand(rows, 1)
     got = weight(tmp_path, {"l.0.weight": codes, "l.0.weight_scale": scale})
     assert equal(got, (codes.float() * scale).bfloat16()) and looked_up == [codes.numel()]
 
@@ -94,13 +95,15 @@ def test_small_blocks_are_computed(tmp_path: Path, looked_up: list[int]) -> None
     assert equal(got, expected) and not looked_up
 
 
-def test_overflows_are_counted_one_by_one(tmp_path: Path, looked_up: list[int]) -> None:
-    codes, scale = fp8(128, 256), torch.tensor([[1.0, 60_000.0]])
-    path = written(tmp_path, {"l.0.weight": codes, "l.0.weight_scale_inv": scale}, FP8)
+@pytest.mark.parametrize("rows", [128, 1100])  # whose last number is cast with all others, or after some
+def test_overflows_are_counted_one_by_one(rows: int, tmp_path: Path, looked_up: list[int]) -> None:
+    codes, scale = fp8(rows, 600), torch.ones(rows, 1)
+    scale[-1] = 60_000
+    path = written(tmp_path, {"l.0.weight": codes, "l.0.weight_scale": scale})
     with ckpttool.open(path) as checkpoint:
         new, report = dequantize(checkpoint, dtype=DTYPES["float16"])
         ckpttool.save(new, tmp_path / "out.safetensors")
-    values = by_blocks(codes, scale).half()
+    values = (codes.float() * scale).half()
     assert report.casting.overflows == int(values.isinf().sum()) > 0 and not looked_up
 
 
