@@ -20,14 +20,14 @@ demo: $(INSTALLED)  ## train on two ranks, strip the prefix, evaluate in one pro
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)  ## the test suite, about eleven minutes on two cores
-	$(PYTEST) -n 3 -m 'not long'
+	$(PYTEST) -n 3 -m 'not long and not lint'
 
 long: $(INSTALLED)  ## the tests that take longest: whole runs, hangs, two machines, replays, more random examples
 	$(PYTEST) -n 2 -m long
 	$(PYTEST) -n 2 -m 'hypothesis and not long' --hypothesis-profile more --timeout 600
 
 coverage: $(INSTALLED)  ## the test suite again, with the lines that no test runs
-	$(PYTEST) -n 3 -m 'not long' --cov --cov-report term-missing:skip-covered
+	$(PYTEST) -n 3 -m 'not long and not lint' --cov --cov-report term-missing:skip-covered
 
 drill: $(INSTALLED)  ## runs killed in many ways, compared with undisturbed ones; a quarter of an hour
 	$(BIN)/python -m tests.drill
@@ -35,10 +35,11 @@ drill: $(INSTALLED)  ## runs killed in many ways, compared with undisturbed ones
 gpu: $(INSTALLED)  ## what only a GPU can show, and the loop beside a bare one; writes docs/gpu.md
 	$(BIN)/python -m tests.gpu
 
-lint: $(INSTALLED)  ## ruff and mypy --strict
+lint: $(INSTALLED)  ## ruff and mypy --strict, of the pages' code too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(PYTEST) -n 0 -m lint tests/test_docs.py
 
 docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stale
 	$(BIN)/python -m tests.cli.test_reference

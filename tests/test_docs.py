@@ -65,7 +65,8 @@ batches: list[tuple[torch.Tensor, torch.Tensor]]
 ALLOWED = "# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-warn-unreachable"
 
 
-@pytest.mark.timeout(300)  # half a minute alone, where no `make lint` has left its cache
+@pytest.mark.lint
+@pytest.mark.timeout(300)  # half a minute alone, where mypy has left no cache
 def test_every_block_of_the_pages_is_typed(tmp_path: Path) -> None:
     for page, blocks in PAGES.items():
         if blocks:
