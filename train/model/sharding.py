@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
-from train.config import sharding
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.model.wrapping import block_paths
 
@@ -48,7 +48,7 @@ class Sharded(nn.Module):
         own = {name: _kind(value) for name, value in model.state_dict().items()}
         collectives.compare(own, "before training")
         collectives.broadcast_into([*model.parameters(), *model.buffers()])
-        groups, ranks = sharding.sizes(config, place.world_size)
+        groups, ranks = command_line.mesh_sizes(config, place.world_size)
         mesh = init_device_mesh(place.device.type, (groups, ranks), mesh_dim_names=("groups", "ranks"))
         how: dict[str, Any] = {"mesh": mesh if groups > 1 else mesh["ranks"]}
         if config.shard_offload:

@@ -20,8 +20,7 @@ from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from train import console
 from train.checkpoint.resume import resume
 from train.checkpoint.saver import Saver
-from train.config.training import TrainConfig
-from train.config.watching import hook_interval
+from train.config.training import TrainConfig, hook_interval
 from train.data.data_set import Data
 from train.launch.stopping import Stop
 from train.log import trackers
