@@ -1,9 +1,11 @@
-"""The commands that describe the tool itself to programs: `schema` and `skill`."""
+"""The commands that describe the tool itself to programs: `schema`; `skill`, a page made from the help."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 
 import click
 
@@ -12,6 +14,39 @@ from .. import options
 from ..console import Console
 
 Sections = Mapping[str, Mapping[click.Command, str]]  # by title, each command with its line of help
+
+NAME = "ckpttool"
+HEAD = f"""\
+---
+name: {NAME}
+description: >-
+  Look into, check, compare, convert, rename, shrink, merge, split and reload PyTorch checkpoints (.pt, .pth,
+  .bin, .ckpt, .safetensors, shards, DCP, FSDP, DeepSpeed, GGUF) without torch and without running what a
+  pickle names. Use it when a checkpoint does not load (missing or unexpected keys, `module.` or `_orig_mod.`
+  prefixes, weights_only errors, size mismatches), or needs another format, dtype or names.
+---
+
+# {NAME}
+
+Begin with `{NAME} inspect FILE`: it runs and loads nothing. If a checkpoint does not load into a model,
+`{NAME} doctor FILE --model SPEC` prints the commands that fix it: run them in that order.
+
+## What to rely on
+
+- INPUT is never changed, unless OUTPUT is the same path, or by `slim --in-place`. An existing OUTPUT needs
+  `--force`; `--dry-run` says what would be written. OUTPUT's format follows its name:
+  `.safetensors`, `.pt`, `folder/`.
+- Exit codes: 0 done, or same; 1 differs, a check failed, or nothing to do; 2 usage; 3 unreadable, damaged or
+  refused.
+- `--json` prints one JSON document on stdout and nothing else, also for an error:
+  `{{"schema": 1, "error": {{"kind": …, "message": …, "hint": …}}}}`. `hint` is the next thing to do.
+  `{NAME} schema COMMAND` prints the JSON Schema.
+- What a format can't hold is named; what is ambiguous is refused, never guessed. Notes are on stderr.
+- Only `--model SPEC` runs code: what it names. To look into a file from a stranger, never load it with torch.
+- Wherever a file stands, a URL may: `hf://OWNER/REPO/PATH`, `https://…`, `s3://…`, `gs://…`, `az://…`.
+- All commands have `--json`, `-q`, `-v` and `--help`.
+"""
+EVERYWHERE = {"--json", "--quiet", "--verbose", "--revision", "--offline"}
 
 
 @click.command("schema")
@@ -49,7 +84,6 @@ def skill(console: Console) -> None:
     Example:
       ckpttool skill
     """
-    from ..skill import NAME, page
 
     text = page(_sections())
     console.result(text.rstrip(), {"name": NAME, "text": text})
@@ -59,3 +93,33 @@ def _sections() -> Sections:
     """Return the commands by section: those of the group that this one was called from."""
     sections: Sections = click.get_current_context().find_root().command.sections  # type: ignore[attr-defined]
     return sections
+
+
+def page(sections: Mapping[str, Mapping[click.Command, str]]) -> str:
+    """Return the page for commands by section, each with its line of help."""
+    return "\n".join([HEAD, *_commands(sections)])
+
+
+def _commands(sections: Mapping[str, Mapping[click.Command, str]]) -> Iterator[str]:
+    for title, commands in sections.items():
+        yield from (f"## {title}", "")
+        for command, line in commands.items():
+            yield from (f"### {command.name}", "", f"{line}. {_flags(command)}".rstrip(), "")
+            yield from ("```sh", *_examples(command), "```", "")
+
+
+def _flags(command: click.Command) -> str:
+    """Return the flags of a command with their values, but for those that all have."""
+    shown = []
+    for option in command.params:
+        flag = max(option.opts, key=len)
+        if isinstance(option, click.Option) and flag not in EVERYWHERE:
+            values = option.type.choices if isinstance(option.type, click.Choice) else ()
+            value = option.metavar or "|".join(map(str, values)) or ("" if option.is_flag else "X")
+            shown.append(f"`{flag} {value}`".replace(" `", "`"))
+    return f"Flags: {', '.join(shown)}." if shown else ""
+
+
+def _examples(command: click.Command) -> list[str]:
+    text = inspect.cleandoc(str(command.help)).partition("\b\nExample")[2]
+    return re.findall(r"^  (ckpttool .+)$", text, re.MULTILINE)
