@@ -9,9 +9,8 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Refused
-from ...transforms.mapping.applying import apply
+from ...transforms.mapping.applying import apply, config_of
 from ...transforms.mapping.builtin import maps
-from ...transforms.mapping.config import config_of
 from ...transforms.mapping.matching import matched
 from ...transforms.mapping.rules import Rules
 from .fit import Case, Remedy

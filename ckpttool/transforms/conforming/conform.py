@@ -22,9 +22,8 @@ from ...tensors.values import same_values
 from ..mapping.applying import apply
 from ..mapping.rules import Rules
 from ..selection import replace_state
-from .modules import Module
+from .modules import Module, Place, Places, places_of
 from .numbering import require_order
-from .places import Place, Places, places_of
 from .rules import Row, as_rules, rows
 from .search import Found, is_shared, search
 from .values import Values, differing

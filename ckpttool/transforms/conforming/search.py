@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ...checkpoint.states import COUNTER
-from .blocks import TOP, Search
-from .counting import falling
+from .blocks import TOP, Search, falling
 from .layers import Doubts, Match, Tangle
-from .modules import MAX_PARTS, Module, Parts, parameter, tree
-from .places import Place, Places
+from .modules import MAX_PARTS, Module, Parts, Place, Places, parameter, tree
 from .roles import roles, rotary_stems
 from .ways import Joint, joint
 
