@@ -1,17 +1,18 @@
-"""The commands that describe the tool itself to programs: `schema`; `skill`, a page made from the help."""
+"""The commands that tell what the tool has: `schema` and `skill`, a page made from the help; `maps`."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 
 import click
 
 from ...errors import UsageFault
 from .. import options
-from ..console import Console
+from ..console import Console, table, terminal_width, wrapped
 
 Sections = Mapping[str, Mapping[click.Command, str]]  # by title, each command with its line of help
 
@@ -123,3 +124,43 @@ def _flags(command: click.Command) -> str:
 def _examples(command: click.Command) -> list[str]:
     text = inspect.cleandoc(str(command.help)).partition("\b\nExample")[2]
     return re.findall(r"^  (ckpttool .+)$", text, re.MULTILINE)
+
+
+@click.command("maps")
+@click.argument("name", metavar="[NAME]", required=False)
+@options.reading
+def maps(console: Console, name: str | None) -> None:
+    """List the maps that `convert --map` takes, or print the rules of one.
+
+    A map is a rule file. What is printed is one for your own changes, which --map takes too.
+
+    \b
+    Examples:
+      ckpttool maps
+      ckpttool maps nanogpt-gpt2
+    """
+    from ...transforms.mapping import builtin
+
+    if name is not None:
+        with open(builtin.path_of(name), encoding="utf-8") as file:
+            text = file.read()
+        console.result(text.rstrip(), {"name": name, "rules": text})
+        return
+    found = [
+        {"name": rules.name, "from": rules.start, "to": rules.end, "reversible": rules.reversible}
+        for rules in builtin.maps()
+    ]
+    ways = [f"{each['from']} {'<->' if each['reversible'] else '->'} {each['to']}" for each in found]
+    rows = [(str(each["name"]), way) for each, way in zip(found, ways, strict=True)]
+    console.listed("\n".join(_lines(rows, terminal_width(sys.stdout))), found)
+
+
+def _lines(rows: list[tuple[str, str]], width: int | None) -> Iterator[str]:
+    """Yield each name, which is to be typed, and what it changes, beside or below it."""
+    beside = max(len(name) for name, _ in rows) + 2
+    if width is None or all(beside + len(way) <= width for _, way in rows):
+        yield from table(rows, (0, 1))
+        return
+    for name, way in rows:
+        yield name
+        yield from (f"    {line}" for line in wrapped(way, max(width - 4, 20)))

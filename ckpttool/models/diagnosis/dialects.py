@@ -16,7 +16,7 @@ from ...transforms.conforming.conform import Conformed, conform, require_certain
 from ...transforms.conforming.modules import Places, places_of
 from ...transforms.conforming.search import search
 from .fit import Aim, Blueprint, Case, Fit, Remedy
-from .map_remedies import maps_between
+from .name_remedies import maps_between
 from .value_remedies import dequantized
 
 
