@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from ..analysis.compare import Comparison, diff
 from ..analysis.summary import summarize
 from ..analysis.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measure_all
 from ..checkpoint.checkpoint import Checkpoint
+from ..contract import finite
 from ..errors import OutputExists, SeveralCheckpoints, Unreadable, UsageFault
 from ..files.commit import replacing
 from ..files.failures import naming
@@ -229,16 +229,8 @@ def page(title: str, data: Mapping[str, Any]) -> bytes:
 
 def as_block(data: Mapping[str, Any]) -> str:
     """Return JSON that nothing in it can end as a block of HTML."""
-    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(name: str) -> str:

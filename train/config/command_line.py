@@ -243,9 +243,7 @@ def _check_sharding(config: TrainConfig, world_size: int) -> None:
     if config.save_parts and config.prove_every:
         what = "--save-parts and --prove-every: the record names digests of whole tensors"
         raise UsageFault(what, hint="leave out one of them")
-    for other, is_given, reason in against:
-        if is_given:
-            raise UsageFault(f"--shard and {other}: {reason}", hint="leave out one of them")
+    _refuse_beside("--shard", against)
     groups, ranks = mesh_sizes(config, world_size)
     if groups * ranks != world_size:
         hint = "give as many groups and ranks in each as there are ranks"
@@ -273,6 +271,11 @@ def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> 
         ("--compile", config.compile, "code that each rank compiles need not give the same bits"),
         ("--preview", config.preview, "it shows ranks; virtual rank v takes what rank v takes of as many"),
     )
+    _refuse_beside(given, against)
+
+
+def _refuse_beside(given: str, against: Sequence[tuple[str, object, str]]) -> None:
+    """Refuse the first other flag that is given, with the reason why it can't be combined."""
     for other, is_given, reason in against:
         if is_given:
             raise UsageFault(f"{given} and {other}: {reason}", hint="leave out one of them")

@@ -8,7 +8,7 @@ rules apply are a group, which says in `rule` what they are, so that a checkpoin
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -151,6 +151,14 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> set[int]:
             )
             raise UsageFault(what, hint="give an expression that only matrices match")
     return {id(parameter) for name, parameter in model.named_parameters() if name in chosen}
+
+
+def two_dtypes(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
+    """Return two of the dtypes of parameters, each with the first name; [] where all have one."""
+    first: dict[str, str] = {}
+    for name, parameter in named:
+        first.setdefault(str(parameter.dtype).removeprefix("torch."), name)
+    return [*first.items()][:2] if len(first) > 1 else []
 
 
 def layers_of(model: nn.Module) -> dict[str, int]:

@@ -18,7 +18,7 @@ from ckpttool.distributed.divided import part_like
 from ckpttool.errors import CkptToolError, UsageFault
 from train.config.training import TrainConfig
 from train.model import own_optimizer
-from train.model.groups import groups_of
+from train.model.groups import groups_of, two_dtypes
 
 NOT_FOR_THIS_LOOP = {
     "LBFGS": "calls the model several times in a step, and this trainer calls it once",
@@ -221,11 +221,8 @@ def _is_fused(config: TrainConfig, model: nn.Module) -> bool:
 
 def _check_one_dtype(groups: list[dict[str, Any]]) -> None:
     """Refuse what ZeroRedundancyOptimizer can't divide: parameters of several dtypes."""
-    dtypes: dict[str, str] = {}
-    for group in groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
-    if len(dtypes) > 1:
-        (one, name), (other, second) = list(dtypes.items())[:2]
+    named = (pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True))
+    if found := two_dtypes(named):
+        (one, name), (other, second) = found
         what = f"--zero: needs parameters of one dtype, but {name} is {one} and {second} {other}"
         raise UsageFault(what, hint="leave it out")

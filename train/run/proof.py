@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ckpttool.contract import finite
 from ckpttool.distributed import collectives, divided, transport
 from ckpttool.distributed.lazy_order import InOrder
 from ckpttool.errors import FileError
@@ -30,7 +31,7 @@ from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
 from train.data.samples import batch_leaves
 from train.launch import same_settings
-from train.log.log_file import HeldLines, finite
+from train.log.log_file import HeldLines
 from train.trainer.progress import Recorder
 from train.trainer.trainer import Trainer
 
