@@ -145,7 +145,7 @@ def _conformed(
     changed, mapped = apply(checkpoint, rules, state=state, optimizers=optimizers)
     if optimizers:
         require_order(changed, state, theirs)
-    padded = _resized_names(found)
+    padded = [name for _, right in found.resized for name in right.names.values()]
     counters = {name: _zero(path, theirs[name]) for name in found.lacking if name.endswith(COUNTER)}
     taken = {name: reference[name] for name in found.lacking if name in reference and name not in counters}
     more = {**counters, **taken}
@@ -360,10 +360,6 @@ def _candidates(found: Found) -> Iterator[str]:
 
 
 # ---- tensors that the input does not have --------------------------------------------------------------
-
-
-def _resized_names(found: Found) -> list[str]:
-    return [name for _, right in found.resized for name in right.names.values()]
 
 
 def _padded(name: str, tensor: TensorRef, place: Place) -> TensorRef:
