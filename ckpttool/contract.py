@@ -1,8 +1,10 @@
-"""The version of the JSON that the programs print and write, by which scripts know what its fields mean."""
+"""The JSON that the programs print and write: strict, with the version by which scripts know its meaning."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 SCHEMA = 1  # goes up when a field gets another meaning, or goes; a new field leaves it as it is
 
@@ -10,3 +12,12 @@ SCHEMA = 1  # goes up when a field gets another meaning, or goes; a new field le
 def versioned(data: Mapping[str, object]) -> dict[str, object]:
     """Return the fields of a JSON object, the version first."""
     return {"schema": SCHEMA, **data}
+
+
+def finite(value: Any, instead: Callable[[float], str | None] = lambda _: None) -> Any:
+    """Return a value for JSON, which lacks NaN and infinity; in their place null, or what `instead` says."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else instead(value)
+    if isinstance(value, Mapping):
+        return {str(key): finite(item, instead) for key, item in value.items()}
+    return [finite(item, instead) for item in value] if isinstance(value, list | tuple) else value

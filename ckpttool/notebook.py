@@ -1,10 +1,13 @@
-"""What a notebook shows of checkpoints, states, summaries, comparisons: HTML that folds and has no script."""
+"""What a notebook shows of checkpoints, states, summaries, comparisons: HTML that folds and has no script.
+
+It is made of elements: the standard library escapes text and attributes, whoever forgets to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from xml.etree.ElementTree import Element
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from .analysis.compare import Comparison
 from .analysis.diff_rows import ROWS, Row, items_of, rows_of
@@ -14,14 +17,15 @@ from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.module_tree import Branch, outline, shape_in_words
 from .checkpoint.state import State
 from .errors import CkptToolError
-from .markup import element, folded, html, table
-from .words import counted, show_bytes, show_names
+from .words import counted, printable, show_bytes, show_names
 
 MAX_BRANCHES = 300  # lines of modules
 MAX_NAME = 200  # characters
 MAX_TENSORS = 60  # of one module
 MAX_ENTRIES = 20  # entries outside the state
 MAX_OTHERS = 100  # values that are no tensors
+
+Child = str | Element
 
 
 def checkpoint_html(checkpoint: Checkpoint) -> str:
@@ -124,3 +128,41 @@ def comparison_html(comparison: Comparison) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (row.mark, row.name, *(row.cells or ("", "", "", "")), row.text)
+
+
+# ---- HTML ---------------------------------------------------------------------------------------------
+
+
+def element(tag: str, *children: Child, **attributes: str) -> Element:
+    """Return an element; text in it is made `printable`. `class_` is the attribute `class`."""
+    made = Element(tag, {name.rstrip("_"): printable(value) for name, value in attributes.items()})
+    for child in children:
+        if isinstance(child, Element):
+            made.append(child)
+        elif len(made):
+            made[-1].tail = (made[-1].tail or "") + printable(child)
+        else:
+            made.text = (made.text or "") + printable(child)
+    return made
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Element:
+    """Return a table, its columns aligned to the left."""
+    made = element("table")
+    if head:
+        made.append(element("tr", *(element("th", title, style="text-align:left") for title in head)))
+    for row in rows:
+        line = SubElement(made, "tr")
+        line.extend(element("td", cell, style="text-align:left;vertical-align:top") for cell in row)
+    return made
+
+
+def folded(summary: str, *children: Child, is_open: bool = False) -> Element:
+    """Return something that is folded under a line of text."""
+    state = {"open": "open"} if is_open else {}
+    return element("details", element("summary", summary), *children, style="margin-left:1em", **state)
+
+
+def html(*elements: Element) -> str:
+    """Return elements as HTML, in one `div`."""
+    return tostring(element("div", *elements), encoding="unicode", method="html")

@@ -6,7 +6,6 @@ Data goes to stdout; progress, notes, hints and errors go to stderr.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..contract import versioned
+from ..contract import finite, versioned
 from ..words import counted as counted
 from ..words import printable as printable
 from ..words import show_bytes as show_bytes
@@ -169,18 +168,10 @@ def to_json(data: Mapping[str, object]) -> str:
     try:
         fields = {key: dumps(value) for key, value in data.items()}
     except (TypeError, ValueError):
-        fields = {key: dumps(_finite(value)) for key, value in data.items()}
+        fields = {key: dumps(finite(value, str)) for key, value in data.items()}
     if sum(map(len, fields.values())) > MAX_INDENTED:
         return "{\n" + ",\n".join(f"  {dumps(key)}: {text}" for key, text in fields.items()) + "\n}"
-    return dumps(_finite(data), indent=2)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [*map(_finite, value)] if isinstance(value, list | tuple) else value
+    return dumps(finite(data, str), indent=2)
 
 
 def coloured(word: str, colour: str) -> str:

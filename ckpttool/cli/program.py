@@ -28,7 +28,6 @@ from .commands import (
     keys,
     load,
     lora,
-    maps,
     ranks,
     report,
     scan,
@@ -62,7 +61,7 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
     "Convert": {
         convert.convert: "Write another format, or other element types",
         conform.command: "Write it under the names and shapes of another file",
-        maps.command: "The architectures that convert --map changes between",
+        describe.maps: "The architectures that convert --map changes between",
         ranks.merge: "Write what many ranks wrote as one checkpoint",
         ranks.split: "Write one checkpoint as files for many ranks",
         slim.command: "Only the model's state; or room in a run's folder",

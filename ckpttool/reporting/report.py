@@ -1,11 +1,22 @@
-"""`report`: a page of HTML about a checkpoint, about what differs between two, or about a training run."""
+"""`report`: a page of HTML about a checkpoint, about what differs between two, or about a training run.
+
+The template, the script, the style and the data are in one file that asks for nothing. Text of checkpoints is
+only in a block of JSON, in which no `<` is left, and the script shows it as text. The policy lets the browser
+run this script and this style, by their hashes, and load nothing.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from string import Template
 from typing import Any
 
 from .. import __version__
@@ -13,6 +24,7 @@ from ..analysis.compare import Comparison, diff
 from ..analysis.summary import summarize
 from ..analysis.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measure_all
 from ..checkpoint.checkpoint import Checkpoint
+from ..contract import finite
 from ..errors import OutputExists, SeveralCheckpoints, Unreadable, UsageFault
 from ..files.commit import replacing
 from ..files.failures import naming
@@ -20,10 +32,21 @@ from ..files.pieces import Progress
 from ..formats.reading import File
 from ..formats.reading import open as open_checkpoint
 from ..words import printable
-from .contents import checkpoint_row, contents
-from .difference import difference
-from .page import page
+from .contents import checkpoint_row, contents, difference
 from .training import evaluation, evaluations_in, is_run, training
+
+STYLE = "page.css"
+# In the order in which each needs those before it
+SCRIPTS = (
+    "elements.js",
+    "names.js",
+    "tables.js",
+    "treemap.js",
+    "tree.js",
+    "changes.js",
+    "charts.js",
+    "page.js",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +208,34 @@ def _subject(stack: ExitStack, file: File) -> _Subject:
         if run is None:
             raise
         return _Subject(None, run)
+
+
+# ---- the page -----------------------------------------------------------------------------------------
+
+
+def page(title: str, data: Mapping[str, Any]) -> bytes:
+    """Return a page of `data`: JSON values, whose texts are `printable`; NaN and infinity become null."""
+    style, script = _text(STYLE), "".join(map(_text, SCRIPTS))
+    filled = Template(_text("page.html")).substitute(
+        title=escape(title),
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        data=as_block(data),
+    )
+    return filled.encode()
+
+
+def as_block(data: Mapping[str, Any]) -> str:
+    """Return JSON that nothing in it can end as a block of HTML."""
+    text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _text(name: str) -> str:
+    return files(__package__).joinpath("web").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -14,7 +14,7 @@ from ..formats.pytorch.zip_reader import read_directory
 from ..formats.pytorch.zip_writer import STORED
 from ..inert_pickle.values import Global, walk
 from ..tensors.source import ByteRange, Source
-from . import pickles, unpacking, zips
+from . import pickles, unpacking
 from .verdicts import Problem
 
 HEAD = 512  # bytes by which something is recognised
@@ -78,7 +78,7 @@ class Contents:
         closed = next((what for begin, what in CLOSED if head.startswith(begin)), None)
         if closed:
             raise Unsupported(self.source.path, closed)
-        if head.startswith(zips.BEGINS):
+        if head.startswith(unpacking.BEGINS):
             self._zips(part)
         elif tar.sniff(head) or tar.is_header(head):
             self._tar(part)
@@ -87,7 +87,7 @@ class Contents:
         elif stream := unpacking.stream_of(head):
             self._unpack(part, *stream)
         else:
-            if not part.where and zips.ends_as_zip(place):
+            if not part.where and unpacking.ends_as_zip(place):
                 self._loose(part)
             return self._pickles(part)
         return set()
@@ -130,7 +130,7 @@ class Contents:
             self._zip(part, part.place)
         except (Damaged, Unsupported) as fault:
             end = part.place.offset
-            for zip_ in zips.in_a_row(part.place):
+            for zip_ in unpacking.in_a_row(part.place):
                 end = zip_.offset + zip_.nbytes
                 try:
                     self._zip(part, zip_)
@@ -169,7 +169,7 @@ class Contents:
 
     def _loose(self, part: Part) -> None:
         """Look into whatever records there are, where no directory can be believed."""
-        for piece in zips.pieces(part.place):
+        for piece in unpacking.pieces(part.place):
             inner = Part(piece.data, (*part.where, piece.name[:200]), is_sure=False)
             if piece.method == STORED:
                 self.look(inner)
@@ -215,5 +215,9 @@ def _bytes_in(values: list[object]) -> Iterator[bytes]:
         if isinstance(value, bytes | bytearray) and len(value) > 2:
             head = bytes(value[:HEAD])
             is_stream = unpacking.stream_of(head) is not None
-            if pickles.is_pickle(head) or is_stream or head.startswith((*zips.BEGINS, numpy_files.MAGIC)):
+            if (
+                pickles.is_pickle(head)
+                or is_stream
+                or head.startswith((*unpacking.BEGINS, numpy_files.MAGIC))
+            ):
                 yield bytes(value)

@@ -24,8 +24,7 @@ from ..tensors.ref import Storage, TensorRef
 from ..tensors.values import CHUNK, MAX_REPEATED, in_pieces, require_bounded, same_values
 from .keys import stripping
 from .mean_tensors import MeanTensors
-from .merging.merge import Merger
-from .merging.recipe import one_for_each, recipe, require_no_more
+from .merging.merge import Merger, one_for_each, recipe, require_no_more
 from .quantization.recognise import require_unpacked
 
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))

@@ -22,7 +22,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.scanning import pickles, unpacking, walking
+from ckpttool.scanning import pickles, unpacking
+from ckpttool.scanning import scan as scans
 from ckpttool.scanning.scan import scan
 from ckpttool.scanning.verdicts import DANGEROUS, SAFE, UNKNOWN, UNREADABLE, Scanned
 from tests.support.crafting import call, dict_of, name, program, safetensors_file, storage, text, torch_zip
@@ -372,7 +373,7 @@ def test_very_many_files_take_neither_descriptors_nor_memory(tmp_path: Path) -> 
 
 
 def test_folders_deeper_than_are_looked_at_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walking, "MAX_DEEP", 2)
+    monkeypatch.setattr(scans, "MAX_DEEP", 2)
     (tmp_path / "a" / "b" / "c").mkdir(parents=True)
     (found,) = scan(tmp_path)
     assert found.path.endswith("a/b/c") and "deep" in found.problems[0].reason

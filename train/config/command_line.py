@@ -14,7 +14,7 @@ from ckpttool.distributed.group import given_world_size, started_by_launcher
 from ckpttool.distributed.plan import ENDLESS, Plan
 from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import UsageFault
-from train.config import optimizing, settings_file, sharding
+from train.config import optimizing, settings_file
 from train.config.flags import GROUPS, Parser, add_flags, closest, name_of
 from train.config.training import TrainConfig, check
 
@@ -214,10 +214,44 @@ def check_plan(config: TrainConfig, world_size: int) -> None:
         other = "--rank-batch" if config.rank_batch else f"--sampler {config.sampler}"
         hint = "give one of them"
         raise UsageFault(f"--rank-share auto: {other} says already how a batch is dealt", hint=hint)
-    sharding.check(config, world_size)
+    _check_sharding(config, world_size)
     if config.virtual_ranks is not None:
         _check_virtual_ranks(config, config.virtual_ranks, world_size)
     check_dealt(make_plan(config, config.batch_size), world_size, called=flag)
+
+
+def mesh_sizes(config: TrainConfig, world_size: int) -> tuple[int, int]:
+    """Return the number of groups that hold the whole model each, and of the ranks in each."""
+    groups, ranks = config.mesh.split("x") if config.mesh else (1, world_size)
+    return int(groups), int(ranks)
+
+
+def _check_sharding(config: TrainConfig, world_size: int) -> None:
+    """Refuse flags that need `--shard`, and those that can't be combined with it; UsageFault names both."""
+    if not config.shard:
+        for name in ("mesh", "shard_blocks", "shard_dtype", "shard_offload", "save_parts"):
+            if getattr(config, name):
+                raise UsageFault(
+                    f"--{name.replace('_', '-')}: needs --shard", hint="give it, or leave this out"
+                )
+        return
+    against = (
+        ("--zero", config.zero, "the optimizer's state is divided already"),
+        (f"--virtual-ranks {config.virtual_ranks}", config.virtual_ranks, "they add whole gradients"),
+        ("--find-unused", config.find_unused, "gradients of a unit are sent as one, and all ranks need each"),
+        ("--rank-share auto", config.rank_share == "auto", "ranks wait for each other in every pass"),
+        ("--every", config.every, "its function gets a copy of the model, of which a rank has a part"),
+    )
+    if config.save_parts and config.prove_every:
+        what = "--save-parts and --prove-every: the record names digests of whole tensors"
+        raise UsageFault(what, hint="leave out one of them")
+    _refuse_beside("--shard", against)
+    groups, ranks = mesh_sizes(config, world_size)
+    if groups * ranks != world_size:
+        hint = "give as many groups and ranks in each as there are ranks"
+        raise UsageFault(
+            f"--mesh {config.mesh}: is {groups * ranks} ranks, and there are {world_size}", hint=hint
+        )
 
 
 def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> None:
@@ -239,6 +273,11 @@ def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> 
         ("--compile", config.compile, "code that each rank compiles need not give the same bits"),
         ("--preview", config.preview, "it shows ranks; virtual rank v takes what rank v takes of as many"),
     )
+    _refuse_beside(given, against)
+
+
+def _refuse_beside(given: str, against: Sequence[tuple[str, object, str]]) -> None:
+    """Refuse the first other flag that is given, with the reason why it can't be combined."""
     for other, is_given, reason in against:
         if is_given:
             raise UsageFault(f"{given} and {other}: {reason}", hint="leave out one of them")

@@ -19,9 +19,8 @@ from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CheckFailed, RanksDiffer, UsageFault
 from train.config.shared import DataConfig
 from train.data import builtin, fingerprint, own_data
-from train.data.collate import Collate, Collation, collation_of
 from train.data.fingerprint import CLASSIFICATION, Contents, Part
-from train.data.samples import Parts, Samples, by_name, count, no_class
+from train.data.samples import Collate, Collation, Parts, Samples, by_name, collation_of, count, no_class
 from train.data.stream import Stream, listed
 
 FEW = 8  # samples that differ between ranks, of which each reads its own again
@@ -100,7 +99,8 @@ def load(config: DataConfig, *, seed: int = 0, collate: tuple[Collate, str] | No
     """
     parts = load_parts(config, seed=seed)
     # The shuffle depends on the number of samples, so other sizes are other data.
-    sizes = map(_size, by_name(parts.train, parts.test).values())
+    named = by_name(parts.train, parts.test).values()
+    sizes = ["stream" if isinstance(samples, Stream) else str(count(samples)) for samples in named]
     return _data(config, parts, f" {'/'.join(sizes)}", collate, seed)
 
 
@@ -215,10 +215,6 @@ def _data(
     source = f"{parts.source}{sizes}{prepared}"
     about = (parts.classes, shape, source, contents, config.task, collations)
     return Data(config.data, parts.train, parts.test, *about)
-
-
-def _size(samples: Samples) -> str:
-    return "stream" if isinstance(samples, Stream) else str(count(samples))
 
 
 def compare(data: Data, when: str, *, workers: int = 0) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from ckpttool.analysis.run_log import LOG, parsed
+from ckpttool.contract import finite
 from ckpttool.errors import FileError
 from ckpttool.files.commit import append_line, replacing
 from ckpttool.files.failures import naming
@@ -57,15 +58,6 @@ def cut(folder: str, *, epoch: int, step: int) -> None:
 def _number(entry: Mapping[str, Any], name: str) -> float:
     value = entry.get(name)
     return value if isinstance(value, int | float) else -math.inf
-
-
-def finite(value: Any, instead: Callable[[float], str | None] = lambda _: None) -> Any:
-    """Return a value for JSON, which lacks NaN and infinity; in their place null, or what `instead` says."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(item, instead) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item, instead) for item in value]
-    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class HeldLines(contextlib.AbstractContextManager[Any], Generic[Line]):

@@ -1,6 +1,6 @@
 """The process in which a tracker's client runs: it may wait for its server, fail, hang, draw random numbers.
 
-    python tracker_client.py < lines of JSON      # started by train/log/tracker_process.py
+    python tracker_client.py < lines of JSON      # started by train/log/trackers.py
 
 The first line says which tracker, the run's folder and its settings; each other one has `values`, `step`
 and `time`, and the last one `end`, the exit code. What the client refuses is held and tried again. Lines on

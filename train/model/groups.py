@@ -7,6 +7,8 @@ rules apply are a group, which says in `rule` what they are, so that a checkpoin
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,11 +18,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from ckpttool.errors import UsageFault
 from train.config import optimizing
 from train.config.training import TrainConfig
-from train.model import muon
-from train.model.names import found_in, trained
 from train.model.wrapping import block_paths
 
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # whose weights may have two axes
 
 
 class Rules(NamedTuple):
@@ -39,7 +40,7 @@ def groups_of(config: TrainConfig, model: nn.Module, prefix: str = "") -> list[d
         prefix: what precedes the names in a checkpoint (`param_names`), and not in the flags' expressions.
     """
     is_muon = config.optimizer.lower() == "muon"
-    inside = muon.matrices(model, config.muon_for) if is_muon else set()
+    inside = matrices(model, config.muon_for) if is_muon else set()
     keeps = _not_decaying(config, model)
     layers = layers_of(model) if config.layer_decay else {}
     scales = [optimizing.scale_in(text) for text in config.lr_scale]
@@ -61,6 +62,32 @@ def groups_of(config: TrainConfig, model: nn.Module, prefix: str = "") -> list[d
         if rule := _in_words(config, rules, last, is_muon=is_muon):
             group["rule"] = rule
     return [groups[rules] for rules in sorted(groups)]
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients, by name; one with two names by its first."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def found_in(flag: str, patterns: Sequence[str], model: nn.Module) -> dict[str, int]:
+    """Return the number of the first pattern that is found in the name of a parameter, for each that has one.
+
+    Raises:
+        UsageFault: a pattern is found in no name, or only where one before it is.
+    """
+    found: dict[str, int] = {}
+    for number, pattern in enumerate(patterns):
+        names = [name for name in trained(model) if re.search(pattern, name)]
+        if not names:
+            some = ", ".join([*trained(model)][:4])
+            what = f"{flag} {pattern}: is found in the name of no parameter that is trained"
+            raise UsageFault(what, hint=f"their names are {some}, …")
+        if not {*names} - {*found}:
+            before = patterns[found[names[0]]]
+            what = f"{flag} {pattern}: is found only where {before} is, which comes first"
+            raise UsageFault(what, hint="give it first, or leave it out")
+        found = {**dict.fromkeys(names, number), **found}
+    return found
 
 
 def _in_words(config: TrainConfig, rules: Rules, last: int, *, is_muon: bool) -> str:
@@ -92,6 +119,46 @@ def _not_decaying(config: TrainConfig, model: nn.Module) -> set[str]:
 def decays(name: str, parameter: nn.Parameter, norms: set[int]) -> bool:
     """Say whether weight decay is meant for a parameter: a matrix or kernel, no bias, nothing of a norm."""
     return parameter.dim() > 1 and name.rpartition(".")[2] != "bias" and id(parameter) not in norms
+
+
+def matrices(model: nn.Module, patterns: Sequence[str]) -> set[int]:
+    """Return the `id` of each parameter that muon takes: those that match a pattern, or else those inside.
+
+    Inside are the weights of two axes but the last one, that of the scores; of layers without layers in them
+    and of attention, and none that is an embedding too. So what a model holds of its own, such as a table of
+    places, is not among them.
+    """
+    if patterns:
+        return _chosen(model, patterns)
+    weights: list[nn.Parameter] = []
+    for layer in model.modules():
+        has_layers = any(True for _ in layer.children()) and not isinstance(layer, nn.MultiheadAttention)
+        if has_layers or isinstance(layer, (*EMBEDDINGS, *NORMS)):
+            continue
+        own = layer.named_parameters(recurse=False)
+        weights += [p for name, p in own if p.dim() == 2 and "weight" in name and not p.is_complex()]
+    embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, EMBEDDINGS)}
+    return {id(weight) for weight in weights[:-1]} - {id(weight) for weight in weights[-1:]} - embeddings
+
+
+def _chosen(model: nn.Module, patterns: Sequence[str]) -> set[int]:
+    chosen = found_in("--muon-for", patterns, model)
+    for name, parameter in model.named_parameters():
+        if name in chosen and (parameter.dim() != 2 or parameter.is_complex()):
+            shape = "×".join(map(str, parameter.shape)) or "one number"
+            what = (
+                f"--muon-for {patterns[chosen[name]]}: parameter {name} is {shape}, and muon takes matrices"
+            )
+            raise UsageFault(what, hint="give an expression that only matrices match")
+    return {id(parameter) for name, parameter in model.named_parameters() if name in chosen}
+
+
+def two_dtypes(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
+    """Return two of the dtypes of parameters, each with the first name; [] where all have one."""
+    first: dict[str, str] = {}
+    for name, parameter in named:
+        first.setdefault(str(parameter.dtype).removeprefix("torch."), name)
+    return [*first.items()][:2] if len(first) > 1 else []
 
 
 def layers_of(model: nn.Module) -> dict[str, int]:

@@ -18,13 +18,54 @@ from ckpttool.distributed.divided import part_like
 from ckpttool.errors import CkptToolError, UsageFault
 from train.config.training import TrainConfig
 from train.model import own_optimizer
-from train.model.groups import groups_of
-from train.model.muon import Muon
+from train.model.groups import groups_of, two_dtypes
 
 NOT_FOR_THIS_LOOP = {
     "LBFGS": "calls the model several times in a step, and this trainer calls it once",
     "SparseAdam": "needs sparse gradients, and ranks average dense ones",
 }
+
+
+class Muon(Optimizer):
+    """Muon for the matrices inside a model, AdamW for the rest, at one learning rate and decay.
+
+    As its author advises (Jordan et al. 2024, kellerjordan.github.io/posts/muon), embeddings, the last layer,
+    offsets, norms and kernels are AdamW's. The steps of both have the same size (arXiv 2502.16982). `betas`,
+    `eps` and `fused` are of AdamW.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+    ) -> None:
+        inside = [group for group in groups if group["muon"]]
+        others = [group for group in groups if not group["muon"]]
+        if not inside:
+            raise ValueError("it has no matrix before the last one that muon could orthogonalise")
+        muon = torch.optim.Muon(inside, lr, weight_decay, momentum, nesterov, adjust_lr_fn="match_rms_adamw")
+        self.parts: list[Optimizer] = [muon]
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr, betas, eps, weight_decay, fused=fused))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        start = 0
+        for part in self.parts:  # a restored state is in new dicts, which the parts shall have too
+            part.state, end = self.state, start + len(part.param_groups)
+            part.param_groups, start = self.param_groups[start:end], end
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.state = self.state
+            part.step()
 
 
 def check(config: TrainConfig, model: nn.Module) -> None:
@@ -180,11 +221,8 @@ def _is_fused(config: TrainConfig, model: nn.Module) -> bool:
 
 def _check_one_dtype(groups: list[dict[str, Any]]) -> None:
     """Refuse what ZeroRedundancyOptimizer can't divide: parameters of several dtypes."""
-    dtypes: dict[str, str] = {}
-    for group in groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
-    if len(dtypes) > 1:
-        (one, name), (other, second) = list(dtypes.items())[:2]
+    named = (pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True))
+    if found := two_dtypes(named):
+        (one, name), (other, second) = found
         what = f"--zero: needs parameters of one dtype, but {name} is {one} and {second} {other}"
         raise UsageFault(what, hint="leave it out")

@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
-from train.config import sharding
+from train.config import command_line
 from train.config.training import TrainConfig
+from train.model.groups import two_dtypes
 from train.model.wrapping import block_paths
 
 # They update each number by itself; others of torch.optim need whole matrices, of which a rank has a part.
@@ -48,7 +49,7 @@ class Sharded(nn.Module):
         own = {name: _kind(value) for name, value in model.state_dict().items()}
         collectives.compare(own, "before training")
         collectives.broadcast_into([*model.parameters(), *model.buffers()])
-        groups, ranks = sharding.sizes(config, place.world_size)
+        groups, ranks = command_line.mesh_sizes(config, place.world_size)
         mesh = init_device_mesh(place.device.type, (groups, ranks), mesh_dim_names=("groups", "ranks"))
         how: dict[str, Any] = {"mesh": mesh if groups > 1 else mesh["ranks"]}
         if config.shard_offload:
@@ -186,12 +187,9 @@ def _indivisible(parameter: nn.Parameter) -> str:
 def _require_one_dtype(model: nn.Module, path: str, inner: list[str]) -> None:
     """Refuse a unit with trained parameters of several dtypes, whose gradients are sent as one."""
     below = tuple(f"{other}." for other in inner if other != path and f".{other}".startswith(f".{path}"))
-    dtypes: dict[str, str] = {}
-    for name, parameter in model.get_submodule(path).named_parameters(path):
-        if parameter.requires_grad and not name.startswith(below):
-            dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
-    if len(dtypes) > 1:
-        (one, name), (other, second) = list(dtypes.items())[:2]
+    trained = [pair for pair in model.get_submodule(path).named_parameters(path) if pair[1].requires_grad]
+    if found := two_dtypes(pair for pair in trained if not pair[0].startswith(below)):
+        (one, name), (other, second) = found
         what = f"--shard: {name} is {one} and {second} {other}, and gradients of a unit are sent as one"
         raise UsageFault(what, hint="give the layers of each dtype a class of their own, as --shard-blocks")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ckpttool.contract import finite
 from ckpttool.distributed import collectives, divided, transport
 from ckpttool.distributed.lazy_order import InOrder
 from ckpttool.errors import FileError
@@ -28,9 +29,9 @@ from ckpttool.files.failures import naming
 from train.checkpoint.format import versions
 from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
-from train.data.collate import leaves
+from train.data.samples import batch_leaves
 from train.launch import same_settings
-from train.log.log_file import HeldLines, finite
+from train.log.log_file import HeldLines
 from train.trainer.progress import Recorder
 from train.trainer.trainer import Trainer
 
@@ -102,7 +103,7 @@ class Proof(Recorder):
         """Note the samples of a micro-batch of this rank, as they are used."""
         rows: list[torch.Tensor] = []
         shared = hashlib.sha256()  # of what is not told apart by sample, as the boxes of all images
-        for _, leaf in leaves(batch):
+        for _, leaf in batch_leaves(batch):
             if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(indices):
                 rows.append(leaf.detach().cpu())
             else:

@@ -20,14 +20,13 @@ from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from train import console
 from train.checkpoint.resume import resume
 from train.checkpoint.saver import Saver
-from train.config.training import TrainConfig
-from train.config.watching import hook_interval
+from train.config.training import TrainConfig, hook_interval
 from train.data.data_set import Data
 from train.launch.stopping import Stop
 from train.log import trackers
 from train.log.profiling import Profile
 from train.run import folder as folders
-from train.run import own_settings, proof
+from train.run import header, proof
 from train.run.agreement import Agreement
 from train.run.hook import Hook
 from train.run.report import Report
@@ -61,7 +60,7 @@ class Run:
         trainer.feed.recorder = proof.recorder_of(trainer, folder)
         measured = [("shares", text) for text in shares.settle(trainer)]
         trainer.recorder.begin(resumed.source)
-        like = collectives.from_rank_zero(lambda: own_settings.write(trainer, folder))
+        like = collectives.from_rank_zero(lambda: header.write_settings(trainer, folder))
         self.limits = Limits(config, lambda: trainer.feed.steps_per_epoch, scores=bool(trainer.scorers))
         self.report = Report(trainer, folder)
         self.saver = Saver(trainer, folder, self.report.event)

@@ -67,7 +67,7 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
     dtype = cast.target(said.lower()) if said else None
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        from ...models.diagnosis.ways_out import conformed as conform
+        from ...models.diagnosis.dialects import conformed as conform
         from ...transforms import selection
 
         left_out: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ def _places_of(spec: str) -> Any:
 
 
 def _outcome(conformed: Conformed, like: str, console: Console) -> Outcome:
-    from ...transforms.mapping.config import FILES
+    from ...transforms.mapping.applying import FILES
 
     count = sum(row.count * len(row.rule.targets) for row in conformed.table)
     done = f"brought {count} tensors under the names of {like}"

@@ -139,8 +139,7 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
 def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
     from ...checkpoint.states import is_numbered
     from ...inert_pickle.values import walk
-    from ...transforms.mapping.applying import apply_map
-    from ...transforms.mapping.config import FILES
+    from ...transforms.mapping.applying import FILES, apply_map
 
     given = {"inverse": changes["inverse"], "config": changes["config"], "state": target.state}
     optimizers = target.place.holds_all  # what is left out need not follow

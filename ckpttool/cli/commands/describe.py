@@ -1,17 +1,53 @@
-"""The commands that describe the tool itself to programs: `schema` and `skill`."""
+"""The commands that tell what the tool has: `schema` and `skill`, a page made from the help; `maps`."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping
 
 import click
 
 from ...errors import UsageFault
 from .. import options
-from ..console import Console
+from ..console import Console, table, terminal_width, wrapped
 
 Sections = Mapping[str, Mapping[click.Command, str]]  # by title, each command with its line of help
+
+NAME = "ckpttool"
+HEAD = f"""\
+---
+name: {NAME}
+description: >-
+  Look into, check, compare, convert, rename, shrink, merge, split and reload PyTorch checkpoints (.pt, .pth,
+  .bin, .ckpt, .safetensors, shards, DCP, FSDP, DeepSpeed, GGUF) without torch and without running what a
+  pickle names. Use it when a checkpoint does not load (missing or unexpected keys, `module.` or `_orig_mod.`
+  prefixes, weights_only errors, size mismatches), or needs another format, dtype or names.
+---
+
+# {NAME}
+
+Begin with `{NAME} inspect FILE`: it runs and loads nothing. If a checkpoint does not load into a model,
+`{NAME} doctor FILE --model SPEC` prints the commands that fix it: run them in that order.
+
+## What to rely on
+
+- INPUT is never changed, unless OUTPUT is the same path, or by `slim --in-place`. An existing OUTPUT needs
+  `--force`; `--dry-run` says what would be written. OUTPUT's format follows its name:
+  `.safetensors`, `.pt`, `folder/`.
+- Exit codes: 0 done, or same; 1 differs, a check failed, or nothing to do; 2 usage; 3 unreadable, damaged or
+  refused.
+- `--json` prints one JSON document on stdout and nothing else, also for an error:
+  `{{"schema": 1, "error": {{"kind": …, "message": …, "hint": …}}}}`. `hint` is the next thing to do.
+  `{NAME} schema COMMAND` prints the JSON Schema.
+- What a format can't hold is named; what is ambiguous is refused, never guessed. Notes are on stderr.
+- Only `--model SPEC` runs code: what it names. To look into a file from a stranger, never load it with torch.
+- Wherever a file stands, a URL may: `hf://OWNER/REPO/PATH`, `https://…`, `s3://…`, `gs://…`, `az://…`.
+- All commands have `--json`, `-q`, `-v` and `--help`.
+"""
+EVERYWHERE = {"--json", "--quiet", "--verbose", "--revision", "--offline"}
 
 
 @click.command("schema")
@@ -49,7 +85,6 @@ def skill(console: Console) -> None:
     Example:
       ckpttool skill
     """
-    from ..skill import NAME, page
 
     text = page(_sections())
     console.result(text.rstrip(), {"name": NAME, "text": text})
@@ -59,3 +94,73 @@ def _sections() -> Sections:
     """Return the commands by section: those of the group that this one was called from."""
     sections: Sections = click.get_current_context().find_root().command.sections  # type: ignore[attr-defined]
     return sections
+
+
+def page(sections: Mapping[str, Mapping[click.Command, str]]) -> str:
+    """Return the page for commands by section, each with its line of help."""
+    return "\n".join([HEAD, *_commands(sections)])
+
+
+def _commands(sections: Mapping[str, Mapping[click.Command, str]]) -> Iterator[str]:
+    for title, commands in sections.items():
+        yield from (f"## {title}", "")
+        for command, line in commands.items():
+            yield from (f"### {command.name}", "", f"{line}. {_flags(command)}".rstrip(), "")
+            yield from ("```sh", *_examples(command), "```", "")
+
+
+def _flags(command: click.Command) -> str:
+    """Return the flags of a command with their values, but for those that all have."""
+    shown = []
+    for option in command.params:
+        flag = max(option.opts, key=len)
+        if isinstance(option, click.Option) and flag not in EVERYWHERE:
+            values = option.type.choices if isinstance(option.type, click.Choice) else ()
+            value = option.metavar or "|".join(map(str, values)) or ("" if option.is_flag else "X")
+            shown.append(f"`{flag} {value}`".replace(" `", "`"))
+    return f"Flags: {', '.join(shown)}." if shown else ""
+
+
+def _examples(command: click.Command) -> list[str]:
+    text = inspect.cleandoc(str(command.help)).partition("\b\nExample")[2]
+    return re.findall(r"^  (ckpttool .+)$", text, re.MULTILINE)
+
+
+@click.command("maps")
+@click.argument("name", metavar="[NAME]", required=False)
+@options.reading
+def maps(console: Console, name: str | None) -> None:
+    """List the maps that `convert --map` takes, or print the rules of one.
+
+    A map is a rule file. What is printed is one for your own changes, which --map takes too.
+
+    \b
+    Examples:
+      ckpttool maps
+      ckpttool maps nanogpt-gpt2
+    """
+    from ...transforms.mapping import builtin
+
+    if name is not None:
+        with open(builtin.path_of(name), encoding="utf-8") as file:
+            text = file.read()
+        console.result(text.rstrip(), {"name": name, "rules": text})
+        return
+    found = [
+        {"name": rules.name, "from": rules.start, "to": rules.end, "reversible": rules.reversible}
+        for rules in builtin.maps()
+    ]
+    ways = [f"{each['from']} {'<->' if each['reversible'] else '->'} {each['to']}" for each in found]
+    rows = [(str(each["name"]), way) for each, way in zip(found, ways, strict=True)]
+    console.listed("\n".join(_lines(rows, terminal_width(sys.stdout))), found)
+
+
+def _lines(rows: list[tuple[str, str]], width: int | None) -> Iterator[str]:
+    """Yield each name, which is to be typed, and what it changes, beside or below it."""
+    beside = max(len(name) for name, _ in rows) + 2
+    if width is None or all(beside + len(way) <= width for _, way in rows):
+        yield from table(rows, (0, 1))
+        return
+    for name, way in rows:
+        yield name
+        yield from (f"    {line}" for line in wrapped(way, max(width - 4, 20)))

@@ -36,9 +36,8 @@ def command(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sa
       ckpttool scan last.pt --allow 'sklearn.*'
     """
     from ... import __version__
-    from ...scanning.sarif import as_sarif
     from ...scanning.scan import named_in, scan_each
-    from ...scanning.verdicts import DANGEROUS, UNKNOWN, UNREADABLE
+    from ...scanning.verdicts import DANGEROUS, UNKNOWN, UNREADABLE, as_sarif
 
     files = named_in(paths)
     scanned: list[Scanned] = []

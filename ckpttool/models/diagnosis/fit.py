@@ -14,7 +14,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...checkpoint.states import COUNTER
 from ...tensors.ref import TensorRef
-from ...transforms.conforming.places import Place, places_of
+from ...transforms.conforming.modules import Place, places_of
 from .script_lines import command_line
 
 if TYPE_CHECKING:

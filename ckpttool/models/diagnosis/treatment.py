@@ -21,7 +21,7 @@ from ...formats.one_of_several import piece_of
 from ...formats.reading import open as open_checkpoint
 from ...inert_pickle.values import walk
 from ...transforms import selection
-from . import dialects, map_remedies, name_remedies, value_remedies
+from . import dialects, name_remedies, value_remedies
 from .fit import Aim, Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_same_architecture
 from .report import Diagnosis, Problem, Report, free_output
 from .script_lines import command_line
@@ -31,7 +31,7 @@ FINDERS: tuple[Finder, ...] = (
     value_remedies.complex_parts,
     name_remedies.wrappers,
     name_remedies.wrappers_inside,
-    map_remedies.mapped,
+    name_remedies.mapped,
     name_remedies.renumbered,
     name_remedies.prefixes,
     name_remedies.renamed_parts,

@@ -23,9 +23,8 @@ from ..mapping.applying import apply
 from ..mapping.rules import Rules
 from ..quantization.recognise import require_unpacked
 from ..selection import replace_state
-from .modules import Module
+from .modules import Module, Place, Places, places_of
 from .numbering import require_order
-from .places import Place, Places, places_of
 from .rules import Row, as_rules, rows
 from .search import Found, is_shared, search
 from .values import Values, differing
@@ -150,7 +149,7 @@ def _conformed(
     require_unpacked(checkpoint, target, "its codes can't be laid out without their scales", names=moved)
     if optimizers:
         require_order(changed, state, theirs)
-    padded = _resized_names(found)
+    padded = [name for _, right in found.resized for name in right.names.values()]
     counters = {name: _zero(path, theirs[name]) for name in found.lacking if name.endswith(COUNTER)}
     taken = {name: reference[name] for name in found.lacking if name in reference and name not in counters}
     more = {**counters, **taken}
@@ -365,10 +364,6 @@ def _candidates(found: Found) -> Iterator[str]:
 
 
 # ---- tensors that the input does not have --------------------------------------------------------------
-
-
-def _resized_names(found: Found) -> list[str]:
-    return [name for _, right in found.resized for name in right.names.values()]
 
 
 def _padded(name: str, tensor: TensorRef, place: Place) -> TensorRef:

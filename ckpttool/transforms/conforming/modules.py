@@ -13,9 +13,10 @@ from functools import lru_cache
 from itertools import chain
 from math import prod
 
+from ...checkpoint.special_tensors import require_plain
+from ...checkpoint.state import State
 from ...errors import Unsupported
 from ...tensors.dtypes import PLAIN_FLOATS
-from .places import Place
 
 Sizes = tuple[int, ...]
 Parts = tuple[str, ...]
@@ -32,6 +33,34 @@ OF_NORMS = {
     "moving_mean": "running_mean",
     "moving_variance": "running_var",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An entry of a model's state dict."""
+
+    shape: tuple[int, ...] | None  # None where any value fits: `_extra_state`, and lazy parameters
+    dtype: str  # as `float32`; "" where there is none
+    first: str  # the first name of the same memory: another than its own for a tied parameter
+    file: str = ""  # the file that it lies in, of those of a folder
+
+
+Places = Mapping[str, Place]
+
+
+def places_of(path: str, state: State) -> dict[str, Place]:
+    """Return the places of a file's state, in its order. Raises Refused where a tensor is not a plain one."""
+    require_plain(path, state.likes, "can't be brought under other names")
+    first: dict[tuple[object, ...], str] = {}
+    return {
+        name: Place(
+            tensor.shape,
+            tensor.dtype.name,
+            first.setdefault(tensor.view, name) if tensor.numel else name,
+            tensor.storage.data.path,
+        )
+        for name, tensor in state.tensors.items()
+    }
 
 
 @dataclass(slots=True, eq=False)

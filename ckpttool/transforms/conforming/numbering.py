@@ -15,7 +15,7 @@ from ...errors import Refused
 from ...inert_pickle.values import walk
 from ..optimizer.parameters import Names, Parameters, in_order, parameters_of
 from ..optimizer.slots import BadOptimizer, slots
-from .places import Places
+from .modules import Places
 from .search import BUFFERS
 
 

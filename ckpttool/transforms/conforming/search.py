@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ...checkpoint.states import COUNTER
-from .blocks import TOP, Search
-from .counting import falling
+from .blocks import TOP, Search, falling
 from .layers import Doubts, Match, Tangle
-from .modules import MAX_PARTS, Module, Parts, parameter, tree
-from .places import Place, Places
+from .modules import MAX_PARTS, Module, Parts, Place, Places, parameter, tree
 from .roles import roles, rotary_stems
 from .ways import Joint, joint
 
@@ -131,17 +129,13 @@ def _second_names(side: Places, other: Places) -> tuple[tuple[str, str], ...]:
     for names in groups.values():
         shape = _shape(side[names[0]])
         if len(names) > 1 and have[shape] > want[shape]:
-            kept = next((n for n in names if _is_embedding(n)), names[0])
+            kept = next((n for n in names if _role(n) == ("embedding",)), names[0])
             found += ((name, kept) for name in names if name != kept)
     return tuple(found)
 
 
 def _shape(place: Place) -> tuple[int, ...]:
     return tuple(sorted(place.shape or ()))
-
-
-def _is_embedding(name: str) -> bool:
-    return _role(name) == ("embedding",)
 
 
 def is_shared(name: str) -> bool:

@@ -182,7 +182,8 @@ def _by_shapes(pieces: tuple[Unit, ...], whole: Unit, stacked: bool) -> Joint | 
         if any(piece.first.types[kind] != theirs.types[kind] for piece in pieces):
             return None
         made = _sum(shapes, lead)
-        is_matrix = kind == "weight" and len(made) == len(shape) in ((2, 3) if _of_experts(whole) else (2,))
+        axes = (2, 3) if any("expert" in part for part in whole.first.parts) else (2,)
+        is_matrix = kind == "weight" and len(made) == len(shape) in axes
         if is_matrix and made[-2] == made[-1] > 1 and made == shape:
             is_square = True
         elif is_matrix and made == (*shape[:-2], shape[-1], shape[-2]) and made != shape:
@@ -195,10 +196,6 @@ def _by_shapes(pieces: tuple[Unit, ...], whole: Unit, stacked: bool) -> Joint | 
             return None
     ways = tuple(Way(order, transposed=turn) for turn in ((False, True) if is_square else (True in turns,)))
     return Joint(pieces, whole, stacked, ways, reshaped, is_square)
-
-
-def _of_experts(unit: Unit) -> bool:
-    return any("expert" in part for part in unit.first.parts)
 
 
 def _squeezed(shape: Sizes) -> Sizes:

@@ -1,23 +1,30 @@
-"""Rules applied to a checkpoint: its state, copies of it, and what optimizers keep of its parameters."""
+"""Rules applied to a checkpoint: its state, copies of it, and what optimizers keep of its parameters.
+
+The numbers of rules come from a config beside the checkpoint, or from settings inside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.settings import json_object, settings_beside
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, Refused
+from ...inert_pickle.values import Record, attributes_in
 from ...tensors.cast import Overflows
 from ..keys import with_copies
 from ..wrappers import found_prefixes
 from .builtin import rules_of
-from .config import config_of
 from .optimizers import followed
 from .rules import Rules
 from .state_mapping import StateMapping
+
+FILES = ("config.json", "params.json")  # of Hugging Face, and of Meta
+ENTRIES = ("model_args", "config", "args", "hyper_parameters")  # of nanoGPT, others, Megatron, Lightning
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +159,23 @@ def _fits(state: State, rules: Rules, config: Mapping[str, Any]) -> bool:
     except CkptToolError:
         return False
     return True
+
+
+def config_of(checkpoint: Checkpoint, path: str | None = None) -> Mapping[str, Any]:
+    """Return what a config says: the one at `path`, beside the checkpoint, or inside it; {} without any.
+
+    Raises Unreadable, or Damaged where the file is no JSON object.
+    """
+    if path is not None:
+        return json_object(path)
+    place, settings = settings_beside(checkpoint.path, *FILES)
+    return settings if place else next(_inside(checkpoint.tree), {})
+
+
+def _inside(tree: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings that a file holds, as a dict or an object's attributes."""
+    entries = tree if isinstance(tree, dict) else {}
+    for value in map(entries.get, ENTRIES):
+        settings = attributes_in(value.state) if isinstance(value, Record) else value
+        if isinstance(settings, dict) and settings:
+            yield settings

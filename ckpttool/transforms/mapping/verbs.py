@@ -54,6 +54,11 @@ class Step:
 
     def apply(self, bundle: Bundle, context: Context) -> Bundle:
         """Return the tensors after this step, unread. Raises Misfit where they do not fit it."""
+        made = {at: self.made_of(those, context) for at, those in bundle.tensors.items()}
+        return replace(bundle, tensors=made)
+
+    def made_of(self, tensors: tuple[TensorRef, ...], context: Context) -> tuple[TensorRef, ...]:
+        """Return what becomes of the tensors of all templates, for one value of the placeholders."""
         raise NotImplementedError
 
     def inverse(self) -> Step:
@@ -80,14 +85,11 @@ class OnEach(Step):
         """Return what becomes of one tensor. Raises Misfit."""
         raise NotImplementedError
 
-    def apply(self, bundle: Bundle, context: Context) -> Bundle:
-        def changed(tensors: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
-            if max(self.parts, default=0) >= len(tensors):
-                raise Misfit(f"are {len(tensors)}, and {self.verb} names the parts {list(self.parts)}")
-            chosen = self.parts or range(len(tensors))
-            return tuple(self.one(each, context) if n in chosen else each for n, each in enumerate(tensors))
-
-        return replace(bundle, tensors={at: changed(those) for at, those in bundle.tensors.items()})
+    def made_of(self, tensors: tuple[TensorRef, ...], context: Context) -> tuple[TensorRef, ...]:
+        if max(self.parts, default=0) >= len(tensors):
+            raise Misfit(f"are {len(tensors)}, and {self.verb} names the parts {list(self.parts)}")
+        chosen = self.parts or range(len(tensors))
+        return tuple(self.one(each, context) if n in chosen else each for n, each in enumerate(tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +204,8 @@ class Concat(Step):
     axis: int = 0
     sizes: tuple[Number, ...] = ()
 
-    def apply(self, bundle: Bundle, context: Context) -> Bundle:
-        sizes = context.sizes(self.sizes) if self.sizes else None
-
-        def joined(tensors: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
-            return (of.concatenated(tensors, self.axis, sizes),)
-
-        return replace(bundle, tensors={at: joined(those) for at, those in bundle.tensors.items()})
+    def made_of(self, tensors: tuple[TensorRef, ...], context: Context) -> tuple[TensorRef, ...]:
+        return (of.concatenated(tensors, self.axis, context.sizes(self.sizes) or None),)
 
     def inverse(self) -> Step:
         return Split(self.axis, self.sizes)
@@ -223,22 +220,13 @@ class Split(Step):
     axis: int = 0
     sizes: tuple[Number, ...] = ()
 
-    def apply(self, bundle: Bundle, context: Context) -> Bundle:
-        sizes = context.sizes(self.sizes) if self.sizes else None
-
-        def parts(tensors: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
-            return of.cut(_only(tensors, self.verb), self.axis, sizes, context.parts)
-
-        return replace(bundle, tensors={at: parts(those) for at, those in bundle.tensors.items()})
+    def made_of(self, tensors: tuple[TensorRef, ...], context: Context) -> tuple[TensorRef, ...]:
+        if len(tensors) != 1:
+            raise Misfit(f"are {len(tensors)}, and {self.verb} takes one")
+        return of.cut(tensors[0], self.axis, context.sizes(self.sizes) or None, context.parts)
 
     def inverse(self) -> Step:
         return Concat(self.axis, self.sizes)
-
-
-def _only(tensors: tuple[TensorRef, ...], verb: str) -> TensorRef:
-    if len(tensors) != 1:
-        raise Misfit(f"are {len(tensors)}, and {verb} takes one")
-    return tensors[0]
 
 
 @dataclass(frozen=True, slots=True)

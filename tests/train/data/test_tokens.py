@@ -14,10 +14,9 @@ import torch
 
 from ckpttool.errors import Damaged, Unreadable, UsageFault
 from train.config.training import TrainConfig
-from train.data import data_set, patterns
-from train.data.patterns import files_of
+from train.data import data_set, tokens
 from train.data.samples import IGNORED
-from train.data.tokens import OPEN, Tokens
+from train.data.tokens import OPEN, Tokens, files_of
 
 
 def write(path: Path, tokens: object) -> str:
@@ -118,6 +117,6 @@ def test_braces_and_globs_name_files(tmp_path, monkeypatch):
         found("a-{00..02}.bin")
     with pytest.raises(UsageFault, match="no file matches"):
         found("c-*.bin")
-    monkeypatch.setattr(patterns, "MOST", 10)
+    monkeypatch.setattr(tokens, "MOST", 10)
     with pytest.raises(UsageFault, match="more than 10 files"):
         found("{0..9}{0..999999999}*")

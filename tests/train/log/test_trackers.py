@@ -25,7 +25,7 @@ from ckpttool.errors import CkptToolError, UsageFault
 from tests.ranks.programs import TINY
 from train import main
 from train.config.training import TrainConfig
-from train.log import tracker_process, trackers
+from train.log import trackers
 
 STEP = {"step": 2, "epochs": 0.5, "steps": 2, "loss": 1.5, "lr": 0.1, "grad_norm": None}
 STEP |= {"samples_per_second": 99.5, "seconds": 3.0, "data_seconds": 0.25}
@@ -298,7 +298,7 @@ def test_a_client_that_dies_ends_no_run(tmp_path, stub, capfd):
 
 
 def test_a_client_that_reads_nothing_costs_no_step_and_no_memory(tmp_path, stub, capfd, monkeypatch):
-    monkeypatch.setattr(tracker_process, "MOST", 50)
+    monkeypatch.setattr(trackers, "MOST", 50)
     config = TrainConfig(tracker=("trackio",), grace=3.0)
     with trackers.opened(config, str(tmp_path), 0, lambda: True) as sinks:
         process = sinks[1].process

@@ -12,7 +12,7 @@ from torch import nn
 from ckpttool.errors import UsageFault
 from train.config import command_line
 from train.config.training import TrainConfig
-from train.model import muon
+from train.model import groups
 from train.model import optimizer as optimizers
 from train.model.groups import groups_of, layers_of
 
@@ -169,7 +169,7 @@ def test_a_frozen_parameter_is_in_no_group_and_its_layer_still_counts():
 
 
 def taken(model: nn.Module, *patterns: str) -> list[str]:
-    chosen = muon.matrices(model, patterns)
+    chosen = groups.matrices(model, patterns)
     return [name for name, parameter in model.named_parameters() if id(parameter) in chosen]
 
 

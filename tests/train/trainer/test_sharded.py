@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ckpttool.distributed import divided
 from ckpttool.errors import CkptToolError
 from tests.ranks import runs, trainings
-from train.config import sharding as meshes
+from train.config import command_line
 from train.model import sharding
 from train.model.updater import Precision
 
@@ -265,4 +265,4 @@ def test_all_ranks_begin_with_rank_0s_weights_and_a_model_of_another_shape_is_na
 
 def test_a_mesh_of_one_group_is_all_ranks():
     config = trainings.TrainConfig(shard=True)
-    assert meshes.sizes(config, 6) == (1, 6)
+    assert command_line.mesh_sizes(config, 6) == (1, 6)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ckpttool.transforms.conforming.conform import Conformed, conform
-from ckpttool.transforms.conforming.places import Place
+from ckpttool.transforms.conforming.modules import Place
 from ckpttool.transforms.conforming.search import search
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.rule_file import rules_in

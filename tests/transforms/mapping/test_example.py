@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from ckpttool.transforms.mapping.builtin import names
-from ckpttool.transforms.mapping.rule_file import rules_in
+from ckpttool.transforms.mapping.rule_file import VERBS, rules_in
 from ckpttool.transforms.mapping.rules import Rule, Rules, Tie
-from ckpttool.transforms.mapping.step_table import VERBS
 from tests.support.dialects import LLAMA
 from tests.support.mapped import assert_reversible, random_state
 from tests.support.running import ROOT

@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import ckpttool
-from ckpttool.transforms.mapping.applying import apply
+from ckpttool.transforms.mapping.applying import apply, config_of
 from ckpttool.transforms.mapping.builtin import named
-from ckpttool.transforms.mapping.config import config_of
 from tests.support.dialects import CASES, GPT, LLAMA, of_meta
 from tests.support.mapped import State, assert_equal, mapped, random_state
 from tests.support.titan import adapter

@@ -17,7 +17,7 @@ from ckpttool.errors import Irreversible, UsageFault
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import TensorRef
 from ckpttool.tensors.values import stream
-from ckpttool.transforms.mapping.step_table import step_of
+from ckpttool.transforms.mapping.rule_file import step_of
 from ckpttool.transforms.mapping.tensors import Misfit
 from ckpttool.transforms.mapping.verbs import (
     Bundle,

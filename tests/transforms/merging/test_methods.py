@@ -250,7 +250,7 @@ def test_equal_magnitudes_are_kept_from_the_first_on(tmp_path: Path) -> None:
 
 
 def test_a_large_tensor_is_trimmed_as_a_small_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("ckpttool.transforms.merging.top_k"), "SORTED", 10)
+    monkeypatch.setattr(import_module("ckpttool.transforms.merging.methods"), "SORTED", 10)
     for dtype in (torch.float32, torch.bfloat16):
         base, a, b = models(2, 400, 300, dtype=dtype)
         exact = [each.double().numpy() for each in (base, a, b)]
