@@ -10,7 +10,7 @@ import click
 
 from ...errors import UsageFault
 from .. import options
-from ..console import counted, printable, show_bytes
+from ..console import Console, counted, printable, show_bytes
 from ..options import Job
 from ..reading import fields_of
 from ..rewriting import Change, Outcome, Target, rewrite
@@ -18,7 +18,7 @@ from .training import parameters_of
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
-    from ...slimming import Slimmed
+    from ...slimming import Slimmed, SlimmedRun
 
 
 @click.command("slim")
@@ -117,9 +117,7 @@ def _in_place(job: Job, keep_newest: int, drop: tuple[str, ...]) -> None:
             **bar.calls,
         )
     seconds = time.perf_counter() - started
-    for file in run.kept:
-        if file.is_checkpoint or console.verbose:
-            console.note(f"stays: {_shown(file)} {printable(file.why)}")
+    _note_kept(console, run)
     left_out = dict.fromkeys(name for file in run.slimmed for name in file.left_out)
     console.note_names("left out" if not job.dry_run else "would be left out", [*left_out])
     done = "would have slimmed" if job.dry_run else "slimmed"
@@ -134,6 +132,13 @@ def _in_place(job: Job, keep_newest: int, drop: tuple[str, ...]) -> None:
     if job.dry_run:
         data["dry_run"] = True
     console.result("\n".join([console.sentence(line), *table]), data)
+
+
+def _note_kept(console: Console, run: SlimmedRun) -> None:
+    """Say which checkpoints stay, and why; with -v of every file."""
+    for file in run.kept:
+        if file.is_checkpoint or console.verbose:
+            console.note(f"stays: {_shown(file)} {printable(file.why)}")
 
 
 def _shown(file: Slimmed) -> str:
