@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.checkpoint import module_tree
 from ckpttool.checkpoint.module_tree import Branch, outline, tensors_in_words
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import Storage, TensorRef
@@ -91,3 +92,35 @@ def test_no_tensor_is_lost_or_counted_twice_for_any_names(names: list[str]) -> N
 def test_a_name_of_a_hundred_thousand_dots_is_handled_quickly() -> None:
     tensor = TensorRef(storage_, DTYPES["float32"], (1,), (1,), 0)
     assert outline({"a." * 100_000 + "w": tensor}).parameters == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["w", "a.w", "a.0.w", "a.1.w"])), max_size=30),
+    st.sampled_from([0, 1, 8, 97, module_tree.MAX_NUMBER - 2]),
+    st.sampled_from(["h.", "", "h.0", "x.h"]),
+)
+def test_a_row_of_identical_modules_is_the_same_when_it_is_compared_as_a_whole(
+    inside: list[tuple[int, str]], first: int, text: str
+) -> None:
+    """Names in any order, and rows of 1 to 4 of them: those that are whole rows are folded either way."""
+    names = [f"{text}{first + number}.{name}" for number, name in inside]
+    names += [f"{text}{first + number}.row" for number in range(1 + len(inside) % 4)]
+    shape = {True: (4,), False: (2, 2)}
+    tensors = {name: like(shape[len(name) % 7 > 0]) for name in names}
+    found = outline(tensors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_tree, "_one_row", lambda *_: None)
+        assert outline(tensors) == found
+
+
+def like(shape: tuple[int, ...]) -> TensorRef:
+    """A tensor with its own storage."""
+    data = ByteRange(None, 0, 16)  # type: ignore[arg-type]
+    return TensorRef.contiguous(Storage(data, "FloatStorage"), DTYPES["float32"], shape)
+
+
+def test_rows_of_identical_modules_are_compared_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 modules are not taken apart one by one."""
+    tensors = {f"layers.{i}.{j}.w": like((4,)) for i in range(20) for j in range(10)}
+    monkeypatch.setattr(module_tree, "_rows", lambda modules, _: pytest.fail("one by one") if modules else ())
+    assert shown(outline(tensors)) == [(0, "layers.0-19", 20, 800), (1, "0-9", 10, 800)]

@@ -9,6 +9,7 @@ import random
 import tempfile
 import zipfile
 from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,8 @@ def test_tensors_of_a_template_are_written_as_one_by_one(kinds: list[int]) -> No
     tree = [whole[k] if k < 4 else whole[0][k % 4 :] if k < 8 else torch.ones(k % 5, 2) for k in kinds]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "in.pt"
-        torch.save({"pad": [f"text {i}" for i in range(260)], "tree": tree}, path)
+        rows = {i: {"step": tree[i - 1], "average": tree[i]} for i in range(len(tree))}
+        torch.save({"pad": [f"text {i}" for i in range(260)], "tree": tree, "rows": rows}, path)
         with ckpttool.open(path) as checkpoint, pytest.MonkeyPatch.context() as patch:
             quick, storages = tensor_pickle.write_torch_pickle(checkpoint.tree, 2, None)
             patch.setattr(writing_tensors.WrittenTensors, "learn", lambda *_: None)
@@ -219,6 +221,63 @@ def _loaded(data: bytes, storages: list[Storage]) -> object:
             return identity[2], identity[3:], storages[int(identity[2])].nbytes
 
     return Plain(io.BytesIO(data)).load()
+
+
+# Storages, which are found together.
+
+
+def optimizer_pickle(parameters: int) -> bytes:
+    """The pickle of Adam's state, whose names are stored once and referred to."""
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2)) for _ in range(parameters)])
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    return zipfile.ZipFile(file).read("archive/data.pkl")
+
+
+def with_storages(
+    data: bytes, faults: Collection[str] = (), *, pattern: bool = True
+) -> tuple[object, list[int]]:
+    """Read a pickle, or say why not; and how many storages were found by each call for several."""
+    calls = list[int]()
+
+    def storage(key: str, form: StorageForm) -> Storage:
+        if key in faults:
+            raise PickleFault(f"storage {key} is missing")
+        return Storage(ByteRange(None, 0, form.nbytes), form.kind)  # type: ignore[arg-type]
+
+    def several(keys: Sequence[str], forms: Sequence[StorageForm]) -> list[Storage]:
+        calls.append(len(keys))
+        return [*map(storage, keys, forms)]
+
+    try:
+        read = tensor_pickle.read_torch_pickle
+        parts = tensor_pickle.ZIP_PARTS
+        pickle = read(data, storage, several if pattern else None, parts=parts, remarks=[])
+        return described(pickle.value), calls
+    except PickleFault as fault:
+        return str(fault), calls
+
+
+def test_storages_of_an_optimizer_are_found_in_a_few_calls() -> None:
+    data = optimizer_pickle(400)
+    found, calls = with_storages(data)
+    assert sum(calls) > 1000
+    assert len(calls) < 20
+    assert found == with_storages(data, pattern=False)[0]
+
+
+@pytest.mark.parametrize("end", [b"", b"j\xff\xff\xff\xff", b"\xff", b"(l0Nb"])
+@pytest.mark.parametrize("missing", [["70"], ["79"], ["70", "71"], ["1", "75"], []])
+def test_the_first_fault_is_named_also_where_storages_are_found_later(end: bytes, missing: list[str]) -> None:
+    """What is wrong with a tensor's storage stands before what is wrong behind the tensor."""
+    data = saved(80).removesuffix(b".") + end
+    found, _ = with_storages(data, missing)
+    assert found == with_storages(data, missing, pattern=False)[0]
+    assert isinstance(found, str)
+    assert found.startswith(f"storage {missing[0]} " if missing else "its pickle ")
 
 
 # Memory.
@@ -247,14 +306,7 @@ class Sliced(bytes):
 
 def test_bytes_read_of_an_optimizer_grow_linearly(tmp_path: Path) -> None:
     """Its keys are not text: the bytes where a length would be must not be read as one."""
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(300)]
-    optimizer = torch.optim.Adam(parameters)
-    for parameter in parameters:
-        parameter.grad = torch.ones(2)
-    optimizer.step()
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    data = Sliced(zipfile.ZipFile(file).read("archive/data.pkl"))
+    data = Sliced(optimizer_pickle(300))
     Sliced.copied = 0
     value, taken = read(data, tmp_path / "x", pattern=True)
     assert taken > 800
