@@ -121,11 +121,13 @@ def _put_gaps(out: Bytes, at: int, places: Places | None) -> int:
         end = begin + 1
         out[begin] = GOES_ON
     else:
-        more, rest = np.divmod(np.diff(places, prepend=-1) - 1, GOES_ON)
+        gaps = places.copy()
+        gaps[1:] -= places[:-1] + 1
+        more = gaps // GOES_ON  # much faster than divmod
         ends = np.cumsum(more + 1)
         end = begin + int(ends[-1])
         out[begin:end] = GOES_ON
-        out[begin:end][ends - 1] = rest
+        out[begin:end][ends - 1] = gaps - more * GOES_ON
     SIZE.pack_into(out.data, at, end - begin)
     return end
 
