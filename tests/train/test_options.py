@@ -54,14 +54,20 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
 
 
-@pytest.mark.covered(lambda option: option in COVERED)
-@pytest.mark.parametrize("option", [*OPTIONS, *ALSO_RESUMED])
-def test_a_resumed_run_equals_the_straight_one_bit_for_bit(run_ranks, tmp_path, option):
+FROM_BOTH = ["divided, all", "pooled, all"]
+RESUMED = [(option, (2,)) for option in [*OPTIONS, *ALSO_RESUMED] if option not in [*COVERED, *FROM_BOTH]]
+RESUMED += [(option, (2, 3)) for option in FROM_BOTH]
+OTHERS = [(option, (2, 3)) for option in [*OPTIONS, *ALSO_RESUMED] if (option, (2, 3)) not in RESUMED]
+
+
+@pytest.mark.covered(lambda option, stops: (option, stops) in OTHERS)
+@pytest.mark.parametrize(("option", "stops"), [*RESUMED, *OTHERS])
+def test_a_resumed_run_equals_the_straight_one_bit_for_bit(run_ranks, tmp_path, option, stops):
     """From the middle of an epoch, and from its end."""
     make = perceptron if option == "muon" else runs.restless
-    arguments = make, str(tmp_path), {**OPTIONS, **ALSO_RESUMED}[option], (2, 3)
+    arguments = make, str(tmp_path), {**OPTIONS, **ALSO_RESUMED}[option], stops
     _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
-    assert differences == {2: [], 3: []}
+    assert differences == {stop: [] for stop in stops}
 
 
 def last(run_ranks: Any, size: int, make: Any, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
