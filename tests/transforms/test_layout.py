@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import tempfile
 from collections import OrderedDict
@@ -37,17 +38,45 @@ VIEWS: dict[str, torch.Tensor] = {
 }
 
 
-@pytest.mark.parametrize("name", ["m.weight", "m.weight_scale"])
-@pytest.mark.parametrize(("change", "sizes"), [(permute, (1, 0)), (reshape, (64, 1))])
-def test_codes_and_scales_are_not_laid_out_apart(
-    name: str, change: Any, sizes: tuple[int, ...], tmp_path: Path
-) -> None:
-    packed = torch.rand(64, 1).to(torch.float8_e4m3fn)
-    state = {"m.weight": packed, "m.weight_scale": torch.rand(64, 1), "other": torch.rand(64, 1)}
-    checkpoint = opened(state, tmp_path)
-    with pytest.raises(Refused, match=f"'{name}' is packed"):
+def _fp8(*shape: int) -> torch.Tensor:
+    return torch.rand(shape).to(torch.float8_e4m3fn)
+
+
+PACKED: dict[str, dict[str, torch.Tensor]] = {
+    "fp8": {"m.weight": _fp8(64, 1), "m.weight_scale": torch.rand(64, 1)},
+    "fp8 of Mistral": {"l.weight": _fp8(64, 64), "l.scale": torch.rand(1, 1)},
+    "stacked fp8": {"e.gate_up_proj": _fp8(2, 64, 64), "e.gate_up_proj_scale_inv": torch.rand(2, 1, 1)},
+    "MXFP4": {
+        "e.up_blocks": torch.zeros(2, 32, 2, 16, dtype=torch.uint8),
+        "e.up_scales": torch.full((2, 32, 2), 127, dtype=torch.uint8),
+    },
+    "GPTQ": {
+        "l.qweight": torch.zeros(4, 32, dtype=torch.int32),
+        "l.qzeros": torch.zeros(4, 4, dtype=torch.int32),
+        "l.scales": torch.rand(4, 32).half(),
+        "l.g_idx": torch.arange(32, dtype=torch.int32) // 8,
+    },
+    "MXFP4 that fits nothing": {
+        "e.up_blocks": torch.zeros(2, 32, 2, 8, dtype=torch.uint8),
+        "e.up_scales": torch.full((2, 32, 2), 127, dtype=torch.uint8),
+    },
+}
+PACKED["GPTQ without settings"] = PACKED["GPTQ"]
+
+
+@pytest.mark.parametrize(("scheme", "name"), [(scheme, name) for scheme in PACKED for name in PACKED[scheme]])
+@pytest.mark.parametrize("change", [permute, reshape])
+def test_codes_and_scales_are_not_laid_out_apart(scheme: str, name: str, change: Any, tmp_path: Path) -> None:
+    if scheme == "GPTQ":
+        section = {"quant_method": "gptq", "bits": 4, "group_size": 8}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
+    checkpoint = opened(PACKED[scheme] | {"other": torch.rand(8, 1)}, tmp_path)
+    shape = PACKED[scheme][name].shape
+    sizes = (*range(len(shape))[::-1],) if change is permute else shape[::-1]
+    with pytest.raises(Refused, match=f"'{name}' is packed") as fault:
         change(checkpoint, [(name, sizes)])
-    assert change(checkpoint, [("other", sizes)])[1] == ("other",)
+    assert "--dequantize" in str(fault.value.hint)
+    assert change(checkpoint, [("other", (1, 0) if change is permute else (1, 8))])[1] == ("other",)
 
 
 @pytest.mark.parametrize("axes", [*itertools.permutations(range(3))], ids=str)

@@ -29,9 +29,9 @@ MAX_STATE = 1 << 16  # bytes of settings of one tensor
 def of_state(parts: Parts, name: str) -> Group:
     """Return a weight with its statistics as a group; the lead is the table of its settings."""
     kind = parts.lead.rpartition("__")[2].upper()
-    said = _settings(parts, parts.lead)
+    weight, said = parts.need(name), _settings(parts, parts.lead)
     shape, dtype, size = _shape(parts, said), _dtype(parts, said), _count(parts, said, "blocksize")
-    weight, parts.lead = parts.need(name), name
+    parts.lead = name
     count = extent(shape) if 0 not in shape else 0
     fits = weight.is_stretch and weight.nbytes == -(-count // 2)
     parts.require(fits, name, f"has {weight.nbytes} bytes for {count} numbers")

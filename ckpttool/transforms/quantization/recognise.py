@@ -89,6 +89,7 @@ class Found:
         bare: names of tensors of 8-bit floats that no scale belongs to.
         faults: why tensors that look packed can't be dequantised.
         settings: what the files beside the checkpoint say.
+        used: names of all that packed tensors are made of, or may be: in the module of one that is unclear.
     """
 
     groups: tuple[Group, ...] = ()
@@ -96,6 +97,7 @@ class Found:
     bare: tuple[str, ...] = ()
     faults: tuple[CkptToolError, ...] = ()
     settings: Settings = NONE
+    used: frozenset[str] = frozenset()
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -130,6 +132,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
         faults.append(fault)
     ahead.expect(tensor.storage for name, tensor in tensors.items() if READ.search(name))
     groups: list[Group] = []
+    broken: set[str] = set()  # modules
     strips = Strips()
     for lead, make in makers.items():
         made = _made(make, looking := Parts(path, tensors, lead, settings, strips))
@@ -138,6 +141,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
             groups.append(made)
         else:
             faults.append(made)
+            broken.add(_module(lead))
     unused = tuple(name for name in tensors if name not in used and ACTIVATIONS.fullmatch(name))
     alone = parts.difference(used, unused)
     faults += [Refused(path, f"'{name[:200]}' belongs to no packed tensor") for name in sorted(alone)]
@@ -145,7 +149,8 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
     if groups and bare:
         name, kind = next(iter(bare.items()))
         faults.append(Refused(path, f"'{name[:200]}' is of {kind}, and has no scale"))
-    return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings)
+    of_packed = frozenset(used | parts | {name for name in tensors if _module(name) in broken})
+    return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings, of_packed)
 
 
 def require_unpacked(
@@ -160,15 +165,19 @@ def require_unpacked(
     Args:
         names: those that are asked about, codes or scales; None for all of the state.
     """
-    apart = (name for each in subclasses(state, checkpoint.metadata) for name in (each.name, *each.keys))
-    packed = chain((lead for lead, _ in _leads(state.tensors)), apart)
-    if names is not None:
-        packed = chain(packed, (name for name in names if name.endswith(PARTS)))
-    name = next((name for name in packed if names is None or name in names), None)
+    if names is None:
+        leads = (lead for lead, _ in _leads(state.tensors))
+        name = next(chain(leads, (each.name for each in subclasses(state, checkpoint.metadata))), None)
+    else:
+        name = next(filter(recognise(checkpoint, state).used.__contains__, names), None)
     if name is not None:
         path = shlex.quote(checkpoint.path)
         hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype {dtype}"
         raise Refused(checkpoint.path, f"'{name[:200]}' is packed, and {why}", hint=hint)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _made(make: Make, parts: Parts) -> Group | CkptToolError:
