@@ -2,7 +2,8 @@
 
     python -m benchmarks.delta_tools
 
-What changed is packed and made again, in turns, round after round. A tool that is not installed is named.
+What changed is packed and made again, in turns, round after round; with `--rounds 0` once, without times.
+A tool that is not installed is named.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ def measure(folder: Path, kind: str, size: int, rounds: int) -> list[list[str]]:
     base, new = make_files(folder, kind, size)
     tools = [OURS, *others(kind)[0]]
     files = packed(tools, base, new, folder)
+    if not rounds:
+        return [_row(kind, each.name, new, files, []) for each in tools]
     out = folder / "out.safetensors"
     packing = [Way(each.name, each.pack(base, new, out), out) for each in tools]
     unpacking = [Way(each.name, each.unpack(base, files[each.name], out), out) for each in tools]
@@ -127,6 +130,8 @@ def measure(folder: Path, kind: str, size: int, rounds: int) -> list[list[str]]:
 
 def _row(kind: str, name: str, new: Path, files: Mapping[str, Path], turns: list[Results]) -> list[str]:
     row = [KINDS[kind], name, f"{new.stat().st_size / files[name].stat().st_size:.2f} ×"]
+    if not turns:
+        return row
     for results, against in zip(turns, (READ, COPY), strict=True):
         seconds = median(run.seconds for run in results[name])
         row.append(f"{seconds:.2f} s ({ratio(results, name, against):.1f} ×)")
@@ -153,12 +158,13 @@ def main() -> int:
     parser = parser_of("delta_tools", __doc__, megabytes=1000, rounds=5)
     parser.add_argument("--folder", type=Path, metavar="DIR", help="for the files (a temporary one)")
     options = parsed(parser)
-    rows, load = [HEADER], machine.load()
+    rows, load = [HEADER if options.rounds else HEADER[:3]], machine.load()
     for kind in KINDS:
         with tempfile.TemporaryDirectory(prefix="ckpttool-bench-", dir=options.folder) as name:
             rows += measure(Path(name), kind, options.megabytes * 1_000_000, options.rounds)
             about = f"{machine.about(Path(name))}; {_versions()}; {load} at the start"
-    what = f"Files of {options.megabytes} MB, {options.rounds} rounds, medians."
+    how = f"{options.rounds} rounds, medians" if options.rounds else "sizes alone"
+    what = f"Files of {options.megabytes} MB; {how}."
     show(f"{table(rows, left=2)}\n\n{what} Measured {about}.", options)
     return 0
 

@@ -197,27 +197,28 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[tuple[Any, int]]) 
     sums = Sums()
     passes = trainer.passes(step)
     for number in range(1, passes + 1):
-        tell = partial(trainer.tell, sums) if number == passes else None
+        # Sent before backward, so that the sum over ranks arrives with the gradients.
+        begin_count = partial(trainer.begin_count, sums) if number == passes else None
         # DDP reduces the gradients in the last pass, and only adds them to its own in those before.
         with contextlib.nullcontext() if number == passes else trainer.ddp.no_sync():
             with log.phase("data"):
                 batch, samples = next(batches) if number <= len(step.micro_batches) else (None, 0)
             if batch is None:  # other ranks have samples left
                 with log.phase("backward"):
-                    trainer.run_dummy_step(tell)
+                    trainer.run_dummy_step(begin_count)
                 continue
             with log.phase("forward"), precision.autocast():
                 outputs = task.forward(trainer.ddp, batch)
                 loss, count = task.loss(outputs, batch)
                 loss_of_mean = precision.scale(global_mean_loss(loss, step.global_size))
             sums.add(loss, count, samples=samples)
-            if tell:
-                tell()
+            if begin_count:
+                begin_count()
             with log.phase("backward", loss_of_mean):
                 loss_of_mean.backward()
         sums.add_correct(task.correct(outputs, batch))
     with log.phase("reduce"):
-        trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
+        trainer.check_gradients()  # before anything is waited for: DDP may still wait for a missing gradient
         step, counted = trainer.average_over_count(step, sums)
     with log.phase("update"):
         norm = trainer.update(counted)

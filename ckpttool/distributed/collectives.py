@@ -134,13 +134,13 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def begin_total(values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Send what `total` sums; return what waits for the sum and returns it. It may be called once.
+    """Send what `total` sums; return a function that waits for the sum and returns it, to be called once.
 
     What every rank sends in between, such as the gradients of a backward pass, hides the time of the message.
     """
     if values.dtype not in (torch.int64, torch.float64):
         raise TypeError(f"sums over ranks are int64 or float64, not {values.dtype}")
-    summed = values.detach().to(transport.device(), copy=True)
+    summed = values.detach().to(transport.device(), copy=True, non_blocking=True)
     work = dist.all_reduce(summed, op=dist.ReduceOp.SUM, async_op=True) if world_size() > 1 else None
 
     def wait() -> torch.Tensor:

@@ -258,7 +258,7 @@ class Output:
         self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int, nbytes: int
     ) -> _Block:
         """Write a block, from any thread; progress is for the caller's."""
-        with buffers.one(data.together if isinstance(data, Computed) else None) as buffer:
+        with buffers.one(data.together if isinstance(data, Computed) else 0) as buffer:
             chunks = data.chunks(buffer)
             crc, _ = self._write_chunks(position, chunks, lambda _: None, sums=bool(copy.then))
         return self, copy, position, crc, nbytes

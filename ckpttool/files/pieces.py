@@ -27,8 +27,8 @@ class Buffers:
         self._spare: list[memoryview] = []
 
     @contextlib.contextmanager
-    def one(self, nbytes: int | None = None) -> Iterator[memoryview]:
-        """Yield a buffer that no other thread uses, of BUFFER bytes, or of LARGEST at most."""
+    def one(self, nbytes: int = 0) -> Iterator[memoryview]:
+        """Yield a buffer that no other thread uses, of BUFFER bytes, or of others, LARGEST at most."""
         try:
             buffer = self._spare.pop()
         except IndexError:  # not asked first: another thread may take the last one in between

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_BYTES = 2**63 - 1
-USUAL, LARGEST = 1 << 20, 4 << 20  # bytes that are computed at a time
+USUAL, LARGEST = 1 << 20, 4 << 20  # bytes that are computed at a time, and the most
 DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
 MAX_AXES = 64  # some operations of torch stop there
 
@@ -44,8 +44,8 @@ class Computed:
     require: Callable[[], None] | None = None
     # How long each stretch is that comes from one place, and that place, in order; [] if it is not so simple.
     stretches: Callable[[], list[Stretch]] = list
-    # Bytes that are best made at a time, LARGEST at most.
-    together: int = USUAL
+    # Bytes that are best made at a time, LARGEST at most; 0 for as usual.
+    together: int = 0
     # Called with what `fill` has made, in the thread that made it.
     observers: list[Observer] = field(default_factory=list, compare=False)
 
@@ -56,7 +56,7 @@ class Computed:
         nbytes: int,
         fill: Callable[[int, memoryview], None],
         stretches: Callable[[], list[Stretch]] = list,
-        together: int = USUAL,
+        together: int = 0,
     ) -> Computed:
         """Return bytes that a function puts into the caller's memory, any stretch of them in any thread."""
         observers: list[Observer] = []
@@ -67,7 +67,9 @@ class Computed:
                 observer(start, out)
 
         def make(start: int, count: int) -> Iterator[memoryview]:
-            return filled(seen, start, count, memoryview(bytearray(min(count, together))))  # whole elements
+            return filled(
+                seen, start, count, memoryview(bytearray(min(count, together or USUAL)))
+            )  # whole elements
 
         return cls(path, nbytes, make, None, True, seen, None, stretches, together, observers)
 

@@ -23,7 +23,7 @@ from ckpttool.files.copying import Output, settle_together
 from ckpttool.files.dry_output import DryOutput
 from ckpttool.files.open_source import open_source_descriptor
 from ckpttool.files.threads import NAME
-from ckpttool.tensors.ref import Computed
+from ckpttool.tensors.ref import LARGEST, Computed
 from ckpttool.tensors.source import ByteRange, Source
 
 CONTENT = bytes(i * 7 % 251 for i in range(300_000))
@@ -60,6 +60,21 @@ def copied(source: Source, path: Path, progress: Callable[[int], object] = lambd
 
 
 EXPECTED = b"head" + CONTENT[1000:201_000] + b"middle" + CONTENT[5:8] + b"tail"
+
+
+def test_what_is_best_computed_together_is(tmp_path: Path) -> None:
+    made = dict[int, int]()
+
+    def fill(start: int, out: memoryview) -> None:
+        made[start] = len(out)
+        out[:] = (start >> 20).to_bytes(1, "big") * len(out)
+
+    data = Computed.filling("computed", LARGEST + 5, fill, together=LARGEST)
+    with open(tmp_path / "out", "w+b") as file, Output(file) as out:
+        out.copy(data)
+        out.copy(data.part(LARGEST - 3, 8))
+    assert made == {0: LARGEST, LARGEST: 5, LARGEST - 3: 8}
+    assert (tmp_path / "out").read_bytes() == bytes(LARGEST) + b"\4" * 5 + b"\3" * 8
 
 
 def test_blocks_moved_in_part_are_completed(source: Source, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ class Trainer:
         self.log.work = work
         self.init: str | None = None  # the digest of the weights that --init gave
         self.before_update: Callable[[], object] = lambda: None
-        self._told: Callable[[], torch.Tensor] | None = None  # the sums over ranks of the present step
+        self._count_sum: Callable[[], torch.Tensor] | None = None  # over ranks, of the present step
         if not config.shard:
             settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
@@ -121,14 +121,16 @@ class Trainer:
         in_step = self.config.batchnorm == "sync" or self.config.shard
         return step.passes if in_step else max(len(step.micro_batches), 1)
 
-    def run_dummy_step(self, between: Callable[[], object] | None = None, *, together: bool = True) -> None:
+    def run_dummy_step(
+        self, after_forward: Callable[[], object] | None = None, *, together: bool = True
+    ) -> None:
         """Run a pass with a gradient of zero, as this rank has no samples for it; others train in it if
-        `together`. `between` is called between forward and backward."""
+        `together`."""
 
         def forward(batch: Any) -> Any:
             outputs = self.task.forward(self.ddp, batch)
-            if between is not None:
-                between()
+            if after_forward is not None:
+                after_forward()
             return outputs
 
         with self.not_compiled(), self.updater.precision.autocast():
@@ -160,19 +162,22 @@ class Trainer:
             self.task.forward(model, batch)
             return collectives.digest_all(randomness.take()) != before
 
-    def tell(self, sums: Sums) -> None:
-        """Send what this rank has counted in a step, unless all know it. A collective, before the last
-        backward pass: the sum over ranks arrives with the gradients.
+    def begin_count(self, sums: Sums) -> None:
+        """Send what this rank has counted in a step, unless all know it. A collective, between the last
+        forward pass and its backward pass: the sum over ranks arrives with the gradients.
         """
         if self.task.counts_samples and self.feed.is_planned:
             return
-        # A count that lies on the GPU is not read here, or backward would begin later.
+        # A count that lies on the GPU is not waited for here, or backward would begin later.
         count = torch.as_tensor(sums.count, dtype=torch.float64).reshape(1)
-        others = torch.tensor([sums.samples, *self.feed.told()], dtype=torch.float64, device=count.device)
-        self._told = collectives.begin_total(torch.cat([count, others]))
+        others = torch.tensor([sums.samples, *self.feed.told()], dtype=torch.float64)
+        own = torch.cat([count, others.to(count.device, non_blocking=True)])
+        self._count_sum = collectives.begin_total(own)
 
     def average_over_count(self, step: Step, sums: Sums) -> tuple[Step, bool]:
-        """Make the reduced gradients those of the mean over all that the ranks counted, as `tell` has sent.
+        """Make the reduced gradients those of the mean over all that the ranks counted.
+
+        It waits for what `begin_count` sent. A collective where samples may be missing.
 
         Returns the step with the samples that it had, which may be fewer than planned, and whether anything
         counted: else the mean loss has no value, and the step is to change nothing.
@@ -181,10 +186,10 @@ class Trainer:
         a task counts tokens or pixels, their number is known only afterwards. It is one factor for all ranks
         after the reduction, so this is exact under SyncBatchNorm and accumulation too.
         """
-        if self._told is None:
+        if self._count_sum is None:
             return step, True
-        total, *told = self._told().tolist()
-        self._told = None
+        total, *told = self._count_sum().tolist()
+        self._count_sum = None
         planned = step.global_size
         if not self.feed.is_planned:
             step = self.feed.settle(step, int(told[0]), told[1:])

@@ -78,7 +78,7 @@ def take_step(
     with trainer.log.phase("reduce"):
         gradients.sum_over_ranks()
         collectives.broadcast_into(model.buffers())  # which are those of virtual rank 0
-        trainer.tell(sums)
+        trainer.begin_count(sums)
         step, counted = trainer.average_over_count(step, sums)
     with trainer.log.phase("update"):
         norm = trainer.update(counted)
