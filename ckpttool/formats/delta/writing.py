@@ -201,17 +201,27 @@ def _patch(job: _Job, where: str | None) -> Made:
 
 def _encoded(job: _Job, pairs: Mapping[str, Pair], ways: frozenset[str]) -> Encoded:
     """Encode tensors. Raises Damaged where what was read has another checksum than its file states."""
-    made = Encoder(job.path, ways=ways).encode(pairs, job.progress)
-    for name, pair in pairs.items() if job.compares else ():
+    compared = pairs if job.compares else {}
+    new = [(name, pair.new.storage) for name, pair in compared.items() if not _is_whole(pair.new)]
+    base = [(n, p.base.storage) for n, p in compared.items() if p.base and not _is_whole(p.base)]
+    # A checksum is of a whole storage: what views leave out of it is read, too.
+    with Checksums(job.new, new) as of_new, Checksums(job.base, base) as of_base:
+        made = Encoder(job.path, ways=ways).encode(pairs, job.progress)
+        of_new.finish()
+        of_base.finish()
+    for name, pair in compared.items():
         entry = made.entries[name]
         read = [(job.new, pair.new, entry.crc32)]
         if pair.base is not None and entry.kind != NEW:
             read.append((job.base, pair.base, entry.base_crc32))
         for checkpoint, tensor, crc in read:
-            is_whole = tensor.is_stretch and tensor.nbytes == tensor.storage.nbytes
-            if is_whole and tensor.storage.crc32 not in (None, crc):
+            if _is_whole(tensor) and tensor.storage.crc32 not in (None, crc):
                 raise unmatched(checkpoint, name, tensor.storage)
     return made
+
+
+def _is_whole(tensor: TensorRef) -> bool:
+    return tensor.is_stretch and tensor.nbytes == tensor.storage.nbytes
 
 
 def _file(source: Source, made: Encoded, texts: Mapping[str, str]) -> Checkpoint:

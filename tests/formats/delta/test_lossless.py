@@ -282,6 +282,34 @@ def test_neither_side_may_be_damaged(layout: str | None, names: tuple[str, str],
     ckpttool.delta(*names, "d.safetensors", layout=layout, verify=False)
 
 
+@pytest.mark.parametrize("view", ["halves", "transposed", "gaps", "conjugate"])
+@pytest.mark.parametrize("names", [("bad.pt", "new.pt"), ("base.pt", "bad.pt")], ids=["base", "new"])
+@pytest.mark.parametrize("layout", [None, "vllm"])
+def test_nor_may_a_storage_that_views_show(
+    layout: str | None, names: tuple[str, str], view: str, here: Path
+) -> None:
+    for name, number in (("base.pt", 1.0), ("new.pt", 2.0)):
+        whole = torch.full((300, 300), number, dtype=torch.cfloat if view == "conjugate" else None)
+        whole[150] = 3.0
+        views = {
+            "halves": {"w": whole[:150], "v": whole[150:]},
+            "transposed": {"w": whole.t()},
+            "gaps": {"w": whole[::150, ::150]},
+            "conjugate": {"w": whole.conj()},
+        }
+        torch.save(views[view], name)
+    ckpttool.delta("base.pt", "new.pt", "good.safetensors", layout=layout)
+    for name in ("base.pt", "new.pt"):
+        if name not in names:
+            raw = bytearray(Path(name).read_bytes())
+            raw[len(raw) // 2] ^= 1
+            Path("bad.pt").write_bytes(raw)
+    with pytest.raises(Damaged, match=r"bad\.pt: the bytes of '.*' do not match their checksum"):
+        ckpttool.delta(*names, "d.safetensors", layout=layout)
+    assert not Path("d.safetensors").exists()
+    ckpttool.delta(*names, "d.safetensors", layout=layout, verify=False)
+
+
 def test_a_patch_refuses_a_type_that_safetensors_lacks_by_name(here: Path) -> None:
     for name in ("base.pt", "new.pt"):
         torch.save({"w": torch.rand(3, dtype=torch.complex128)}, name)
