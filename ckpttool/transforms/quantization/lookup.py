@@ -20,7 +20,7 @@ from .formula import FLOAT, Formula
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PIECE = 1 << 21  # elements whose codes and table are held at a time: each takes hundreds of calls of Python
+PIECE = 1 << 21  # elements of a piece; one costs hundreds of calls of Python, whatever its size
 TILE = 1 << 16  # elements that are looked up together, so that numpy's indices stay in the processor's cache
 KEPT = 8 << 20  # bytes of an array that the allocator keeps
 
