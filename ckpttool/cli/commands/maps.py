@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import click
 
 from .. import options
-from ..console import Console, table, terminal_width, wrapped
+from ..console import Console
+from ..layout import table, terminal_width, wrapped
 
 
 @click.command("maps")
