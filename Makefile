@@ -43,7 +43,7 @@ lint: $(INSTALLED)  ## ruff and mypy --strict, of the pages' code too
 
 docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stale
 	$(BIN)/python -m tests.cli.test_reference
-	$(BIN)/python -m tests.cli.test_skill
+	$(BIN)/python -m tests.cli.commands.test_skill
 	$(BIN)/python -m tests.train.test_trainer_page
 	$(BIN)/python -m tests.train.trainer.test_exactness
 	$(BIN)/python -m tests.formats.test_format_table

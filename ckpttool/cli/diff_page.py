@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..analysis.diff_rows import ROWS, Row, detailed, items_of, relative, rows_of
-from .console import coloured, columns, cut_middle, fitting, left, printable, right, without, wrapped
+from .console import coloured, printable
+from .layout import columns, cut_middle, fitting, left, right, without, wrapped
 
 if TYPE_CHECKING:
     from ..analysis.compare import Comparison

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ..analysis.facts import CALLS, facts_of, value_in_words
 from ..checkpoint.module_tree import tensors_in_words
 from ..transforms.wrappers import LIGHTNING
-from . import console
-from .console import columns, counted, cut, printable, show_bytes
+from .console import coloured, counted, printable, show_bytes
+from .layout import columns, cut, cut_middle, left, right, without, wrapped
 
 if TYPE_CHECKING:
     from ..analysis.other_contents import OtherRow
@@ -32,9 +32,7 @@ def page(
     yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
     for label, fact in facts_of(summary, everything):
         lines_of_fact = _folded(f"  {label:{INDENT - 2}}{fact}".rstrip(), width)
-        yield from (
-            (console.coloured(line, "red") for line in lines_of_fact) if label == CALLS else lines_of_fact
-        )
+        yield from ((coloured(line, "red") for line in lines_of_fact) if label == CALLS else lines_of_fact)
     if summary.keys:
         yield ""
         yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
@@ -46,7 +44,7 @@ def page(
             values = max(columns(value) for _, value in other)
             widest = min(widest, max(width - values - 4, width // 2))
         for name, value in other:
-            shown = console.left(console.cut_middle(name, widest), widest)
+            shown = left(cut_middle(name, widest), widest)
             yield cut(f"  {shown}  {value}".rstrip(), width)
 
 
@@ -70,13 +68,13 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
             insides = [("", "")] * len(insides)
     yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
     for (name, short), count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
-        shown_name = name if columns(name) <= first else console.cut_middle(short, first)
+        shown_name = name if columns(name) <= first else cut_middle(short, first)
         if width and columns(inside) > space - first:
-            inside = brief if ";" in brief else console.cut_middle(brief, max(space - first, ROOM))
-        figures = f"{console.right(count, second)}  {console.right(size, third)}"
-        yield cut(f"{console.left(shown_name, first)}  {figures}  {inside}".rstrip(), width)
+            inside = brief if ";" in brief else cut_middle(brief, max(space - first, ROOM))
+        figures = f"{right(count, second)}  {right(size, third)}"
+        yield cut(f"{left(shown_name, first)}  {figures}  {inside}".rstrip(), width)
     if width and gone:
-        yield from console.without(["shapes"], width)
+        yield from without(["shapes"], width)
     if len(lines) > len(shown):
         yield f"and {len(lines) - len(shown):,} more: -v shows them all"
 
@@ -104,7 +102,7 @@ def _folded(line: str, width: int | None) -> list[str]:
     """Fold a fact into lines of `width` columns, each indented as the fact is."""
     if width is None or columns(line) <= width:
         return [line]
-    parts = console.wrapped(line[INDENT:], max(width - INDENT, 20))
+    parts = wrapped(line[INDENT:], max(width - INDENT, 20))
     return [(" " * INDENT if i else line[:INDENT]) + part for i, part in enumerate(parts)]
 
 

@@ -22,15 +22,17 @@ from .commands import (
     convert,
     convert_batchnorm,
     delta,
-    describe,
     diff,
     inspect,
     keys,
     load,
     lora,
+    maps,
     ranks,
     report,
     scan,
+    schema,
+    skill,
     slim,
     training,
 )
@@ -61,7 +63,7 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
     "Convert": {
         convert.convert: "Write another format, or other element types",
         conform.command: "Write it under the names and shapes of another file",
-        describe.maps: "The architectures that convert --map changes between",
+        maps.command: "The architectures that convert --map changes between",
         ranks.merge: "Write what many ranks wrote as one checkpoint",
         ranks.split: "Write one checkpoint as files for many ranks",
         slim.command: "Only the model's state; or room in a run's folder",
@@ -90,8 +92,8 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
         load.reload: "Load strictly into a plain model, in one process",
     },
     "For programs": {
-        describe.schema: "The JSON Schema of a command's --json",
-        describe.skill: "A page for coding assistants, made from the help",
+        schema.command: "The JSON Schema of a command's --json",
+        skill.command: "A page for coding assistants, made from the help",
     },
 }
 

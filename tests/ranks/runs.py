@@ -18,9 +18,9 @@ from examples import padded_text
 from tests.ranks import trainings
 from train.config.shared import Every
 from train.config.training import TrainConfig
+from train.data.collate import Collation
 from train.data.data_set import Data
 from train.data.packing import Packed
-from train.data.samples import Collation
 from train.data.stream import Stream
 from train.main import train
 from train.run.run import Job

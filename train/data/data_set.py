@@ -19,8 +19,9 @@ from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CheckFailed, RanksDiffer, UsageFault
 from train.config.shared import DataConfig
 from train.data import builtin, fingerprint, own_data
+from train.data.collate import Collate, Collation, collation_of
 from train.data.fingerprint import CLASSIFICATION, Contents, Part
-from train.data.samples import Collate, Collation, Parts, Samples, by_name, collation_of, count, no_class
+from train.data.samples import Parts, Samples, by_name, count, no_class
 from train.data.stream import Stream, listed
 
 FEW = 8  # samples that differ between ranks, of which each reads its own again

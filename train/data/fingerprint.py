@@ -23,7 +23,9 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import UsageFault
-from train.data.samples import Collation, Samples, batch_leaves, checked, count, leaves
+from train.data import collate
+from train.data.collate import Collation
+from train.data.samples import Samples, checked, count, leaves
 
 DRAWN = 4  # samples read besides the first and the last, at places that depend only on their number
 SECONDS = 0.5  # in which a rank reads more samples of each part, to be compared between ranks only
@@ -139,7 +141,7 @@ class Part:
     def _batched(self, index: int) -> Leaves:
         """Return the parts of a batch of one sample."""
         batch = self.collation.batch([self.samples[index]], [index])
-        return {f"{SAMPLE}{key}": leaf for key, leaf in batch_leaves(batch)}
+        return {f"{SAMPLE}{key}": leaf for key, leaf in collate.leaves(batch)}
 
     def _digests(self, sample: Leaves) -> dict[str, str]:
         """Return digests of the parts: of `training sample[0]`, or of `label of training sample`."""

@@ -32,8 +32,9 @@ from ckpttool.files.failures import reason
 from train import console
 from train.config.shared import DataConfig
 from train.data.builtin import picture_in
+from train.data.patterns import files_of
 from train.data.samples import Parts, Scale, scale_of
-from train.data.tokens import Files, files_of
+from train.data.tokens import Files
 
 # The name that the members of a sample share, and what tells them apart, as webdataset divides a path.
 MEMBER = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")

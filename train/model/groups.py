@@ -21,7 +21,8 @@ from train.config.training import TrainConfig
 from train.model.wrapping import block_paths
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # whose weights may have two axes
+# whose weights neither decay nor are muon's, whatever their axes
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class Rules(NamedTuple):

@@ -1,30 +1,16 @@
-"""What a run says of itself where it begins: the head of its report, and its config.toml. Imports torch.
-
-The head has the data, the shares of the ranks and the main settings; config.toml has all settings, and with
-`--like` what differs from those of another run is named.
-"""
+"""What the head of a run's report says of it: data, shares of the ranks, main settings. Imports torch."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ckpttool.distributed.plan import Plan, dealt_sizes
-from ckpttool.errors import FileError
-from ckpttool.files.commit import replacing
-from ckpttool.files.failures import naming
-from train import console
-from train.checkpoint.format import versions
-from train.config import command_line, settings_file
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.data.packing import Packed
 from train.data.samples import count
 from train.data.stream import Stream
-from train.launch import same_settings
 from train.model.sharding import Sharded
 from train.trainer.trainer import Trainer
 
@@ -116,52 +102,3 @@ def in_lines(recipe: str) -> str:
     unbreakable = recipe.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
     lines = textwrap.wrap(unbreakable, width=max(width, 16), break_long_words=False, break_on_hyphens=False)
     return f"\n{'':8}".join(lines).replace("\N{NO-BREAK SPACE}", " ")
-
-
-def write_settings(trainer: Trainer, folder: str) -> list[str]:
-    """Write config.toml, and return what differs from the run of `--like`, as remarks. On rank 0.
-
-    A disk that refuses it ends no run.
-    """
-    config, about = trainer.config, _about(trainer)
-    # Before it is written: the run may be the same.
-    remarks = [] if config.like is None else list(_differences(config, config.like, about))
-    path = os.path.join(folder, settings_file.NAME)
-    try:
-        with naming(path), replacing(path) as file:
-            file.write(command_line.settings_text(config, about=about).encode())
-    except FileError as error:
-        console.warn(f"{error.message}; training goes on")
-    return remarks
-
-
-def _about(trainer: Trainer) -> dict[str, Any]:
-    """Return what a run depends on besides its settings."""
-    return {
-        **versions(trainer.place.device),
-        "ranks": trainer.place.world_size,
-        "samples": trainer.data.fingerprint,
-        "init": trainer.init or "",
-        "code": same_settings.code(trainer.config),
-    }
-
-
-def _differences(config: TrainConfig, run: str, about: Mapping[str, Any]) -> Iterator[str]:
-    before, was = command_line.of_run(run)
-    now, then = config.plain(), before.plain()
-    names = [name for name in now if name not in settings_file.OF_A_START and now[name] != then[name]]
-    found = [f"{name.replace('_', '-')} {_shown(then[name])} -> {_shown(now[name])}" for name in names]
-    for name, value in about.items():
-        old = was.get(name)
-        if name == "code":
-            files = old if isinstance(old, dict) else {}
-            found += [f"{file} is another now" for file in value if files.get(file) != value[file]]
-        elif old != value:
-            found.append(f"{name} {_shown(old)} -> {_shown(value)}")
-    yield f"{run}, but {'; '.join(found)}" if found else f"{run}: nothing differs"
-
-
-def _shown(value: Any) -> str:
-    if value is None or value == () or value == "":
-        return "none"
-    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

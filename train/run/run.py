@@ -26,7 +26,7 @@ from train.launch.stopping import Stop
 from train.log import trackers
 from train.log.profiling import Profile
 from train.run import folder as folders
-from train.run import header, proof
+from train.run import own_settings, proof
 from train.run.agreement import Agreement
 from train.run.hook import Hook
 from train.run.report import Report
@@ -60,7 +60,7 @@ class Run:
         trainer.feed.recorder = proof.recorder_of(trainer, folder)
         measured = [("shares", text) for text in shares.settle(trainer)]
         trainer.recorder.begin(resumed.source)
-        like = collectives.from_rank_zero(lambda: header.write_settings(trainer, folder))
+        like = collectives.from_rank_zero(lambda: own_settings.write(trainer, folder))
         self.limits = Limits(config, lambda: trainer.feed.steps_per_epoch, scores=bool(trainer.scorers))
         self.report = Report(trainer, folder)
         self.saver = Saver(trainer, folder, self.report.event)

@@ -14,7 +14,8 @@ from ckpttool import metrics as exact
 from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config.shared import DataConfig
-from train.data.samples import IGNORED, Collate, kind_of
+from train.data.collate import Collate
+from train.data.samples import IGNORED, kind_of
 from train.tasks.task import Loss, Task, UserTask, numbers_of, scores_in, target_of, trimmed
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import click
 
 from ...errors import OutputExists, UsageFault
 from .. import options
-from ..console import Console, columns, cut_front, fitting, printable, table, terminal_width, without
+from ..console import Console, printable
+from ..layout import columns, cut_front, fitting, table, terminal_width, without
 from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import Console, counted, printable, terminal_width
+from ..console import Console, counted, printable
+from ..layout import terminal_width
 from ..reading import fields_of, note_state, note_unread, open_file
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import click
 from ...errors import SeveralCheckpoints
 from ...words import number
 from .. import options
-from ..console import Console, columns, counted, printable, show_bytes, table, terminal_width, without
+from ..console import Console, counted, printable, show_bytes
+from ..layout import columns, table, terminal_width, without
 from ..reading import Answer, answer_each, fields_of, open_file
 
 if TYPE_CHECKING:

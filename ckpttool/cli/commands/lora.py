@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .. import options
-from ..console import counted, printable, show_bytes, table
+from ..console import counted, printable, show_bytes
+from ..layout import table
 from ..options import Job
 from ..reading import fields_of, note_fields, note_state, open_file
 from ..rewriting import Change, Outcome, Target, report_written, rewrite

@@ -31,7 +31,7 @@ FINDERS: tuple[Finder, ...] = (
     value_remedies.complex_parts,
     name_remedies.wrappers,
     name_remedies.wrappers_inside,
-    name_remedies.mapped,
+    dialects.mapped,
     name_remedies.renumbered,
     name_remedies.prefixes,
     name_remedies.renamed_parts,

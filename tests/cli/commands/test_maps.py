@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.cli.commands import describe
+from ckpttool.cli.commands import maps
 from tests.support.dialects import CASES, GPT, LLAMA
 from tests.support.mapped import assert_equal, random_state
 from tests.support.running import ROOT, Cli, assert_says
@@ -47,7 +47,7 @@ def test_the_maps_are_listed_with_both_ends(cli: Cli) -> None:
 
 
 def test_a_narrow_terminal_cuts_no_name(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describe, "terminal_width", lambda _: 50)
+    monkeypatch.setattr(maps, "terminal_width", lambda _: 50)
     names = [line.split()[0] for line in cli("maps").out.splitlines() if not line.startswith(" ")]
     assert names == [each["name"] for each in cli("maps --json").json]
     assert 40 < max(map(len, cli("maps").out.splitlines())) <= 50

@@ -266,7 +266,7 @@ def test_a_disk_that_refuses_the_file_ends_no_run(tmp_path, monkeypatch, capsys)
     def refuse(*_: Any) -> Any:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("train.run.header.replacing", refuse)
+    monkeypatch.setattr("train.run.own_settings.replacing", refuse)
     assert main.main([*TINY, "--out", "a"]) == 0
     why = "a/config.toml: could not be written: no space left on device"
     assert f"warning: {why}; training goes on\n" in capsys.readouterr().err

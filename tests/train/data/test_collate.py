@@ -24,8 +24,8 @@ from tests.ranks.ragged import SAMPLES, Masked, OfTexts, Ragged
 from train.config.training import TrainConfig
 from train.data import data_set
 from train.data.batches import batch_of, load
+from train.data.collate import Collation, leaves
 from train.data.data_set import Data
-from train.data.samples import Collation, batch_leaves
 from train.tasks import builtin as tasks
 from train.trainer import preflight
 from train.trainer.trainer import Trainer
@@ -340,10 +340,10 @@ def test_the_parts_of_any_batch_have_places():
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     own = types.SimpleNamespace(x=torch.ones(1), name="a")
     batch = Nested.collate([Ragged()[0], Ragged()[1]]), {"r": ragged}, own, None, object()
-    found = dict(batch_leaves(batch))
+    found = dict(leaves(batch))
     assert {"[0].packed[0]", "[0].more['of'][0]", "[1]['r'][1]", "[2].x", "[2].name"} <= found.keys()
     assert (found["[3]"], found["[4]"]) == (None, "object")
-    sparse = dict(batch_leaves(torch.eye(2).to_sparse_csr()))
+    sparse = dict(leaves(torch.eye(2).to_sparse_csr()))
     assert sparse[".values"].tolist() == [1.0, 1.0]
 
 

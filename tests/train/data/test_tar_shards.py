@@ -21,7 +21,7 @@ from tests.ranks import trainings
 from train.config.training import TrainConfig
 from train.data import data_set
 from train.data.batches import Undamaged, batch_of, load
-from train.data.samples import Collation
+from train.data.collate import Collation
 from train.data.tar_shards import TarShards
 
 

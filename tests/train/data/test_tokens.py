@@ -1,4 +1,4 @@
-"""`--data tokens:`: blocks of flat files, each token a target exactly once; and patterns of files."""
+"""`--data tokens:`: blocks of flat files, each token a target exactly once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from ckpttool.errors import Damaged, Unreadable, UsageFault
 from train.config.training import TrainConfig
-from train.data import data_set, tokens
+from train.data import data_set
 from train.data.samples import IGNORED
-from train.data.tokens import OPEN, Tokens, files_of
+from train.data.tokens import OPEN, Tokens
 
 
 def write(path: Path, tokens: object) -> str:
@@ -99,24 +99,3 @@ def test_what_is_no_token_file_is_refused(tmp_path):
     ):
         with pytest.raises(UsageFault, match=wrong):
             data_set.load(TrainConfig(data=f"tokens:{empty}", **flags))
-
-
-def test_braces_and_globs_name_files(tmp_path, monkeypatch):
-    names = ["a-00.bin", "a-01.bin", "a-10.bin", "b-1.bin"]
-    for name in names:
-        write(tmp_path / name, [1])
-
-    def found(pattern: str) -> list[str]:
-        return [os.path.basename(path) for path in files_of(f"{tmp_path}/{pattern}", "--data tokens:")]
-
-    assert found("a-{00..01}.bin") == names[:2]
-    assert found("{a-1{0,0},b-1}.bin") == ["a-10.bin", "b-1.bin"]
-    assert found("{a-01,a-*}.bin") == ["a-01.bin", "a-00.bin", "a-10.bin"]
-    assert found("b-{1..1}.bin") == ["b-1.bin"]
-    with pytest.raises(Unreadable, match=r"a-02.bin: no such file"):
-        found("a-{00..02}.bin")
-    with pytest.raises(UsageFault, match="no file matches"):
-        found("c-*.bin")
-    monkeypatch.setattr(tokens, "MOST", 10)
-    with pytest.raises(UsageFault, match="more than 10 files"):
-        found("{0..9}{0..999999999}*")

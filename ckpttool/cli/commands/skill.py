@@ -1,18 +1,15 @@
-"""The commands that tell what the tool has: `schema` and `skill`, a page made from the help; `maps`."""
+"""The command `ckpttool skill`: a page made from the help, with the front matter of a skill, in Markdown."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 
 import click
 
-from ...errors import UsageFault
 from .. import options
-from ..console import Console, table, terminal_width, wrapped
+from ..console import Console
 
 Sections = Mapping[str, Mapping[click.Command, str]]  # by title, each command with its line of help
 
@@ -50,32 +47,9 @@ Begin with `{NAME} inspect FILE`: it runs and loads nothing. If a checkpoint doe
 EVERYWHERE = {"--json", "--quiet", "--verbose", "--revision", "--offline"}
 
 
-@click.command("schema")
-@click.argument("name", metavar="COMMAND", required=False)
-@options.reading
-def schema(console: Console, name: str | None) -> None:
-    """Print the JSON Schema (draft 2020-12) of what a command prints with --json, also where it fails.
-
-    All of that JSON holds "schema": 1. The number goes up when a field gets another meaning or goes; new
-    fields may come at any time.
-
-    \b
-    Example:
-      ckpttool schema inspect
-    """
-    from ..contracts.contracts import schema as schema_of
-
-    known = {str(command.name): line for part in _sections().values() for command, line in part.items()}
-    if name is None or name not in known:
-        what = "schema needs a COMMAND" if name is None else f"there is no command '{name}'"
-        raise UsageFault(what, hint=f"it is one of {', '.join(sorted(known))}")
-    document = schema_of(name, known[name])
-    console.result(json.dumps(document, indent=2), document)
-
-
 @click.command("skill")
 @options.reading
-def skill(console: Console) -> None:
+def command(console: Console) -> None:
     """Print a page for coding assistants: what each command is for, its flags, and what to rely on.
 
     It is made from the help, in the form of a skill: save it as skills/ckpttool/SKILL.md where your assistant
@@ -85,23 +59,22 @@ def skill(console: Console) -> None:
     Example:
       ckpttool skill
     """
-
-    text = page(_sections())
+    text = page(all_sections())
     console.result(text.rstrip(), {"name": NAME, "text": text})
 
 
-def _sections() -> Sections:
+def all_sections() -> Sections:
     """Return the commands by section: those of the group that this one was called from."""
-    sections: Sections = click.get_current_context().find_root().command.sections  # type: ignore[attr-defined]
-    return sections
+    found: Sections = click.get_current_context().find_root().command.sections  # type: ignore[attr-defined]
+    return found
 
 
-def page(sections: Mapping[str, Mapping[click.Command, str]]) -> str:
+def page(sections: Sections) -> str:
     """Return the page for commands by section, each with its line of help."""
     return "\n".join([HEAD, *_commands(sections)])
 
 
-def _commands(sections: Mapping[str, Mapping[click.Command, str]]) -> Iterator[str]:
+def _commands(sections: Sections) -> Iterator[str]:
     for title, commands in sections.items():
         yield from (f"## {title}", "")
         for command, line in commands.items():
@@ -124,43 +97,3 @@ def _flags(command: click.Command) -> str:
 def _examples(command: click.Command) -> list[str]:
     text = inspect.cleandoc(str(command.help)).partition("\b\nExample")[2]
     return re.findall(r"^  (ckpttool .+)$", text, re.MULTILINE)
-
-
-@click.command("maps")
-@click.argument("name", metavar="[NAME]", required=False)
-@options.reading
-def maps(console: Console, name: str | None) -> None:
-    """List the maps that `convert --map` takes, or print the rules of one.
-
-    A map is a rule file. What is printed is one for your own changes, which --map takes too.
-
-    \b
-    Examples:
-      ckpttool maps
-      ckpttool maps nanogpt-gpt2
-    """
-    from ...transforms.mapping import builtin
-
-    if name is not None:
-        with open(builtin.path_of(name), encoding="utf-8") as file:
-            text = file.read()
-        console.result(text.rstrip(), {"name": name, "rules": text})
-        return
-    found = [
-        {"name": rules.name, "from": rules.start, "to": rules.end, "reversible": rules.reversible}
-        for rules in builtin.maps()
-    ]
-    ways = [f"{each['from']} {'<->' if each['reversible'] else '->'} {each['to']}" for each in found]
-    rows = [(str(each["name"]), way) for each, way in zip(found, ways, strict=True)]
-    console.listed("\n".join(_lines(rows, terminal_width(sys.stdout))), found)
-
-
-def _lines(rows: list[tuple[str, str]], width: int | None) -> Iterator[str]:
-    """Yield each name, which is to be typed, and what it changes, beside or below it."""
-    beside = max(len(name) for name, _ in rows) + 2
-    if width is None or all(beside + len(way) <= width for _, way in rows):
-        yield from table(rows, (0, 1))
-        return
-    for name, way in rows:
-        yield name
-        yield from (f"    {line}" for line in wrapped(way, max(width - 4, 20)))
