@@ -8,7 +8,7 @@ dotted names).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -29,11 +29,12 @@ class Shortcut(Protocol):
         """Return opcodes that put so many values into the memo, from `index` on; None for a new form."""
 
     def in_a_row(
-        self, items: Iterable[tuple[object, object]], memo: dict[object, int], index: int
+        self, items: Sequence[tuple[object, object]], begin: int, memo: dict[object, int], index: int
     ) -> tuple[list[bytes], int]:
-        """Return the opcodes of names and tensors up to the first that is none, or of a new form.
+        """Return the opcodes of names and tensors from `begin` to the first that is none, or of a new form.
 
-        Puts names and tensors into the memo, and returns where the next value belongs there.
+        Reads no item before `begin`. Puts names and tensors into the memo, and returns where the next value
+        belongs there.
         """
 
     def learn(self, tensor: TensorRef, opcodes: bytes, index: int) -> None:
@@ -183,7 +184,7 @@ class _Writer:
             self.out += b"("
             done = 0
             while done < len(batch):
-                if written := self.save_in_a_row(batch, done):
+                if type(batch[done][1]) is TensorRef and (written := self.save_in_a_row(batch, done)):
                     done += written
                     continue
                 for part in batch[done]:
@@ -195,9 +196,9 @@ class _Writer:
         """Write names and tensors that are like ones before, as far as they go; return how many."""
         if self.shortcut is None or self.count < 256 or self.level == inert.MAX_DEPTH:
             return 0
-        opcodes, self.count = self.shortcut.in_a_row(islice(batch, begin, None), self.memo, self.count)
+        opcodes, self.count = self.shortcut.in_a_row(batch, begin, self.memo, self.count)
         self.out += b"".join(opcodes)
-        self.kept += (tensor for _, tensor in islice(batch, begin, begin + len(opcodes)))
+        self.kept += (tensor for _, tensor in batch[begin : begin + len(opcodes)])
         return len(opcodes)
 
     def in_batches(self, items: Iterable[tuple[object, ...]], opcode: bytes) -> None:

@@ -7,9 +7,8 @@ import random
 import time
 from dataclasses import dataclass
 
-SLOWEST = (
-    1000  # bytes a second below which an answer counts as stalled, though one byte comes after the other
-)
+# Bytes a second below which an answer counts as stalled, though one byte comes after the other.
+SLOWEST = 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ def interruptible(job: Callable[[], T], seconds: float) -> T:
 
     Raises Unanswered after so many seconds.
     """
-    # Handlers run only in the main thread, between its own instructions.
+    # A thread of its own: signals reach only a main thread that does not wait in the library, and only so can
+    # a time be set.
     return ended(started(job), seconds)
 
 

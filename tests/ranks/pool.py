@@ -59,13 +59,16 @@ class Pool:
         self.size = size
         self.ranks: list[Rank] = []
         self.folder = ""
+        self.is_idle = False  # all ranks wait for a case: not before the start, nor after one was interrupted
         # Before multiprocessing ends its daemons by SIGTERM, which one that is stopped does not take.
         multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     def run(self, case: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> list[Any]:
         """What the case returns on each rank."""
-        if not self.ranks:
+        if not self.is_idle:
+            self.close()
             self._start()
+        self.is_idle = False
         self._send(signal.SIGCONT)
         job = pickle.dumps((case, arguments))
         with contextlib.suppress(BrokenPipeError):  # a rank that died between two cases is found below
@@ -79,6 +82,7 @@ class Pool:
         if any(groups > MOST_GROUPS for _, (_, groups) in answers):
             self.close()
         self._send(signal.SIGSTOP)
+        self.is_idle = bool(self.ranks)
         return [value for _, (value, _) in answers]
 
     def _send(self, number: int) -> None:

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
+import tests.ranks.pool as pool_of_ranks
 from tests.ranks.forked import Program
 from tests.ranks.pool import CaseFailed, Pool
 from tests.support.running import ROOT
@@ -76,6 +78,42 @@ def test_a_rank_that_fails_is_named_and_the_next_case_gets_new_ranks(pool, case,
         pool.run(case, timeout=1 if case is hang_on_one else 30)
     assert [words for words in ("rank 0 returned", *said) if words not in str(failure.value)] == []
     assert not any(alive(pid) for pid in before)
+    assert pool.run(add_ranks, 0) == [1, 1]
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", ["_start", "_collect"])
+def test_a_start_that_was_interrupted_is_made_anew(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the ranks are there then, or all of them, which have not said that they are ready."""
+    pool, rank, made = Pool(2), pool_of_ranks.Rank, list[int]()
+
+    def one_rank(*parts: Any) -> Any:
+        made.append(1)
+        return interrupted() if len(made) == 2 else rank(*parts)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if step == "_start":
+            patch.setattr(pool_of_ranks, "Rank", one_rank)
+        else:
+            patch.setattr(pool, "_collect", interrupted)
+        pool.run(add_ranks, 0)
+    assert len(pool.ranks) == (1 if step == "_start" else 2)
+    before = [rank.process.pid for rank in pool.ranks]
+    assert pool.run(add_ranks, 0) == [1, 1]
+    pool.close()
+    assert not any(alive(pid) for pid in before if pid)
+
+
+def test_after_a_case_that_was_interrupted_its_answers_are_not_those_of_the_next(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run(add_ranks, 0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pool, "_collect", interrupted)
+        pool.run(add_ranks, 10)
     assert pool.run(add_ranks, 0) == [1, 1]
 
 

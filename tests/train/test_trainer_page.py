@@ -93,7 +93,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     for name in ("train", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "own.py").write_text("\n".join(blocks("python")))
     (folder / "run.toml").write_text("\n".join(blocks("toml")))
     return folder
 
@@ -115,6 +114,8 @@ PATHS = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}
 
 
 def follow(page: str, folder: Path) -> None:
+    """Run the commands of a page with its own code alone, as of a reader who reads no other."""
+    (folder / "own.py").write_text("\n".join(blocks("python", pages=(page,))))
     for text in blocks("sh", pages=(page,)):
         for command in commands(text):
             run(command, folder)

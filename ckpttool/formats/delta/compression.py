@@ -74,9 +74,8 @@ def decompressor() -> Decompress:
 
     def decompress(frame: memoryview, most: int) -> bytes:
         try:
-            if (
-                not 0 <= zstandard.frame_content_size(frame) <= most
-            ):  # it sizes the output, whatever is allowed
+            # It sizes the output, whatever is allowed.
+            if not 0 <= zstandard.frame_content_size(frame) <= most:
                 raise BadFrame("is of another size")
             return unpack(frame, max_output_size=most, allow_extra_data=False)
         except zstandard.ZstdError:

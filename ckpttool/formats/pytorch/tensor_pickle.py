@@ -85,13 +85,16 @@ def read_torch_pickle(
         return called
 
     reducers = {name: after(reducer) for name, reducer in reducers.items()}
+    shortcuts = {REBUILD_V2: pattern}
     try:
-        shortcuts = {REBUILD_V2: pattern}
-        return read_pickle(
+        found = read_pickle(
             data, persistent_load=after(identities.find), reducers=reducers, shortcuts=shortcuts
         )
-    finally:
+    except PickleFault:
         pattern.find()  # what is wrong with one of them was so before the fault that ended the reading
+        raise
+    pattern.find()
+    return found
 
 
 def _remark(remarks: list[Remark], name: str, message: str) -> None:

@@ -6,7 +6,7 @@ Tensors of one form differ in the key of their storage and in places of the memo
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from ...tensors.ref import Storage, TensorRef
@@ -22,7 +22,7 @@ LIKE = attrgetter(
 
 
 class WrittenTensors:
-    """The same shortcut for what writes a pickle: what was written of one is the template of others."""
+    """What `fast_path` is for the reader: what was written of one tensor is the template of others."""
 
     def __init__(self, key_of: Callable[[Storage], str]) -> None:
         self.key_of = key_of
@@ -36,11 +36,11 @@ class WrittenTensors:
         return template.written(self.key_of(tensor.storage).encode(), index), template.count
 
     def in_a_row(
-        self, items: Iterable[tuple[object, object]], memo: dict[object, int], index: int
+        self, items: Sequence[tuple[object, object]], begin: int, memo: dict[object, int], index: int
     ) -> tuple[list[bytes], int]:
-        """Return the opcodes of names and tensors up to the first that is none, or of a new form."""
+        """Return the opcodes of names and tensors from `begin` on, to the first that does not fit."""
         opcodes, known, key_of = list[bytes](), self.templates, self.key_of
-        for name, tensor in items:
+        for name, tensor in map(items.__getitem__, range(begin, len(items))):
             if type(name) is not str or type(tensor) is not TensorRef or id(tensor) in memo:
                 break
             if (template := known.get(LIKE(tensor))) is None:
@@ -52,6 +52,7 @@ class WrittenTensors:
                 index += 1
             else:  # one of an optimizer's
                 named = b"h%c" % place if place < 256 else b"j%b" % UINT4(place)
+            # Template.written, inlined: a call for each of 100,000.
             key, (base, step, size, count) = key_of(tensor.storage).encode(), template.numbers
             tail = (base + index * step).to_bytes(size, "little")
             opcodes.append(b"%b%b%c\0\0\0%b%b" % (named, template.head, len(key), key, tail))

@@ -20,9 +20,8 @@ from typing import Any, NoReturn
 
 from tests.support.running import ROOT
 
-LONGEST = (
-    30.0  # seconds that a command may take: an upload is given up after 14, and this machine may be slow
-)
+# Seconds that a command may take: an upload is given up after 14, and this machine may be slow.
+LONGEST = 30.0
 IMPORTED = (
     *("ckpttool.cli.program", "ckpttool.cli.inspect_page", "ckpttool.cli.commands.ranks"),
     *("ckpttool.analysis.summary", "ckpttool.formats.saving.saving", "ckpttool.formats.ranks.merge_trees"),

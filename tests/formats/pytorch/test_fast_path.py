@@ -280,6 +280,21 @@ def test_the_first_fault_is_named_also_where_storages_are_found_later(end: bytes
     assert found.startswith(f"storage {missing[0]} " if missing else "its pickle ")
 
 
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_reading_finds_no_more_storages(
+    ending: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C on a large file ends at once, and no fault of the file stands in its place."""
+
+    def interrupted(*args: Any, **given: Any) -> Any:
+        read_pickle(*args, **given)
+        raise ending
+
+    monkeypatch.setattr(tensor_pickle, "read_pickle", interrupted)
+    with pytest.raises(ending):
+        with_storages(saved(80), ["70"])
+
+
 # Memory.
 
 
