@@ -60,6 +60,12 @@ PACKED: dict[str, dict[str, torch.Tensor]] = {
         "e.up_blocks": torch.zeros(2, 32, 2, 8, dtype=torch.uint8),
         "e.up_scales": torch.full((2, 32, 2), 127, dtype=torch.uint8),
     },
+    "NF4 whose settings are no JSON": {
+        "l.weight": torch.zeros(64, 1, dtype=torch.uint8),
+        "l.weight.absmax": torch.rand(2),
+        "l.weight.quant_map": torch.rand(16),
+        "l.weight.quant_state.bitsandbytes__nf4": torch.zeros(8, dtype=torch.uint8),
+    },
 }
 PACKED["GPTQ without settings"] = PACKED["GPTQ"]
 
