@@ -37,9 +37,14 @@ def show(text: str) -> None:
         raise
 
 
-def folded(line: str, stream: TextIO, *, indent: int = 0) -> str:
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal; None is one that was closed before the program began."""
+    return stream is not None and stream.isatty()
+
+
+def folded(line: str, stream: TextIO | None, *, indent: int = 0) -> str:
     """Return a line broken between words for the terminal that `stream` is; as it is if that is none."""
-    if not stream.isatty():
+    if not is_terminal(stream):
         return line
     width = shutil.get_terminal_size().columns
     lines = textwrap.wrap(

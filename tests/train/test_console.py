@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from train import console
 from train.config import command_line
+
+ROOT = Path(__file__).parents[2]
 
 LONG = "error: --data folder:nowhere: no such folder (give folder:PATH with a sub-folder for each class)"
 
@@ -43,3 +48,10 @@ def test_the_help_breaks_no_word_and_keeps_to_the_width(monkeypatch, columns):
     helps = [line for line in text.splitlines() if not line.startswith(("  -", "usage", "Train"))]
     assert max(map(len, helps)) <= columns
     assert not any(line.endswith("-") for line in helps)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_run_whose_streams_are_closed_trains(tmp_path, closed):
+    command = f"{sys.executable} train/main.py --data fake:8 --epochs 1 --out {tmp_path}/run {closed}"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=100).returncode == 0
+    assert (tmp_path / "run" / "last.pt").exists()

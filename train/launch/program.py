@@ -156,9 +156,10 @@ def leave(code: int) -> NoReturn:
     # The work is done by now and the process group destroyed. Only the destructors of torch's C++ threads
     # would still run, and on a busy machine they were seen to abort a rank that had done its work
     # ("terminate called without an active exception"), which makes torchrun report a failure.
-    with contextlib.suppress(OSError):  # `console.say` has reported what could not be written
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None: it was closed before the program began
+            with contextlib.suppress(OSError):  # `console.say` has reported what could not be written
+                stream.flush()
     os._exit(code)
 
 

@@ -46,7 +46,7 @@ class Report:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
         metrics = None if isinstance(trainer.task, Classification) else [*trainer.task.metrics]
         self._table = ScoreTable(self._width(), metrics, shutil.get_terminal_size((120, 24)).columns)
-        self._bar = Bar(trainer, shown=self.speaks and sys.stderr.isatty())
+        self._bar = Bar(trainer, shown=self.speaks and console.is_terminal(sys.stderr))
         self._when = ""
         self._uncounted = trainer.progress.uncounted
         self._clock = Clock()
