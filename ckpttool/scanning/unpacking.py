@@ -6,6 +6,7 @@ A stream may end early or be damaged: what came before is kept, as a loader woul
 from __future__ import annotations
 
 import bz2
+import itertools
 import lzma
 import struct
 import zlib
@@ -160,7 +161,7 @@ def ends_as_zip(place: ByteRange) -> bool:
 def pieces(place: ByteRange) -> Iterator[Piece]:
     """Yield the records whose headers are found anywhere, MAX_PIECES at most; nothing in them is believed."""
     places = [at for at, _ in zip(_found(place, 0, (LOCAL, CENTRAL)), range(2 * MAX_PIECES), strict=False)]
-    for at, end in zip(places, [*places[1:], place.nbytes], strict=True):
+    for at, end in itertools.pairwise([*places, place.nbytes]):
         raw = place.part(at, min(LOCAL_HEADER.size, place.nbytes - at)).read()
         if len(raw) < LOCAL_HEADER.size or raw[:4] != LOCAL:
             continue

@@ -261,6 +261,11 @@ def test_containers_in_containers_are_looked_into_up_to_a_depth(tmp_path: Path) 
     assert found.verdict == UNREADABLE and "nested" in found.problems[0].reason
 
 
+@pytest.mark.parametrize("mark", [b"PK\x03\x04", b"PK\x05\x06"])
+def test_the_mark_of_a_zip_alone_is_unreadable(tmp_path: Path, mark: bytes) -> None:
+    assert of(mark, tmp_path / "a.zip").verdict == UNREADABLE
+
+
 def test_thousands_of_zips_in_a_zip_take_no_time_to_speak_of(tmp_path: Path) -> None:
     inner, out = zipped("x.txt", b"text"), io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
